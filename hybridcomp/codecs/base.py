@@ -1,0 +1,97 @@
+"""What every codec is: a deterministic map from a 1-D tensor to bytes and back.
+
+A codec knows no process group and no configuration. It never allocates the payload: the
+collective owns the wire buffers, so that one buffer holds the payloads for all destinations.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+#: dtypes that a codec accepts as values; everything else travels native
+VALUE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+
+#: every payload starts at a multiple of this many bytes inside a wire buffer, and its
+#: ``wire_nbytes`` is a multiple of it, so that kernels may use aligned vector loads
+PAYLOAD_ALIGN = 16
+
+
+def align(nbytes: int) -> int:
+    """Round ``nbytes`` up to ``PAYLOAD_ALIGN``."""
+    return -(-nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
+
+
+class Codec(ABC):
+    """One codec with its settings fixed. Instances are immutable and may be shared.
+
+    Contracts that every codec keeps (DESIGN section 3):
+
+    * bytes depend on the values only: same values, same bytes, on every device and thread count;
+    * a NaN or Inf that is encoded decodes to a non-finite value at the same element, or at
+      least makes every element of its block non-finite;
+    * ``numel == 0`` is legal and costs 0 bytes.
+    """
+
+    #: name in the block
+    name: ClassVar[str]
+    #: decoding gives back exactly the encoded values, NaN payloads included
+    lossless: bool
+    #: ``encode`` always writes ``wire_nbytes`` bytes, so no size has to be exchanged
+    fixed_size: bool
+
+    @abstractmethod
+    def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of the payload for ``numel`` values of ``dtype``, a multiple of PAYLOAD_ALIGN.
+
+        Exact if ``fixed_size``, otherwise the worst case.
+        """
+
+    @abstractmethod
+    def encode(self, values: Tensor, out: Tensor) -> int:
+        """Encode ``values`` (1-D, contiguous, a VALUE_DTYPES dtype) into ``out``.
+
+        ``out`` is 1-D contiguous uint8 of at least ``wire_nbytes`` bytes on the same device.
+        Every one of the returned number of bytes is written (padding as zeros), so payloads are
+        reproducible. Returns the bytes used, a multiple of PAYLOAD_ALIGN.
+        """
+
+    @abstractmethod
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Decode ``payload`` (1-D uint8) into all of ``out`` (1-D contiguous, VALUE_DTYPES).
+
+        The dtype of ``out`` may differ from the encoded one only for lossy codecs; a lossless
+        codec raises CodecError if it does. Raises CodecError on a payload that is too short.
+        """
+
+    @abstractmethod
+    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+        """``out += decode(payload)`` with ``out`` 1-D contiguous float32.
+
+        ``dtype`` is the dtype that was encoded.
+        """
+
+    @abstractmethod
+    def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
+        """Largest possible |decoded - value| of a finite element whose block has this absmax.
+
+        Holds for decoding to float32; decoding to a 16-bit dtype adds its rounding. 0.0 when
+        lossless.
+        """
+
+    @property
+    @abstractmethod
+    def spec(self) -> str:
+        """Name and settings, for example ``blockint(bits=4)``; equal specs mean equal bytes."""
+
+    def __repr__(self) -> str:
+        return self.spec
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Codec) and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash(self.spec)

@@ -1,0 +1,47 @@
+"""What one collective cost: filled in by the collective, written down by the ledger."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Meter:
+    """Mutable counters of one collective call on this rank.
+
+    ``wire_nbytes`` counts what this rank sends to *other* ranks, payload padding, headers and
+    size messages included, so that it can be held against the counters of the network card. What a
+    rank "sends" to itself never counts. all_gather counts ``(world_size - 1) * payload``: the
+    ring that gloo and NCCL use sends each payload that often.
+    """
+
+    messages: int = 0  # calls into torch.distributed
+    wire_nbytes: int = 0
+    codec_s: float = 0.0  # host seconds in encode and decode
+    wait_s: float = 0.0  # host seconds blocked in torch.distributed
+
+    def sent(self, nbytes: int) -> None:
+        """Count one message of ``nbytes`` bytes to other ranks."""
+        self.messages += 1
+        self.wire_nbytes += nbytes
+
+    @contextmanager
+    def coding(self) -> Iterator[None]:
+        """Add the time of the ``with`` body to ``codec_s``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.codec_s += time.perf_counter() - start
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Add the time of the ``with`` body to ``wait_s``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_s += time.perf_counter() - start

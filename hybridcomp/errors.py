@@ -1,0 +1,43 @@
+"""Errors of hybridcomp.
+
+HybridcompError
+ +- ConfigError      the "compression" block, or the configuration around it, cannot act as written
+ +- CodecError       a codec was given a tensor, a payload or a device that it cannot handle
+ +- SeamError        an upstream symbol is missing, changed, or outside the supported versions
+ +- AgreementError   ranks of one job disagree on block or versions
+"""
+
+from __future__ import annotations
+
+
+class HybridcompError(Exception):
+    """Base class of every error that hybridcomp raises on purpose."""
+
+
+class ConfigError(HybridcompError, ValueError):
+    """A setting is unknown, impossible, or cannot take effect.
+
+    Args:
+        key: dotted path of the setting, for example ``compression.dp.bits``.
+        found: what was found there.
+        todo: what was expected and what to do about it.
+    """
+
+    def __init__(self, key: str, found: object, todo: str) -> None:
+        self.key, self.found, self.todo = key, found, todo
+        super().__init__(f"{key}: found {found!r}; {todo}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        return type(self), (self.key, self.found, self.todo)
+
+
+class CodecError(HybridcompError, ValueError):
+    """A codec met a dtype, device, length or payload that it cannot encode or decode."""
+
+
+class SeamError(HybridcompError, RuntimeError):
+    """An upstream symbol cannot be patched (or unpatched) as declared."""
+
+
+class AgreementError(HybridcompError, RuntimeError):
+    """The ranks of a job do not run the same block or the same versions."""

@@ -1,0 +1,55 @@
+"""Which codec a message takes. Decides only; it never touches a tensor.
+
+The decision depends on dimension, direction, dtype, numel, group size and step: all of them equal
+on every rank that takes part in the message, so the ranks always agree without talking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from hybridcomp.codecs.base import VALUE_DTYPES, Codec
+
+#: gradient reduction, ZeRO parameter gather, tensor, pipeline, expert, context parallel
+Dimension = Literal["dp", "zero", "tp", "pp", "ep", "cp"]
+#: ``forward`` moves activations or parameters, ``backward`` gradients of activations.
+#: Gradient reduction (dp) and parameter gathers (zero) are always ``forward``.
+Direction = Literal["forward", "backward"]
+
+DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One message, as every rank of its group sees it."""
+
+    dimension: Dimension
+    direction: Direction
+    dtype: torch.dtype
+    numel: int  # elements of the whole message as upstream hands it over on one rank
+    world_size: int  # ranks of the group
+    step: int  # optimizer steps taken before this message
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The codecs of a block, resolved. ``None`` means native."""
+
+    codecs: Mapping[tuple[Dimension, Direction], Codec | None]
+    min_bytes: int
+    start_step: int
+
+    def choose(self, traffic: Traffic) -> Codec | None:
+        """The codec for this message, or None when it stays native."""
+        if traffic.world_size < 2 or traffic.step < self.start_step:
+            return None
+        if traffic.dtype not in VALUE_DTYPES:
+            return None
+        if traffic.numel * traffic.dtype.itemsize < self.min_bytes:
+            return None
+        return self.codecs.get((traffic.dimension, traffic.direction))
