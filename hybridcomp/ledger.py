@@ -1,0 +1,158 @@
+"""The only counters: what every dimension sent, what native would have sent, what it cost.
+
+Bytes are what was handed to torch.distributed for other ranks, so that they can be held against
+the counters of the network card. ``ratio = raw / wire``, higher is better.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from hybridcomp.collectives.meter import Meter
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction
+
+Key = tuple[Dimension, Direction]
+KEYS: tuple[Key, ...] = tuple((dim, way) for dim in DIMENSIONS for way in DIRECTIONS)
+
+
+@dataclass
+class Entry:
+    """Totals of one dimension and direction. All fields add up over messages and ranks."""
+
+    messages: float = 0.0  # messages of upstream, native ones included
+    native: float = 0.0  # of these, messages left native
+    raw_nbytes: float = 0.0  # what native would have sent to other ranks
+    wire_nbytes: float = 0.0  # what was sent to other ranks
+    codec_s: float = 0.0
+    wait_s: float = 0.0
+    error_sq: float = 0.0  # sampled: squared L2 of (decoded - values)
+    value_sq: float = 0.0  # sampled: squared L2 of values
+
+    def add(self, other: Entry) -> None:
+        """Add ``other`` field by field."""
+        for name in FIELDS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def ratio(self) -> float | None:
+        """raw / wire, None where nothing was sent."""
+        return self.raw_nbytes / self.wire_nbytes if self.wire_nbytes else None
+
+    @property
+    def error(self) -> float | None:
+        """Sampled relative L2 error of one encoding, None where nothing was sampled."""
+        return (self.error_sq / self.value_sq) ** 0.5 if self.value_sq else None
+
+    def row(self, codec: str) -> dict[str, Any]:
+        """The JSON form: megabytes (1e6), milliseconds."""
+        return {
+            "codec": codec,
+            "messages": round(self.messages),
+            "native_messages": round(self.native),
+            "raw_MB": self.raw_nbytes / 1e6,
+            "wire_MB": self.wire_nbytes / 1e6,
+            "ratio": self.ratio,
+            "codec_ms": self.codec_s * 1e3,
+            "wait_ms": self.wait_s * 1e3,
+            "error": self.error,
+        }
+
+
+FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Entry))
+
+
+@dataclass
+class Ledger:
+    """Counters of one engine on this rank: since the last ``take`` and in total."""
+
+    codecs: Mapping[Key, str] = field(default_factory=dict)  # specs, for the rows
+    interval: dict[Key, Entry] = field(default_factory=lambda: {key: Entry() for key in KEYS})
+
+    def record(self, key: Key, raw_nbytes: int, meter: Meter) -> None:
+        """One encoded message."""
+        entry = self.interval[key]
+        entry.messages += 1
+        entry.raw_nbytes += raw_nbytes
+        entry.wire_nbytes += meter.wire_nbytes
+        entry.codec_s += meter.codec_s
+        entry.wait_s += meter.wait_s
+
+    def record_native(self, key: Key, raw_nbytes: int) -> None:
+        """One message left native."""
+        entry = self.interval[key]
+        entry.messages += 1
+        entry.native += 1
+        entry.raw_nbytes += raw_nbytes
+        entry.wire_nbytes += raw_nbytes
+
+    def record_error(self, key: Key, error_sq: float, value_sq: float) -> None:
+        """One sample of the error of an encoding."""
+        entry = self.interval[key]
+        entry.error_sq += error_sq
+        entry.value_sq += value_sq
+
+    def vector(self) -> torch.Tensor:
+        """The interval as one float64 vector of fixed layout, for a sum over ranks."""
+        return torch.tensor(
+            [[getattr(self.interval[key], name) for name in FIELDS] for key in KEYS],
+            dtype=torch.float64,
+        ).reshape(-1)
+
+    def restart(self) -> None:
+        """Begin a new interval."""
+        self.interval = {key: Entry() for key in KEYS}
+
+    def rows(self, entries: Mapping[Key, Entry]) -> dict[str, dict[str, Any]]:
+        """``{dimension: {direction: row}}`` of the entries that moved anything."""
+        rows: dict[str, dict[str, Any]] = {}
+        for (dimension, direction), entry in entries.items():
+            if entry.messages:
+                codec = self.codecs.get((dimension, direction), "none")
+                rows.setdefault(dimension, {})[direction] = entry.row(codec)
+        return rows
+
+
+def entries_of(vector: torch.Tensor) -> dict[Key, Entry]:
+    """The inverse of ``Ledger.vector``."""
+    table = vector.reshape(len(KEYS), len(FIELDS)).tolist()
+    return {key: Entry(*values) for key, values in zip(KEYS, table, strict=True)}
+
+
+def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """The progress line of one interval."""
+    parts = []
+    for dimension, ways in rows.items():
+        for direction, row in ways.items():
+            name = dimension if len(ways) == 1 else f"{dimension}.{direction}"
+            ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
+            error = f", error {row['error']:.1e}" if row["error"] is not None else ""
+            left = row["native_messages"]
+            native = f", {left} of {row['messages']} messages native" if left else ""
+            parts.append(
+                f"{name} {row['codec']} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB, "
+                f"codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms{error}{native})"
+            )
+    return f"[hybridcomp] step {step}: " + ("; ".join(parts) or "nothing was sent")
+
+
+class JsonLines:
+    """One JSON object per line; flushed each time, so that a killed run keeps its figures."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("w", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

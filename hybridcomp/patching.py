@@ -1,0 +1,207 @@
+"""Replacing upstream attributes: declared, checked, revertible.
+
+A ``Seam`` names one upstream attribute and what it must look like; a ``Patch`` puts a replacement
+there and takes it away again. Nothing is ever patched on a guess: an unknown version, a missing
+symbol, other parameters or somebody else's wrapper raise SeamError.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from hybridcomp.errors import SeamError
+
+_MISSING = object()
+
+#: builds the replacement from upstream's original
+Maker = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One upstream attribute that hybridcomp may replace.
+
+    Attributes:
+        requirement: PEP 508 requirement of the upstream package, ``deepspeed >= 0.19, < 0.20``.
+        module: module whose attribute is looked up at call time, which need not be the module
+            that defines it: consumers that import a name keep their own binding.
+        qualname: dotted path inside the module, private names already mangled.
+        parameters: names of the parameters, or a tuple of alternatives where versions differ;
+            ``None`` for classes, whose parameters say nothing.
+    """
+
+    requirement: str
+    module: str
+    qualname: str
+    parameters: tuple[str, ...] | tuple[tuple[str, ...], ...] | None
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.qualname}"
+
+    @property
+    def alternatives(self) -> tuple[tuple[str, ...], ...]:
+        """The accepted parameter lists."""
+        if not self.parameters:
+            return ((),)
+        if isinstance(self.parameters[0], str):
+            return (self.parameters,)  # type: ignore[return-value]
+        return self.parameters  # type: ignore[return-value]
+
+    def found_version(self) -> str:
+        """The installed version, once it is known to lie in the window; else SeamError."""
+        requirement = Requirement(self.requirement)
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            raise SeamError(
+                f"{self}: needs {self.requirement}, but {requirement.name} is not installed"
+            ) from None
+        if not requirement.specifier.contains(found, prereleases=True):
+            raise SeamError(
+                f"{self}: needs {self.requirement}, found {requirement.name} {found}; install a "
+                "version inside the window, or a hybridcomp that knows this one"
+            )
+        return f"{requirement.name} {found}"
+
+    def owner_and_name(self) -> tuple[Any, str]:
+        """The object that holds the attribute, and its last name."""
+        owner: Any = importlib.import_module(self.module)
+        *path, name = self.qualname.split(".")
+        for part in path:
+            owner = inspect.getattr_static(owner, part)
+        return owner, name
+
+
+class Patch:
+    """One seam and its replacement; applied at most once at a time."""
+
+    def __init__(self, seam: Seam, make: Maker) -> None:
+        self.seam = seam
+        self._make = make
+        self._mine: Any = None
+        self._saved: Any = _MISSING
+        self._owner: Any = None
+        self._name = ""
+
+    @property
+    def applied(self) -> bool:
+        """Whether the replacement is in place (as far as we know)."""
+        return self._mine is not None
+
+    def check(self) -> Any:
+        """Find the original and check version, parameters and origin; returns the raw attribute.
+
+        Raises SeamError. Changes nothing.
+        """
+        found = self.seam.found_version()
+        try:
+            owner, name = self.seam.owner_and_name()
+            raw = inspect.getattr_static(owner, name)
+        except (ImportError, AttributeError) as error:
+            raise SeamError(f"{self.seam}: not there in {found} ({error})") from error
+        original = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+        if getattr(original, "__hybridcomp__", False):
+            raise SeamError(f"{self.seam}: already patched by hybridcomp; patches do not stack")
+        if self.seam.parameters is not None:
+            got = tuple(inspect.signature(original).parameters)
+            if got not in self.seam.alternatives:
+                raise SeamError(
+                    f"{self.seam}: expected parameters {self.seam.parameters}, found {got} in "
+                    f"{found}"
+                )
+        _refuse_foreign_wrapper(self.seam, original)
+        return raw
+
+    def apply(self) -> Patch:
+        """Check, then replace. Raises SeamError and leaves upstream as it was."""
+        if self.applied:
+            raise SeamError(f"{self.seam}: already applied")
+        raw = self.check()
+        owner, name = self.seam.owner_and_name()
+        static = isinstance(raw, (staticmethod, classmethod))
+        original = raw.__func__ if static else raw
+        mine = self._make(original)
+        mine.__hybridcomp__ = True
+        if not hasattr(mine, "__wrapped__") and not isinstance(mine, type):
+            mine.__wrapped__ = original
+        self._saved = vars(owner).get(name, _MISSING)
+        self._mine = type(raw)(mine) if static else mine
+        self._owner, self._name = owner, name
+        setattr(owner, name, self._mine)
+        return self
+
+    def revert(self) -> None:
+        """Put the original back; refuses when somebody replaced our replacement since."""
+        if not self.applied:
+            raise SeamError(f"{self.seam}: not applied")
+        if inspect.getattr_static(self._owner, self._name) is not self._mine:
+            raise SeamError(
+                f"{self.seam}: replaced by someone else since it was applied; revert that first"
+            )
+        if self._saved is _MISSING:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._saved)
+        self._mine = None
+
+    def __enter__(self) -> Patch:
+        return self.apply()
+
+    def __exit__(self, *exc: object) -> None:
+        self.revert()
+
+
+def _refuse_foreign_wrapper(seam: Seam, original: Any) -> None:
+    """Raise when ``original`` was not written by the upstream package (or by torch)."""
+    code = getattr(original, "__code__", None)
+    package = sys.modules.get(seam.module.partition(".")[0])
+    root = getattr(package, "__file__", None)
+    if code is None or root is None or not os.path.isabs(code.co_filename):
+        return
+    # decorators of torch (torch.compiler.disable and the like) count as upstream's own
+    torch_root = getattr(sys.modules.get("torch"), "__file__", root)
+    homes = [os.path.dirname(os.path.realpath(path)) + os.sep for path in (root, torch_root)]
+    if not os.path.realpath(code.co_filename).startswith(tuple(homes)):
+        raise SeamError(
+            f"{seam}: already replaced by {code.co_filename}; hybridcomp does not wrap foreign "
+            "patches: remove it, or install hybridcomp first"
+        )
+
+
+def apply_all(patches: Iterable[Patch]) -> list[Patch]:
+    """Apply every patch, or none: a failure reverts what was set and raises."""
+    done: list[Patch] = []
+    try:
+        for patch in patches:
+            done.append(patch.apply())
+    except BaseException:
+        revert_all(done)
+        raise
+    return done
+
+
+def revert_all(patches: Sequence[Patch]) -> None:
+    """Revert in the opposite order of application."""
+    for patch in reversed(patches):
+        patch.revert()
+
+
+def stale_bindings(obj: object) -> list[str]:
+    """Modules that imported ``obj`` by name and would not see a patch at its home."""
+    return sorted(
+        f"{module_name}.{name}"
+        for module_name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType)
+        for name, value in list(vars(module).items())
+        if value is obj
+    )
