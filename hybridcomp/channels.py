@@ -2,5 +2,281 @@
 
 A patch asks ``channel.codec(...)`` first. ``None`` means native: the patch reports the message with
 ``channel.native(...)`` and calls upstream's original, so that ``none`` is bit-identical.
-Otherwise it hands the tensors over with that codec.
+Otherwise it hands the tensors over with that codec; the channel adds error feedback, calls the
+collective and writes the ledger.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp import collectives
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Handle, OwnedRange, chunk_ranges, plan_reduction
+from hybridcomp.collectives.meter import Meter
+from hybridcomp.config import CompressionConfig
+from hybridcomp.feedback import Hop, Piece, Residuals, cut
+from hybridcomp.ledger import Ledger
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction, Traffic
+
+#: attribute that an attached engine, its optimizer and its parameters carry
+ATTRIBUTE = "_hybridcomp_channels"
+#: attribute of a parameter: its dotted name, unique in the job
+NAME = "_hybridcomp_name"
+#: elements of a message that the sampled error looks at
+SAMPLE_NUMEL = 65536
+
+
+def channels_of(obj: Any) -> Channels | None:
+    """The channels that ``obj`` was tagged with, or None when it belongs to no attached engine."""
+    found: Channels | None = getattr(obj, ATTRIBUTE, None)
+    return found
+
+
+class Channels:
+    """All dimensions of one engine, with the state that they share."""
+
+    def __init__(self, config: CompressionConfig) -> None:
+        self.config = config
+        self.policy = config.policy()
+        self.step = 0  # optimizer steps taken
+        codecs = {key: codec.spec for key, codec in self.policy.codecs.items() if codec}
+        self.ledger = Ledger(codecs=codecs)
+        self.residuals = Residuals()
+        self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
+
+    def __getitem__(self, dimension: Dimension) -> Channel:
+        return self._by_dimension[dimension]
+
+    def __iter__(self) -> Iterator[Channel]:
+        return iter(self._by_dimension.values())
+
+    @property
+    def sampling(self) -> bool:
+        """Whether messages of this step have their error measured."""
+        every = self.config.ledger.sample_every
+        return every > 0 and self.step % every == 0
+
+
+class Channel:
+    """One dimension: policy, ledger and residuals around the collectives."""
+
+    def __init__(self, dimension: Dimension, channels: Channels) -> None:
+        self.dimension = dimension
+        self._channels = channels
+        self.error_feedback = channels.config.error_feedback(dimension)
+
+    @property
+    def active(self) -> bool:
+        """Whether any direction of this dimension has a codec."""
+        codecs = self._channels.policy.codecs
+        return any(codecs.get((self.dimension, way)) is not None for way in DIRECTIONS)
+
+    def codec(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        direction: Direction = "forward",
+    ) -> Codec | None:
+        """The codec of a message of ``numel`` elements, None for native.
+
+        Depends on nothing that differs between the ranks of ``group``.
+        """
+        return self._channels.policy.choose(
+            Traffic(
+                dimension=self.dimension,
+                direction=direction,
+                dtype=dtype,
+                numel=numel,
+                world_size=dist.get_world_size(group),
+                step=self._channels.step,
+            )
+        )
+
+    def native(self, raw_nbytes: int, direction: Direction = "forward") -> None:
+        """Write down a message that upstream sends itself."""
+        self._channels.ledger.record_native((self.dimension, direction), raw_nbytes)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        codec: Codec,
+        group: dist.ProcessGroup | None,
+        *,
+        raw_nbytes: int,
+        pieces: Sequence[Piece] | None = None,
+        direction: Direction = "forward",
+        async_op: bool = False,
+    ) -> Handle:
+        """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``."""
+        self._sample(tensor, codec, direction)
+        world_size = dist.get_world_size(group)
+        residual = owner = None
+        if self.error_feedback and pieces is not None:
+            residual = self._residual("sender", pieces, world_size, tensor)
+            start, stop = chunk_ranges(tensor.numel(), world_size)[dist.get_rank(group)]
+            owner = self._residual("owner", cut(pieces, start, stop), world_size, tensor)
+        meter = Meter()
+        handle = collectives.all_reduce(
+            tensor, codec, group, meter=meter, residual=residual, owner_residual=owner,
+            async_op=async_op,
+        )
+        return self._recorded(handle, meter, raw_nbytes, direction)
+
+    def reduce_scatter(
+        self,
+        shards: Sequence[Tensor],
+        codec: Codec,
+        group: dist.ProcessGroup | None,
+        *,
+        raw_nbytes: int,
+        pieces: Sequence[Sequence[Piece]] | None = None,
+    ) -> Tensor:
+        """The fp32 sum over ``group`` of the shard of this rank; ``shards[r]`` goes to rank r."""
+        self._sample(max(shards, key=Tensor.numel), codec, "forward")
+        residuals = None
+        if self.error_feedback and pieces is not None:
+            flat = [piece for shard in pieces for piece in shard]
+            residual = self._residual("sender", flat, len(shards), shards[0])
+            residuals = list(residual.split([shard.numel() for shard in shards]))
+        meter = Meter()
+        total = collectives.reduce_scatter(
+            shards, codec, group, meter=meter, residuals=residuals
+        ).wait()
+        self._channels.ledger.record((self.dimension, "forward"), raw_nbytes, meter)
+        return total
+
+    def reduce_to_owners(
+        self,
+        tensor: Tensor,
+        ranges: Sequence[OwnedRange],
+        codec: Codec,
+        group: dist.ProcessGroup | None,
+        *,
+        raw_nbytes: int,
+        pieces: Sequence[Piece] | None = None,
+    ) -> list[Tensor]:
+        """The fp32 sums over ``group`` of the ranges of ``tensor`` that this rank owns."""
+        self._sample(tensor, codec, "forward")
+        world_size = dist.get_world_size(group)
+        residual = owner = None
+        if self.error_feedback and pieces is not None:
+            residual = self._residual("sender", pieces, world_size, tensor)
+            if plan_reduction(ranges, world_size) == "balanced":
+                start, stop = chunk_ranges(tensor.numel(), world_size)[dist.get_rank(group)]
+                owner = self._residual("owner", cut(pieces, start, stop), world_size, tensor)
+        meter = Meter()
+        sums = collectives.reduce_to_owners(
+            tensor, ranges, codec, group, meter=meter, residual=residual, owner_residual=owner
+        )
+        self._channels.ledger.record((self.dimension, "forward"), raw_nbytes, meter)
+        return sums
+
+    def all_gather(
+        self,
+        shard: Tensor,
+        out: Tensor,
+        codec: Codec,
+        group: dist.ProcessGroup | None,
+        *,
+        raw_nbytes: int,
+        direction: Direction = "forward",
+        async_op: bool = False,
+    ) -> Handle:
+        """Gather the shards of all ranks into ``out``; every rank decodes the same bytes."""
+        self._sample(shard, codec, direction)
+        meter = Meter()
+        handle = collectives.all_gather(shard, out, codec, group, meter=meter, async_op=async_op)
+        return self._recorded(handle, meter, raw_nbytes, direction)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        values: Tensor,
+        codec: Codec,
+        group: dist.ProcessGroup | None,
+        *,
+        raw_nbytes: int,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        direction: Direction = "forward",
+        async_op: bool = False,
+    ) -> Handle:
+        """Exchange parts of ``values`` between all ranks; splits in elements."""
+        self._sample(values, codec, direction)
+        meter = Meter()
+        handle = collectives.all_to_all(
+            out, values, codec, group, meter=meter, out_splits=out_splits, in_splits=in_splits,
+            async_op=async_op,
+        )
+        return self._recorded(handle, meter, raw_nbytes, direction)
+
+    def send(
+        self,
+        tensor: Tensor,
+        dst: int,
+        codec: Codec,
+        group: dist.ProcessGroup | None,
+        *,
+        raw_nbytes: int,
+        direction: Direction = "forward",
+    ) -> None:
+        """Send ``tensor`` (1-D, contiguous) to the global rank ``dst``; blocking."""
+        self._sample(tensor, codec, direction)
+        meter = Meter()
+        collectives.send(tensor, dst, codec, group, meter=meter)
+        self._channels.ledger.record((self.dimension, direction), raw_nbytes, meter)
+
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int,
+        codec: Codec,
+        group: dist.ProcessGroup | None,
+        *,
+        direction: Direction = "forward",
+    ) -> None:
+        """Receive into ``tensor`` (1-D, contiguous) from the global rank ``src``; blocking.
+
+        The sender counts the bytes; the receiver only adds its time.
+        """
+        meter = Meter()
+        collectives.recv(tensor, src, codec, group, meter=meter)
+        entry = self._channels.ledger.interval[self.dimension, direction]
+        entry.codec_s += meter.codec_s
+        entry.wait_s += meter.wait_s
+
+    def _residual(
+        self, hop: Hop, pieces: Sequence[Piece], world_size: int, like: Tensor
+    ) -> Tensor:
+        return self._channels.residuals.get(hop, pieces, world_size, like)
+
+    def _recorded(
+        self, handle: Handle, meter: Meter, raw_nbytes: int, direction: Direction
+    ) -> Handle:
+        def record() -> None:
+            self._channels.ledger.record((self.dimension, direction), raw_nbytes, meter)
+
+        return handle.then(record)
+
+    def _sample(self, values: Tensor, codec: Codec, direction: Direction) -> None:
+        """Measure the error of one encoding of the head of ``values`` on sampling steps."""
+        if codec.lossless or not self._channels.sampling or not values.numel():
+            return
+        head = values.detach().reshape(-1)[:SAMPLE_NUMEL]
+        nbytes = codec.wire_nbytes(head.numel(), head.dtype)
+        payload = torch.empty(nbytes, dtype=torch.uint8, device=head.device)
+        used = codec.encode(head, payload)
+        decoded = torch.empty(head.numel(), dtype=torch.float32, device=head.device)
+        codec.decode(payload[:used], decoded)
+        exact = head.float()
+        error_sq = float((decoded - exact).double().square().sum())
+        value_sq = float(exact.double().square().sum())
+        if error_sq == error_sq and value_sq < float("inf"):  # an overflow step tells nothing
+            self._channels.ledger.record_error((self.dimension, direction), error_sq, value_sq)

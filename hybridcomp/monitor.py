@@ -1,0 +1,80 @@
+"""Ledger -> progress line, JSONL file, and whoever else wants the figures."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.channels import Channels
+from hybridcomp.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
+
+#: name and figure, as DeepSpeed's monitors take them
+Event = tuple[str, float]
+
+
+class Reporter:
+    """Sums the ledgers of all ranks now and then, and tells rank 0's readers.
+
+    ``report`` is a collective: every rank calls it at the same step.
+    """
+
+    def __init__(self, channels: Channels, jsonl: Path | None, device: torch.device) -> None:
+        self._channels = channels
+        self._device = device
+        self._totals: dict[Key, Entry] = {key: Entry() for key in KEYS}
+        self._step = 0
+        self._jsonl = JsonLines(jsonl) if jsonl is not None and dist.get_rank() == 0 else None
+        if self._jsonl is not None:
+            atexit.register(self.close)
+
+    def report(self, step: int) -> list[Event]:
+        """Sum the interval over the job; print, write and return the events on rank 0."""
+        ledger = self._channels.ledger
+        residual = self._channels.residuals.norm() ** 2
+        vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])
+        ledger.restart()
+        vector = vector.to(self._device)
+        dist.all_reduce(vector)
+        if dist.get_rank() != 0:
+            return []
+        vector = vector.cpu()
+        interval = entries_of(vector[:-1])
+        for key, entry in interval.items():
+            self._totals[key].add(entry)
+        self._step = step
+        rows = ledger.rows(interval)
+        norm = float(vector[-1]) ** 0.5
+        print(line(step, rows), flush=True)
+        if self._jsonl is not None:
+            self._jsonl.write({"step": step, "residual_norm": norm, "dimensions": rows})
+        return events_of(rows, norm)
+
+    def close(self) -> None:
+        """Write the totals as the last record; harmless when called twice."""
+        if self._jsonl is not None:
+            rows = self._channels.ledger.rows(self._totals)
+            self._jsonl.write({"summary": True, "step": self._step, "dimensions": rows})
+            self._jsonl.close()
+            self._jsonl = None
+
+
+def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:
+    """``Train/Compression/<dimension>[/<direction>]/<figure>`` of one interval."""
+    events: list[Event] = []
+    for dimension, ways in rows.items():
+        for direction, row in ways.items():
+            both = dimension not in ("dp", "zero")
+            name = f"{dimension}/{direction}" if both else dimension
+            events += [
+                (f"Train/Compression/{name}/{figure}", float(row[figure]))
+                for figure in ("ratio", "raw_MB", "wire_MB", "codec_ms", "wait_ms", "error")
+                if row[figure] is not None
+            ]
+    if norm:
+        events.append(("Train/Compression/dp/residual_norm", norm))
+    return events

@@ -1,0 +1,57 @@
+"""Run an unmodified training script with the patches armed.
+
+``deepspeed --module hybridcomp.run train.py --deepspeed_config ds_config.json ...``
+
+The launcher puts ``--local_rank=N`` before the script's name (0.19 does so with --module); it is
+handed on to the script in front of the script's own arguments, where `deepspeed train.py` puts it.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+import hybridcomp
+
+USAGE = (
+    "usage: deepspeed --module hybridcomp.run SCRIPT [ARGUMENT ...]\n"
+    "       deepspeed --module hybridcomp.run -m MODULE [ARGUMENT ...]\n"
+)
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The launcher's arguments before the script's name, and the rest from the name on."""
+    for position, argument in enumerate(arguments):
+        if not argument.startswith("--local_rank"):
+            return list(arguments[:position]), list(arguments[position:])
+    return list(arguments), []
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Arm the patches, then become the script."""
+    launcher, rest = split(sys.argv[1:] if arguments is None else arguments)
+    module = bool(rest) and rest[0] == "-m"
+    if module:
+        rest = rest[1:]
+    if not rest or rest[0] in ("-h", "--help"):
+        print(USAGE, end="", file=sys.stderr)
+        raise SystemExit(0 if rest else 2)
+    script = rest[0]
+    if not module and not os.path.isfile(script):
+        print(f"hybridcomp.run: no such script: {script}\n{USAGE}", end="", file=sys.stderr)
+        raise SystemExit(2)
+    hybridcomp.install()
+    sys.argv = [script, *launcher, *rest[1:]]
+    if module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        # what `python script.py` does: the script's folder, not ours, comes first
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Every upstream attribute that hybridcomp replaces, one module per seam.
+
+Patches are armed per upstream package: applied at once when it is imported already, otherwise when
+it is. They dispatch per engine, so that a process may hold several engines, or one without a block.
+"""
+
+from __future__ import annotations
+
+if __name__ != "hybridcomp.patches":
+    # from the repository root `import patches` finds this folder too, and would give a second copy
+    # of every module and of what is applied
+    raise ImportError("import hybridcomp.patches, not patches")
+
+import importlib
+import sys
+from types import ModuleType
+
+from wrapt import register_post_import_hook
+
+from hybridcomp.patching import Patch, apply_all, revert_all
+
+#: upstream package -> patch modules, in the order of application
+MODULES: dict[str, tuple[str, ...]] = {
+    "deepspeed": (
+        "ds_attach",
+        "ds_engine",
+        "ds_zero12",
+        "ds_zero3",
+        "ds_params",
+        "ds_pipe",
+        "ds_tied",
+        "ds_moe",
+    ),
+}
+
+_armed = False
+_hooked: set[str] = set()
+_applied: dict[str, list[Patch]] = {}
+
+
+def modules_of(package: str) -> list[ModuleType]:
+    """The patch modules of an upstream package, imported."""
+    return [importlib.import_module(f"{__name__}.{name}") for name in MODULES[package]]
+
+
+def patches_of(package: str) -> list[Patch]:
+    """Fresh, unapplied patches of an upstream package, in order."""
+    return [Patch(seam, make) for module in modules_of(package) for seam, make in module.PATCHES]
+
+
+def arm() -> None:
+    """Apply the patches of every imported upstream package, the others at their import."""
+    global _armed
+    _armed = True
+    for package in MODULES:
+        if package in sys.modules:
+            _apply(package)
+        elif package not in _hooked:
+            _hooked.add(package)
+            register_post_import_hook(_on_import, package)
+
+
+def disarm() -> None:
+    """Revert everything that is applied."""
+    global _armed
+    _armed = False
+    for package in list(_applied):
+        revert_all(_applied.pop(package))
+
+
+def applied(package: str) -> list[Patch]:
+    """The patches that are in place."""
+    return list(_applied.get(package, ()))
+
+
+def _on_import(module: ModuleType) -> None:
+    # the hook cannot be taken back, so it asks whether it is still wanted
+    if _armed:
+        _apply(module.__name__)
+
+
+def _apply(package: str) -> None:
+    if package not in _applied:
+        _applied[package] = apply_all(patches_of(package))

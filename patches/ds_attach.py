@@ -1,0 +1,216 @@
+"""Attaching channels to a DeepSpeed engine, and following its steps and checkpoints.
+
+``DeepSpeedEngine.__init__`` and not ``deepspeed.initialize``: scripts import ``initialize`` by name,
+and PipelineEngine, HybridEngine and DualPipeV all come through this constructor, which is handed the
+parsed config before any hook exists. ``_take_model_step`` and not ``step``: the pipeline engine
+calls only the former.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.agreement import agree, versions
+from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of
+from hybridcomp.config import CompressionConfig, load_config
+from hybridcomp.monitor import Reporter
+from hybridcomp.patches import ds_config, ds_residuals, modules_of
+from hybridcomp.patching import Seam
+
+REQUIREMENT = "deepspeed >= 0.19, < 0.20"
+MODULE = "deepspeed.runtime.engine"
+
+INIT = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="DeepSpeedEngine.__init__",
+    parameters=(
+        "self", "args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler",
+        "mpu", "dist_init_required", "collate_fn", "config", "config_class", "mesh_device",
+        "dont_change_device",
+    ),
+)  # fmt: skip
+STEP = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="DeepSpeedEngine._take_model_step",
+    parameters=(("self", "lr_kwargs"), ("self", "lr_kwargs", "block_eigenvalue")),
+)
+SAVE = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="DeepSpeedEngine.save_checkpoint",
+    parameters=(
+        "self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters",
+    ),
+)  # fmt: skip
+LOAD = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="DeepSpeedEngine.load_checkpoint",
+    parameters=(
+        "self", "load_dir", "tag", "load_module_strict", "load_optimizer_states",
+        "load_lr_scheduler_states", "load_module_only", "custom_load_fn",
+    ),
+)  # fmt: skip
+
+#: attribute of an attached engine: its Reporter
+REPORTER = "_hybridcomp_reporter"
+
+
+def make_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Read, check and agree on the block before the engine is built; attach after."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        ds_json = bound.arguments["config_class"]._param_dict
+        block = load_config(ds_json)
+        agree(_statement(block))
+        notes: list[str] = []
+        if block is not None:
+            notes = _check(block, ds_json, bound.arguments["model"])
+        original(self, *args, **kwargs)
+        if block is not None:
+            _attach(self, block, notes)
+
+    return __init__
+
+
+def _statement(block: CompressionConfig | None) -> dict[str, Any]:
+    settings = {"compression": None} if block is None else block.flat()
+    return {**settings, **versions("deepspeed")}
+
+
+def _check(block: CompressionConfig, ds_json: Any, model: Any) -> list[str]:
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    return ds_config.check(
+        block,
+        ds_json,
+        pipeline=isinstance(model, PipelineModule),
+        moe=any(type(module).__name__ in ("MoE", "MOELayer") for module in model.modules()),
+        world_size=dist.get_world_size(),
+    )
+
+
+def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
+    """Tag engine, optimizer and parameters; tell the user what will happen."""
+    channels = Channels(block)
+    setattr(engine, ATTRIBUTE, channels)
+    if engine.optimizer is not None:
+        setattr(engine.optimizer, ATTRIBUTE, channels)
+    for name, parameter in engine.module.named_parameters():
+        setattr(parameter, ATTRIBUTE, channels)
+        setattr(parameter, NAME, name)
+    for module in modules_of("deepspeed"):
+        if hasattr(module, "ATTACHED"):
+            module.ATTACHED(engine, channels)
+    jsonl = block.ledger.jsonl
+    setattr(
+        engine, REPORTER, Reporter(channels, Path(jsonl) if jsonl else None, engine.device)
+    )
+    if dist.get_rank() == 0:
+        dtypes = {parameter.dtype for parameter in engine.module.parameters()}
+        for text in (*block.describe(), *(n for d in dtypes for n in block.notes(d)), *notes):
+            print(f"[hybridcomp] {text}", flush=True)
+
+
+def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
+    """After the step: residuals follow the loss scale, the ledger reports."""
+
+    @functools.wraps(original)
+    def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        channels = channels_of(self)
+        if channels is None:
+            original(self, *args, **kwargs)
+            return
+        before = loss_scale(self)
+        original(self, *args, **kwargs)
+        channels.step = self.global_steps
+        if getattr(self.optimizer, "overflow", False):
+            channels.residuals.drop()
+        elif (after := loss_scale(self)) != before:
+            channels.residuals.scale(after / before)
+        every = self.steps_per_print()
+        if every and self.global_steps % every == 0:
+            _report(self)
+
+    return _take_model_step
+
+
+def loss_scale(engine: Any) -> float:
+    """The factor on the gradients now; 1.0 where losses are not scaled."""
+    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    if scaler is not None:
+        return float(scaler.get_scale())
+    for name in ("loss_scale", "cur_scale"):
+        scale = getattr(engine.optimizer, name, None)
+        if scale:
+            return float(scale)
+    return 1.0
+
+
+def _report(engine: Any) -> None:
+    events = getattr(engine, REPORTER).report(engine.global_steps)
+    if events and engine.monitor.enabled:
+        engine.monitor.write_events(
+            [(name, value, engine.global_samples) for name, value in events]
+        )
+
+
+def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Write the residuals of this rank before upstream moves its ``latest`` file."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        channels = channels_of(self)
+        if channels is not None and any(channel.error_feedback for channel in channels):
+            bound = signature.bind(self, *args, **kwargs)
+            tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
+            folder = Path(bound.arguments["save_dir"]) / str(tag)
+            ds_residuals.save(folder, channels, loss_scale(self))
+        return original(self, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Take over step and residuals with the optimizer's state."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        channels = channels_of(self)
+        if channels is None:
+            return original(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
+        if tag is None and (latest := Path(load_dir, "latest")).is_file():
+            tag = latest.read_text().strip()
+        result = original(self, *args, **kwargs)
+        channels.step = self.global_steps
+        channels.residuals.drop()
+        whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
+        if result[0] is not None and tag is not None and whole:
+            ds_residuals.load(Path(load_dir) / str(tag), channels, loss_scale(self))
+        return result
+
+    return load_checkpoint
+
+
+PATCHES = (
+    (INIT, make_init),
+    (STEP, make_take_model_step),
+    (SAVE, make_save_checkpoint),
+    (LOAD, make_load_checkpoint),
+)
