@@ -8,14 +8,14 @@ CompressionConfig    the block as a model
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridcomp.config import CompressionConfig, load_config
 
+    __version__: str
+
 __all__ = ["CompressionConfig", "__version__", "install", "load_config", "uninstall"]
-__version__ = version("hybridcomp")
 
 
 def install() -> None:
@@ -43,4 +43,8 @@ def __getattr__(name: str) -> Any:
         from hybridcomp import config
 
         return getattr(config, name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("hybridcomp")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,11 +17,15 @@ from itertools import count
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from hybridcomp.errors import AgreementError
 
 #: seconds of silence after which the ranks that are waited for are named on stderr
 NOTICE_S = 30.0
+#: seconds after which a silent rank is an error: what torch grants a collective by default, since
+#: a rank may load its data or model first
+PATIENCE_S = default_pg_timeout.total_seconds()
 _round = count()
 
 
@@ -40,8 +44,7 @@ def agree(statement: Mapping[str, Any], *, what: str = "compression block") -> N
     """Compare ``statement`` (JSON-like, flat keys) over all ranks of the default group.
 
     Returns when all ranks said the same. Raises AgreementError on every rank, naming the ranks and
-    the keys, as soon as all have spoken and two differ, or when a rank stays silent for as long as
-    the group's own time-out.
+    the keys, as soon as all have spoken and two differ, or when a rank stays silent for PATIENCE_S.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:
@@ -58,11 +61,8 @@ def agree(statement: Mapping[str, Any], *, what: str = "compression block") -> N
 
 def _await_all(store: dist.Store, world_size: int, what: str) -> None:
     missing = list(range(world_size))
-    deadline = time.monotonic() + dist.distributed_c10d._get_pg_default_timeout(  # type: ignore[attr-defined]
-        "gloo"
-    ).total_seconds()
-    noticed = False
     started = time.monotonic()
+    noticed = False
     while missing:
         try:
             store.wait([str(missing[0])], timedelta(seconds=min(5.0, NOTICE_S)))
@@ -77,7 +77,7 @@ def _await_all(store: dist.Store, world_size: int, what: str) -> None:
                 "that was not started with hybridcomp never will",
                 file=sys.stderr, flush=True,
             )
-        if missing and time.monotonic() > deadline:
+        if missing and time.monotonic() - started > PATIENCE_S:
             raise AgreementError(
                 f"{what}: rank(s) {_ranks(missing)} never stated theirs; start every rank with "
                 "`--module hybridcomp.run`, or call hybridcomp.install() in every one"

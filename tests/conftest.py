@@ -1,0 +1,20 @@
+"""Settings shared by all tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+# wall-clock limits say nothing on a shared machine
+settings.register_profile("hybridcomp", deadline=None, print_blob=True)
+settings.load_profile("hybridcomp")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

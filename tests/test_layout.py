@@ -1,0 +1,142 @@
+"""The rooms of the house: imports run one way, every package is declared, patches/ is one copy."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "hybridcomp"
+
+#: room -> rooms that it may import. Anything else is a wrong turn.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "kernels": {"errors"},
+    "codecs": {"errors", "kernels"},
+    "collectives": {"errors", "codecs"},
+    "policy": {"errors", "codecs"},
+    "config": {"errors", "codecs", "policy"},
+    "patching": {"errors"},
+    "agreement": {"errors"},
+    "feedback": {"errors"},
+    "ledger": {"errors", "policy", "collectives"},
+    "channels": {
+        "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback",
+    },
+    "monitor": {"errors", "ledger", "channels"},
+    "patches": {
+        "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",
+        "monitor", "agreement", "patching", "patches",
+    },
+    "run": {""},
+    "": {"config", "patches"},  # hybridcomp/__init__.py: the public names, imported late
+}  # fmt: skip
+FREE = {"cli"}  # the command line may look into every room
+UPSTREAM = {"deepspeed", "megatron"}
+
+
+def room_of(path: Path) -> str:
+    """``hybridcomp/codecs/zfp.py`` -> ``codecs``; ``hybridcomp/__init__.py`` -> ``""``."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def sources() -> list[Path]:
+    return [*PACKAGE.glob("*.py"), *(p for d in PACKAGE.iterdir() if d.is_dir() for p in d.glob("**/*.py"))]
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of all modules that a file imports, at whatever depth."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path: Path) -> None:
+    room = room_of(path)
+    found = set()
+    for name in imported(path):
+        first, *rest = name.split(".")
+        if first in UPSTREAM:
+            assert room == "patches", f"{path} imports {name}: only patches/ names upstream"
+        if first == "hybridcomp":
+            target = rest[0] if rest else ""
+            is_room = (PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").is_file()
+            found.add(target if is_room else "")
+    if room not in FREE:
+        wrong = found - ALLOWED[room] - {room}
+        assert not wrong, f"{path} may not import {wrong}"
+
+
+def test_every_room_has_its_rule() -> None:
+    rooms = {room_of(path) for path in sources()}
+    assert rooms == set(ALLOWED) | FREE
+
+
+def test_packages_are_declared() -> None:
+    declared = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    )
+    found = {
+        ".".join(("hybridcomp", *path.parent.relative_to(PACKAGE).parts))
+        for path in (PACKAGE / "__init__.py", *PACKAGE.glob("*/__init__.py"))
+    }
+    assert declared == found
+
+
+def test_top_level_is_as_agreed() -> None:
+    allowed = {
+        "pyproject.toml", "hybridcomp", "patches", "configs", "scripts", "tests", "README.md",
+        "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
+    }  # fmt: skip
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    top = {line.split("/")[0] for line in listed.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} <= allowed
+
+
+def test_patches_is_one_package() -> None:
+    link = PACKAGE / "patches"
+    assert link.is_symlink()
+    assert str(link.readlink()) == "../patches"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import patches"
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode != 0
+    assert "import hybridcomp.patches, not patches" in result.stderr
+
+
+def test_import_needs_no_upstream() -> None:
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('deepspeed', 'megatron'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import hybridcomp\n"
+        "hybridcomp.install()\n"
+        "hybridcomp.CompressionConfig\n"
+        "import hybridcomp.channels, hybridcomp.monitor, hybridcomp.cli\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

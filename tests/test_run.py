@@ -1,0 +1,74 @@
+"""``python -m hybridcomp.run``: the script sees what it would see without us."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridcomp.run import split
+
+SCRIPT = """
+import os, sys
+print("name", __name__)
+print("argv", sys.argv)
+print("path", sys.path[0])
+import helper
+print("helper", helper.VALUE)
+from hybridcomp import patches
+print("armed", patches._armed)
+"""
+
+
+def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hybridcomp.run", *arguments],
+        cwd=cwd, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "train.py").write_text(SCRIPT)
+    (tmp_path / "job" / "helper.py").write_text("VALUE = 42\n")
+    return tmp_path
+
+
+def test_script_sees_its_own_world(folder: Path) -> None:
+    result = launch("--local_rank=1", "job/train.py", "--lr", "3", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "name __main__" in result.stdout
+    assert "argv ['job/train.py', '--local_rank=1', '--lr', '3']" in result.stdout
+    assert f"path {folder / 'job'}" in result.stdout
+    assert "helper 42" in result.stdout
+    assert "armed True" in result.stdout
+
+
+def test_module_form(folder: Path) -> None:
+    result = launch("--local_rank=0", "-m", "train", "x", cwd=folder / "job")
+    assert result.returncode == 0, result.stderr
+    assert "name __main__" in result.stdout
+    assert "'--local_rank=0', 'x']" in result.stdout
+
+
+def test_missing_script_is_one_clear_line(folder: Path) -> None:
+    result = launch("--local_rank=0", "nowhere.py", cwd=folder)
+    assert result.returncode == 2
+    assert "no such script: nowhere.py" in result.stderr
+    assert launch(cwd=folder).returncode == 2
+
+
+def test_exit_code_of_the_script_is_kept(folder: Path) -> None:
+    (folder / "fails.py").write_text("raise SystemExit(7)\n")
+    assert launch("fails.py", cwd=folder).returncode == 7
+
+
+def test_split() -> None:
+    assert split(["--local_rank=0", "a.py", "--local_rank=9"]) == (
+        ["--local_rank=0"],
+        ["a.py", "--local_rank=9"],
+    )
+    assert split(["--local_rank=0"]) == (["--local_rank=0"], [])
