@@ -1,0 +1,35 @@
+"""Codecs: deterministic maps between 1-D tensors and bytes; ``base.Codec`` is the contract."""
+
+from __future__ import annotations
+
+from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec, align
+from hybridcomp.codecs.blockint import BlockInt
+from hybridcomp.errors import CodecError
+
+#: every codec that a block may name
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (BlockInt,)}
+
+
+def make_codec(name: str, **settings: object) -> Codec:
+    """The codec called ``name`` with ``settings`` as keyword arguments.
+
+    Raises:
+        CodecError: the name or a setting is unknown, or the value of a setting is out of range.
+    """
+    if name not in CODECS:
+        raise CodecError(f"unknown codec {name!r}; expected one of {', '.join(sorted(CODECS))}")
+    try:
+        return CODECS[name](**settings)
+    except TypeError as error:
+        raise CodecError(f"codec {name!r} does not take the settings {settings}: {error}") from error
+
+
+__all__ = [
+    "CODECS",
+    "PAYLOAD_ALIGN",
+    "VALUE_DTYPES",
+    "BlockInt",
+    "Codec",
+    "align",
+    "make_codec",
+]

@@ -1,0 +1,164 @@
+// blockint: symmetric integers of 2..8 bits under one 8-bit logarithmic scale per block of 32.
+//
+// Format of a message of n values, nb = ceil(n / 32) blocks, nt = ceil(n / 1024) tiles:
+//   levels   nb * 4 * bits bytes   packed levels, 4 * bits bytes a block
+//   scales   nb bytes              scale code of each block
+//   bases    nt bytes              exponent that the scale codes of a tile count down from
+//   zeros up to a multiple of 16 bytes
+// The last block is filled up with zeros (+0.0).
+//
+// Scale. T, the top of a block, is its absmax rounded up to a float with a 4-bit mantissa; as an
+// integer, top = ceil(bits(absmax) / 2^19), sixteen steps an octave. The base E of a tile is the
+// exponent byte of the largest top among its finite blocks, at least MIN_BASE, and
+// scale code = 16 E + 15 - top, limited to 253: about fifteen octaves below the tile's absmax. The
+// step is T / qmax, qmax = 2^(bits-1) - 1; a block below the range takes the smallest step there is.
+// This costs on average 2 % of T over an exact scale, as a table of 1/16 octaves would, without
+// the table and without a pass over the message.
+//   |decoded - value| <= 0.5001 / qmax * max(17/16 A, 1.125 * 2^-110), A the absmax of the tile
+// T may be 2^128, so T / 2 is what is computed with; decoding then clamps to the largest float.
+// Code 255: the block held a NaN or Inf; its levels are zero bytes and it decodes to NaN.
+//
+// Levels. u = round_to_even(x * inv) + 2^(bits-1), never 0. The width is split into fields of 8, 4,
+// 2 and 1 bits, highest first, from the top of u down. A field of w bits takes 4w bytes a block:
+// byte j holds, from its lowest bit up, the fields of values j, j + 4w, j + 8w, ...
+// (for 4 bits: byte j = value j in the low nibble, value j + 16 in the high one). So packing is
+// shifts of whole vectors, on a CPU as on a GPU.
+#pragma once
+
+#include "portable.h"
+
+namespace hybridcomp {
+namespace blockint {
+
+constexpr int BLOCK = 32;
+constexpr int TILE_BLOCKS = 32;
+constexpr int TILE = BLOCK * TILE_BLOCKS;
+constexpr u32 MIN_BASE = 32;           // smallest T is 1.125 * 2^-110: inverse steps stay finite
+constexpr u32 LAST_CODE = 253;
+constexpr u32 NONFINITE_CODE = 255;
+constexpr u32 OVERFLOW_TOP = 0xff0;    // T = 2^128: decoding needs the clamp
+
+HC_INLINE constexpr int top_level(int bits) { return (1 << (bits - 1)) - 1; }
+
+HC_INLINE u32 absmax_bits(const float* values) {
+    u32 largest = 0;
+    for (int i = 0; i < BLOCK; ++i) {
+        u32 magnitude = magnitude_bits(values[i]);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
+HC_INLINE u32 top_of(u32 absmax) { return (absmax + 0x7ffffu) >> 19; }
+
+// `absmax`: bits of the largest finite magnitude among the finite blocks of the tile.
+HC_INLINE u32 base_of(u32 absmax) {
+    u32 base = top_of(absmax) >> 4;
+    return base < MIN_BASE ? MIN_BASE : base;
+}
+
+HC_INLINE u32 scale_code(u32 absmax, u32 base) {
+    u32 code = 16 * base + 15 - top_of(absmax);
+    code = code > LAST_CODE ? LAST_CODE : code;
+    return absmax >= INF_BITS ? NONFINITE_CODE : code;
+}
+
+HC_INLINE float half_top(u32 code, u32 base) {
+    return bits_float(((16 * base + 15 - code) << 19) - 0x800000u);
+}
+
+template <int BITS>
+HC_INLINE float inverse_step(u32 code, u32 base) {
+    return (0.5f * (float)top_level(BITS)) / half_top(code, base);
+}
+
+template <int BITS>
+HC_INLINE float step_of(u32 code, u32 base) {
+    float step = half_top(code, base) * (2.0f / (float)top_level(BITS));
+    return code == NONFINITE_CODE ? bits_float(QUIET_NAN_BITS) : step;
+}
+
+// Field of WIDTH bits at SHIFT of all levels -> 4 * WIDTH bytes.
+template <int WIDTH, int SHIFT>
+HC_INLINE void pack_field(const u8* levels, u8* out) {
+    for (int j = 0; j < 4 * WIDTH; ++j) {
+        u32 byte = 0;
+        for (int i = 0; i < 8 / WIDTH; ++i) {
+            u32 field = ((u32)levels[j + 4 * WIDTH * i] >> SHIFT) & ((1u << WIDTH) - 1);
+            byte |= field << (WIDTH * i);
+        }
+        out[j] = (u8)byte;
+    }
+}
+
+template <int WIDTH, int SHIFT>
+HC_INLINE void unpack_field(const u8* in, u8* levels) {
+    for (int i = 0; i < 8 / WIDTH; ++i) {
+        for (int j = 0; j < 4 * WIDTH; ++j) {
+            u32 field = ((u32)in[j] >> (WIDTH * i)) & ((1u << WIDTH) - 1);
+            levels[j + 4 * WIDTH * i] |= (u8)(field << SHIFT);
+        }
+    }
+}
+
+template <int BITS>
+HC_INLINE void pack_levels(const u8* levels, u8* out) {
+    constexpr int low = BITS & 3;
+    if constexpr (BITS == 8) pack_field<8, 0>(levels, out);
+    if constexpr ((BITS & 4) != 0) pack_field<4, low>(levels, out);
+    if constexpr ((BITS & 2) != 0) pack_field<2, BITS & 1>(levels, out + 4 * (BITS & 4));
+    if constexpr ((BITS & 1) != 0) pack_field<1, 0>(levels, out + 4 * (BITS & 6));
+}
+
+template <int BITS>
+HC_INLINE void unpack_levels(const u8* in, u8* levels) {
+    constexpr int low = BITS & 3;
+    for (int i = 0; i < BLOCK; ++i) levels[i] = 0;
+    if constexpr (BITS == 8) unpack_field<8, 0>(in, levels);
+    if constexpr ((BITS & 4) != 0) unpack_field<4, low>(in, levels);
+    if constexpr ((BITS & 2) != 0) unpack_field<2, BITS & 1>(in + 4 * (BITS & 4), levels);
+    if constexpr ((BITS & 1) != 0) unpack_field<1, 0>(in + 4 * (BITS & 6), levels);
+}
+
+// Finite blocks only. Adding 1.5 * 2^23 + bias leaves the rounded level in the low bits; the bias is
+// even, so ties still go to the even level.
+template <int BITS>
+HC_INLINE void quantize(const float* values, float inverse, u8* levels) {
+    constexpr float magic = 12582912.0f + (float)(1 << (BITS - 1));
+    for (int i = 0; i < BLOCK; ++i) {
+        float scaled = values[i] * inverse;
+        levels[i] = (u8)float_bits(scaled + magic);
+    }
+}
+
+template <int BITS>
+HC_INLINE void dequantize(const u8* levels, float step, float* values) {
+    for (int i = 0; i < BLOCK; ++i) {
+        values[i] = (float)((i32)levels[i] - (1 << (BITS - 1))) * step;
+    }
+}
+
+// 32 values -> 4 * BITS bytes, given the block's scale code and its tile's base.
+template <int BITS>
+HC_INLINE void encode_block(const float* values, u32 code, u32 base, u8* out) {
+    u8 levels[BLOCK];
+    if (code == NONFINITE_CODE) {
+        for (int i = 0; i < 4 * BITS; ++i) out[i] = 0;
+        return;
+    }
+    quantize<BITS>(values, inverse_step<BITS>(code, base), levels);
+    pack_levels<BITS>(levels, out);
+}
+
+template <int BITS>
+HC_INLINE void decode_block(const u8* in, u32 code, u32 base, float* values) {
+    u8 levels[BLOCK];
+    unpack_levels<BITS>(in, levels);
+    dequantize<BITS>(levels, step_of<BITS>(code, base), values);
+    if (16 * base + 15 - code >= OVERFLOW_TOP) {
+        for (int i = 0; i < BLOCK; ++i) values[i] = finite(values[i]);
+    }
+}
+
+}  // namespace blockint
+}  // namespace hybridcomp

@@ -1,0 +1,173 @@
+// CPU loops of blockint: one tile of 1024 values at a time, which stays in the L1 cache.
+#include "blockint.h"
+#include "cpu.h"
+
+namespace hybridcomp {
+namespace blockint {
+namespace {
+
+struct Layout {
+    size_t blocks, tiles, scales, bases, used, total;
+    Layout(size_t numel, int bits)
+        : blocks(ceil_div(numel, BLOCK)), tiles(ceil_div(numel, TILE)), scales(blocks * 4 * bits),
+          bases(scales + blocks), used(bases + tiles), total(align16(used)) {}
+};
+
+// Largest finite absmax of a tile that has non-finite blocks.
+inline u32 finite_absmax(const u32* absmax, int blocks) {
+    u32 largest = 0;
+    for (int b = 0; b < blocks; ++b) {
+        if (absmax[b] < INF_BITS && absmax[b] > largest) largest = absmax[b];
+    }
+    return largest;
+}
+
+template <int BITS>
+HC_INLINE void encode_tile(const float* values, int blocks, u8* levels, u8* scales, u8* base_out) {
+    u32 absmax[TILE_BLOCKS] = {};
+    float inverse[TILE_BLOCKS];
+    u32 largest = 0;
+    for (int b = 0; b < blocks; ++b) absmax[b] = absmax_bits(values + b * BLOCK);
+    for (int b = 0; b < TILE_BLOCKS; ++b) largest = absmax[b] > largest ? absmax[b] : largest;
+    if (largest >= INF_BITS) {
+        u32 base = base_of(finite_absmax(absmax, blocks));
+        for (int b = 0; b < blocks; ++b) {
+            scales[b] = (u8)scale_code(absmax[b], base);
+            encode_block<BITS>(values + b * BLOCK, scales[b], base, levels + b * 4 * BITS);
+        }
+        *base_out = (u8)base;
+        return;
+    }
+    u32 base = base_of(largest);
+    for (int b = 0; b < TILE_BLOCKS; ++b) {
+        absmax[b] = scale_code(absmax[b], base);
+        inverse[b] = inverse_step<BITS>(absmax[b], base);
+    }
+    for (int b = 0; b < blocks; ++b) {
+        u8 block[BLOCK];
+        scales[b] = (u8)absmax[b];
+        quantize<BITS>(values + b * BLOCK, inverse[b], block);
+        pack_levels<BITS>(block, levels + b * 4 * BITS);
+    }
+    *base_out = (u8)base;
+}
+
+template <int BITS, class T>
+HC_INLINE void encode_tiles(const void* source, size_t numel, u8* out, size_t begin, size_t end) {
+    const auto* values = (const typename T::Stored*)source;
+    Layout layout(numel, BITS);
+    for (size_t tile = begin; tile < end; ++tile) {
+        size_t first = tile * TILE, block = tile * TILE_BLOCKS;
+        u8* levels = out + block * 4 * BITS;
+        u8* scales = out + layout.scales + block;
+        u8* base = out + layout.bases + tile;
+        if (sizeof(typename T::Stored) == 4 && first + TILE <= numel) {
+            encode_tile<BITS>((const float*)source + first, TILE_BLOCKS, levels, scales, base);
+            continue;
+        }
+        float buffer[TILE];
+        int count = first + TILE <= numel ? TILE : (int)(numel - first);
+        if (count == TILE) {
+            for (int i = 0; i < TILE; ++i) buffer[i] = T::load(values[first + i]);
+            encode_tile<BITS>(buffer, TILE_BLOCKS, levels, scales, base);
+            continue;
+        }
+        for (int i = 0; i < count; ++i) buffer[i] = T::load(values[first + i]);
+        for (int i = count; i < TILE; ++i) buffer[i] = 0.0f;
+        encode_tile<BITS>(buffer, (int)ceil_div(count, BLOCK), levels, scales, base);
+    }
+}
+
+template <int BITS>
+HC_INLINE void decode_tile(const u8* levels, const u8* scales, u32 base, int blocks, float* out) {
+    if (base >= OVERFLOW_TOP >> 4) {
+        for (int b = 0; b < blocks; ++b)
+            decode_block<BITS>(levels + b * 4 * BITS, scales[b], base, out + b * BLOCK);
+        return;
+    }
+    for (int b = 0; b < blocks; ++b) {
+        u8 block[BLOCK];
+        unpack_levels<BITS>(levels + b * 4 * BITS, block);
+        dequantize<BITS>(block, step_of<BITS>(scales[b], base), out + b * BLOCK);
+    }
+}
+
+template <int BITS, class T, bool ADD>
+HC_INLINE void decode_tiles(const u8* in, size_t numel, void* target, size_t begin, size_t end) {
+    auto* out = (typename T::Stored*)target;
+    Layout layout(numel, BITS);
+    for (size_t tile = begin; tile < end; ++tile) {
+        size_t first = tile * TILE, block = tile * TILE_BLOCKS;
+        int count = first + TILE <= numel ? TILE : (int)(numel - first);
+        float buffer[TILE];
+        const u8* levels = in + block * 4 * BITS;
+        const u8* scales = in + layout.scales + block;
+        decode_tile<BITS>(levels, scales, in[layout.bases + tile], (int)ceil_div(count, BLOCK),
+                          buffer);
+        if (ADD) {
+            float* sum = (float*)target + first;
+            for (int i = 0; i < count; ++i) sum[i] += buffer[i];
+        } else {
+            for (int i = 0; i < count; ++i) out[first + i] = T::store(buffer[i]);
+        }
+    }
+}
+
+typedef void Encode(const void*, size_t, u8*, size_t, size_t);
+typedef void Decode(const u8*, size_t, void*, size_t, size_t);
+
+#define HC_BLOCKINT(BITS, T)                                                                    \
+    HC_CLONES void encode_##BITS##_##T(const void* values, size_t numel, u8* out, size_t begin, \
+                                       size_t end) {                                            \
+        encode_tiles<BITS, T>(values, numel, out, begin, end);                                  \
+    }                                                                                           \
+    HC_CLONES void decode_##BITS##_##T(const u8* in, size_t numel, void* out, size_t begin,     \
+                                       size_t end) {                                            \
+        decode_tiles<BITS, T, false>(in, numel, out, begin, end);                               \
+    }
+#define HC_BLOCKINT_BITS(BITS)                                                               \
+    HC_BLOCKINT(BITS, Fp32)                                                                  \
+    HC_BLOCKINT(BITS, BFloat16)                                                              \
+    HC_BLOCKINT(BITS, Float16)                                                               \
+    HC_CLONES void add_##BITS(const u8* in, size_t numel, void* out, size_t begin, size_t end) { \
+        decode_tiles<BITS, Fp32, true>(in, numel, out, begin, end);                          \
+    }
+HC_BLOCKINT_BITS(2)
+HC_BLOCKINT_BITS(3)
+HC_BLOCKINT_BITS(4)
+HC_BLOCKINT_BITS(5)
+HC_BLOCKINT_BITS(6)
+HC_BLOCKINT_BITS(7)
+HC_BLOCKINT_BITS(8)
+
+#define HC_ROW(BITS, NAME) {NAME##_##BITS##_Fp32, NAME##_##BITS##_BFloat16, NAME##_##BITS##_Float16}
+Encode* const ENCODE[7][3] = {HC_ROW(2, encode), HC_ROW(3, encode), HC_ROW(4, encode),
+                              HC_ROW(5, encode), HC_ROW(6, encode), HC_ROW(7, encode),
+                              HC_ROW(8, encode)};
+Decode* const DECODE[7][3] = {HC_ROW(2, decode), HC_ROW(3, decode), HC_ROW(4, decode),
+                              HC_ROW(5, decode), HC_ROW(6, decode), HC_ROW(7, decode),
+                              HC_ROW(8, decode)};
+Decode* const ADD[7] = {add_2, add_3, add_4, add_5, add_6, add_7, add_8};
+
+}  // namespace
+
+size_t wire_nbytes(size_t numel, int bits) { return Layout(numel, bits).total; }
+
+void encode(int bits, int dtype, const void* values, size_t numel, u8* out, int threads) {
+    Encode* loop = ENCODE[bits - 2][dtype];
+    Layout layout(numel, bits);
+    parallel_ranges(layout.tiles, TILE, threads, [&](size_t begin, size_t end) {
+        loop(values, numel, out, begin, end);
+    });
+    pad(out, layout.used, layout.total);
+}
+
+void decode(int bits, int dtype, const u8* in, void* out, size_t numel, bool add, int threads) {
+    Decode* loop = add ? ADD[bits - 2] : DECODE[bits - 2][dtype];
+    parallel_ranges(ceil_div(numel, TILE), TILE, threads, [&](size_t begin, size_t end) {
+        loop(in, numel, out, begin, end);
+    });
+}
+
+}  // namespace blockint
+}  // namespace hybridcomp
