@@ -1,0 +1,156 @@
+"""An unmodified script under the ``deepspeed`` launcher: success, wrong blocks, dead ranks."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+deepspeed = pytest.importorskip("deepspeed")
+
+SCRIPT = """
+import argparse, base64, json, os, signal, sys
+import torch
+import deepspeed
+import deepspeed.ops
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a JIT build that CPU tests can do without
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--mode", default="")
+parser = deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+rank = int(os.environ["RANK"])
+config = None
+if args.mode == "differ" and rank == 1:
+    settings = json.load(open(args.deepspeed_config))
+    settings["compression"]["dp"]["bits"] = 5
+    args.deepspeed_config, config = None, settings
+if args.mode == "missing" and rank == 1:
+    settings = json.load(open(args.deepspeed_config))
+    del settings["compression"]
+    args.deepspeed_config, config = None, settings
+if args.mode == "base64":
+    text = open(args.deepspeed_config, "rb").read()
+    args.deepspeed_config, config = None, base64.urlsafe_b64encode(text).decode()
+engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+for step in range(12):
+    if args.mode == "die" and rank == 1 and step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    values = torch.randn(4, 64, generator=torch.Generator().manual_seed(step * 2 + rank))
+    loss = (engine(values) - values).square().mean()
+    engine.backward(loss)
+    engine.step()
+print("FINISHED", rank, float(loss))
+"""
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "steps_per_print": 5,
+    "compression": {
+        "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
+        "zero": {"codec": "blockint", "bits": 8},
+        "min_bytes": 0,
+        "ledger": {"jsonl": "ledger.jsonl", "sample_every": 1},
+    },
+}
+
+
+def launch(
+    folder: Path, config: dict[str, Any], *arguments: str, compressed: bool = True
+) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+    assert command is not None
+    module = ["--module", "hybridcomp.run"] if compressed else []
+    return subprocess.run(
+        [
+            sys.executable, command, "--num_gpus", "2", "--master_addr", "127.0.0.1",
+            "--master_port", str(port), *module, "train.py", "--deepspeed_config", "ds_config.json",
+            *arguments,
+        ],
+        cwd=folder, capture_output=True, text=True, check=False, timeout=240,
+        env={
+            **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": str(folder / "ext"), "GLOO_SOCKET_IFNAME": "lo",
+        },
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_unmodified_script_trains_compressed(tmp_path: Path) -> None:
+    result = launch(tmp_path, CONFIG)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("FINISHED") == 2
+    assert "[hybridcomp] step 5: dp blockint(bits=4)" in result.stdout
+    assert "error_feedback" in result.stdout or "error feedback" in result.stdout
+    records = [json.loads(text) for text in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [5, 10, 10]
+    assert records[-1]["summary"] is True
+    row = records[0]["dimensions"]["dp"]["forward"]
+    assert row["ratio"] > 10 and row["native_messages"] == 0 and 0.01 < row["error"] < 0.5
+    assert records[0]["residual_norm"] > 0
+
+
+@pytest.mark.slow
+def test_block_without_hybridcomp_is_upstream(tmp_path: Path) -> None:
+    """The launcher without our module: the block is ignored by DeepSpeed, the script trains."""
+    result = launch(tmp_path, CONFIG, compressed=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "[hybridcomp]" not in result.stdout
+
+
+@pytest.mark.slow
+def test_base64_config(tmp_path: Path) -> None:
+    result = launch(tmp_path, CONFIG, "--mode", "base64")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "[hybridcomp] step 10: dp blockint(bits=4)" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("differ", "rank(s) 1 differ from rank 0 (compression.dp.forward: 'blockint(bits=4)' against 'blockint(bits=5)'"),
+        ("missing", "rank(s) 1 differ from rank 0"),
+    ],
+)  # fmt: skip
+def test_ranks_that_disagree_all_fail(tmp_path: Path, mode: str, message: str) -> None:
+    result = launch(tmp_path, CONFIG, "--mode", mode)
+    assert result.returncode != 0
+    output = result.stdout + result.stderr
+    assert message in output
+    assert "FINISHED" not in output
+
+
+@pytest.mark.slow
+def test_dead_rank_ends_the_job(tmp_path: Path) -> None:
+    result = launch(tmp_path, CONFIG, "--mode", "die")
+    assert result.returncode != 0
+    assert "FINISHED" not in result.stdout
+
+
+@pytest.mark.slow
+def test_mistake_in_the_block_is_one_line(tmp_path: Path) -> None:
+    block = {**CONFIG["compression"], "dp": {"codec": "blockint", "bitz": 4}}
+    result = launch(tmp_path, {**CONFIG, "compression": block})
+    assert result.returncode != 0
+    output = result.stdout + result.stderr
+    assert "compression.dp.bitz" in output and "'bits'" in output
+    assert "FINISHED" not in output
