@@ -1,0 +1,285 @@
+"""The ``"compression"`` block: its model, its presets, and errors that name the key.
+
+A dimension that is written with a codec replaces the preset's; one without a codec changes only the
+settings that it names. The same holds for ``forward`` and ``backward`` inside a dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.config.dimension import (
+    NONE,
+    ActivationConfig,
+    DimensionConfig,
+    DirectionConfig,
+    GradientConfig,
+    ParameterConfig,
+    Strict,
+)
+from hybridcomp.config.presets import PRESETS
+from hybridcomp.config.problems import NOTHING, near_key, problem, show, translate
+from hybridcomp.config.sources import read_source
+from hybridcomp.errors import ConfigError
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction, Policy
+
+__all__ = [
+    "BLOCK",
+    "PRESETS",
+    "ActivationConfig",
+    "CompressionConfig",
+    "DimensionConfig",
+    "DirectionConfig",
+    "GradientConfig",
+    "LedgerConfig",
+    "ParameterConfig",
+    "load_config",
+    "read_source",
+    "schema",
+]
+
+#: the key of the block in a ds_config.json
+BLOCK = "compression"
+#: dimensions whose messages have one direction
+ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
+#: values of the message that ratios are stated for: 4 MiB of fp32
+TYPICAL_NUMEL = 1 << 20
+
+
+class LedgerConfig(Strict):
+    """What is written down about the traffic. Counting itself is always on."""
+
+    jsonl: str | None = Field(
+        None,
+        min_length=1,
+        description="File for one JSON record every `steps_per_print` steps, written by rank 0 and "
+        "relative to its working directory. null: no file.",
+    )
+    sample_every: int = Field(
+        10,
+        ge=0,
+        description="Steps between samples of the relative error of an encoding. More often: more "
+        "time in the codec (one extra encoding of up to 65536 values a message). 0: never.",
+    )
+
+
+class CompressionConfig(Strict):
+    """The block, with its preset merged in."""
+
+    enabled: bool = Field(True, description="false: everything is native, as without the block.")
+    preset: str | None = Field(
+        None,
+        description="Settings to start from; the keys beside it override it.",
+        json_schema_extra={"enum": [*PRESETS, None]},
+    )
+    dp: GradientConfig = Field(
+        GradientConfig(codec=NONE), description="Gradient reduction. Default: native."
+    )
+    zero: ParameterConfig = Field(
+        ParameterConfig(codec=NONE), description="ZeRO parameter all-gather. Default: native."
+    )
+    tp: ActivationConfig = Field(
+        ActivationConfig(codec=NONE), description="Tensor parallel. Default: native."
+    )
+    pp: ActivationConfig = Field(
+        ActivationConfig(codec=NONE), description="Pipeline sends. Default: native."
+    )
+    ep: ActivationConfig = Field(
+        ActivationConfig(codec=NONE), description="Expert (MoE) all-to-all. Default: native."
+    )
+    cp: ActivationConfig = Field(
+        ActivationConfig(codec=NONE), description="Context or sequence parallel. Default: native."
+    )
+    min_bytes: int = Field(
+        65536,
+        ge=0,
+        description="Messages of fewer bytes stay native. Lower: more messages are compressed, "
+        "where latency counts more than bytes.",
+    )
+    start_step: int = Field(
+        0,
+        ge=0,
+        description="Optimizer steps that are native before compression starts; for a warm-up.",
+    )
+    on_unsupported: Literal["error", "native"] = Field(
+        "error",
+        description="When a key cannot take effect. error: stop before training. native: say once "
+        "what stays uncompressed, and train.",
+    )
+    ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
+
+    _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_preset(
+        cls, data: Any, handler: ModelWrapValidatorHandler[CompressionConfig]
+    ) -> CompressionConfig:
+        if not isinstance(data, Mapping):
+            raise problem("", data, 'expected an object, such as {"preset": "recommended"}')
+        merged = dict(data)
+        preset = data.get("preset")
+        if preset is not None:
+            if not isinstance(preset, str) or preset not in PRESETS:
+                near = near_key(PRESETS, preset) if isinstance(preset, str) else None
+                hint = f"did you mean {near!r}? " if near else ""
+                raise problem("preset", preset, f"{hint}expected one of {', '.join(PRESETS)}")
+            for name, settings in PRESETS[preset].items():
+                merged[name] = _override(settings, data[name]) if name in data else settings
+        config = handler(merged)
+        config._explicit = frozenset(name for name in DIMENSIONS if name in data)
+        if preset is None and not config._explicit:
+            todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
+            raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)}")
+        return config
+
+    @classmethod
+    def parse(cls, block: object) -> CompressionConfig:
+        """The configuration of a bare block. Raises ConfigError in one line, naming the key."""
+        try:
+            return cls.model_validate(block)
+        except ValidationError as error:
+            raise translate(error, cls, BLOCK) from None
+
+    @property
+    def explicit(self) -> frozenset[Dimension]:
+        """Dimensions that the user wrote, as opposed to those that only a preset names."""
+        return self._explicit
+
+    def error_feedback(self, dimension: Dimension) -> bool:
+        """Whether ``dimension`` keeps residuals; only dp can."""
+        return dimension == "dp" and self.dp.error_feedback
+
+    def policy(self) -> Policy:
+        """The codecs, built, by dimension and direction."""
+        return Policy(codecs=self._codecs(), min_bytes=self.min_bytes, start_step=self.start_step)
+
+    def active(self, dimension: Dimension) -> bool:
+        """Whether any direction of ``dimension`` has a codec."""
+        return any(codec for (name, _), codec in self._codecs().items() if name == dimension)
+
+    def flat(self) -> dict[str, Any]:
+        """What the ranks of a job have to agree on, resolved, by dotted key.
+
+        Independent of key order, shorthand and preset; without the ledger, which is local.
+        """
+        settings: dict[str, Any] = {
+            f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
+            for (name, direction), codec in self._codecs().items()
+        }
+        settings[f"{BLOCK}.dp.error_feedback"] = self.dp.error_feedback
+        for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):
+            settings[f"{BLOCK}.{name}"] = getattr(self, name)
+        return settings
+
+    def digest(self) -> str:
+        """SHA-256 of ``flat()`` as 64 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(self.flat(), sort_keys=True).encode()).hexdigest()
+
+    def describe(self) -> list[str]:
+        """One line for each compressed dimension (and direction, where they differ)."""
+        codecs, lines, native = self._codecs(), [], []
+        for name in DIMENSIONS:
+            ways = {way: codecs[name, way] for way in DIRECTIONS if (name, way) in codecs}
+            if not any(ways.values()):
+                native.append(name)
+            elif len(set(ways.values())) == 1:
+                feedback = ", error feedback" if self.error_feedback(name) else ""
+                lines.append(f"{name:13} {_figures(codecs[name, 'forward'])}{feedback}")
+            else:
+                lines += [f"{f'{name} {way}':13} {_figures(codec)}" for way, codec in ways.items()]
+        if native:
+            lines.append(f"{'native':13} {', '.join(native)}")
+        start = f"; all messages before step {self.start_step}" if self.start_step else ""
+        lines.append(f"{'also native':13} messages under {self.min_bytes} bytes{start}")
+        return lines
+
+    def notes(self, dtype: torch.dtype) -> list[str]:
+        """Warnings about codecs that save nothing on messages of ``dtype``."""
+        useless: dict[Codec, list[str]] = {}
+        for (name, _), codec in self._codecs().items():
+            if codec and codec.fixed_size and _bits(codec, dtype) >= 8 * dtype.itemsize:
+                names = useless.setdefault(codec, [])
+                names += [name] if name not in names else []
+        advice = f"preset {self.preset} is made for fp32; " if self.preset in PAPER else ""
+        return [
+            f"{', '.join(names)}: {codec.spec} takes {_bits(codec, dtype):.4g} bits a value and "
+            f"saves nothing on {str(dtype).removeprefix('torch.')} messages; {advice}"
+            'use fewer bits, or preset "recommended"'
+            for codec, names in useless.items()
+        ]
+
+    def _codecs(self) -> dict[tuple[Dimension, Direction], Codec | None]:
+        return {
+            (name, way): getattr(self, name).codec_of(way)
+            for name in DIMENSIONS
+            for way in DIRECTIONS
+            if way == "forward" or name not in ONE_WAY
+        }
+
+
+PAPER = frozenset(PRESETS) - {"recommended"}
+
+
+def _override(preset: Mapping[str, Any], written: Any) -> Any:
+    """A preset's dimension with what the user wrote for it."""
+    if not isinstance(written, Mapping) or "codec" in written:
+        return written
+    ways = [written.get(way) for way in DIRECTIONS]
+    if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):
+        return written
+    return {**preset, **written}
+
+
+def _bits(codec: Codec, dtype: torch.dtype) -> float:
+    """Bits a value in a typical message; the worst case when the size varies."""
+    return codec.wire_nbytes(TYPICAL_NUMEL, dtype) * 8 / TYPICAL_NUMEL
+
+
+def _figures(codec: Codec | None) -> str:
+    if codec is None:
+        return NONE
+    if not codec.fixed_size:
+        return f"{codec.spec}{', lossless' if codec.lossless else ''}, size varies with the values"
+    wide, narrow = _bits(codec, torch.float32), _bits(codec, torch.bfloat16)
+    return (
+        f"{codec.spec}, {wide:.4g} bits a value: {32 / wide:.3g}x less than fp32, "
+        f"{16 / narrow:.3g}x less than bf16"
+    )
+
+
+def load_config(source: Mapping[str, Any] | str | Path) -> CompressionConfig | None:
+    """The block of a DeepSpeed configuration, None where there is none or it is not enabled.
+
+    ``source`` is whatever DeepSpeed takes: a dict, the path of a JSON or Hjson file, or base64 of
+    JSON. Raises ConfigError in one line, naming the key.
+    """
+    ds_json = read_source(source)
+    if BLOCK not in ds_json:
+        near = near_key(ds_json, BLOCK)
+        if near is not None:
+            raise ConfigError(near, show(ds_json[near]), f"unknown key; did you mean {BLOCK!r}?")
+        return None
+    config = CompressionConfig.parse(ds_json[BLOCK])
+    return config if config.enabled else None
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of a ds_config.json as far as the block goes; other keys are DeepSpeed's."""
+    block = CompressionConfig.model_json_schema()
+    definitions = block.pop("$defs")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "ds_config.json with a compression block",
+        "type": "object",
+        "properties": {BLOCK: {"$ref": "#/$defs/CompressionConfig"}},
+        "$defs": {**definitions, "CompressionConfig": block},
+    }

@@ -1,0 +1,41 @@
+"""Named blocks. A key written beside ``preset`` overrides the preset's.
+
+``naive-zfp``, ``naive-mpc``, ``mzhybrid`` and ``zhybrid`` are the schemes of arXiv 2409.02423, whose
+messages are fp32, so that its rates 8 and 16 are a quarter and a half. ``recommended`` is ours, from
+a rate-distortion study of training tensors: a transform gains nothing on them, so plain integers,
+and 4 bits only where error feedback gives back what is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridcomp.policy import DIMENSIONS, Dimension
+
+Settings = dict[str, Any]
+_MODEL: tuple[Dimension, ...] = (
+    "zero",
+    "tp",
+    "pp",
+)  # what the paper calls model parallel, and ZeRO
+
+
+def _zfp(rate: float) -> Settings:
+    return {"codec": "zfp", "rate": rate}
+
+
+def _blockint(bits: int) -> Settings:
+    return {"codec": "blockint", "bits": bits}
+
+
+PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
+    "naive-zfp": {name: _zfp(8) for name in DIMENSIONS},
+    "naive-mpc": {name: {"codec": "mpc"} for name in DIMENSIONS},
+    "mzhybrid": {"dp": _zfp(8), **{name: {"codec": "mpc"} for name in _MODEL}},
+    "zhybrid": {"dp": _zfp(8), **{name: _zfp(16) for name in _MODEL}},
+    "recommended": {
+        "dp": {**_blockint(4), "error_feedback": True},
+        **{name: _blockint(8) for name in DIMENSIONS if name != "dp"},
+    },
+}

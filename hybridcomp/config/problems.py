@@ -1,0 +1,121 @@
+"""From pydantic's list of errors to one line that names the key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from hybridcomp.errors import ConfigError
+
+#: longest rendering of a value that was found
+WIDTH = 60
+#: keys of the design that a later version brings
+PLANNED_KEYS = ("error_bound", "error_bound_mode", "segment", "offload")
+
+_EXPECTED = {
+    "bool_type": "expected true or false",
+    "int_type": "expected an integer",
+    "int_from_float": "expected an integer",
+    "float_type": "expected a number",
+    "finite_number": "expected a finite number",
+    "string_type": "expected a string",
+    "model_type": "expected an object",
+    "string_too_short": "expected a string that is not empty",
+}
+
+
+class Shown(str):
+    """Text that stands for a value in a message without quotes around it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+#: stands for a value that is missing
+NOTHING = Shown("nothing")
+
+
+def problem(field: str, found: object, todo: str) -> PydanticCustomError:
+    """An error for a validator to raise; ``field`` is relative to the model that validates."""
+    return PydanticCustomError(
+        "hybridcomp", "{todo}", {"field": field, "found": found, "todo": todo}
+    )
+
+
+def show(found: object) -> Shown:
+    """``found`` as the user wrote it in JSON, on one line and not too long."""
+    if isinstance(found, Shown):
+        return found
+    try:
+        text = json.dumps(found)
+    except (TypeError, ValueError):
+        text = " ".join(repr(found).split())
+    return Shown(text if len(text) <= WIDTH else f"{text[:WIDTH]}...")
+
+
+def translate(error: ValidationError, model: type[BaseModel], root: str) -> ConfigError:
+    """The first problem in full, the keys of the others behind it."""
+    problems = [_one(detail, model, root) for detail in error.errors()]
+    first = problems[0]
+    others = list(dict.fromkeys(key for key, _, _ in problems[1:] if key != first[0]))
+    more = f" (also wrong: {', '.join(others)})" if others else ""
+    return ConfigError(first[0], show(first[1]), first[2] + more)
+
+
+def _one(detail: ErrorDetails, model: type[BaseModel], root: str) -> tuple[str, object, str]:
+    path = [str(part) for part in detail["loc"]]
+    kind, found = detail["type"], detail["input"]
+    if kind == "hybridcomp":
+        context = detail["ctx"]
+        parts = [root, *path, *([context["field"]] if context["field"] else [])]
+        return ".".join(parts), context["found"], context["todo"]
+    key = ".".join([root, *path])
+    if kind == "extra_forbidden":
+        return key, found, _unknown_key(path, model)
+    if kind in _EXPECTED:
+        return key, found, f"{_EXPECTED[kind]}; correct it"
+    return key, found, f"{detail['msg'].replace('Input should be', 'expected')}; correct it"
+
+
+def _unknown_key(path: Sequence[str], root: type[BaseModel]) -> str:
+    """What to do about the key at the end of ``path``."""
+    model = root
+    for part in path[:-1]:
+        model = _model_in(model.model_fields[part].annotation) or model
+    name, known = path[-1], list(model.model_fields)
+    if name in PLANNED_KEYS:
+        return f"this version has no {name} yet; use one of the keys {', '.join(known)}"
+    elsewhere = [
+        key
+        for key, field in root.model_fields.items()
+        if (inner := _model_in(field.annotation)) and name in inner.model_fields
+    ]
+    if elsewhere and len(path) > 1:
+        return f"only {', '.join(elsewhere)} can have {name}; remove it here"
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    if near:
+        return f"unknown key; did you mean {near[0]!r}?"
+    inside = f"; it belongs inside {' or '.join(elsewhere)}" if elsewhere else ""
+    return f"unknown key{inside}; known keys are {', '.join(known)}"
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def near_key(names: Mapping[str, Any], wanted: str) -> str | None:
+    """The key of ``names`` that looks like a misspelt ``wanted``."""
+    lowered = {name.lower(): name for name in names if isinstance(name, str)}
+    near = difflib.get_close_matches(wanted, lowered, n=1, cutoff=0.85)
+    return lowered[near[0]] if near else None

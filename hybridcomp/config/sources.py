@@ -1,0 +1,83 @@
+"""Where a configuration comes from: whatever DeepSpeed itself takes, read the way it reads it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.errors import ConfigError
+
+
+def read_source(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """The configuration as a mapping.
+
+    ``source`` is a mapping (returned as it is), the path of a JSON or Hjson file, or a string of
+    URL-safe base64 with JSON inside. Raises ConfigError when it is none of them, when it cannot be
+    parsed, or when a key occurs twice.
+    """
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, (str, Path)):
+        raise ConfigError("ds_config", type(source).__name__, "expected an object, path or base64")
+    try:
+        is_file = Path(source).is_file()
+    except OSError:  # a base64 string may be longer than a file name
+        is_file = False
+    if is_file:
+        return _parse(Path(source).read_text(encoding="utf-8"), str(source))
+    try:
+        text = base64.b64decode(str(source), altchars=b"-_", validate=True).decode("utf-8")
+    except ValueError:
+        raise ConfigError(
+            "ds_config", str(source)[:80], "expected an existing file, an object or base64 of JSON"
+        ) from None
+    return _parse(text, "base64 text")
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which keys were written more than once."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(key for key, _ in pairs)
+        self.repeated = {key: count for key, count in counts.items() if count > 1}
+
+
+def _parse(text: str, where: str) -> Mapping[str, Any]:
+    try:
+        loaded = _loads(text)
+    except ValueError as error:  # of json and of hjson
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(where, first, "expected valid JSON; correct the file") from None
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(where, type(loaded).__name__, "expected a JSON object at the top level")
+    for key, count in _repeated(loaded):
+        raise ConfigError(key, f"{count} times", "expected once; keep one of them")
+    return loaded
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_Object)
+    except json.JSONDecodeError:
+        try:
+            import hjson  # comes with DeepSpeed, which reads its files with it
+        except ImportError:
+            hjson = None
+        if hjson is None:
+            raise
+        return hjson.loads(text, object_pairs_hook=_Object)
+
+
+def _repeated(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(value, _Object):
+        yield from ((f"{path}{key}", count) for key, count in value.repeated.items())
+        for key, inner in value.items():
+            yield from _repeated(inner, f"{path}{key}.")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _repeated(inner, f"{path}{index}.")
