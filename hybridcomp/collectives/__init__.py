@@ -1,0 +1,34 @@
+"""Collectives that carry encoded payloads over torch.distributed, as ``uint8``.
+
+Values are 1-D contiguous fp32, bf16 or fp16 tensors. Reductions only sum, in fp32 and in rank
+order, and never divide: whoever calls divides as upstream does. Every call fills in a ``Meter``.
+``group=None`` is the default group. Calls, and the ``wait()`` of asynchronous ``all_reduce``
+handles, must come in the same order on every rank of a group.
+"""
+
+from __future__ import annotations
+
+from hybridcomp.collectives.chunks import chunk_ranges
+from hybridcomp.collectives.handle import Handle, ReduceScatterHandle
+from hybridcomp.collectives.meter import Meter
+from hybridcomp.collectives.moves import all_gather, all_to_all
+from hybridcomp.collectives.owners import reduce_to_owners
+from hybridcomp.collectives.p2p import recv, send
+from hybridcomp.collectives.plan import OwnedRange, plan_reduction
+from hybridcomp.collectives.reductions import all_reduce, reduce_scatter
+
+__all__ = [
+    "Handle",
+    "Meter",
+    "OwnedRange",
+    "ReduceScatterHandle",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "chunk_ranges",
+    "plan_reduction",
+    "recv",
+    "reduce_scatter",
+    "reduce_to_owners",
+    "send",
+]

@@ -1,0 +1,232 @@
+"""Payloads between ranks: encode, exchange the bytes, hand out views of what arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hybridcomp.codecs.base import VALUE_DTYPES, Codec
+from hybridcomp.collectives import transport
+from hybridcomp.collectives.buffers import POOL
+from hybridcomp.collectives.handle import Steps
+from hybridcomp.collectives.meter import Meter
+from hybridcomp.errors import CodecError
+
+SIZE_NBYTES = 8  # sizes of variable-size payloads travel as int64
+
+
+@dataclass(eq=False)
+class Job:
+    """One stretch of values to encode; the same job may go to several ranks, as the same bytes.
+
+    With a ``residual`` (fp32) ``values + residual`` is sent and the residual becomes what the
+    encoding left out. ``residual is values`` means that the sum stands there already.
+    """
+
+    values: Tensor
+    residual: Tensor | None = None
+
+
+@dataclass
+class Payloads:
+    """Views into the wire buffers of one exchange; ``release`` ends their life."""
+
+    received: list[list[Tensor]]  # by group rank, then in the order of that rank's jobs
+    encoded: dict[Job, Tensor]  # own payloads
+    buffers: list[Tensor] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Give the wire buffers back."""
+        POOL.give(*self.buffers)
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise CodecError unless ``tensor`` is 1-D, contiguous and of a dtype that travels encoded."""
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in VALUE_DTYPES:
+        raise CodecError(
+            f"{name}: expected a 1-D contiguous tensor of {VALUE_DTYPES}, found "
+            f"shape {tuple(tensor.shape)}, {tensor.dtype}, contiguous={tensor.is_contiguous()}"
+        )
+
+
+def check_residual(name: str, residual: Tensor | None, numel: int) -> None:
+    """Raise CodecError unless ``residual`` is None or a flat fp32 tensor of ``numel`` elements."""
+    if residual is None:
+        return
+    check_values(name, residual)
+    if residual.dtype != torch.float32 or residual.numel() != numel:
+        raise CodecError(
+            f"{name}: expected {numel} torch.float32 elements, found {residual.numel()} "
+            f"{residual.dtype} elements"
+        )
+
+
+def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool) -> torch.dtype:
+    """The dtype that is encoded: values of ``dtype``, or fp32 ones (``wide``) meant for ``dtype``.
+
+    A lossy codec takes fp32 as it is, which saves a rounding and a pass. A lossless one would
+    carry twice the bytes for digits that ``dtype`` cannot hold.
+    """
+    return torch.float32 if wide and not codec.lossless else dtype
+
+
+def decode_fp32(codec: Codec, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+    """Decode values of ``dtype`` into fp32 ``out``; lossless codecs do not decode across dtypes."""
+    if codec.lossless and dtype != torch.float32:
+        out.zero_()
+        codec.decode_add(payload, out, dtype)
+    else:
+        codec.decode(payload, out)
+
+
+def settle(residual: Tensor, delivered: Tensor) -> None:
+    """``residual -= delivered``, 0 where that is not finite: an overflow must not stay for ever."""
+    residual.sub_(delivered).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def encode_job(codec: Codec, job: Job, out: Tensor, dtype: torch.dtype) -> int:
+    """Encode ``job`` as ``dtype`` into ``out`` and update its residual; returns the bytes used."""
+    if job.residual is None:
+        return codec.encode(job.values.to(dtype), out)
+    residual = job.residual
+    if job.values is not residual:
+        residual.add_(job.values)
+    used = codec.encode(residual.to(dtype), out)
+    buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
+    decode_fp32(codec, out[:used], decoded, dtype)
+    settle(residual, decoded)
+    POOL.give(buffer)
+    return used
+
+
+def exchange(
+    codec: Codec,
+    dtype: torch.dtype,
+    jobs: Sequence[Sequence[Job]],
+    numels: Sequence[Sequence[int]],
+    device: torch.device,
+    group: ProcessGroup | None,
+    meter: Meter,
+) -> Steps[Payloads]:
+    """All-to-all of payloads.
+
+    Args:
+        jobs: per group rank, what to send there; empty for this rank itself.
+        numels: per group rank, the elements of each job that comes from there.
+        dtype: what is encoded, on all ranks.
+
+    1 encode every job once, into slots that follow each other by destination
+    2 variable-size codecs: exchange the sizes
+    3 exchange the bytes
+    """
+    # 1
+    capacity = sum(codec.wire_nbytes(j.values.numel(), dtype) for row in jobs for j in row)
+    send_buffer = POOL.take(capacity, device)
+    with meter.coding():
+        encoded, sizes = _encode(codec, dtype, jobs, send_buffer)
+    # 2
+    if codec.fixed_size:
+        arriving = [[codec.wire_nbytes(n, dtype) for n in row] for row in numels]
+    else:
+        arriving = yield from _exchange_sizes(sizes, numels, device, group, meter)
+    # 3
+    in_splits = [sum(row) for row in sizes]
+    out_splits = [sum(row) for row in arriving]
+    recv_buffer = POOL.take(sum(out_splits), device)
+    meter.sent(sum(in_splits))
+    yield from transport.all_to_all(
+        recv_buffer[: sum(out_splits)],
+        send_buffer[: sum(in_splits)],
+        out_splits,
+        in_splits,
+        group,
+    )
+    return Payloads(_cut(recv_buffer, arriving), encoded, [send_buffer, recv_buffer])
+
+
+def _encode(
+    codec: Codec, dtype: torch.dtype, jobs: Sequence[Sequence[Job]], out: Tensor
+) -> tuple[dict[Job, Tensor], list[list[int]]]:
+    """Encode into ``out``; returns the payload of each job and the sizes by destination."""
+    encoded: dict[Job, Tensor] = {}
+    sizes: list[list[int]] = []
+    position = 0
+    for row in jobs:
+        sizes.append([])
+        for job in row:
+            if job in encoded:
+                used = encoded[job].numel()
+                out[position : position + used].copy_(encoded[job])
+            else:
+                room = codec.wire_nbytes(job.values.numel(), dtype)
+                used = encode_job(codec, job, out[position : position + room], dtype)
+                encoded[job] = out[position : position + used]
+            sizes[-1].append(used)
+            position += used
+    return encoded, sizes
+
+
+def _exchange_sizes(
+    sizes: list[list[int]],
+    numels: Sequence[Sequence[int]],
+    device: torch.device,
+    group: ProcessGroup | None,
+    meter: Meter,
+) -> Steps[list[list[int]]]:
+    mine = torch.tensor([size for row in sizes for size in row], dtype=torch.int64, device=device)
+    counts = [len(row) for row in numels]
+    theirs = torch.empty(sum(counts), dtype=torch.int64, device=device)
+    meter.sent(SIZE_NBYTES * mine.numel())
+    yield from transport.all_to_all(theirs, mine, counts, [len(row) for row in sizes], group)
+    flat = theirs.tolist()
+    ends = list(accumulate(counts))
+    return [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _cut(buffer: Tensor, sizes: list[list[int]]) -> list[list[Tensor]]:
+    """Views of ``buffer``, laid out by row."""
+    rows: list[list[Tensor]] = []
+    position = 0
+    for row in sizes:
+        rows.append([])
+        for size in row:
+            rows[-1].append(buffer[position : position + size])
+            position += size
+    return rows
+
+
+def gather(
+    codec: Codec,
+    dtype: torch.dtype,
+    payload: Tensor,
+    used: int,
+    numels: Sequence[int],
+    group: ProcessGroup | None,
+    meter: Meter,
+) -> Steps[tuple[list[Tensor], Tensor]]:
+    """All-gather one payload per rank: ``(payloads by rank, buffer to give back)``.
+
+    Args:
+        payload: ``used`` bytes encoded, room for the worst case of the longest of ``numels``.
+        numels: elements behind the payload of each rank.
+
+    Every slot is as long as the longest payload. Variable-size codecs exchange the sizes first.
+    """
+    world_size, device = len(numels), payload.device
+    sizes = [codec.wire_nbytes(numel, dtype) for numel in numels]
+    if not codec.fixed_size:
+        mine = torch.tensor([used], dtype=torch.int64, device=device)
+        theirs = torch.empty(world_size, dtype=torch.int64, device=device)
+        meter.sent(SIZE_NBYTES * (world_size - 1))
+        yield from transport.all_gather(theirs, mine, group)
+        sizes = theirs.tolist()
+    slot = max(sizes)
+    buffer = POOL.take(world_size * slot, device)
+    meter.sent((world_size - 1) * slot)
+    yield from transport.all_gather(buffer[: world_size * slot], payload[:slot], group)
+    return [buffer[rank * slot : rank * slot + size] for rank, size in enumerate(sizes)], buffer

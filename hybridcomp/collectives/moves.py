@@ -1,0 +1,159 @@
+"""all_gather and all_to_all: values that are only moved, one quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, get_rank, get_world_size
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.buffers import POOL
+from hybridcomp.collectives.exchange import Job, check_values, exchange, gather
+from hybridcomp.collectives.handle import Handle, Steps
+from hybridcomp.collectives.meter import Meter
+from hybridcomp.errors import CodecError
+
+
+def all_gather(
+    shard: Tensor,
+    out: Tensor,
+    codec: Codec,
+    group: ProcessGroup | None,
+    *,
+    meter: Meter,
+    async_op: bool = False,
+) -> Handle:
+    """Gather the shards of all ranks into ``out``, by group rank; the same bits on all ranks.
+
+    This rank's own shard is decoded from the bytes that the others get, too.
+
+    Args:
+        shard: 1-D contiguous fp32/bf16/fp16, equally long on all ranks; may be its own place in
+            ``out``. Read before the call returns.
+        out: same dtype, ``world_size * shard.numel()`` elements; not to be touched before
+            ``wait()``.
+        codec, group, meter, async_op: as for ``all_reduce``.
+
+    Raises CodecError on other tensors.
+    """
+    shard, out = shard.detach(), out.detach()
+    check_values("shard", shard)
+    check_values("out", out)
+    world_size = get_world_size(group)
+    if out.dtype != shard.dtype or out.numel() != world_size * shard.numel():
+        raise CodecError(
+            f"out: expected {world_size * shard.numel()} elements of {shard.dtype}, found "
+            f"{out.numel()} of {out.dtype}"
+        )
+    return Handle(_all_gather(shard, out, codec, group, meter), meter, async_op)
+
+
+def _all_gather(
+    shard: Tensor, out: Tensor, codec: Codec, group: ProcessGroup | None, meter: Meter
+) -> Steps[None]:
+    """1 encode, 2 all-gather, 3 decode."""
+    world_size, numel = get_world_size(group), shard.numel()
+    if world_size == 1 or numel == 0:
+        out.copy_(shard)
+        return
+    # 1
+    payload = POOL.take(codec.wire_nbytes(numel, shard.dtype), shard.device)
+    with meter.coding():
+        used = codec.encode(shard, payload)
+    # 2
+    payloads, gathered = yield from gather(
+        codec, shard.dtype, payload, used, [numel] * world_size, group, meter
+    )
+    # 3
+    with meter.coding():
+        for place, encoded in zip(torch.split(out, numel), payloads, strict=True):
+            codec.decode(encoded, place)
+    POOL.give(payload, gathered)
+
+
+def all_to_all(
+    out: Tensor,
+    values: Tensor,
+    codec: Codec,
+    group: ProcessGroup | None,
+    *,
+    out_splits: Sequence[int] | None = None,
+    in_splits: Sequence[int] | None = None,
+    meter: Meter,
+    async_op: bool = False,
+) -> Handle:
+    """Send the r-th part of ``values`` to group rank r and fill ``out`` with what comes.
+
+    The part that stays on this rank is copied, not quantized.
+
+    Args:
+        out: 1-D contiguous fp32/bf16/fp16, apart from ``values``; not to be touched before
+            ``wait()``.
+        values: the same dtype. Not modified. Must not change before ``wait()``.
+        out_splits, in_splits: elements from and to each group rank; None cuts evenly.
+        codec, group, meter, async_op: as for ``all_reduce``.
+
+    Raises CodecError on other tensors or splits that do not add up.
+    """
+    out, values = out.detach(), values.detach()
+    check_values("out", out)
+    check_values("values", values)
+    if out.dtype != values.dtype:
+        raise CodecError(f"out: expected {values.dtype} as in values, found {out.dtype}")
+    world_size = get_world_size(group)
+    takes = _splits("out_splits", out_splits, out.numel(), world_size)
+    gives = _splits("in_splits", in_splits, values.numel(), world_size)
+    me = get_rank(group)
+    if takes[me] != gives[me]:
+        raise CodecError(f"splits of rank {me} to itself: sends {gives[me]}, takes {takes[me]}")
+    return Handle(_all_to_all(out, values, takes, gives, codec, group, meter), meter, async_op)
+
+
+def _splits(name: str, splits: Sequence[int] | None, numel: int, world_size: int) -> list[int]:
+    if splits is None:
+        if numel % world_size:
+            raise CodecError(
+                f"{name}: {numel} elements cannot be cut evenly for {world_size} ranks"
+            )
+        return [numel // world_size] * world_size
+    if len(splits) != world_size or min(splits) < 0 or sum(splits) != numel:
+        raise CodecError(
+            f"{name}: expected {world_size} lengths that add up to {numel}, found {list(splits)}"
+        )
+    return list(splits)
+
+
+def _all_to_all(
+    out: Tensor,
+    values: Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    codec: Codec,
+    group: ProcessGroup | None,
+    meter: Meter,
+) -> Steps[None]:
+    """1 encode and exchange, 2 decode."""
+    me = get_rank(group)
+    places = torch.split(out, list(out_splits))
+    sources = torch.split(values, list(in_splits))
+    places[me].copy_(sources[me])
+    if len(places) == 1:
+        return
+    # 1
+    payloads = yield from exchange(
+        codec,
+        values.dtype,
+        [[Job(s)] if s.numel() and rank != me else [] for rank, s in enumerate(sources)],
+        [[p.numel()] if p.numel() and rank != me else [] for rank, p in enumerate(places)],
+        values.device,
+        group,
+        meter,
+    )
+    # 2
+    with meter.coding():
+        for place, row in zip(places, payloads.received, strict=True):
+            for payload in row:
+                codec.decode(payload, place)
+    payloads.release()

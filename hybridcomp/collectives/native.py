@@ -1,0 +1,37 @@
+"""Bytes that one rank would have sent to other ranks if a message had been left native.
+
+Bandwidth-optimal algorithms, as in NCCL's own accounting (nccl-tests, PERFORMANCE.md): a ring sends
+``(W-1)/W`` of the buffer for a reduce-scatter and again for the all-gather of an all-reduce.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def all_reduce_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
+    """``numel`` elements on every rank."""
+    return 2 * (world_size - 1) * numel * dtype.itemsize // world_size
+
+
+def reduce_scatter_nbytes(total_numel: int, dtype: torch.dtype, world_size: int) -> int:
+    """``total_numel``: elements over all shards of one rank."""
+    return (world_size - 1) * total_numel * dtype.itemsize // world_size
+
+
+def all_gather_nbytes(shard_numel: int, dtype: torch.dtype, world_size: int) -> int:
+    """``shard_numel``: elements of this rank's shard."""
+    return (world_size - 1) * shard_numel * dtype.itemsize
+
+
+def all_to_all_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
+    """``numel``: elements of this rank's input, spread evenly over the ranks.
+
+    For uneven splits pass the elements that go to other ranks to ``send_nbytes`` instead.
+    """
+    return (world_size - 1) * numel * dtype.itemsize // world_size
+
+
+def send_nbytes(numel: int, dtype: torch.dtype) -> int:
+    """``numel`` elements to one other rank."""
+    return numel * dtype.itemsize

@@ -1,0 +1,192 @@
+"""Reduction of a bucket whose ranges belong to given ranks, as in ZeRO-1 and ZeRO-2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, get_rank, get_world_size
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.buffers import POOL
+from hybridcomp.collectives.chunks import chunk_ranges
+from hybridcomp.collectives.exchange import (
+    Job,
+    check_residual,
+    check_values,
+    decode_fp32,
+    exchange,
+    sent_dtype,
+)
+from hybridcomp.collectives.handle import Pending, Steps
+from hybridcomp.collectives.meter import Meter
+from hybridcomp.collectives.plan import (
+    OwnedRange,
+    cut_at_chunks,
+    even_ranges,
+    merge_neighbours,
+    plan_reduction,
+)
+from hybridcomp.collectives.summing import Part, sum_parts
+from hybridcomp.errors import CodecError
+
+
+def reduce_to_owners(
+    tensor: Tensor,
+    ranges: Sequence[OwnedRange],
+    codec: Codec,
+    group: ProcessGroup | None,
+    *,
+    meter: Meter,
+    residual: Tensor | None = None,
+    owner_residual: Tensor | None = None,
+) -> list[Tensor]:
+    """Sum ``tensor`` over ``group``, each range at its owners only.
+
+    The plan is that of ``plan_reduction``. The error of an element is at most ``W * e1`` (direct)
+    or ``(W - 1) * e1 + e2`` (balanced). Owners of one range get the same bits.
+
+    Args:
+        tensor: 1-D contiguous fp32/bf16/fp16, not modified.
+        ranges: cover ``tensor`` in order, each with at least one rank; the same on all ranks.
+        residual: fp32, ``tensor.numel()`` elements: error feedback of the first quantization.
+        owner_residual: fp32, as long as this rank's chunk of ``chunk_ranges``: that of the second
+            one; only the balanced plan uses it. Each is given on all ranks or on none.
+        codec, group, meter: as for ``all_reduce``.
+
+    Returns the fp32 sum of every range that this rank owns, in the order of ``ranges``; the
+    tensors may be views of one buffer that belongs to the caller.
+    Raises CodecError on other tensors, or when the ranges do not cover the tensor.
+    """
+    tensor = tensor.detach()
+    me, world_size = get_rank(group), get_world_size(group)
+    check_values("tensor", tensor)
+    check_residual("residual", residual, tensor.numel())
+    _check_ranges(ranges, tensor.numel(), world_size)
+    runs = merge_neighbours([owned for owned in ranges if owned.start < owned.stop])
+    sums = {
+        run.start: tensor.new_empty(run.stop - run.start, dtype=torch.float32)
+        for run in runs
+        if me in run.ranks
+    }
+    if world_size == 1:
+        for start, out in sums.items():
+            out.copy_(tensor[start : start + out.numel()])
+    elif runs and plan_reduction(ranges, world_size) == "direct":
+        Pending(_direct(tensor, runs, sums, codec, group, meter, residual), meter, False)
+    elif runs:
+        start, stop = chunk_ranges(tensor.numel(), world_size)[me]
+        check_residual("owner_residual", owner_residual, stop - start)
+        steps = _balanced(tensor, runs, sums, codec, group, meter, residual, owner_residual)
+        Pending(steps, meter, False)
+    empty = tensor.new_empty(0, dtype=torch.float32)
+    return [
+        _place(sums, owned.start, owned.stop) if owned.start < owned.stop else empty
+        for owned in ranges
+        if me in owned.ranks
+    ]
+
+
+def _check_ranges(ranges: Sequence[OwnedRange], numel: int, world_size: int) -> None:
+    position = 0
+    for owned in ranges:
+        if owned.start != position or owned.stop < owned.start:
+            raise CodecError(f"ranges: expected a range from {position}, found {owned}")
+        known = all(0 <= rank < world_size for rank in owned.ranks)
+        if not owned.ranks or not known or len(set(owned.ranks)) != len(owned.ranks):
+            raise CodecError(
+                f"ranges: expected distinct group ranks below {world_size}, found {owned}"
+            )
+        position = owned.stop
+    if position != numel:
+        raise CodecError(f"ranges: expected to cover {numel} elements, found {position}")
+
+
+def _place(sums: dict[int, Tensor], start: int, stop: int) -> Tensor:
+    """The view of elements ``[start, stop)`` in the sum of the run that holds them."""
+    run = max(first for first in sums if first <= start)
+    return sums[run][start - run : stop - run]
+
+
+def _parts(tensor: Tensor, ranges: Sequence[OwnedRange], residual: Tensor | None) -> list[Part]:
+    views = [slice(owned.start, owned.stop) for owned in ranges]
+    return [
+        Part(tensor[view], owned.ranks, None if residual is None else residual[view])
+        for view, owned in zip(views, ranges, strict=True)
+    ]
+
+
+def _direct(
+    tensor: Tensor,
+    runs: Sequence[OwnedRange],
+    sums: dict[int, Tensor],
+    codec: Codec,
+    group: ProcessGroup | None,
+    meter: Meter,
+    residual: Tensor | None,
+) -> Steps[None]:
+    parts = _parts(tensor, runs, residual)
+    for part, run in zip(parts, runs, strict=True):
+        part.out = sums.get(run.start)
+    yield from sum_parts(parts, codec, group, meter)
+
+
+def _balanced(
+    tensor: Tensor,
+    runs: Sequence[OwnedRange],
+    sums: dict[int, Tensor],
+    codec: Codec,
+    group: ProcessGroup | None,
+    meter: Meter,
+    residual: Tensor | None,
+    owner_residual: Tensor | None,
+) -> Steps[None]:
+    """1 sum my chunk of the even split, 2 send the sums on, 3 decode what I own."""
+    me, world_size = get_rank(group), get_world_size(group)
+    even = even_ranges(tensor.numel(), world_size)
+    # 1
+    buffer, total = None, owner_residual
+    if total is None:
+        buffer, total = POOL.take_fp32(even[me].stop - even[me].start, tensor.device)
+    parts = _parts(tensor, even, residual)
+    parts[me].out, parts[me].fresh = total, owner_residual is None
+    yield from sum_parts(parts, codec, group, meter)
+    # 2
+    pieces = cut_at_chunks(runs, world_size)
+    mine = {p: total[p.start - even[me].start :][: p.numel] for p in pieces if p.source == me}
+    jobs = {
+        piece: Job(values, None if owner_residual is None else values)
+        for piece, values in mine.items()
+        if not piece.stays
+    }
+    incoming = [
+        [p for p in pieces if p.source == rank != me and me in p.ranks]
+        for rank in range(world_size)
+    ]
+    dtype = sent_dtype(codec, tensor.dtype, wide=True)
+    payloads = yield from exchange(
+        codec,
+        dtype,
+        [
+            [job for piece, job in jobs.items() if rank in piece.ranks and rank != me]
+            for rank in range(world_size)
+        ],
+        [[piece.numel for piece in row] for row in incoming],
+        tensor.device,
+        group,
+        meter,
+    )
+    # 3
+    arrived = [*zip(sum(incoming, []), sum(payloads.received, []), strict=True)]
+    arrived += [(p, payloads.encoded[job]) for p, job in jobs.items() if me in p.ranks]
+    with meter.coding():
+        for piece, payload in arrived:
+            decode_fp32(codec, payload, _place(sums, piece.start, piece.stop), dtype)
+        for piece, values in mine.items():
+            if piece.stays:
+                _place(sums, piece.start, piece.stop).copy_(values)
+                if owner_residual is not None:
+                    values.zero_()
+    payloads.release()
+    POOL.give(buffer)

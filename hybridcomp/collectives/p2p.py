@@ -1,0 +1,165 @@
+"""send and recv of self-describing payloads.
+
+DeepSpeed's pipeline reuses receive buffers whatever their dtype, so a payload must say what it is.
+A 32-byte header travels ahead as its own message: its reader learns the length of the payload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hybridcomp.codecs.base import VALUE_DTYPES, Codec
+from hybridcomp.collectives import transport
+from hybridcomp.collectives.buffers import POOL
+from hybridcomp.collectives.exchange import check_values
+from hybridcomp.collectives.handle import Pending, Steps
+from hybridcomp.collectives.meter import Meter
+from hybridcomp.errors import CodecError
+
+MAGIC = b"HYCP"
+VERSION = 1
+#: magic, version, dtype (index into VALUE_DTYPES), numel, bytes of the payload, spec digest
+_LAYOUT = struct.Struct("<4sHHQQ8s")
+HEADER_NBYTES = _LAYOUT.size
+assert HEADER_NBYTES == 32
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a payload says of itself."""
+
+    spec_digest: bytes
+    dtype: torch.dtype
+    numel: int
+    nbytes: int
+
+    def pack(self) -> bytes:
+        """The 32 bytes."""
+        index = VALUE_DTYPES.index(self.dtype)
+        return _LAYOUT.pack(MAGIC, VERSION, index, self.numel, self.nbytes, self.spec_digest)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """Read 32 bytes. Raises CodecError when they are no header of this version."""
+        magic, version, index, numel, nbytes, digest = _LAYOUT.unpack(data)
+        if magic != MAGIC:
+            raise CodecError(
+                f"found no header but {data[:8]!r}...: the sender did not use hybridcomp's send; "
+                "check that both ranks run the same block"
+            )
+        if version != VERSION or index >= len(VALUE_DTYPES):
+            raise CodecError(
+                f"found header version {version}, dtype {index}; this is version {VERSION}: "
+                "install the same hybridcomp on all ranks"
+            )
+        return cls(digest, VALUE_DTYPES[index], numel, nbytes)
+
+
+@cache
+def spec_digest(spec: str) -> bytes:
+    """8 bytes that stand for a codec spec."""
+    return hashlib.sha256(spec.encode()).digest()[:8]
+
+
+@lru_cache(maxsize=1024)
+def _packed(header: Header, device: torch.device) -> Tensor:
+    # kept: a pipeline sends the same few shapes all day, and the copy to a GPU is not free
+    return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(device)
+
+
+def send(
+    tensor: Tensor, dst: int, codec: Codec, group: ProcessGroup | None, *, meter: Meter
+) -> None:
+    """Send ``tensor`` to the global rank ``dst``; blocking, to be met by ``recv``.
+
+    Args:
+        tensor: 1-D contiguous fp32/bf16/fp16.
+        dst: global rank, member of ``group``.
+        codec: the same on both sides.
+        group: None is the default group.
+        meter: filled in; this side counts the bytes.
+
+    Raises CodecError on other tensors.
+    """
+    tensor = tensor.detach()
+    check_values("tensor", tensor)
+    Pending(_send(tensor, dst, codec, group, meter), meter, async_op=False)
+
+
+def _send(
+    tensor: Tensor, dst: int, codec: Codec, group: ProcessGroup | None, meter: Meter
+) -> Steps[None]:
+    payload = POOL.take(codec.wire_nbytes(tensor.numel(), tensor.dtype), tensor.device)
+    with meter.coding():
+        used = codec.encode(tensor, payload) if tensor.numel() else 0
+    header = Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), used)
+    meter.sent(HEADER_NBYTES)
+    yield from transport.send(_packed(header, tensor.device), dst, group)
+    if used:
+        meter.sent(used)
+        yield from transport.send(payload[:used], dst, group)
+    POOL.give(payload)
+
+
+def recv(
+    tensor: Tensor, src: int, codec: Codec, group: ProcessGroup | None, *, meter: Meter
+) -> None:
+    """Receive into ``tensor`` what the global rank ``src`` sent with ``send``; blocking.
+
+    Decodes to the dtype that was sent, then casts into ``tensor`` if its dtype differs. On a GPU
+    the host waits for the header, since the length of the payload depends on it.
+
+    Args:
+        tensor: 1-D contiguous fp32/bf16/fp16 of as many elements as were sent.
+        src: global rank, member of ``group``.
+        codec, group: as for ``send``.
+        meter: its times are filled in, no bytes.
+
+    Raises CodecError that names both sides when codec or length differ; the payload has been taken
+    off the wire then, so the sender does not hang.
+    """
+    tensor = tensor.detach()
+    check_values("tensor", tensor)
+    Pending(_recv(tensor, src, codec, group, meter), meter, async_op=False)
+
+
+def _recv(
+    tensor: Tensor, src: int, codec: Codec, group: ProcessGroup | None, meter: Meter
+) -> Steps[None]:
+    packed = torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=tensor.device)
+    yield from transport.recv(packed, src, group)
+    header = Header.unpack(bytes(packed.tolist()))
+    payload = POOL.take(header.nbytes, tensor.device)
+    if header.nbytes:
+        yield from transport.recv(payload[: header.nbytes], src, group)
+    _check_match(header, src, tensor, codec)
+    if header.nbytes:
+        with meter.coding():
+            if header.dtype == tensor.dtype:
+                codec.decode(payload[: header.nbytes], tensor)
+            else:
+                decoded = tensor.new_empty(tensor.numel(), dtype=header.dtype)
+                codec.decode(payload[: header.nbytes], decoded)
+                tensor.copy_(decoded)
+    POOL.give(payload)
+
+
+def _check_match(header: Header, src: int, tensor: Tensor, codec: Codec) -> None:
+    digest = spec_digest(codec.spec)
+    if header.spec_digest == digest and header.numel == tensor.numel():
+        return
+    me = dist.get_rank()
+    sent = "the same codec" if header.spec_digest == digest else "another codec"
+    raise CodecError(
+        f"rank {src} sent {header.numel} {header.dtype} elements with {sent} (spec digest "
+        f"{header.spec_digest.hex()}); rank {me} expects {tensor.numel()} {tensor.dtype} elements "
+        f"with {codec.spec} (spec digest {digest.hex()}); both must run the same block and shapes"
+    )

@@ -1,0 +1,82 @@
+"""Bytes between ranks: the only calls into torch.distributed.
+
+Every call is posted asynchronously and its work yielded, so that a handle decides when to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from hybridcomp.collectives.handle import Steps
+
+Post = Callable[[Tensor, Tensor], Work]
+
+#: torch 2.13 renames it and warns about the old name
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_to_all(
+    out: Tensor,
+    values: Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    group: ProcessGroup | None,
+) -> Steps[None]:
+    """Exchange 1-D parts of ``values`` (uint8 or int64) of any lengths."""
+
+    def post(target: Tensor, source: Tensor) -> Work:
+        work: Work = dist.all_to_all_single(
+            target, source, list(out_splits), list(in_splits), group=group, async_op=True
+        )
+        return work
+
+    yield from _transfer(post, out, values, group)
+
+
+def all_gather(out: Tensor, values: Tensor, group: ProcessGroup | None) -> Steps[None]:
+    """Gather the ``values`` of all ranks, equally long, into ``out``."""
+
+    def post(target: Tensor, source: Tensor) -> Work:
+        work: Work = _all_gather_single(target, source, group=group, async_op=True)
+        return work
+
+    yield from _transfer(post, out, values, group)
+
+
+def send(values: Tensor, dst: int, group: ProcessGroup | None) -> Steps[None]:
+    """Send to the global rank ``dst``."""
+
+    def post(_: Tensor, source: Tensor) -> Work:
+        work = dist.isend(source, dst, group=group)
+        assert work is not None, "this rank is not in the group"
+        return work
+
+    yield from _transfer(post, values[:0], values, group)
+
+
+def recv(out: Tensor, src: int, group: ProcessGroup | None) -> Steps[None]:
+    """Receive from the global rank ``src``."""
+
+    def post(target: Tensor, _: Tensor) -> Work:
+        work = dist.irecv(target, src, group=group)
+        assert work is not None, "this rank is not in the group"
+        return work
+
+    yield from _transfer(post, out, out[:0], group)
+
+
+def _transfer(post: Post, out: Tensor, values: Tensor, group: ProcessGroup | None) -> Steps[None]:
+    """Post one transfer; gloo with GPU tensors goes through pinned host memory."""
+    if out.is_cuda and dist.get_backend(group) == "gloo":
+        host_in = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host_out = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        host_in.copy_(values)
+        yield post(host_out, host_in)
+        out.copy_(host_out)
+    else:
+        yield post(out, values)
