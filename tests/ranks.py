@@ -1,97 +1,204 @@
-"""Run a function on several ranks of one machine, over gloo.
+"""Run functions on several ranks of one machine, over gloo.
 
-A forkserver with torch preloaded starts a rank in about 0.2 s instead of 9 s.
+A forkserver with torch preloaded starts a rank in about 0.2 s instead of 9 s. ``run_ranks`` takes
+fresh ranks, for whatever leaves global state behind (DeepSpeed). ``RankPool`` keeps its ranks for
+many short functions.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
+import signal
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 PRELOAD = ["torch", "torch.distributed", "numpy"]
+#: seconds that the other ranks get to fail too, so that the message can show all of them
+GRACE_S = 1.0
 
 
-def _context() -> mp.context.ForkServerContext:
+def _context() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
 
 
-def _main(
-    pipe: Connection, rank: int, world_size: int, folder: str, function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _main(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
+    """One rank: joins the group, then calls what comes through ``pipe`` until that is closed."""
     import torch
     import torch.distributed as dist
 
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-        LOCAL_SIZE=str(world_size), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1",
-        TORCH_EXTENSIONS_DIR=f"{folder}/ext", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_SIZE=str(world_size),
+        DS_ACCELERATOR="cpu",
+        OMP_NUM_THREADS="1",
+        TORCH_EXTENSIONS_DIR=f"{folder}/ext",
+        MASTER_ADDR="127.0.0.1",
+        GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,
-            timeout=timedelta(seconds=60),
-        )
+    with Path(folder, f"stack{rank}").open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         try:
-            pipe.send((True, function(*args)))
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60),
+            )
+            try:
+                while True:
+                    function, args = pipe.recv()
+                    pipe.send((True, function(*args)))
+            except EOFError:
+                pass  # the parent is done with us
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            with contextlib.suppress(OSError):  # the parent may have given up
+                pipe.send((False, traceback.format_exc()))
         finally:
-            dist.destroy_process_group()
-    except BaseException:
-        pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+            sys.stdout.flush()
+
+
+class RankPool:
+    """``world_size`` ranks that stay; use as a context manager or call ``close``."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._processes: list[ForkServerProcess] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call ``function(*args)`` on every rank; the results by rank.
+
+        ``function`` must be importable (top level of a module), its results picklable. Raises
+        AssertionError with the traceback of every rank that failed, first failure first, or
+        TimeoutError with the stacks of those that hang. Either ends the ranks: the next ``run``
+        starts new ones.
+        """
+        if not self._pipes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args))
+            results = self._collect(timeout)
+        except BaseException:
+            self.close(at_once=True)
+            raise
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self, at_once: bool = False) -> None:
+        """End the ranks: politely, or ``at_once`` if they may hang."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            if not at_once:
+                process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+            process.join(timeout=10)
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._processes, self._pipes, self._folder = [], [], None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        context = _context()
+        self._folder = tempfile.TemporaryDirectory()
+        Path(self._folder.name, "ext").mkdir()
+        for rank in range(self.world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_main, args=(theirs, rank, self.world_size, self._folder.name), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def _collect(self, timeout: float) -> dict[int, Any]:
+        """Wait for all ranks; a failure of one shortens the wait for the others."""
+        running = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        deadline = time.monotonic() + timeout
+        while running:
+            ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = running.pop(pipe)
+                fine, value = self._receive(pipe, rank)
+                if fine:
+                    results[rank] = value
+                else:
+                    failures.append(f"rank {rank} of {self.world_size}:\n{value}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        left = sorted(running.values())
+        if failures:
+            waiting = f"\nranks {left} were still running" if left else ""
+            raise AssertionError("\n".join(failures) + waiting)
+        if left:
+            raise TimeoutError(
+                f"ranks {left} of {self.world_size} hang after {timeout} s\n{self._stacks(left)}"
+            )
+        return results
+
+    def _receive(self, pipe: Connection, rank: int) -> tuple[bool, Any]:
+        try:
+            fine, value = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(timeout=5)
+            return False, f"died without a word, exit code {self._processes[rank].exitcode}"
+        return fine, value
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where the hanging ranks are, from their own faulthandler."""
+        assert self._folder is not None
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            if pid is not None and self._processes[rank].is_alive():
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        files = {rank: Path(self._folder.name, f"stack{rank}") for rank in ranks}
+        return "\n".join(
+            f"rank {rank}:\n{file.read_text() if file.exists() else 'not started'}"
+            for rank, file in files.items()
+        )
 
 
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0
 ) -> list[Any]:
-    """Call ``function(*args)`` on every rank, with torch.distributed ready; results by rank.
-
-    ``function`` must be importable (top level of a module), its results picklable. The first
-    failing rank's traceback is raised as an AssertionError, a hang as a TimeoutError; ranks that
-    still run are ended.
-    """
-    context = _context()
-    results: dict[int, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "ext").mkdir()
-        pipes: dict[Connection, int] = {}
-        processes = []
-        for rank in range(world_size):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_main, args=(theirs, rank, world_size, folder, function, args), daemon=True
-            )
-            process.start()
-            theirs.close()
-            pipes[mine] = rank
-            processes.append(process)
-        try:
-            while pipes:
-                ready = wait(list(pipes), timeout=timeout)
-                if not ready:
-                    raise TimeoutError(f"ranks {sorted(pipes.values())} hang")
-                for pipe in ready:
-                    assert isinstance(pipe, Connection)
-                    rank = pipes.pop(pipe)
-                    try:
-                        fine, value = pipe.recv()
-                    except EOFError:
-                        raise AssertionError(f"rank {rank} died without a word") from None
-                    if not fine:
-                        raise AssertionError(value)
-                    results[rank] = value
-        finally:
-            for process in processes:
-                if pipes:
-                    process.terminate()
-                process.join(timeout=10)
-    return [results[rank] for rank in range(world_size)]
+    """``RankPool.run`` on fresh ranks that end afterwards."""
+    with RankPool(world_size) as pool:
+        return pool.run(function, *args, timeout=timeout)

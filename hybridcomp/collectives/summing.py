@@ -80,7 +80,7 @@ def _sum(part: Part, payloads: Sequence[Tensor | None], codec: Codec, dtype: tor
     assert out is not None
     fresh = part.fresh and out is not part.values
     own = part.values
-    if part.residual is not None and None in payloads:
+    if part.residual is not None and any(payload is None for payload in payloads):
         own = part.residual.add_(part.values)
         if out is part.values:
             out.copy_(own)
