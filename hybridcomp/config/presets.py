@@ -1,7 +1,7 @@
 """Named blocks. A key written beside ``preset`` overrides the preset's.
 
-``naive-zfp``, ``naive-mpc``, ``mzhybrid`` and ``zhybrid`` are the schemes of arXiv 2409.02423, whose
-messages are fp32, so that its rates 8 and 16 are a quarter and a half. ``recommended`` is ours, from
+``naive-zfp``, ``naive-mpc``, ``mzhybrid`` and ``zhybrid`` are the schemes of arXiv 2409.02423; its
+messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended`` is ours, from
 a rate-distortion study of training tensors: a transform gains nothing on them, so plain integers,
 and 4 bits only where error feedback gives back what is left out.
 """

@@ -1,0 +1,61 @@
+"""Whether the block can act beside the rest of a ds_config, decided before an engine is built.
+
+Nothing here imports DeepSpeed, so that a file can be checked on a machine without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.config.problems import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.ds_rules import RULES, Job, Rule
+from hybridcomp.policy import DIMENSIONS, Dimension
+
+
+def check(
+    block: CompressionConfig,
+    ds_config: Mapping[str, Any],
+    *,
+    pipeline: bool | None = None,
+    moe: bool | None = None,
+    world_size: int | None = None,
+) -> list[str]:
+    """Sentences to print about keys of ``block`` that act differently than one may think.
+
+    ``pipeline``, ``moe``: what the model is, None where it is not known; ``world_size``: ranks of
+    the job. Raises ConfigError for the first dimension that cannot act, unless the block says
+    ``"on_unsupported": "native"``; then the sentences say what stays native and why.
+    """
+    job = Job(ds_config, pipeline, moe, world_size)
+    sentences = []
+    active = [name for name in DIMENSIONS if block.active(name)]
+    for rule in RULES:
+        names = [name for name in active if name in rule.dimensions]
+        if names and rule.applies(job):
+            sentences += _apply(rule, names, block, job)
+    return sentences
+
+
+def _apply(rule: Rule, names: list[Dimension], block: CompressionConfig, job: Job) -> list[str]:
+    if rule.verdict == "note":
+        return [f"{', '.join(names)}: {rule.found}: {rule.reason}"]
+    if rule.verdict == "absent":
+        written = [name for name in names if name in block.explicit]
+        if not written:
+            return [_native(rule, names)] if rule.exists(job) else []
+        names = written
+    if rule.verdict == "refuse" or block.on_unsupported == "error":
+        native = "" if rule.verdict == "refuse" else ', or set "on_unsupported": "native"'
+        raise ConfigError(
+            f"{BLOCK}.{names[0]}",
+            Shown(rule.found),
+            f'{rule.reason}; {rule.todo}, or set "{names[0]}": "none"{native}',
+        )
+    return [_native(rule, names)]
+
+
+def _native(rule: Rule, names: list[Dimension]) -> str:
+    return f"{', '.join(names)} native: {rule.found}: {rule.reason}"

@@ -1,0 +1,309 @@
+"""What DeepSpeed does with the traffic of each dimension: a table over the keys of a ds_config.
+
+Read from the sources of DeepSpeed 0.19.0 and 0.19.8. What only the model tells (DualPipeV, Domino,
+embeddings with sparse gradients) is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybridcomp.errors import ConfigError
+from hybridcomp.policy import DIMENSIONS, Dimension
+
+#: refuse   never together, whatever ``on_unsupported`` says: results would be wrong
+#: bypass   DeepSpeed sends this traffic on a path that no seam covers
+#: absent   this job has no such traffic: an error for a key that the user wrote, nothing for a
+#:          preset, which is made for every kind of job
+#: note     acts, with something to know
+Verdict = Literal["refuse", "bypass", "absent", "note"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A ds_config, read with DeepSpeed's defaults. None: not known."""
+
+    ds_json: Mapping[str, Any]
+    pipeline: bool | None = None
+    moe: bool | None = None
+    world_size: int | None = None
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value at a dotted path; ``default`` for null and for "auto" (filled in later)."""
+        value: Any = self.ds_json
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None or value == "auto" else value
+
+    def zero(self, name: str, default: Any = None) -> Any:
+        """A key of zero_optimization; ``stage3_`` in front of it is optional, as for DeepSpeed."""
+        path = "zero_optimization."
+        return self.get(path + name, self.get(path + name.removeprefix("stage3_"), default))
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage. Raises ConfigError when it is no integer."""
+        whole = self.ds_json.get("zero_optimization")
+        stage = whole if isinstance(whole, bool) else self.zero("stage", 0)
+        if not isinstance(stage, int):
+            raise ConfigError("zero_optimization.stage", stage, "expected 0, 1, 2 or 3; correct it")
+        return int(stage)
+
+    @property
+    def bf16(self) -> bool:
+        """Whether parameters are bf16."""
+        return bool(self.get("bf16.enabled", self.get("bfloat16.enabled", False)))
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether the optimizer's state is offloaded."""
+        device = self.zero("offload_optimizer.device", "none")
+        return bool(device != "none" or self.zero("cpu_offload", False))
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """Whether ZeRO 1 is done by BF16_Optimizer, which reduces as stage 0 does."""
+        fp32 = ("fp32", "float32", "float", "torch.float32")
+        accumulates = self.get("data_types.grad_accum_dtype") in fp32
+        return self.stage == 1 and self.bf16 and accumulates and not self.cpu_offload
+
+    @property
+    def buckets(self) -> bool:
+        """Whether DeepSpeedZeroOptimizer (stage 1 and 2) reduces the gradients."""
+        return self.stage in (1, 2) and not self.bf16_optimizer
+
+    @property
+    def compiled(self) -> bool:
+        """Whether DeepCompile takes over the collectives of ZeRO."""
+        passes = self.get("compile.passes", ())
+        only_parallel = "autosp" in passes or "autotp" in passes
+        return bool(self.get("compile.deepcompile", False)) and self.stage > 0 and not only_parallel
+
+    @property
+    def optimizer(self) -> str:
+        """Type of the optimizer, in lower case."""
+        return str(self.get("optimizer.type", "")).lower()
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Size of AutoTP's groups."""
+        return max(1, int(self.get("tensor_parallel.autotp_size", 1)))
+
+
+def _never(job: Job) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that DeepSpeed does, and what it means for some dimensions."""
+
+    verdict: Verdict
+    dimensions: tuple[Dimension, ...]
+    found: str  # as it would be written in ds_config.json
+    reason: str
+    todo: str
+    applies: Callable[[Job], bool]
+    #: for absent: the traffic exists all the same, so that a preset has to mention it
+    exists: Callable[[Job], bool] = _never
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "refuse", ("pp", "dp", "zero"), "a PipelineModule with ZeRO stage 2 or 3",
+        "DeepSpeed itself refuses the two together", "use stage 0 or 1",
+        lambda job: job.pipeline is True and job.stage >= 2,
+    ),
+    Rule(
+        "refuse", ("zero",), '"zero_optimization.zero_quantized_weights": true',
+        "DeepSpeed quantizes the same gathers, and its scales must arrive exactly",
+        "remove zero_quantized_weights",
+        lambda job: job.stage == 3 and job.zero("zero_quantized_weights", False),
+    ),
+    Rule(
+        "refuse", ("zero",), '"zero_optimization.zero_quantized_nontrainable_weights": true',
+        "DeepSpeed quantizes these parameters, and their scales must arrive exactly",
+        "remove zero_quantized_nontrainable_weights",
+        lambda job: job.stage == 3 and job.zero("zero_quantized_nontrainable_weights", False),
+    ),
+    Rule(
+        "refuse", ("zero", "dp"), '"zero_optimization.zenflow"',
+        "ZenFlow copies gathered parameters back into the fp32 master weights and broadcasts "
+        "selected gradients on paths of its own", "remove zenflow",
+        lambda job: job.stage > 0 and job.zero("zenflow") is not None,
+    ),
+    Rule(
+        "refuse", ("zero", "dp"), '"zero_optimization.mics_shard_size"',
+        "MiCS gathers parameters and reduces gradients in subgroups on paths of its own",
+        "remove mics_shard_size",
+        lambda job: job.stage == 3 and job.zero("mics_shard_size", -1) > 0,
+    ),
+    Rule(
+        "bypass", ("dp",), '"compile.deepcompile": true',
+        "compiled code reduces gradients in C++, where no seam reaches",
+        "set compile.deepcompile to false", lambda job: job.compiled,
+    ),
+    Rule(
+        "bypass", ("zero",), '"compile.deepcompile": true with ZeRO stage 3',
+        "compiled code gathers parameters in C++, where no seam reaches",
+        "set compile.deepcompile to false", lambda job: job.compiled and job.stage == 3,
+    ),
+    Rule(
+        "bypass", ("dp",), '"zero_optimization.reduce_scatter": false',
+        "DeepSpeed then all-reduces whole buckets on a path without parameter owners",
+        "remove reduce_scatter (true is the default)",
+        lambda job: not job.zero("reduce_scatter", True)
+        and (job.buckets or (job.stage == 3 and job.zero("contiguous_gradients", True))),
+    ),
+    Rule(
+        "bypass", ("dp",), '"zero_optimization.use_multi_rank_bucket_allreduce": false',
+        "DeepSpeed then reduces to one rank after the other",
+        "remove use_multi_rank_bucket_allreduce (true is the default)",
+        lambda job: job.buckets and not job.zero("use_multi_rank_bucket_allreduce", True),
+    ),
+    Rule(
+        "bypass", ("dp",), '"zero_optimization.contiguous_gradients": false',
+        "DeepSpeed stage 1 and 2 then all-reduce gradients without buckets",
+        "remove contiguous_gradients (true is the default)",
+        lambda job: job.buckets
+        and not job.cpu_offload
+        and not job.zero("contiguous_gradients", True),
+    ),
+    Rule(
+        "bypass", ("dp",), '"zero_optimization.zero_quantized_gradients": true',
+        "on several nodes DeepSpeed quantizes the same gradients itself",
+        "remove zero_quantized_gradients",
+        lambda job: job.stage == 3 and job.zero("zero_quantized_gradients", False),
+    ),
+    Rule(
+        "bypass", ("dp",), "a 1-bit optimizer",
+        "it exchanges gradients itself after its warm-up", "use adam, adamw or lamb",
+        lambda job: job.optimizer in ("onebitadam", "zerooneadam", "onebitlamb"),
+    ),
+    Rule(
+        "bypass", ("zero",), '"zero_optimization.stage3_use_all_reduce_for_fetch_params": true',
+        "parameters then arrive by all-reduce and not by all-gather",
+        "remove stage3_use_all_reduce_for_fetch_params",
+        lambda job: job.stage == 3
+        and job.zero("stage3_use_all_reduce_for_fetch_params", False)
+        and not job.zero("stage3_allgather_sequential", False),
+    ),
+    Rule(
+        "bypass", ("ep",), '"expert_parallel.comm_backend": "deepep"',
+        "DeepEP moves tokens itself", 'set expert_parallel.comm_backend to "comm"',
+        lambda job: bool(job.get("expert_parallel.enabled", False))
+        and job.get("expert_parallel.comm_backend") == "deepep",
+    ),
+    Rule(
+        "absent", ("zero",), "ZeRO stage 0",
+        "no parameters are gathered", "set zero_optimization.stage to 1, 2 or 3",
+        lambda job: job.stage == 0 and not (job.bf16 and job.pipeline is not False),
+    ),
+    Rule(
+        "absent", ("pp",), "a model that is no PipelineModule",
+        "there are no pipeline sends", "build the model as a PipelineModule",
+        lambda job: job.pipeline is False,
+    ),
+    Rule(
+        "absent", ("ep",), "a model without MoE layers",
+        "there is no expert all-to-all", "use deepspeed.moe.layer.MoE or AutoEP",
+        lambda job: job.moe is False and not job.get("expert_parallel.enabled", False),
+    ),
+    Rule(
+        "absent", ("tp",), "DeepSpeed",
+        "this version has no seam for DeepSpeed's tensor parallelism (AutoTP, Domino)",
+        "leave tp out",
+        lambda job: True, exists=lambda job: job.tensor_parallel > 1,
+    ),
+    Rule(
+        "absent", ("cp",), "DeepSpeed",
+        "this version has no seam for DeepSpeed's sequence parallelism (Ulysses, ALST)",
+        "leave cp out",
+        lambda job: True, exists=lambda job: job.get("sequence_parallel_size", 1) > 1,
+    ),
+    Rule(
+        "absent", ("dp", "zero"), "all ranks in one tensor-parallel group",
+        "no two ranks share a parameter", "lower tensor_parallel.autotp_size",
+        lambda job: job.tensor_parallel > 1 and job.tensor_parallel == job.world_size,
+    ),
+    Rule(
+        "note", DIMENSIONS, "one rank",
+        "nothing is sent, so nothing is compressed", "", lambda job: job.world_size == 1,
+    ),
+    Rule(
+        "note", ("dp",), '"zero_optimization.zero_quantized_gradients": true',
+        "DeepSpeed ignores it below stage 3; only the block compresses gradients", "",
+        lambda job: job.stage < 3 and job.zero("zero_quantized_gradients", False),
+    ),
+    Rule(
+        "note", ("zero",), '"zero_optimization.zero_hpz_partition_size"',
+        "the backward pass gathers parameters that were decoded once, so they are encoded twice",
+        "", lambda job: job.stage == 3 and job.zero("zero_hpz_partition_size", 1) > 1,
+    ),
+    Rule(
+        "note", ("dp",), '"sparse_gradients": true',
+        "gradients of embeddings travel as indices and values, uncompressed", "",
+        lambda job: bool(job.get("sparse_gradients", False)) and not job.buckets,
+    ),
+    Rule(
+        "note", ("dp",), "the muon optimizer",
+        "its own exchange of momentum between ranks stays native", "",
+        lambda job: job.optimizer == "muon",
+    ),
+    Rule(
+        "note", ("zero",), '"hybrid_engine.enabled": true',
+        "gathers for generation stay native", "",
+        lambda job: job.stage == 3 and bool(job.get("hybrid_engine.enabled", False)),
+    ),
+)  # fmt: skip
+
+#: settings that look as if they could bypass a seam and do not, with the reason
+FINE: tuple[tuple[Mapping[str, Any], str], ...] = (
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        "gradients are offloaded after average_tensor, parameters gathered on the device",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "partitions are fetched to the device before _dist_allgather_fn",
+    ),
+    (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "super_offload": True},
+            }
+        },
+        "SuperOffload replaces partition_grads, which comes after the reduction",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "contiguous_gradients": False}},
+        "stage 3 reduces through reduce_scatter_coalesced all the same",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "stage3_allgather_sequential": True}},
+        "one _dist_allgather_fn for each parameter",
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "reduce_scatter": False}, "bf16": {"enabled": True},
+         "data_types": {"grad_accum_dtype": "fp32"}},
+        "BF16_Optimizer reduces through the engine, as stage 0 does",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "round_robin_gradients": True, "overlap_comm": True}},
+        "owners and streams differ, the path is the same",
+    ),
+    ({"prescale_gradients": True}, "stage 0 scales around the sum; other stages refuse it"),
+    ({"communication_data_type": "fp32"}, "the cast comes before the seam"),
+    (
+        {"zero_optimization": {"stage": 2},
+         "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "one bucket for each communication dtype, all of them values",
+    ),
+    (
+        {"zero_optimization": {"stage": 0}, "compile": {"deepcompile": True}},
+        "DeepCompile falls back to the torch compiler at stage 0",
+    ),
+)  # fmt: skip
