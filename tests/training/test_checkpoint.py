@@ -1,0 +1,182 @@
+"""Error feedback over restarts, loss scales and overflows, on real DeepSpeed engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+pytest.importorskip("deepspeed")
+
+WIDTH = 48
+
+
+def make_engine(stage: int, **extra: Any) -> Any:
+    """A patched engine: 4-bit gradients with error feedback."""
+    import deepspeed
+    import deepspeed.ops
+
+    import hybridcomp
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    hybridcomp.install()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH + 5), torch.nn.ReLU(), torch.nn.Linear(WIDTH + 5, WIDTH)
+    )
+    block = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "min_bytes": 0}
+    block |= extra.pop("block", {})
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 1000,
+        "compression": block,
+        **extra,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
+    return engine
+
+
+def train(engine: Any, first: int, last: int, seed: int) -> list[float]:
+    """Losses of steps ``first`` to ``last`` on this rank."""
+    dtype = next(engine.module.parameters()).dtype
+    losses = []
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        values = torch.randn(4, WIDTH, generator=generator).to(dtype)
+        loss = (engine(values) - values).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def broken_run(folder: str, stage: int, block: dict[str, Any]) -> tuple[Any, ...]:
+    """Ten steps in one go, and ten steps with a restart after five."""
+    import torch.distributed as dist
+
+    from hybridcomp.channels import channels_of
+
+    rank = dist.get_rank()
+    engine = make_engine(stage, block=block)
+    train(engine, 0, 5, rank)
+    engine.save_checkpoint(folder)
+    whole = train(engine, 5, 10, rank)
+    again = make_engine(stage, block=block)
+    path, _ = again.load_checkpoint(folder)
+    assert path is not None
+    channels = channels_of(again)
+    assert channels is not None and channels.step == 5
+    restored = channels.residuals.norm()
+    return whole, train(again, 5, 10, rank), restored
+
+
+@pytest.mark.parametrize("zero", ["none", "blockint"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_restart_is_bit_identical(tmp_path: Path, stage: int, zero: str) -> None:
+    if stage == 0 and zero != "none":
+        pytest.skip("stage 0 gathers no parameters")
+    block = {"zero": zero} if stage else {}
+    for whole, resumed, residual in run_ranks(2, broken_run, str(tmp_path), stage, block):
+        assert residual > 0
+        assert resumed == whole
+
+
+def save_run(folder: str) -> tuple[dict[str, torch.Tensor], float]:
+    import torch.distributed as dist
+
+    from hybridcomp.channels import channels_of
+
+    engine = make_engine(0)
+    train(engine, 0, 3, dist.get_rank())
+    engine.save_checkpoint(folder)
+    channels = channels_of(engine)
+    assert channels is not None
+    return sums(channels.residuals.state_dict()), channels.residuals.norm()
+
+
+def load_run(folder: str) -> dict[str, torch.Tensor]:
+    from hybridcomp.channels import channels_of
+
+    engine = make_engine(0)
+    engine.load_checkpoint(folder)
+    channels = channels_of(engine)
+    assert channels is not None
+    # one step with zero gradients: the residuals are taken over by the reduction
+    state = channels.residuals.state_dict()
+    return sums(state)
+
+
+def sums(state: Any) -> dict[str, torch.Tensor]:
+    """Residual by parameter, both hops together."""
+    total: dict[str, torch.Tensor] = {}
+    for by_name in state.values():
+        for name, parts in by_name.items():
+            end = max(offset + tensor.numel() for offset, tensor in parts)
+            found = total.setdefault(name, torch.zeros(end))
+            if found.numel() < end:
+                found = total[name] = torch.cat([found, torch.zeros(end - found.numel())])
+            for offset, tensor in parts:
+                found[offset : offset + tensor.numel()] += tensor
+    return total
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_sum_of_residuals_survives_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    saved = run_ranks(2, save_run, str(tmp_path))
+    assert all(norm > 0 for _, norm in saved)
+    names = saved[0][0].keys() | saved[1][0].keys()
+    before = {name: add(saved[0][0].get(name), saved[1][0].get(name)) for name in names}
+    for after in run_ranks(ranks, load_run, str(tmp_path)):
+        # every rank holds the whole sum until its first reduction, which takes 1/ranks of it
+        assert after.keys() == before.keys()
+        for name, total in before.items():
+            torch.testing.assert_close(after[name][: total.numel()], total)
+
+
+def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor:
+    assert left is not None and right is not None
+    size = max(left.numel(), right.numel())
+    pad = torch.nn.functional.pad
+    return pad(left, (0, size - left.numel())) + pad(right, (0, size - right.numel()))
+
+
+def overflow_run() -> list[tuple[bool, float, float]]:
+    """(overflow, loss scale, residual norm) of each step, with a scale that is too large at first."""
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    from hybridcomp.channels import channels_of
+    from hybridcomp.patches.ds_attach import loss_scale
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    engine = make_engine(
+        1, fp16={"enabled": True, "initial_scale_power": 22, "loss_scale_window": 4, "hysteresis": 1}
+    )  # fmt: skip
+    channels = channels_of(engine)
+    assert channels is not None
+    found = []
+    for step in range(20):
+        before = loss_scale(engine)
+        train(engine, step, step + 1, dist.get_rank())
+        found.append((bool(engine.optimizer.overflow), loss_scale(engine) / before, channels.residuals.norm()))
+    return found
+
+
+def test_residuals_follow_the_loss_scale_and_drop_on_overflow() -> None:
+    for history in run_ranks(2, overflow_run):
+        assert any(overflow for overflow, *_ in history)
+        assert any(not overflow and factor == 2.0 for overflow, factor, _ in history)
+        for overflow, factor, norm in history:
+            if overflow:
+                assert factor == 0.5 and norm == 0.0
+        norms = [norm for overflow, factor, norm in history if not overflow and factor == 1.0]
+        doubled = [norm for overflow, factor, norm in history if factor == 2.0]
+        assert norms and max(doubled) > 0
