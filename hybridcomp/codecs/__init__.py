@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec, align
 from hybridcomp.codecs.blockint import BlockInt
+from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
+from hybridcomp.codecs.mpc import Mpc
+from hybridcomp.codecs.zfp import Zfp
 from hybridcomp.errors import CodecError
 
 #: every codec that a block may name
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (BlockInt,)}
+CODECS: dict[str, type[Codec]] = {
+    codec.name: codec for codec in (Bf16, Fp16, Fp8, BlockInt, Zfp, Mpc)
+}
 
 
 def make_codec(name: str, **settings: object) -> Codec:
@@ -21,15 +26,22 @@ def make_codec(name: str, **settings: object) -> Codec:
     try:
         return CODECS[name](**settings)
     except TypeError as error:
-        raise CodecError(f"codec {name!r} does not take the settings {settings}: {error}") from error
+        raise CodecError(
+            f"codec {name!r} does not take the settings {settings}: {error}"
+        ) from error
 
 
 __all__ = [
     "CODECS",
     "PAYLOAD_ALIGN",
     "VALUE_DTYPES",
+    "Bf16",
     "BlockInt",
     "Codec",
+    "Fp16",
+    "Fp8",
+    "Mpc",
+    "Zfp",
     "align",
     "make_codec",
 ]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from hybridcomp.codecs._checks import check_add, check_decode, check_dtype, check_encode
-from hybridcomp.codecs.base import Codec, align
+from hybridcomp.codecs._checks import check_dtype
+from hybridcomp.codecs._fixed import FixedCodec
+from hybridcomp.codecs.base import align
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import DTYPE_CODES, kernels_of
+from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of
 
 BLOCK = 32
 TILE = 1024
@@ -21,8 +21,8 @@ TILE = 1024
 SMALLEST_TOP = 1.125 * 2.0**-110
 
 
-class BlockInt(Codec):
-    """``bits`` + 0.26 bits a value, fixed size; about 0.6 % relative error at 8 bits, 11 % at 4.
+class BlockInt(FixedCodec):
+    """``bits`` + 0.26 bits a value; on Gaussian values 0.6 % relative error at 8 bits, 10 % at 4.
 
     A NaN or Inf makes its block of 32 values NaN. Errors are bounded by the absmax of the aligned
     tile of 1024 values, see :meth:`element_bound`.
@@ -35,8 +35,6 @@ class BlockInt(Codec):
     """
 
     name: ClassVar[str] = "blockint"
-    lossless = False
-    fixed_size = True
 
     def __init__(self, bits: int = 8) -> None:
         if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
@@ -47,48 +45,24 @@ class BlockInt(Codec):
     def spec(self) -> str:
         return f"blockint(bits={self.bits})"
 
+    @property
+    def _setting(self) -> int:
+        return self.bits
+
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         check_dtype(self.spec, dtype)
         blocks, tiles = -(-numel // BLOCK), -(-numel // TILE)
         return align(blocks * (4 * self.bits + 1) + tiles)
 
-    def encode(self, values: Tensor, out: Tensor) -> int:
-        nbytes = self.wire_nbytes(values.numel(), values.dtype)
-        check_encode(self.spec, values, out, nbytes)
-        kernels_of(values.device).blockint_encode(
-            self.bits,
-            DTYPE_CODES[values.dtype],
-            values.data_ptr(),
-            values.numel(),
-            out.data_ptr(),
-            nbytes,
-            torch.get_num_threads(),
-        )
-        return nbytes
+    def _encode_kernel(self, device: torch.device) -> FixedEncode:
+        return kernels_of(device).blockint_encode
 
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        self._decode(payload, out, add=False)
-
-    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-        check_add(self.spec, out, dtype)
-        self._decode(payload, out, add=True)
-
-    def _decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
-        nbytes = self.wire_nbytes(out.numel(), out.dtype)
-        check_decode(self.spec, payload, out, nbytes)
-        kernels_of(out.device).blockint_decode(
-            self.bits,
-            DTYPE_CODES[out.dtype],
-            payload.data_ptr(),
-            nbytes,
-            out.data_ptr(),
-            out.numel(),
-            add,
-            torch.get_num_threads(),
-        )
+    def _decode_kernel(self, device: torch.device) -> FixedDecode:
+        return kernels_of(device).blockint_decode
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Largest error of an element whose aligned tile of 1024 values has this finite absmax."""
+        check_dtype(self.spec, dtype)
         # half a step; the last digit covers the roundings of the scale, its inverse and products
         levels = 2 ** (self.bits - 1) - 1
         return 0.5001 / levels * max(absmax * 17 / 16, SMALLEST_TOP)

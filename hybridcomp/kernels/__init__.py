@@ -19,20 +19,28 @@ from hybridcomp.errors import CodecError
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class Kernels(Protocol):
-    """One back end. Addresses come from ``Tensor.data_ptr``; dtypes are DTYPE_CODES.
+class FixedEncode(Protocol):
+    """Writes the payload of ``numel`` values at ``values`` into ``nbytes`` bytes at ``out``."""
 
-    ``add`` accumulates into fp32 instead of writing; it needs the dtype code of fp32. Functions
-    raise ValueError when a buffer is too short for what they are asked to do.
-    """
-
-    def blockint_encode(
-        self, bits: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
+    def __call__(
+        self,
+        setting: int,
+        dtype: int,
+        values: int,
+        numel: int,
+        out: int,
+        nbytes: int,
+        threads: int,
+        /,
     ) -> None: ...
 
-    def blockint_decode(
+
+class FixedDecode(Protocol):
+    """Reads ``numel`` values from ``nbytes`` bytes at ``payload`` into ``out``."""
+
+    def __call__(
         self,
-        bits: int,
+        setting: int,
         dtype: int,
         payload: int,
         nbytes: int,
@@ -42,6 +50,45 @@ class Kernels(Protocol):
         threads: int,
         /,
     ) -> None: ...
+
+
+class Kernels(Protocol):
+    """One back end. Addresses come from ``Tensor.data_ptr``; dtypes are DTYPE_CODES.
+
+    ``add`` accumulates into fp32 instead of writing; the dtype of ``out`` is then fp32. Functions
+    raise ValueError when a buffer is too short or an argument is out of range.
+    """
+
+    blockint_encode: FixedEncode  # setting: bits
+    blockint_decode: FixedDecode
+    fp8_encode: FixedEncode  # setting: 0 e4m3, 1 e5m2
+    fp8_decode: FixedDecode
+    zfp_encode: FixedEncode  # setting: bits of a block of 4 values
+    zfp_decode: FixedDecode
+
+    def cast(
+        self, source: int, to: int, values: int, out: int, numel: int, add: bool, threads: int, /
+    ) -> None:
+        """Convert between dtypes, saturating; ``source`` and ``to`` are dtype codes."""
+
+    def mpc_encode(
+        self, dim: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
+    ) -> int:
+        """Returns the bytes used; ``nbytes`` is the worst case."""
+
+    def mpc_decode(
+        self,
+        dim: int,
+        dtype: int,
+        payload: int,
+        nbytes: int,
+        out: int,
+        numel: int,
+        add: bool,
+        threads: int,
+        /,
+    ) -> None:
+        """``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
 
 
 @lru_cache(maxsize=1)

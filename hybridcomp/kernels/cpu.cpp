@@ -9,31 +9,76 @@ using namespace hybridcomp;
 
 namespace {
 
-template <class T>
-T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
+constexpr int FP32 = (int)Dtype::fp32, LAST_DTYPE = (int)Dtype::fp16;
 
-void blockint_encode(int bits, int dtype, uintptr_t values, size_t numel, uintptr_t out,
-                     size_t out_nbytes, int threads) {
-    require(bits >= 2 && bits <= 8 && dtype >= 0 && dtype <= 2, "blockint: bits or dtype");
-    require(out_nbytes >= blockint::wire_nbytes(numel, bits), "blockint: out is too short");
-    py::gil_scoped_release release;
-    blockint::encode(bits, dtype, pointer<const void>(values), numel, pointer<u8>(out), threads);
+u8* bytes(uintptr_t address) { return reinterpret_cast<u8*>(address); }
+void* values(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+void check(int dtype, bool add = false) {
+    require(dtype >= FP32 && dtype <= LAST_DTYPE, "unknown dtype code");
+    require(!add || dtype == FP32, "sums are accumulated in fp32");
 }
 
-void blockint_decode(int bits, int dtype, uintptr_t payload, size_t payload_nbytes, uintptr_t out,
-                     size_t numel, bool add, int threads) {
-    require(bits >= 2 && bits <= 8 && dtype >= 0 && dtype <= 2, "blockint: bits or dtype");
-    require(payload_nbytes >= blockint::wire_nbytes(numel, bits), "blockint: payload is too short");
-    require(!add || dtype == (int)Dtype::fp32, "blockint: sums are fp32");
+// The fixed-size codecs have one setting each: its range is all that differs.
+template <size_t (*SIZE)(size_t, int), void (*ENCODE)(int, int, const void*, size_t, u8*, int),
+          void (*DECODE)(int, int, const u8*, void*, size_t, bool, int), int FIRST, int LAST>
+void bind_fixed(py::module_& m, const char* encode_name, const char* decode_name) {
+    m.def(encode_name, [](int setting, int dtype, uintptr_t in, size_t numel, uintptr_t out,
+                          size_t nbytes, int threads) {
+        require(setting >= FIRST && setting <= LAST, "setting is out of range");
+        require(nbytes >= SIZE(numel, setting), "out is too short");
+        check(dtype);
+        py::gil_scoped_release release;
+        ENCODE(setting, dtype, values(in), numel, bytes(out), threads);
+    });
+    m.def(decode_name, [](int setting, int dtype, uintptr_t payload, size_t nbytes, uintptr_t out,
+                          size_t numel, bool add, int threads) {
+        require(setting >= FIRST && setting <= LAST, "setting is out of range");
+        require(nbytes >= SIZE(numel, setting), "payload is too short");
+        check(dtype, add);
+        py::gil_scoped_release release;
+        DECODE(setting, dtype, bytes(payload), values(out), numel, add, threads);
+    });
+}
+
+size_t fp8_nbytes(size_t numel, int) { return fp8::wire_nbytes(numel); }
+
+void bind_cast(int from, int to, uintptr_t in, uintptr_t out, size_t numel, bool add, int threads) {
+    check(from);
+    check(to, add);
     py::gil_scoped_release release;
-    blockint::decode(bits, dtype, pointer<const u8>(payload), pointer<void>(out), numel, add,
-                     threads);
+    cast(from, to, values(in), values(out), numel, add, threads);
+}
+
+void check_mpc(int dim, int dtype, size_t numel) {
+    require(dim >= 1 && dim <= 32, "mpc: dim is out of range");
+    require(numel <= 0xffffffffu, "mpc: the format counts values in 32 bits");
+    check(dtype);
+}
+
+size_t mpc_encode(int dim, int dtype, uintptr_t in, size_t numel, uintptr_t out, size_t nbytes,
+                  int threads) {
+    check_mpc(dim, dtype, numel);
+    require(nbytes >= mpc::wire_nbytes(numel, dtype), "mpc: out is too short");
+    py::gil_scoped_release release;
+    return mpc::encode(dim, dtype, values(in), numel, bytes(out), threads);
+}
+
+void mpc_decode(int dim, int dtype, uintptr_t payload, size_t nbytes, uintptr_t out, size_t numel,
+                bool add, int threads) {
+    check_mpc(dim, dtype, numel);
+    py::gil_scoped_release release;
+    mpc::decode(dim, dtype, bytes(payload), nbytes, values(out), numel, add, threads);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
-    m.def("blockint_wire_nbytes", &blockint::wire_nbytes);
-    m.def("blockint_encode", &blockint_encode);
-    m.def("blockint_decode", &blockint_decode);
+    m.def("cast", &bind_cast);
+    m.def("mpc_encode", &mpc_encode);
+    m.def("mpc_decode", &mpc_decode);
+    bind_fixed<fp8_nbytes, fp8::encode, fp8::decode, 0, 1>(m, "fp8_encode", "fp8_decode");
+    bind_fixed<blockint::wire_nbytes, blockint::encode, blockint::decode, 2, 8>(
+        m, "blockint_encode", "blockint_decode");
+    bind_fixed<zfp::wire_nbytes, zfp::encode, zfp::decode, 10, 128>(m, "zfp_encode", "zfp_decode");
 }

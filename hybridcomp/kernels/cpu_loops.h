@@ -1,14 +1,39 @@
 // The loops that cpu.cpp binds. `dtype` is a Dtype; sizes and ranges were checked by the caller.
+// wire_nbytes is what encode writes, except for mpc, where it is the most that encode may write.
 #pragma once
 
 #include "cpu.h"
 
 namespace hybridcomp {
 
+// Casts between Dtypes; `add` accumulates into fp32.
+void cast(int from, int to, const void* in, void* out, size_t numel, bool add, int threads);
+
+namespace fp8 {
+size_t wire_nbytes(size_t numel);
+void encode(int format, int dtype, const void* in, size_t numel, u8* out, int threads);
+void decode(int format, int dtype, const u8* in, void* out, size_t numel, bool add, int threads);
+}  // namespace fp8
+
 namespace blockint {
 size_t wire_nbytes(size_t numel, int bits);
-void encode(int bits, int dtype, const void* values, size_t numel, u8* out, int threads);
+void encode(int bits, int dtype, const void* in, size_t numel, u8* out, int threads);
 void decode(int bits, int dtype, const u8* in, void* out, size_t numel, bool add, int threads);
 }  // namespace blockint
+
+namespace zfp {
+size_t wire_nbytes(size_t numel, int maxbits);
+void encode(int maxbits, int dtype, const void* in, size_t numel, u8* out, int threads);
+void decode(int maxbits, int dtype, const u8* in, void* out, size_t numel, bool add, int threads);
+}  // namespace zfp
+
+namespace mpc {
+size_t wire_nbytes(size_t numel, int dtype);
+// Returns the bytes used. May write anywhere in the wire_nbytes of `out`.
+size_t encode(int dim, int dtype, const void* in, size_t numel, u8* out, int threads);
+// Throws std::invalid_argument on a payload that is not what encode made for these arguments.
+void decode(int dim, int dtype, const u8* in, size_t nbytes, void* out, size_t numel, bool add,
+            int threads);
+}  // namespace mpc
 
 }  // namespace hybridcomp

@@ -1,0 +1,139 @@
+"""Casts: bf16, fp16, and fp8 with one fp32 scale per block of 4096 values.
+
+Narrowing rounds to nearest even. Finite values that would overflow become the largest finite value,
+so a NaN or an Inf in what was decoded was there before. The formats are in ``kernels/casts.h``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs._checks import check_add, check_decode, check_dtype, check_encode
+from hybridcomp.codecs._fixed import FixedCodec
+from hybridcomp.codecs.base import Codec, align
+from hybridcomp.errors import CodecError
+from hybridcomp.kernels import DTYPE_CODES, FixedDecode, FixedEncode, kernels_of
+
+
+class _Cast16(Codec):
+    """Values as they are in a 16-bit dtype; exact if they are encoded from that dtype."""
+
+    lossless = False
+    fixed_size = True
+    _dtype: ClassVar[torch.dtype]
+
+    @property
+    def spec(self) -> str:
+        return self.name
+
+    def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        check_dtype(self.spec, dtype)
+        return align(2 * numel)
+
+    def encode(self, values: Tensor, out: Tensor) -> int:
+        nbytes = self.wire_nbytes(values.numel(), values.dtype)
+        check_encode(self.spec, values, out, nbytes)
+        kernels_of(values.device).cast(
+            DTYPE_CODES[values.dtype],
+            DTYPE_CODES[self._dtype],
+            values.data_ptr(),
+            out.data_ptr(),
+            values.numel(),
+            False,
+            torch.get_num_threads(),
+        )
+        out[2 * values.numel() : nbytes].zero_()
+        return nbytes
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        self._decode(payload, out, add=False)
+
+    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+        check_add(self.spec, out, dtype)
+        self._decode(payload, out, add=True)
+
+    def _decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
+        check_decode(self.spec, payload, out, self.wire_nbytes(out.numel(), out.dtype))
+        kernels_of(out.device).cast(
+            DTYPE_CODES[self._dtype],
+            DTYPE_CODES[out.dtype],
+            payload.data_ptr(),
+            out.data_ptr(),
+            out.numel(),
+            add,
+            torch.get_num_threads(),
+        )
+
+
+class Bf16(_Cast16):
+    """bfloat16: 8 significant bits, the range of fp32."""
+
+    name: ClassVar[str] = "bf16"
+    _dtype = torch.bfloat16
+
+    def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
+        check_dtype(self.spec, dtype)
+        return 0.0 if dtype == torch.bfloat16 else max(absmax * 2.0**-8, 2.0**-134)
+
+
+class Fp16(_Cast16):
+    """float16: 11 significant bits, from 2^-24 to 65504; larger values become 65504."""
+
+    name: ClassVar[str] = "fp16"
+    _dtype = torch.float16
+
+    def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
+        check_dtype(self.spec, dtype)
+        if dtype == torch.float16:
+            return 0.0
+        return max(absmax * 2.0**-11, 2.0**-25, absmax - torch.finfo(torch.float16).max)
+
+
+class Fp8(FixedCodec):
+    """8-bit floats of a block scaled to its absmax: 8.01 bits a value.
+
+    A NaN or Inf becomes NaN and leaves its neighbours alone.
+
+    Args:
+        format: ``"e4m3"`` (3 mantissa bits) or ``"e5m2"`` (2 mantissa bits, wider range).
+
+    Raises:
+        CodecError: ``format`` is another one.
+    """
+
+    name: ClassVar[str] = "fp8"
+    FORMATS: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")
+    BLOCK: ClassVar[int] = 4096
+
+    def __init__(self, format: str = "e4m3") -> None:
+        if format not in self.FORMATS:
+            raise CodecError(f"fp8: format must be one of {self.FORMATS}, found {format!r}")
+        self.format = format
+
+    @property
+    def spec(self) -> str:
+        return f"fp8(format={self.format})"
+
+    @property
+    def _setting(self) -> int:
+        return self.FORMATS.index(self.format)
+
+    def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        check_dtype(self.spec, dtype)
+        return align(-(-numel // 4) * 4 + 4 * -(-numel // self.BLOCK))
+
+    def _encode_kernel(self, device: torch.device) -> FixedEncode:
+        return kernels_of(device).fp8_encode
+
+    def _decode_kernel(self, device: torch.device) -> FixedDecode:
+        return kernels_of(device).fp8_decode
+
+    def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
+        """Largest error of an element whose aligned block of 4096 values has this finite absmax."""
+        check_dtype(self.spec, dtype)
+        # half a unit of the top binade: 16 of 448, 4096 of 57344
+        half_unit = 1.0001 / (28 if self.format == "e4m3" else 14)
+        return half_unit * max(absmax, 2.0**-90)

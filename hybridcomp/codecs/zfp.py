@@ -1,0 +1,99 @@
+"""zfp: the 1-D fixed-rate stream of the zfp library, rates 2.5 to 32 bits a value.
+
+The stream, and where it differs because zfp would lose data (NaN, Inf, blocks below 2^-98,
+overflow), are at the top of ``kernels/zfp.h``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+
+from hybridcomp.codecs._checks import check_dtype
+from hybridcomp.codecs._fixed import FixedCodec
+from hybridcomp.codecs.base import align
+from hybridcomp.errors import CodecError
+from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of
+
+BLOCK = 4
+HEADER_BITS = 9
+
+
+@lru_cache(maxsize=128)
+def _whole_planes(bits: int) -> int:
+    """Bit planes of a block that are coded whole in ``bits`` bits, whatever the values.
+
+    A plane that makes n significant coefficients m costs at most n verbatim bits, one "any more?"
+    for each coefficient found and one "no more" if m < 4, and the search bits, of which the fourth
+    coefficient needs none. ``worst[n]``: most bits spent so far with n significant coefficients.
+    """
+    worst = {0: 0}
+    for planes in range(1, 33):
+        found: dict[int, int] = {}
+        for n, spent in worst.items():
+            for m in range(n, 5):
+                tests = (m - n) + (1 if m < 4 else 0)
+                searched = min(m, 3) - n
+                found[m] = max(found.get(m, 0), spent + n + tests + max(searched, 0))
+        if max(found.values()) > bits:
+            return planes - 1
+        worst = found
+    return 32
+
+
+class Zfp(FixedCodec):
+    """``rate`` bits a value, byte for byte the stream of the zfp library.
+
+    A NaN or Inf makes its block of 4 values NaN. 16-bit values go through fp32, so that below
+    rate 16 only there is something to save. The guaranteed error is large at low rates (at rate 8
+    it is of the size of the block's absmax; typical is 5 % of it): noise is not what zfp is for.
+
+    Args:
+        rate: bits a value, 2.5..32; a block of 4 values has floor(4 * rate + 0.5) bits.
+
+    Raises:
+        CodecError: ``rate`` is out of range. Below 2.25 the zfp library itself overruns its buffer.
+    """
+
+    name: ClassVar[str] = "zfp"
+
+    def __init__(self, rate: float = 16.0) -> None:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 2.5 <= rate <= 32:
+            raise CodecError(f"zfp: rate must be a number from 2.5 to 32, found {rate!r}")
+        self.rate = float(rate)
+
+    @property
+    def spec(self) -> str:
+        return f"zfp(rate={self.rate:g})"
+
+    @property
+    def _setting(self) -> int:
+        return math.floor(4 * self.rate + 0.5)
+
+    def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        check_dtype(self.spec, dtype)
+        return align(-(-(-(-numel // BLOCK) * self._setting) // 8))
+
+    def _encode_kernel(self, device: torch.device) -> FixedEncode:
+        return kernels_of(device).zfp_encode
+
+    def _decode_kernel(self, device: torch.device) -> FixedDecode:
+        return kernels_of(device).zfp_decode
+
+    def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
+        """Largest error of an element whose aligned block of 4 values has this finite absmax.
+
+        With P planes coded whole, every transformed coefficient is off by less than 5/6 of the last
+        one's weight 2^(32-P): negabinary digits below it add up to at most 2/3, and the plane that
+        was cut may show one digit that is not there. The inverse transform's rows sum to 15/4.
+        The integers are in units of 2^(e-30) <= absmax * 2^-29.
+        """
+        check_dtype(self.spec, dtype)
+        planes = _whole_planes(self._setting - HEADER_BITS)
+        tail = 0.0 if planes == 32 else 2.0 ** (32 - planes) * 5 / 6
+        # 24 covers truncation to integers and the halvings of both transforms
+        units = 15 / 4 * tail + 24
+        return max(absmax * 2.0**-29 * units + absmax * 2.0**-23, 2.0**-98)

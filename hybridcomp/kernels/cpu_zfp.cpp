@@ -1,0 +1,137 @@
+// CPU loops of zfp. A group of 64 blocks starts and ends at a multiple of 64 bits at every rate, so
+// threads never share a word.
+#include "cpu.h"
+#include "zfp.h"
+
+namespace hybridcomp {
+namespace zfp {
+namespace {
+
+constexpr int GROUP = 64;
+constexpr int GROUP_VALUES = GROUP * BLOCK;
+constexpr int MAX_WORDS = 2 * GROUP;
+
+constexpr Tables make_tables() {
+    Tables tables = {};
+    for (u32 i = 0; i < ENCODE_ENTRIES; ++i) tables.encode[i] = encode_entry(i);
+    for (u32 i = 0; i < DECODE_ENTRIES; ++i) tables.decode[i] = decode_entry(i);
+    return tables;
+}
+constexpr Tables TABLES = make_tables();
+
+// zfp's rule for a last block of 1, 2 or 3 values.
+inline void fill_block(float* block, size_t count) {
+    if (count < 2) block[1] = block[0];
+    if (count < 3) block[2] = block[1];
+    if (count < 4) block[3] = block[0];
+}
+
+inline void put(u64* words, size_t position, u64 bits) {
+    words[position >> 6] |= bits << (position & 63);
+    if (position & 63) words[(position >> 6) + 1] |= bits >> (64 - (position & 63));
+}
+
+inline u64 get(const u64* words, size_t position) {
+    u32 shift = position & 63;
+    u64 low = words[position >> 6] >> shift;
+    return shift ? low | words[(position >> 6) + 1] << (64 - shift) : low;
+}
+
+HC_INLINE void encode_group(const float* values, int blocks, u32 maxbits, u64* words) {
+    for (int b = 0; b < blocks; ++b) {
+        Bits bits = encode_block(values + b * BLOCK, maxbits, TABLES.encode);
+        put(words, (size_t)b * maxbits, bits.low);
+        if (maxbits > 64) put(words, (size_t)b * maxbits + 64, bits.high);
+    }
+}
+
+HC_INLINE void decode_group(const u64* words, int blocks, u32 maxbits, float* values) {
+    for (int b = 0; b < blocks; ++b) {
+        Bits bits = {get(words, (size_t)b * maxbits), 0};
+        if (maxbits > 64) bits.high = get(words, (size_t)b * maxbits + 64);
+        decode_block(first_bits(bits, maxbits), maxbits, TABLES.decode, values + b * BLOCK);
+    }
+}
+
+template <class T>
+HC_INLINE void encode_groups(const void* source, size_t numel, u32 maxbits, u8* out, size_t begin,
+                             size_t end) {
+    const auto* in = (const typename T::Stored*)source;
+    for (size_t group = begin; group < end; ++group) {
+        size_t first = group * GROUP_VALUES, left = numel - first;
+        size_t count = left < (size_t)GROUP_VALUES ? left : (size_t)GROUP_VALUES;
+        int blocks = (int)ceil_div(count, BLOCK);
+        float values[GROUP_VALUES];
+        u64 words[MAX_WORDS + 2] = {};
+        for (size_t i = 0; i < count; ++i) values[i] = T::load(in[first + i]);
+        if (count & 3) fill_block(values + (count & ~size_t(3)), count & 3);
+        encode_group(values, blocks, maxbits, words);
+        memcpy(out + group * maxbits * 8, words, ceil_div((size_t)blocks * maxbits, 64) * 8);
+    }
+}
+
+template <class T, bool ADD>
+HC_INLINE void decode_groups(const u8* in, size_t numel, u32 maxbits, void* target, size_t begin,
+                             size_t end) {
+    auto* out = (typename T::Stored*)target;
+    for (size_t group = begin; group < end; ++group) {
+        size_t first = group * GROUP_VALUES, left = numel - first;
+        size_t count = left < (size_t)GROUP_VALUES ? left : (size_t)GROUP_VALUES;
+        int blocks = (int)ceil_div(count, BLOCK);
+        float values[GROUP_VALUES];
+        u64 words[MAX_WORDS + 2] = {};
+        memcpy(words, in + group * maxbits * 8, ceil_div((size_t)blocks * maxbits, 64) * 8);
+        decode_group(words, blocks, maxbits, values);
+        for (size_t i = 0; i < count; ++i) {
+            float value = values[i];
+            out[first + i] = T::store(ADD ? T::load(out[first + i]) + value : value);
+        }
+    }
+}
+
+typedef void Encode(const void*, size_t, u32, u8*, size_t, size_t);
+typedef void Decode(const u8*, size_t, u32, void*, size_t, size_t);
+
+#define HC_ZFP(T)                                                                              \
+    HC_CLONES void encode_##T(const void* in, size_t n, u32 maxbits, u8* out, size_t begin,    \
+                              size_t end) {                                                    \
+        encode_groups<T>(in, n, maxbits, out, begin, end);                                     \
+    }                                                                                          \
+    HC_CLONES void decode_##T(const u8* in, size_t n, u32 maxbits, void* out, size_t begin,    \
+                              size_t end) {                                                    \
+        decode_groups<T, false>(in, n, maxbits, out, begin, end);                              \
+    }
+HC_ZFP(Fp32)
+HC_ZFP(BFloat16)
+HC_ZFP(Float16)
+HC_CLONES void add_Fp32(const u8* in, size_t n, u32 maxbits, void* out, size_t begin, size_t end) {
+    decode_groups<Fp32, true>(in, n, maxbits, out, begin, end);
+}
+
+Encode* const ENCODE[3] = {encode_Fp32, encode_BFloat16, encode_Float16};
+Decode* const DECODE[3] = {decode_Fp32, decode_BFloat16, decode_Float16};
+
+}  // namespace
+
+size_t wire_nbytes(size_t numel, int maxbits) {
+    return align16(ceil_div(ceil_div(numel, BLOCK) * maxbits, 64) * 8);
+}
+
+void encode(int maxbits, int dtype, const void* in, size_t numel, u8* out, int threads) {
+    size_t used = ceil_div(ceil_div(numel, BLOCK) * maxbits, 64) * 8;
+    parallel_ranges(ceil_div(numel, GROUP_VALUES), GROUP_VALUES, threads,
+                    [&](size_t begin, size_t end) {
+                        ENCODE[dtype](in, numel, (u32)maxbits, out, begin, end);
+                    });
+    pad(out, used, wire_nbytes(numel, maxbits));
+}
+
+void decode(int maxbits, int dtype, const u8* in, void* out, size_t numel, bool add, int threads) {
+    Decode* loop = add ? add_Fp32 : DECODE[dtype];
+    parallel_ranges(
+        ceil_div(numel, GROUP_VALUES), GROUP_VALUES, threads,
+        [&](size_t begin, size_t end) { loop(in, numel, (u32)maxbits, out, begin, end); });
+}
+
+}  // namespace zfp
+}  // namespace hybridcomp
