@@ -28,14 +28,23 @@ def read_source(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     except OSError:  # a base64 string may be longer than a file name
         is_file = False
     if is_file:
-        return _parse(Path(source).read_text(encoding="utf-8"), str(source))
+        return _parse(_read(Path(source)), str(source))
+    if isinstance(source, Path):
+        raise ConfigError("ds_config", str(source), "no such file; name an existing one")
     try:
-        text = base64.b64decode(str(source), altchars=b"-_", validate=True).decode("utf-8")
+        text = base64.b64decode(source, altchars=b"-_", validate=True).decode("utf-8")
     except ValueError:
         raise ConfigError(
-            "ds_config", str(source)[:80], "expected an existing file, an object or base64 of JSON"
+            "ds_config", source[:80], "expected an existing file, an object or base64 of JSON"
         ) from None
     return _parse(text, "base64 text")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("ds_config", str(path), f"cannot be read ({error})") from None
 
 
 class _Object(dict[str, Any]):

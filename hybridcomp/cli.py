@@ -1,0 +1,216 @@
+"""The command line: ``hybridcomp validate | schema | doctor``. Starts no process group."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.errors import HybridcompError
+
+#: exit status of a configuration that cannot act, as argparse uses it for bad arguments
+BAD_INPUT = 2
+#: what doctor puts in front of a line
+OK, INFO, FAIL = "ok", "-", "FAIL"
+Finding = tuple[str, str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except HybridcompError as error:
+        print(f"hybridcomp: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hybridcomp", description=__doc__)
+    installed = _version("hybridcomp") or "hybridcomp is not installed"
+    parser.add_argument("--version", action="version", version=installed)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    validate = commands.add_parser("validate", help="check a ds_config.json, or a bare block")
+    validate.add_argument("file", type=Path, help="JSON or Hjson file")
+    validate.add_argument("--world-size", type=int, metavar="N", help="ranks of the job")
+    validate.add_argument(
+        "--pipeline", action=argparse.BooleanOptionalAction, help="the model is a PipelineModule"
+    )
+    validate.add_argument(
+        "--moe", action=argparse.BooleanOptionalAction, help="the model has MoE layers"
+    )
+    validate.set_defaults(run=_validate)
+
+    schema = commands.add_parser("schema", help="print the JSON schema of the block")
+    schema.set_defaults(run=_schema)
+
+    doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
+    from hybridcomp.patches import ds_config
+
+    source = read_source(options.file)
+    if _is_bare(source):
+        block: CompressionConfig | None = CompressionConfig.parse(source)
+        source = {BLOCK: source}
+        bare = True
+    else:
+        block, bare = load_config(source), False
+    if block is None or not block.enabled:
+        why = "the block is not enabled" if BLOCK in source else f'there is no "{BLOCK}" block'
+        print(f"{options.file}: {why}; everything stays native")
+        return 0
+    notes = [] if bare else block.notes(_dtype(source))
+    if not bare:
+        notes += ds_config.check(
+            block,
+            source,
+            pipeline=options.pipeline,
+            moe=options.moe,
+            world_size=options.world_size,
+        )
+    print(f"{options.file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}")
+    for line in block.describe():
+        print(f"  {line}")
+    for note in notes:
+        print(f"  note: {note}")
+    return 0
+
+
+def _is_bare(source: Mapping[str, Any]) -> bool:
+    """Whether a file holds a block and not a ds_config; DeepSpeed has none of these keys."""
+    from hybridcomp.config import BLOCK, CompressionConfig
+
+    return BLOCK not in source and not CompressionConfig.model_fields.keys().isdisjoint(source)
+
+
+def _dtype(ds_json: Mapping[str, Any]) -> Any:
+    import torch
+
+    dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+    for name, dtype in dtypes.items():
+        section = ds_json.get(name)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            return dtype
+    return torch.float32
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from hybridcomp.config import schema
+
+    print(json.dumps(schema(), indent=2))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    findings = [*_requirements(), _kernels(), _apex(), *_optional(), *_seams()]
+    for mark, text in findings:
+        print(f"{mark:4} {text}")
+    return 1 if any(mark == FAIL for mark, _ in findings) else 0
+
+
+def _requirements() -> Iterator[Finding]:
+    """Python, and what hybridcomp's own metadata declares as needed."""
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    python = platform.python_version()
+    if _version("hybridcomp") is None:
+        yield FAIL, f"python {python}; hybridcomp is not installed: pip install hybridcomp"
+        return
+    window = metadata.metadata("hybridcomp")["Requires-Python"]
+    yield (OK if SpecifierSet(window).contains(python) else FAIL), f"python {python} ({window})"
+    for text in metadata.requires("hybridcomp") or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None:
+            continue  # an extra
+        found = _version(requirement.name)
+        if found is None:
+            yield FAIL, f"{requirement.name} is not installed ({requirement.specifier} is needed)"
+        elif not requirement.specifier.contains(found, prereleases=True):
+            yield FAIL, f"{requirement.name} {found} is outside {requirement.specifier}"
+        else:
+            yield OK, f"{requirement.name} {found} ({requirement.specifier})"
+
+
+def _kernels() -> Finding:
+    import torch
+
+    from hybridcomp.codecs import CODECS
+    from hybridcomp.kernels import kernels_of
+
+    try:
+        kernels_of(torch.device("cpu"))
+    except HybridcompError as error:
+        return FAIL, f"native kernels: {error}"
+    return OK, f"native kernels for CPU are loaded; codecs: {', '.join(sorted(CODECS))}"
+
+
+def _apex() -> Finding:
+    """Apex without importing it: the package of that name on PyPI is another project."""
+    try:
+        distribution = metadata.distribution("apex")
+    except metadata.PackageNotFoundError:
+        return INFO, "apex is not installed (optional: NVIDIA's, built from its repository)"
+    files = [str(path) for path in distribution.files or ()]
+    if any(path.startswith("apex/optimizers/") for path in files):
+        return OK, f"NVIDIA apex {distribution.version}"
+    return FAIL, (
+        f"apex {distribution.version} is not NVIDIA's but the unrelated PyPI package; "
+        "pip uninstall apex"
+    )
+
+
+def _optional() -> Iterator[Finding]:
+    owners = metadata.packages_distributions()
+    for module, extra in (("cupy", "gpu"), ("wandb", "wandb")):
+        found = owners.get(module)
+        if found:
+            yield OK, f"{found[0]} {_version(found[0])}"
+        else:
+            yield INFO, f"{module} is not installed (optional: pip install hybridcomp[{extra}])"
+
+
+def _seams() -> Iterator[Finding]:
+    """Which patches could be applied now. Imports DeepSpeed, changes nothing."""
+    try:
+        from hybridcomp import patches
+
+        found = patches.patches_of("deepspeed")
+    except ImportError as error:
+        yield FAIL, f"seams: patches cannot be imported ({error})"
+        return
+    good = 0
+    for patch in found:
+        try:
+            patch.check()
+        except HybridcompError as error:
+            yield FAIL, f"seam {error}"
+        else:
+            good += 1
+    yield (
+        (OK if good == len(found) else FAIL),
+        f"{good} of {len(found)} DeepSpeed seams are as known",
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
