@@ -61,7 +61,8 @@ class CodecSettings(Strict):
     )
     rate: float | None = Field(
         None,
-        description="zfp: bits of one value, 2.5 to 32. Higher: smaller error, larger messages.",
+        description="zfp: bits of one value, 2.5 to 32, default 16. Higher: smaller error, larger "
+        "messages.",
     )
     format: Literal["e4m3", "e5m2"] | None = Field(
         None,
@@ -69,8 +70,8 @@ class CodecSettings(Strict):
     )
     dim: int | None = Field(
         None,
-        description="mpc: distance in values of the value that each one is predicted from, 1 "
-        "(default) for plain streams, the number of fields for interleaved ones.",
+        description="mpc: stride of the differences in 32-bit words, 1 (default) to 32: the number "
+        "of fields where records are interleaved.",
     )
 
     @model_validator(mode="before")
