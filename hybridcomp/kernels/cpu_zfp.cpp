@@ -14,7 +14,7 @@ constexpr int MAX_WORDS = 2 * GROUP;
 constexpr Tables make_tables() {
     Tables tables = {};
     for (u32 i = 0; i < ENCODE_ENTRIES; ++i) tables.encode[i] = encode_entry(i);
-    for (u32 i = 0; i < DECODE_ENTRIES; ++i) tables.decode[i] = decode_entry(i);
+    for (u32 i = 0; i < DECODE_ENTRIES; ++i) tables.decode[i] = i & 511 ? decode_entry(i) : 0;
     return tables;
 }
 constexpr Tables TABLES = make_tables();
@@ -26,30 +26,69 @@ inline void fill_block(float* block, size_t count) {
     if (count < 4) block[3] = block[0];
 }
 
-inline void put(u64* words, size_t position, u64 bits) {
-    words[position >> 6] |= bits << (position & 63);
-    if (position & 63) words[(position >> 6) + 1] |= bits >> (64 - (position & 63));
-}
-
-inline u64 get(const u64* words, size_t position) {
+// Positions are those of blocks, so a word is written or read as a whole or not at all; `words` has
+// one more than the stream.
+HC_INLINE void put(u64* words, size_t position, u64 bits) {
     u32 shift = position & 63;
-    u64 low = words[position >> 6] >> shift;
-    return shift ? low | words[(position >> 6) + 1] << (64 - shift) : low;
+    words[position >> 6] |= bits << shift;
+    words[(position >> 6) + 1] |= (bits >> 1) >> (63 - shift);
 }
 
-HC_INLINE void encode_group(const float* values, int blocks, u32 maxbits, u64* words) {
-    for (int b = 0; b < blocks; ++b) {
-        Bits bits = encode_block(values + b * BLOCK, maxbits, TABLES.encode);
-        put(words, (size_t)b * maxbits, bits.low);
-        if (maxbits > 64) put(words, (size_t)b * maxbits + 64, bits.high);
+HC_INLINE u64 get(const u64* words, size_t position) {
+    u32 shift = position & 63;
+    return words[position >> 6] >> shift | (words[(position >> 6) + 1] << 1) << (63 - shift);
+}
+
+// One member of four in each array, so that the arithmetic of all blocks is vector code.
+struct Lanes {
+    float x[GROUP], y[GROUP], z[GROUP], w[GROUP];
+};
+
+template <bool SHORT>
+HC_INLINE void encode_group(const float* values, u32 maxbits, u64* words) {
+    Lanes v;
+    u32 headers[GROUP];
+    u32 a[GROUP], b[GROUP], c[GROUP], d[GROUP];
+    u64 high[GROUP], low[GROUP];
+    for (int i = 0; i < GROUP; ++i) {
+        v.x[i] = values[4 * i], v.y[i] = values[4 * i + 1];
+        v.z[i] = values[4 * i + 2], v.w[i] = values[4 * i + 3];
+    }
+    for (int i = 0; i < GROUP; ++i) {
+        u32 absmax = largest(largest(magnitude_bits(v.x[i]), magnitude_bits(v.y[i])),
+                             largest(magnitude_bits(v.z[i]), magnitude_bits(v.w[i])));
+        headers[i] = block_header(absmax);
+        Coefficients k = transform(v.x[i], v.y[i], v.z[i], v.w[i], headers[i]);
+        a[i] = k.a, b[i] = k.b, c[i] = k.c, d[i] = k.d;
+    }
+    for (int i = 0; i < GROUP; ++i) {
+        high[i] = planes_of(a[i] >> 16, b[i] >> 16, c[i] >> 16, d[i] >> 16);
+    }
+    for (int i = 0; !SHORT && i < GROUP; ++i) {
+        low[i] = planes_of(a[i] & 0xffff, b[i] & 0xffff, c[i] & 0xffff, d[i] & 0xffff);
+    }
+    for (int i = 0; i < GROUP; ++i) {
+        Bits planes = {high[i], SHORT ? 0 : low[i]};
+        Bits bits = encode_planes<SHORT>(planes, headers[i], maxbits, TABLES.encode);
+        put(words, (size_t)i * maxbits, bits.low);
+        if (!SHORT && maxbits > 64) put(words, (size_t)i * maxbits + 64, bits.high);
     }
 }
 
-HC_INLINE void decode_group(const u64* words, int blocks, u32 maxbits, float* values) {
-    for (int b = 0; b < blocks; ++b) {
-        Bits bits = {get(words, (size_t)b * maxbits), 0};
-        if (maxbits > 64) bits.high = get(words, (size_t)b * maxbits + 64);
-        decode_block(first_bits(bits, maxbits), maxbits, TABLES.decode, values + b * BLOCK);
+template <bool SHORT>
+HC_INLINE void decode_group(const u64* words, u32 maxbits, float* values) {
+    u32 headers[GROUP];
+    u64 high[GROUP], low[GROUP];
+    for (int i = 0; i < GROUP; ++i) {
+        Bits bits = {get(words, (size_t)i * maxbits), 0};
+        if (!SHORT && maxbits > 64) bits.high = get(words, (size_t)i * maxbits + 64);
+        bits = first_bits(bits, maxbits);
+        headers[i] = (u32)bits.low & 511;
+        Bits planes = decode_planes<SHORT>(bits, maxbits, TABLES.decode);
+        high[i] = planes.low, low[i] = planes.high;
+    }
+    for (int i = 0; i < GROUP; ++i) {
+        untransform(Bits{high[i], low[i]}, headers[i], values + 4 * i);
     }
 }
 
@@ -65,7 +104,9 @@ HC_INLINE void encode_groups(const void* source, size_t numel, u32 maxbits, u8* 
         u64 words[MAX_WORDS + 2] = {};
         for (size_t i = 0; i < count; ++i) values[i] = T::load(in[first + i]);
         if (count & 3) fill_block(values + (count & ~size_t(3)), count & 3);
-        encode_group(values, blocks, maxbits, words);
+        for (int i = blocks * BLOCK; i < GROUP_VALUES; ++i) values[i] = 0.0f;
+        if (maxbits <= SHORT_BITS) encode_group<true>(values, maxbits, words);
+        else encode_group<false>(values, maxbits, words);
         memcpy(out + group * maxbits * 8, words, ceil_div((size_t)blocks * maxbits, 64) * 8);
     }
 }
@@ -81,7 +122,8 @@ HC_INLINE void decode_groups(const u8* in, size_t numel, u32 maxbits, void* targ
         float values[GROUP_VALUES];
         u64 words[MAX_WORDS + 2] = {};
         memcpy(words, in + group * maxbits * 8, ceil_div((size_t)blocks * maxbits, 64) * 8);
-        decode_group(words, blocks, maxbits, values);
+        if (maxbits <= SHORT_BITS) decode_group<true>(words, maxbits, values);
+        else decode_group<false>(words, maxbits, values);
         for (size_t i = 0; i < count; ++i) {
             float value = values[i];
             out[first + i] = T::store(ADD ? T::load(out[first + i]) + value : value);

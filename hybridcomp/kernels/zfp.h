@@ -125,9 +125,9 @@ HC_INLINE u64 coefficients_of(u64 planes) {
     return swap_index_bits<15, 0x0000aaaa0000aaaaull>(x);
 }
 
-// Step 3 by tables. An entry of the encoder codes two planes: code (14 bits), its length, the new n.
-constexpr int ENCODE_ENTRIES = 4 * 256;
+// Step 3 by tables, one row for each n. Once n is 4 planes are coded as they are, by table or not.
 
+// One plane: its code (7 bits at most), code length << 16, the new n << 24.
 HC_INLINE constexpr u32 plane_code(u32 n, u32 plane) {
     u32 code = plane & ((1u << n) - 1), length = n, left = plane >> n;
     while (n < 4) {
@@ -144,72 +144,117 @@ HC_INLINE constexpr u32 plane_code(u32 n, u32 plane) {
     return code | length << 16 | n << 24;
 }
 
-// Entry n * 256 + byte, the first plane in the low nibble.
+// An entry of the encoder codes two planes. Index: n * 256 + planes, the first in the low nibble.
+constexpr int ENCODE_ENTRIES = 5 * 256;
+
 HC_INLINE constexpr u32 encode_entry(u32 index) {
     u32 first = plane_code(index >> 8, index & 15);
     u32 second = plane_code(first >> 24, (index >> 4) & 15);
     u32 length = (first >> 16) & 255;
-    return ((first & 0xffff) | (second & 0xffff) << length) + (length << 16) + (second & 0xffff0000);
+    u32 code = (first & 0xffff) | (second & 0xffff) << length;
+    return code + (length << 16) + (second & 0xffff0000u);
 }
 
-// An entry of the decoder reads one plane: plane (4 bits), bits used, the new n. Index: n * 256 +
-// (1 << available | bits), at most 7 bits: a plane never needs more. Past the end of the block a
-// search for the next significant coefficient finds it at once, and every other bit is zero.
-constexpr int DECODE_ENTRIES = 4 * 256;
+// An entry of the decoder reads up to four planes: planes (16 bits), bits used << 16, 4 * planes
+// read << 20, the new n << 28. Index: n * 512 + (1 << available | bits), at most 8 bits; a plane
+// needs no more than 7. Planes that would need more bits are left to the next entry, unless these
+// are the last bits of the block: past its end a search for the next significant coefficient finds
+// it at once, and every other bit is zero. The row of n = 4 reads nothing.
+constexpr int DECODE_ENTRIES = 5 * 512;
+constexpr u32 DECODE_WINDOW = 8;
+
+struct DecodedPlane {
+    u32 plane, used, n;
+    bool complete;
+};
+
+HC_INLINE constexpr DecodedPlane decode_plane(u32 n, u32 bits, u32 available) {
+    DecodedPlane out = {bits & ((1u << n) - 1), n, n, n <= available};
+    if (!out.complete) out.plane = bits, out.used = available;
+    while (out.complete && out.n < 4) {
+        out.complete = out.used < available;
+        if (!out.complete || !((bits >> out.used++) & 1)) break;
+        while (out.n < 3) {
+            out.complete = out.used < available;
+            if (!out.complete || ((bits >> out.used++) & 1)) break;
+            ++out.n;
+        }
+        out.plane |= 1u << out.n++;
+    }
+    return out;
+}
 
 HC_INLINE constexpr u32 decode_entry(u32 index) {
-    u32 n = index >> 8, bits = index & 255, available = 0;
+    u32 n = index >> 9, bits = index & 511, available = 0, position = 0, planes = 0, shift = 0;
     while (bits >> (available + 1)) ++available;
-    u32 used = n < available ? n : available;
-    u32 plane = bits & ((1u << used) - 1);
-    while (used < available && n < 4) {
-        if (!((bits >> used++) & 1)) break;
-        while (used < available && n < 3) {
-            if ((bits >> used++) & 1) break;
-            ++n;
-        }
-        plane |= 1u << n, ++n;
+    bits -= 1u << available;
+    while (n < 4 && position < available && shift < 16) {
+        DecodedPlane next = decode_plane(n, bits >> position, available - position);
+        if (!next.complete && available == DECODE_WINDOW) break;
+        planes |= next.plane << shift, shift += 4, position += next.used, n = next.n;
     }
-    return plane | used << 4 | n << 8;
+    return planes | position << 16 | shift << 20 | n << 28;
 }
 
 struct Tables {
     u32 encode[ENCODE_ENTRIES];
-    u16 decode[DECODE_ENTRIES];
+    u32 decode[DECODE_ENTRIES];
 };
 
-// Code of a block after its 9 header bits, from its planes in stream order.
+// With up to SHORT_BITS bits the 16 highest planes are all that fits: at most four planes before the
+// first digit (some coefficient is at least 2^27), and two bits or more for every later one.
+constexpr u32 SHORT_BITS = 36;
+
+// Code of a block from its planes in stream order. After three entries (six planes) most blocks
+// have n = 4; running them without a test costs less than guessing the branch wrong.
+template <bool SHORT>
 HC_INLINE Bits encode_planes(Bits planes, u32 header, u32 maxbits, const u32* table) {
     Bits out = {header, 0};
-    u32 position = HEADER_BITS, n = 0;
-    while (n < 4 && position < maxbits) {
-        u32 entry = table[n << 8 | (u32)(planes.low & 255)];
+    u32 position = HEADER_BITS, n = 0, used = 0;
+    u64 next = planes.low;
+    for (int step = 0; step < 3; ++step) {
+        u32 entry = table[n << 8 | (u32)(next & 255)];
+        out.low |= (u64)(entry & 0xffff) << position;
+        position += (entry >> 16) & 255, n = entry >> 24, next >>= 8, used += 8;
+    }
+    while (n < 4 && position < maxbits && used < (SHORT ? 64 : 128)) {
+        u32 entry = table[n << 8 | (u32)(shift_right(planes, used).low & 255)];
         Bits code = shift_left(Bits{entry & 0xffff, 0}, position);
         out.low |= code.low, out.high |= code.high;
-        position += (entry >> 16) & 255, n = entry >> 24;
-        planes = shift_right(planes, 8);
+        position += (entry >> 16) & 255, n = entry >> 24, used += 8;
     }
-    if (position < maxbits) {
-        Bits rest = shift_left(planes, position);
+    if (position < maxbits && used < (SHORT ? 64 : 128)) {
+        Bits rest = shift_left(shift_right(planes, used), position);
         out.low |= rest.low, out.high |= rest.high;
     }
     return first_bits(out, maxbits);
 }
 
 // The planes that `bits` (zero from maxbits on) hold after the header.
-HC_INLINE Bits decode_planes(Bits bits, u32 maxbits, const u16* table) {
+template <bool SHORT>
+HC_INLINE Bits decode_planes(Bits bits, u32 maxbits, const u32* table) {
     Bits planes = {0, 0};
-    u32 position = HEADER_BITS, n = 0, shift = 0;
-    while (n < 4 && position < maxbits && shift < 128) {
-        u32 available = maxbits - position < 7 ? maxbits - position : 7;
-        u32 window = (u32)shift_right(bits, position).low & ((1u << available) - 1);
-        u32 entry = table[n << 8 | 1u << available | window];
-        Bits plane = shift_left(Bits{entry & 15, 0}, shift);
-        planes.low |= plane.low, planes.high |= plane.high;
-        position += (entry >> 4) & 15, n = entry >> 8, shift += 4;
+    u32 left = maxbits - HEADER_BITS, n = 0, shift = 0;
+    bits = shift_right(bits, HEADER_BITS);
+    for (int step = 0; step < 3; ++step) {
+        u32 full = left < DECODE_WINDOW ? left : DECODE_WINDOW;
+        u32 entry = table[n << 9 | 1u << full | (u32)(bits.low & 255)];
+        u32 used = (entry >> 16) & 15;
+        planes.low |= (u64)(entry & 0xffff) << shift;
+        shift += (entry >> 20) & 255, n = entry >> 28, left -= used;
+        bits = SHORT ? Bits{bits.low >> used, 0} : shift_right(bits, used);
     }
-    if (position < maxbits && shift < 128) {
-        Bits rest = shift_left(shift_right(bits, position), shift);
+    while (n < 4 && left && shift < 128) {
+        u32 full = left < DECODE_WINDOW ? left : DECODE_WINDOW;
+        u32 entry = table[n << 9 | 1u << full | (u32)(bits.low & 255)];
+        u32 used = (entry >> 16) & 15;
+        Bits found = shift_left(Bits{entry & 0xffff, 0}, shift);
+        planes.low |= found.low, planes.high |= found.high;
+        shift += (entry >> 20) & 255, n = entry >> 28, left -= used;
+        bits = shift_right(bits, used);
+    }
+    if (n == 4 && shift < 128) {
+        Bits rest = shift_left(bits, shift);
         planes.low |= rest.low, planes.high |= rest.high;
     }
     return planes;
@@ -234,40 +279,56 @@ HC_INLINE float decode_scale(u32 header) {
     return bits_float(header == NONFINITE_HEADER ? QUIET_NAN_BITS : bits);
 }
 
+// The planes of 4 values, given their header. A block without a scale has no planes.
+struct Coefficients {
+    u32 a, b, c, d;
+};
+
+HC_INLINE Coefficients transform(float a, float b, float c, float d, u32 header) {
+    float scale = encode_scale(header);
+    bool scaled = header > 1;
+    i32 x = scaled ? (i32)(a * scale) : 0, y = scaled ? (i32)(b * scale) : 0;
+    i32 z = scaled ? (i32)(c * scale) : 0, w = scaled ? (i32)(d * scale) : 0;
+    lift(x, y, z, w);
+    return Coefficients{to_negabinary(x), to_negabinary(y), to_negabinary(z), to_negabinary(w)};
+}
+
+HC_INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
+
 // 4 values -> maxbits bits.
 HC_INLINE Bits encode_block(const float* values, u32 maxbits, const u32* table) {
-    u32 absmax = 0;
-    for (int i = 0; i < BLOCK; ++i) {
-        u32 magnitude = magnitude_bits(values[i]);
-        absmax = magnitude > absmax ? magnitude : absmax;
-    }
-    u32 header = block_header(absmax);
-    if (header < 2) return Bits{header, 0};
-    float scale = encode_scale(header);
-    i32 x = (i32)(values[0] * scale), y = (i32)(values[1] * scale);
-    i32 z = (i32)(values[2] * scale), w = (i32)(values[3] * scale);
-    lift(x, y, z, w);
-    u32 a = to_negabinary(x), b = to_negabinary(y), c = to_negabinary(z), d = to_negabinary(w);
-    Bits planes = {planes_of(a >> 16, b >> 16, c >> 16, d >> 16),
-                   planes_of(a & 0xffff, b & 0xffff, c & 0xffff, d & 0xffff)};
-    return encode_planes(planes, header, maxbits, table);
+    u32 header = block_header(largest(largest(magnitude_bits(values[0]), magnitude_bits(values[1])),
+                                      largest(magnitude_bits(values[2]), magnitude_bits(values[3]))));
+    Coefficients k = transform(values[0], values[1], values[2], values[3], header);
+    Bits planes = {planes_of(k.a >> 16, k.b >> 16, k.c >> 16, k.d >> 16),
+                   planes_of(k.a & 0xffff, k.b & 0xffff, k.c & 0xffff, k.d & 0xffff)};
+    return encode_planes<false>(planes, header, maxbits, table);
 }
 
 HC_INLINE float decode_value(i32 value, float scale) { return finite((float)value * 0.25f * scale); }
 
-HC_INLINE void decode_block(Bits bits, u32 maxbits, const u16* table, float* values) {
-    u32 header = (u32)bits.low & 511;
+HC_INLINE u32 coefficient(u64 high, u64 low, int i) {
+    return ((u32)(high >> (16 * i)) << 16) | ((u32)(low >> (16 * i)) & 0xffff);
+}
+
+// Planes and header -> 4 values.
+HC_INLINE void untransform(Bits planes, u32 header, float* values) {
     float scale = decode_scale(header);
-    Bits planes = {0, 0};
-    if (header & 1) planes = decode_planes(bits, maxbits, table);
     u64 high = coefficients_of(planes.low), low = coefficients_of(planes.high);
-    i32 i[BLOCK];
-    for (int k = 0; k < BLOCK; ++k) {
-        u32 coefficient = (u32)(high >> (16 * k)) << 16 | ((u32)(low >> (16 * k)) & 0xffff);
-        i[k] = from_negabinary(coefficient);
-    }
-    unlift(i[0], i[1], i[2], i[3]);
-    for (int k = 0; k < BLOCK; ++k) values[k] = decode_value(i[k], scale);
+    i32 x = from_negabinary(coefficient(high, low, 0));
+    i32 y = from_negabinary(coefficient(high, low, 1));
+    i32 z = from_negabinary(coefficient(high, low, 2));
+    i32 w = from_negabinary(coefficient(high, low, 3));
+    unlift(x, y, z, w);
+    values[0] = decode_value(x, scale), values[1] = decode_value(y, scale);
+    values[2] = decode_value(z, scale), values[3] = decode_value(w, scale);
+}
+
+// `bits` may hold anything after maxbits.
+HC_INLINE void decode_block(Bits bits, u32 maxbits, const u32* table, float* values) {
+    bits = first_bits(bits, maxbits);
+    u32 header = (u32)bits.low & 511;
+    untransform(decode_planes<false>(bits, maxbits, table), header, values);
 }
 
 }  // namespace zfp
