@@ -342,11 +342,14 @@ def test_schema_is_current() -> None:
 
 def test_schema_describes_every_field() -> None:
     definitions = schema()["$defs"]
-    objects = [part for d in definitions.values() for part in d.get("anyOf", [d])]
-    properties = [p for part in objects for p in part.get("properties", {}).items()]
+    properties = [p for d in definitions.values() for p in d.get("properties", {}).items()]
     assert len(properties) > 20
     assert [name for name, value in properties if "description" not in value] == []
-    assert set(DIMENSIONS) <= set(definitions["CompressionConfig"]["properties"])
+    dimensions = definitions["CompressionConfig"]["properties"]
+    for name in DIMENSIONS:
+        shorthand, reference = dimensions[name]["anyOf"]
+        assert "blockint" in shorthand["enum"]
+        assert reference["$ref"].removeprefix("#/$defs/") in definitions
 
 
 def feed_back(codec: Codec, steps: int = 60) -> float:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config.dimension import (
@@ -24,6 +25,7 @@ from hybridcomp.config.dimension import (
     GradientConfig,
     ParameterConfig,
     Strict,
+    codec_names,
 )
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.config.problems import NOTHING, near_key, problem, show, translate
@@ -50,6 +52,10 @@ __all__ = [
 BLOCK = "compression"
 #: dimensions whose messages have one direction
 ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
+#: models that may be written as the bare name of a codec
+SHORTHAND = frozenset(
+    model.__name__ for model in (GradientConfig, ParameterConfig, ActivationConfig, DirectionConfig)
+)
 #: values of the message that ratios are stated for: 4 MiB of fp32
 TYPICAL_NUMEL = 1 << 20
 
@@ -274,7 +280,7 @@ def load_config(source: Mapping[str, Any] | str | Path) -> CompressionConfig | N
 
 def schema() -> dict[str, Any]:
     """JSON schema of a ds_config.json as far as the block goes; other keys are DeepSpeed's."""
-    block = CompressionConfig.model_json_schema()
+    block = _with_shorthand(CompressionConfig.model_json_schema())
     definitions = block.pop("$defs")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -283,3 +289,19 @@ def schema() -> dict[str, Any]:
         "properties": {BLOCK: {"$ref": "#/$defs/CompressionConfig"}},
         "$defs": {**definitions, "CompressionConfig": block},
     }
+
+
+def _with_shorthand(node: Any) -> Any:
+    """``node`` with "or the name of a codec" wherever an object with a codec may stand."""
+    if isinstance(node, list):
+        return [_with_shorthand(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    found = {key: _with_shorthand(part) for key, part in node.items() if key != "allOf"}
+    for part in node.get("allOf", ()):  # pydantic before 2.10 wraps a reference that has company
+        found.update(part)
+    name = str(found.get("$ref", "")).removeprefix("#/$defs/")
+    if name in SHORTHAND:
+        reference = {"$ref": found.pop("$ref")}
+        found["anyOf"] = [{"type": "string", "enum": codec_names()}, reference]
+    return found

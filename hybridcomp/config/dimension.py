@@ -7,9 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hybridcomp.codecs import CODECS, make_codec
 from hybridcomp.codecs.base import Codec
@@ -83,12 +81,6 @@ class CodecSettings(Strict):
             todo = 'expected a codec name, or an object such as {"codec": "blockint", "bits": 8}'
             raise problem("", data, f'{todo}; write "none" for native')
         return data
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {"anyOf": [{"type": "string", "enum": codec_names()}, handler(core_schema)]}
 
     def given(self) -> dict[str, Any]:
         """Codec and codec settings as written, without those left out."""
