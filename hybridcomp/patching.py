@@ -113,7 +113,7 @@ class Patch:
         if getattr(original, "__hybridcomp__", False):
             raise SeamError(f"{self.seam}: already patched by hybridcomp; patches do not stack")
         if self.seam.parameters is not None:
-            got = tuple(inspect.signature(original).parameters)
+            got = tuple(inspect.signature(_decorated(original)).parameters)
             if got not in self.seam.alternatives:
                 raise SeamError(
                     f"{self.seam}: expected parameters {self.seam.parameters}, found {got} in "
@@ -159,6 +159,21 @@ class Patch:
 
     def __exit__(self, *exc: object) -> None:
         self.revert()
+
+
+def _decorated(function: Any) -> Any:
+    """The function inside upstream's own decorators.
+
+    Some of them (DeepSpeed's instrument_w_nvtx) keep no ``__wrapped__`` and show ``*args, **kwargs``:
+    what they call is then the one callable in their closure.
+    """
+    while tuple(inspect.signature(function).parameters) == ("args", "kwargs"):
+        cells = getattr(function, "__closure__", None) or ()
+        inner = [cell.cell_contents for cell in cells if callable(cell.cell_contents)]
+        if len(inner) != 1:
+            break
+        (function,) = inner
+    return function
 
 
 def _refuse_foreign_wrapper(seam: Seam, original: Any) -> None:

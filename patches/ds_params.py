@@ -1,0 +1,148 @@
+"""Parameter gathers of ZeRO, dimension ``zero``.
+
+Seams:
+
+* stages 1 and 2 and BF16_Optimizer, after the step: ``all_gather_into_tensor_dp_groups`` in
+  ``runtime.utils``. Its caller ``all_gather_dp_groups`` looks it up there, and is itself imported by
+  name in four places.
+* stage 3, for every forward and backward: ``_dist_allgather_fn`` in ``partition_parameters``, a
+  module global behind closures that no patch reaches. ``__all_gather_params_`` of the coordinator is
+  wrapped to tell whose parameters are fetched for training.
+
+Every rank, the owner included, computes with what the same bytes decode to. The fp32 master weights
+of the optimizer are a copy of their own at every stage and stay exact, so errors do not add up.
+
+Exact, because written back or saved: ``GatheredParameters``, checkpoint consolidation and the
+refresh of persistent parameters (they call other functions). Loading a checkpoint gathers through
+here, so that a resumed run computes with the same bits as an unbroken one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of
+from hybridcomp.collectives import native
+from hybridcomp.patching import Seam
+
+REQUIREMENT = "deepspeed >= 0.19, < 0.20"
+
+DP_GROUPS = Seam(
+    REQUIREMENT,
+    "deepspeed.runtime.utils",
+    "all_gather_into_tensor_dp_groups",
+    ("groups_flat", "partitioned_param_groups", "dp_process_group"),
+)
+ALLGATHER_FN = Seam(
+    REQUIREMENT,
+    "deepspeed.runtime.zero.partition_parameters",
+    "_dist_allgather_fn",
+    ("input_tensor", "output_tensor", "group"),
+)
+FETCH = Seam(
+    REQUIREMENT,
+    "deepspeed.runtime.zero.partitioned_param_coordinator",
+    "PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params_",
+    ("self", "params", "forward", "quantize"),
+)
+
+#: attributes of the optimizers that hold the flat groups which are gathered after a step
+FLAT_GROUPS = ("bit16_groups_flat", "bf16_groups_flat")
+
+#: the channel whose parameters are being fetched (stage 3)
+_fetching: ContextVar[Channel | None] = ContextVar("hybridcomp_fetch", default=None)
+
+
+def make_all_gather_into_tensor_dp_groups(original: Callable[..., None]) -> Callable[..., None]:
+    """Gather each flat group encoded; upstream gathers the groups that have no codec."""
+
+    @functools.wraps(original)
+    def all_gather_into_tensor_dp_groups(
+        groups_flat: Sequence[Tensor],
+        partitioned_param_groups: Sequence[Sequence[Tensor]],
+        dp_process_group: Sequence[Any],
+    ) -> None:
+        for flat, partitions, group in zip(
+            groups_flat, partitioned_param_groups, dp_process_group, strict=True
+        ):
+            channels = channels_of(flat)
+            if channels is None or not _gather(channels["zero"], flat, partitions, group):
+                original([flat], [partitions], [group])
+
+    return all_gather_into_tensor_dp_groups
+
+
+def _gather(channel: Channel, flat: Tensor, partitions: Sequence[Tensor], group: Any) -> bool:
+    """Gather ``flat`` from this rank's partition, which is a view of it; False: left to upstream."""
+    shard = partitions[dist.get_rank(group)]
+    raw_nbytes = native.all_gather_nbytes(shard.numel(), shard.dtype, dist.get_world_size(group))
+    codec = channel.codec(flat.numel(), flat.dtype, group)
+    if codec is None:
+        channel.native(raw_nbytes)
+        return False
+    channel.all_gather(
+        shard.detach(), flat.detach(), codec, group, raw_nbytes=raw_nbytes
+    ).wait()
+    return True
+
+
+def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]:
+    """Say whose parameters are fetched for training."""
+
+    @functools.wraps(original)
+    def __all_gather_params_(
+        self: Any, params: Any, forward: bool, quantize: bool = False
+    ) -> None:
+        # materialized: upstream hands over sets and lists alike
+        channels = next((found for p in params if (found := channels_of(p)) is not None), None)
+        token = _fetching.set(None if channels is None else channels["zero"])
+        try:
+            original(self, params, forward, quantize)
+        finally:
+            _fetching.reset(token)
+
+    return __all_gather_params_
+
+
+def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather encoded; ``wait()`` of what is returned decodes, which upstream calls before reading."""
+
+    @functools.wraps(original)
+    def _dist_allgather_fn(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
+        channel = _fetching.get()
+        if channel is None:
+            return original(input_tensor, output_tensor, group)
+        shard, out = input_tensor.detach(), output_tensor.detach()
+        raw_nbytes = native.all_gather_nbytes(
+            shard.numel(), shard.dtype, dist.get_world_size(group)
+        )
+        codec = channel.codec(out.numel(), out.dtype, group)
+        if codec is None:
+            channel.native(raw_nbytes)
+            return original(input_tensor, output_tensor, group)
+        return channel.all_gather(
+            shard.view(-1), out.view(-1), codec, group, raw_nbytes=raw_nbytes, async_op=True
+        )
+
+    return _dist_allgather_fn
+
+
+def attached(engine: Any, channels: Channels) -> None:
+    """Tag the flat groups of the optimizer, by which the gather after the step knows its engine."""
+    for name in FLAT_GROUPS:
+        for flat in getattr(engine.optimizer, name, None) or ():
+            setattr(flat, ATTRIBUTE, channels)
+
+
+ATTACHED = attached
+PATCHES = (
+    (DP_GROUPS, make_all_gather_into_tensor_dp_groups),
+    (FETCH, make_all_gather_params),
+    (ALLGATHER_FN, make_dist_allgather_fn),
+)
