@@ -87,8 +87,21 @@ HC_INLINE void decode_group(const u64* words, u32 maxbits, float* values) {
         Bits planes = decode_planes<SHORT>(bits, maxbits, TABLES.decode);
         high[i] = planes.low, low[i] = planes.high;
     }
+    for (int i = 0; i < GROUP; ++i) high[i] = coefficients_of(high[i]);
+    for (int i = 0; i < GROUP; ++i) low[i] = SHORT ? 0 : coefficients_of(low[i]);
+    Lanes v;
+    u32 a[GROUP], b[GROUP], c[GROUP], d[GROUP];
     for (int i = 0; i < GROUP; ++i) {
-        untransform(Bits{high[i], low[i]}, headers[i], values + 4 * i);
+        a[i] = coefficient(high[i], low[i], 0), b[i] = coefficient(high[i], low[i], 1);
+        c[i] = coefficient(high[i], low[i], 2), d[i] = coefficient(high[i], low[i], 3);
+    }
+    for (int i = 0; i < GROUP; ++i) {
+        Values block = untransform(Coefficients{a[i], b[i], c[i], d[i]}, headers[i]);
+        v.x[i] = block.x, v.y[i] = block.y, v.z[i] = block.z, v.w[i] = block.w;
+    }
+    for (int i = 0; i < GROUP; ++i) {
+        values[4 * i] = v.x[i], values[4 * i + 1] = v.y[i];
+        values[4 * i + 2] = v.z[i], values[4 * i + 3] = v.w[i];
     }
 }
 

@@ -56,6 +56,21 @@ HC_INLINE Bits shift_right(Bits bits, u32 count) {
     return shifted;
 }
 
+// ORs up to 16 bits into `bits`.
+HC_INLINE void put_bits(Bits& bits, u32 position, u32 value) {
+    if (position < 64) {
+        bits.low |= (u64)value << position;
+        bits.high |= ((u64)value >> 1) >> (63 - position);
+    } else {
+        bits.high |= (u64)value << (position & 63);
+    }
+}
+
+// Drops up to 63 bits.
+HC_INLINE Bits drop_bits(Bits bits, u32 count) {
+    return Bits{bits.low >> count | (bits.high << 1) << (63 - count), bits.high >> count};
+}
+
 HC_INLINE Bits first_bits(Bits bits, u32 count) {
     bits.high &= count >= 128 ? ~0ull : count > 64 ? (1ull << (count - 64)) - 1 : 0;
     bits.low &= count >= 64 ? ~0ull : (1ull << count) - 1;
@@ -218,9 +233,9 @@ HC_INLINE Bits encode_planes(Bits planes, u32 header, u32 maxbits, const u32* ta
         position += (entry >> 16) & 255, n = entry >> 24, next >>= 8, used += 8;
     }
     while (n < 4 && position < maxbits && used < (SHORT ? 64 : 128)) {
-        u32 entry = table[n << 8 | (u32)(shift_right(planes, used).low & 255)];
-        Bits code = shift_left(Bits{entry & 0xffff, 0}, position);
-        out.low |= code.low, out.high |= code.high;
+        next = (SHORT || used < 64 ? planes.low : planes.high) >> (used & 63);
+        u32 entry = table[n << 8 | (u32)(next & 255)];
+        put_bits(out, position, entry & 0xffff);
         position += (entry >> 16) & 255, n = entry >> 24, used += 8;
     }
     if (position < maxbits && used < (SHORT ? 64 : 128)) {
@@ -242,16 +257,15 @@ HC_INLINE Bits decode_planes(Bits bits, u32 maxbits, const u32* table) {
         u32 used = (entry >> 16) & 15;
         planes.low |= (u64)(entry & 0xffff) << shift;
         shift += (entry >> 20) & 255, n = entry >> 28, left -= used;
-        bits = SHORT ? Bits{bits.low >> used, 0} : shift_right(bits, used);
+        bits = drop_bits(bits, used);
     }
     while (n < 4 && left && shift < 128) {
         u32 full = left < DECODE_WINDOW ? left : DECODE_WINDOW;
         u32 entry = table[n << 9 | 1u << full | (u32)(bits.low & 255)];
         u32 used = (entry >> 16) & 15;
-        Bits found = shift_left(Bits{entry & 0xffff, 0}, shift);
-        planes.low |= found.low, planes.high |= found.high;
+        put_bits(planes, shift, entry & 0xffff);
         shift += (entry >> 20) & 255, n = entry >> 28, left -= used;
-        bits = shift_right(bits, used);
+        bits = drop_bits(bits, used);
     }
     if (n == 4 && shift < 128) {
         Bits rest = shift_left(bits, shift);
@@ -311,24 +325,29 @@ HC_INLINE u32 coefficient(u64 high, u64 low, int i) {
     return ((u32)(high >> (16 * i)) << 16) | ((u32)(low >> (16 * i)) & 0xffff);
 }
 
-// Planes and header -> 4 values.
-HC_INLINE void untransform(Bits planes, u32 header, float* values) {
+struct Values {
+    float x, y, z, w;
+};
+
+HC_INLINE Values untransform(Coefficients k, u32 header) {
     float scale = decode_scale(header);
-    u64 high = coefficients_of(planes.low), low = coefficients_of(planes.high);
-    i32 x = from_negabinary(coefficient(high, low, 0));
-    i32 y = from_negabinary(coefficient(high, low, 1));
-    i32 z = from_negabinary(coefficient(high, low, 2));
-    i32 w = from_negabinary(coefficient(high, low, 3));
+    i32 x = from_negabinary(k.a), y = from_negabinary(k.b);
+    i32 z = from_negabinary(k.c), w = from_negabinary(k.d);
     unlift(x, y, z, w);
-    values[0] = decode_value(x, scale), values[1] = decode_value(y, scale);
-    values[2] = decode_value(z, scale), values[3] = decode_value(w, scale);
+    return Values{decode_value(x, scale), decode_value(y, scale), decode_value(z, scale),
+                  decode_value(w, scale)};
 }
 
 // `bits` may hold anything after maxbits.
 HC_INLINE void decode_block(Bits bits, u32 maxbits, const u32* table, float* values) {
     bits = first_bits(bits, maxbits);
     u32 header = (u32)bits.low & 511;
-    untransform(decode_planes<false>(bits, maxbits, table), header, values);
+    Bits planes = decode_planes<false>(bits, maxbits, table);
+    u64 high = coefficients_of(planes.low), low = coefficients_of(planes.high);
+    Coefficients k = {coefficient(high, low, 0), coefficient(high, low, 1),
+                      coefficient(high, low, 2), coefficient(high, low, 3)};
+    Values v = untransform(k, header);
+    values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
 }
 
 }  // namespace zfp
