@@ -9,6 +9,7 @@ collective and writes the ledger.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class Channel:
         self.dimension = dimension
         self._channels = channels
         self.error_feedback = channels.config.error_feedback(dimension)
+        self._suspended = False
 
     @property
     def active(self) -> bool:
@@ -88,6 +90,8 @@ class Channel:
 
         Depends on nothing that differs between the ranks of ``group``.
         """
+        if self._suspended:
+            return None
         return self._channels.policy.choose(
             Traffic(
                 dimension=self.dimension,
@@ -98,6 +102,15 @@ class Channel:
                 step=self._channels.step,
             )
         )
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Everything is native inside; for what is saved. All ranks enter and leave together."""
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
 
     def native(self, raw_nbytes: int, direction: Direction = "forward") -> None:
         """Write down a message that upstream sends itself."""

@@ -20,7 +20,7 @@ from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of
 from hybridcomp.config import CompressionConfig, load_config
 from hybridcomp.monitor import Reporter
-from hybridcomp.patches import ds_config, ds_residuals, modules_of
+from hybridcomp.patches import ds_config, ds_params, ds_residuals, modules_of
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -50,6 +50,12 @@ SAVE = Seam(
         "self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters",
     ),
 )  # fmt: skip
+SAVE_16BIT = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="DeepSpeedEngine.save_16bit_model",
+    parameters=("self", "save_dir", "save_filename", "exclude_frozen_parameters"),
+)
 LOAD = Seam(
     requirement=REQUIREMENT,
     module=MODULE,
@@ -76,7 +82,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         agree(_statement(block))
         notes: list[str] = []
         if block is not None:
-            notes = _check(block, ds_json, bound.arguments["model"])
+            notes = _plan(block, ds_json, bound.arguments["model"])
         original(self, *args, **kwargs)
         if block is not None:
             _attach(self, block, notes)
@@ -89,16 +95,20 @@ def _statement(block: CompressionConfig | None) -> dict[str, Any]:
     return {**settings, **versions("deepspeed")}
 
 
-def _check(block: CompressionConfig, ds_json: Any, model: Any) -> list[str]:
+def _plan(block: CompressionConfig, ds_json: Any, model: Any) -> list[str]:
+    """Check the block against the job; what rank 0 tells the user about it.
+
+    Raises ConfigError when a key cannot act.
+    """
     from deepspeed.runtime.pipe.module import PipelineModule
 
-    return ds_config.check(
-        block,
-        ds_json,
-        pipeline=isinstance(model, PipelineModule),
-        moe=any(type(module).__name__ in ("MoE", "MOELayer") for module in model.modules()),
-        world_size=dist.get_world_size(),
-    )
+    job: dict[str, Any] = {
+        "pipeline": isinstance(model, PipelineModule),
+        "moe": any(type(module).__name__ in ("MoE", "MOELayer") for module in model.modules()),
+        "world_size": dist.get_world_size(),
+    }
+    notes = ds_config.check(block, ds_json, **job)
+    return [*block.describe(ds_config.absent(ds_json, **job)), *notes]
 
 
 def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
@@ -119,7 +129,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     )
     if dist.get_rank() == 0:
         dtypes = {parameter.dtype for parameter in engine.module.parameters()}
-        for text in (*block.describe(), *(n for d in dtypes for n in block.notes(d)), *notes):
+        for text in (*notes, *(note for dtype in dtypes for note in block.notes(dtype))):
             print(f"[hybridcomp] {text}", flush=True)
 
 
@@ -167,7 +177,7 @@ def _report(engine: Any) -> None:
 
 
 def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Write the residuals of this rank before upstream moves its ``latest`` file."""
+    """Save exact weights, and residuals of this rank before upstream moves its ``latest`` file."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -178,9 +188,21 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
             folder = Path(bound.arguments["save_dir"]) / str(tag)
             ds_residuals.save(folder, channels, loss_scale(self))
-        return original(self, *args, **kwargs)
+        with ds_params.exact_parameters(self, channels):
+            return original(self, *args, **kwargs)
 
     return save_checkpoint
+
+
+def make_save_16bit_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Save the exact weights."""
+
+    @functools.wraps(original)
+    def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with ds_params.exact_parameters(self, channels_of(self)):
+            return original(self, *args, **kwargs)
+
+    return save_16bit_model
 
 
 def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,6 +225,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
         if result[0] is not None and tag is not None and whole:
             ds_residuals.load(Path(load_dir) / str(tag), channels, loss_scale(self))
+            ds_params.decode_parameters(self, channels)
         return result
 
     return load_checkpoint
@@ -212,5 +235,6 @@ PATCHES = (
     (INIT, make_init),
     (STEP, make_take_model_step),
     (SAVE, make_save_checkpoint),
+    (SAVE_16BIT, make_save_16bit_model),
     (LOAD, make_load_checkpoint),
 )

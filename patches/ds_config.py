@@ -39,6 +39,19 @@ def check(
     return sentences
 
 
+def absent(
+    ds_config: Mapping[str, Any], *, pipeline: bool, moe: bool, world_size: int
+) -> frozenset[Dimension]:
+    """The dimensions of which such a job has no traffic, or none that a seam reaches."""
+    job = Job(ds_config, pipeline, moe, world_size)
+    return frozenset(
+        name
+        for rule in RULES
+        if rule.verdict == "absent" and rule.applies(job)
+        for name in rule.dimensions
+    )
+
+
 def _apply(rule: Rule, names: list[Dimension], block: CompressionConfig, job: Job) -> list[str]:
     if rule.verdict == "note":
         return [f"{', '.join(names)}: {rule.found}: {rule.reason}"]

@@ -13,14 +13,16 @@ Every rank, the owner included, computes with what the same bytes decode to. The
 of the optimizer are a copy of their own at every stage and stay exact, so errors do not add up.
 
 Exact, because written back or saved: ``GatheredParameters``, checkpoint consolidation and the
-refresh of persistent parameters (they call other functions). Loading a checkpoint gathers through
-here, so that a resumed run computes with the same bits as an unbroken one.
+refresh of persistent parameters (they call other functions); the first fetch of persistent
+parameters, so that a resumed run sees them as an unbroken one; and what is saved at stages 1 and 2,
+where the module's weights are gathered natively for ``save_checkpoint`` and encoded again after it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -99,15 +101,28 @@ def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]
     def __all_gather_params_(
         self: Any, params: Any, forward: bool, quantize: bool = False
     ) -> None:
-        # materialized: upstream hands over sets and lists alike
         channels = next((found for p in params if (found := channels_of(p)) is not None), None)
-        token = _fetching.set(None if channels is None else channels["zero"])
-        try:
+        if channels is None:
             original(self, params, forward, quantize)
-        finally:
-            _fetching.reset(token)
+            return
+        persistent = [param for param in params if param.ds_persist]
+        with _fetch(channels["zero"], suspended=True):
+            if persistent:
+                original(self, persistent, forward, quantize)
+        with _fetch(channels["zero"], suspended=False):
+            original(self, [p for p in params if not p.ds_persist], forward, quantize)
 
     return __all_gather_params_
+
+
+@contextmanager
+def _fetch(channel: Channel, suspended: bool) -> Iterator[None]:
+    token = _fetching.set(channel)
+    try:
+        with channel.suspended() if suspended else nullcontext():
+            yield
+    finally:
+        _fetching.reset(token)
 
 
 def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,6 +146,37 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return _dist_allgather_fn
+
+
+@contextmanager
+def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
+    """The module holds the exact weights inside, and what training computes with again after it.
+
+    Stage 3 needs nothing: what it saves are partitions, which were never encoded.
+    """
+    if channels is None or not _encodes_weights(engine, channels):
+        yield
+        return
+    with channels["zero"].suspended():
+        engine.optimizer.update_lp_params()
+    try:
+        yield
+    finally:
+        decode_parameters(engine, channels)
+
+
+def decode_parameters(engine: Any, channels: Channels) -> None:
+    """Give the module what the gather after the last step gave it, or would have given it."""
+    if _encodes_weights(engine, channels):
+        channels.step, step = channels.step - 1, channels.step
+        engine.optimizer.update_lp_params()
+        channels.step = step
+
+
+def _encodes_weights(engine: Any, channels: Channels) -> bool:
+    """Whether the module's weights came out of an encoded gather (stages 1 and 2, BF16)."""
+    gathers = hasattr(engine.optimizer, "update_lp_params")
+    return gathers and channels["zero"].active and channels.step > 0
 
 
 def attached(engine: Any, channels: Channels) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,10 +190,15 @@ class CompressionConfig(Strict):
         """SHA-256 of ``flat()`` as 64 hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.flat(), sort_keys=True).encode()).hexdigest()
 
-    def describe(self) -> list[str]:
-        """One line for each compressed dimension (and direction, where they differ)."""
+    def describe(self, absent: Collection[Dimension] = ()) -> list[str]:
+        """One line for each compressed dimension (and direction, where they differ).
+
+        ``absent``: dimensions without traffic in this job; they are only listed.
+        """
         codecs, lines, native = self._codecs(), [], []
         for name in DIMENSIONS:
+            if name in absent:
+                continue
             ways = {way: codecs[name, way] for way in DIRECTIONS if (name, way) in codecs}
             if not any(ways.values()):
                 native.append(name)
@@ -204,6 +209,8 @@ class CompressionConfig(Strict):
                 lines += [f"{f'{name} {way}':13} {_figures(codec)}" for way, codec in ways.items()]
         if native:
             lines.append(f"{'native':13} {', '.join(native)}")
+        if absent:
+            lines.append(f"{'not here':13} {', '.join(n for n in DIMENSIONS if n in absent)}")
         start = f"; all messages before step {self.start_step}" if self.start_step else ""
         lines.append(f"{'also native':13} messages under {self.min_bytes} bytes{start}")
         return lines

@@ -67,7 +67,10 @@ def broken_run(folder: str, stage: int, block: dict[str, Any]) -> tuple[Any, ...
     rank = dist.get_rank()
     engine = make_engine(stage, block=block)
     train(engine, 0, 5, rank)
+    before = {name: weight.detach().clone() for name, weight in engine.module.named_parameters()}
     engine.save_checkpoint(folder)
+    for name, weight in engine.module.named_parameters():
+        assert torch.equal(weight, before[name])
     whole = train(engine, 5, 10, rank)
     again = make_engine(stage, block=block)
     path, _ = again.load_checkpoint(folder)
@@ -87,6 +90,26 @@ def test_restart_is_bit_identical(tmp_path: Path, stage: int, zero: str) -> None
     for whole, resumed, residual in run_ranks(2, broken_run, str(tmp_path), stage, block):
         assert residual > 0
         assert resumed == whole
+
+
+def exact_run(folder: str) -> float:
+    """Largest difference between saved weights and fp32 master weights."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    engine = make_engine(1, block={"zero": {"codec": "blockint", "bits": 4}})
+    train(engine, 0, 3, 0)
+    engine.save_checkpoint(folder, tag="here")
+    saved = torch.load(f"{folder}/here/mp_rank_00_model_states.pt", weights_only=False)["module"]
+    differences = []
+    for name, weight in engine.module.named_parameters():
+        master = safe_get_full_fp32_param(weight)
+        assert not torch.equal(weight, master), "training does not use the decoded weights"
+        differences.append(float((saved[name] - master).abs().max()))
+    return max(differences)
+
+
+def test_saved_weights_are_the_master_weights(tmp_path: Path) -> None:
+    assert run_ranks(2, exact_run, str(tmp_path)) == [0.0, 0.0]
 
 
 def save_run(folder: str) -> tuple[dict[str, torch.Tensor], float]:
