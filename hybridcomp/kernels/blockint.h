@@ -18,11 +18,11 @@
 // T may be 2^128, so T / 2 is what is computed with; decoding then clamps to the largest float.
 // Code 255: the block held a NaN or Inf; its levels are zero bytes and it decodes to NaN.
 //
-// Levels. u = round_to_even(x * inv) + 2^(bits-1), never 0. The width is split into fields of 8, 4,
-// 2 and 1 bits, highest first, from the top of u down. A field of w bits takes 4w bytes a block:
-// byte j holds, from its lowest bit up, the fields of values j, j + 4w, j + 8w, ...
-// (for 4 bits: byte j = value j in the low nibble, value j + 16 in the high one). So packing is
-// shifts of whole vectors, on a CPU as on a GPU.
+// Levels. u = round_to_even(x * inv) + 2^(bits-1), never 0. Eight little-endian words hold the levels
+// of a block: byte b of word k is u of value k + 8 b. The width is split into fields of 4, 2 and 1
+// bits, from the top of u down; 8 bits are the eight words as they are. A field of w bits takes w
+// words: word j holds, from the lowest bit of each byte up, the fields of words j, j + w, j + 2w, ...
+// So packing is shifts of whole 32-bit lanes, eight on AVX2, one on a GPU, and never a byte shuffle.
 #pragma once
 
 #include "portable.h"
@@ -78,83 +78,97 @@ HC_INLINE float step_of(u32 code, u32 base) {
     return code == NONFINITE_CODE ? bits_float(QUIET_NAN_BITS) : step;
 }
 
-// Field of WIDTH bits at SHIFT of all levels -> 4 * WIDTH bytes.
+constexpr int WORDS = BLOCK / 4;
+
+template <int WIDTH>
+HC_INLINE constexpr u32 field_mask() { return ((1u << WIDTH) - 1) * 0x01010101u; }
+
+// Field of WIDTH bits at SHIFT of all levels -> WIDTH words.
 template <int WIDTH, int SHIFT>
-HC_INLINE void pack_field(const u8* levels, u8* out) {
-    for (int j = 0; j < 4 * WIDTH; ++j) {
-        u32 byte = 0;
-        for (int i = 0; i < 8 / WIDTH; ++i) {
-            u32 field = ((u32)levels[j + 4 * WIDTH * i] >> SHIFT) & ((1u << WIDTH) - 1);
-            byte |= field << (WIDTH * i);
+HC_INLINE void pack_field(const u32* levels, u32* out) {
+    for (int j = 0; j < WIDTH; ++j) {
+        u32 word = 0;
+        for (int i = 0; i < WORDS / WIDTH; ++i) {
+            word |= ((levels[j + WIDTH * i] >> SHIFT) & field_mask<WIDTH>()) << (WIDTH * i);
         }
-        out[j] = (u8)byte;
+        out[j] = word;
     }
 }
 
 template <int WIDTH, int SHIFT>
-HC_INLINE void unpack_field(const u8* in, u8* levels) {
-    for (int i = 0; i < 8 / WIDTH; ++i) {
-        for (int j = 0; j < 4 * WIDTH; ++j) {
-            u32 field = ((u32)in[j] >> (WIDTH * i)) & ((1u << WIDTH) - 1);
-            levels[j + 4 * WIDTH * i] |= (u8)(field << SHIFT);
+HC_INLINE void unpack_field(const u32* in, u32* levels) {
+    for (int i = 0; i < WORDS / WIDTH; ++i) {
+        for (int j = 0; j < WIDTH; ++j) {
+            levels[j + WIDTH * i] |= ((in[j] >> (WIDTH * i)) & field_mask<WIDTH>()) << SHIFT;
         }
     }
 }
 
+// Eight words of levels <-> BITS words.
 template <int BITS>
-HC_INLINE void pack_levels(const u8* levels, u8* out) {
-    constexpr int low = BITS & 3;
-    if constexpr (BITS == 8) pack_field<8, 0>(levels, out);
-    if constexpr ((BITS & 4) != 0) pack_field<4, low>(levels, out);
-    if constexpr ((BITS & 2) != 0) pack_field<2, BITS & 1>(levels, out + 4 * (BITS & 4));
-    if constexpr ((BITS & 1) != 0) pack_field<1, 0>(levels, out + 4 * (BITS & 6));
+HC_INLINE void pack_levels(const u32* levels, u32* out) {
+    if constexpr (BITS == 8) {
+        for (int i = 0; i < WORDS; ++i) out[i] = levels[i];
+    }
+    if constexpr ((BITS & 4) != 0) pack_field<4, BITS & 3>(levels, out);
+    if constexpr ((BITS & 2) != 0) pack_field<2, BITS & 1>(levels, out + (BITS & 4));
+    if constexpr ((BITS & 1) != 0) pack_field<1, 0>(levels, out + (BITS & 6));
 }
 
 template <int BITS>
-HC_INLINE void unpack_levels(const u8* in, u8* levels) {
-    constexpr int low = BITS & 3;
-    for (int i = 0; i < BLOCK; ++i) levels[i] = 0;
-    if constexpr (BITS == 8) unpack_field<8, 0>(in, levels);
-    if constexpr ((BITS & 4) != 0) unpack_field<4, low>(in, levels);
-    if constexpr ((BITS & 2) != 0) unpack_field<2, BITS & 1>(in + 4 * (BITS & 4), levels);
-    if constexpr ((BITS & 1) != 0) unpack_field<1, 0>(in + 4 * (BITS & 6), levels);
+HC_INLINE void unpack_levels(const u32* in, u32* levels) {
+    for (int i = 0; i < WORDS; ++i) levels[i] = BITS == 8 ? in[i] : 0;
+    if constexpr ((BITS & 4) != 0) unpack_field<4, BITS & 3>(in, levels);
+    if constexpr ((BITS & 2) != 0) unpack_field<2, BITS & 1>(in + (BITS & 4), levels);
+    if constexpr ((BITS & 1) != 0) unpack_field<1, 0>(in + (BITS & 6), levels);
 }
 
-// Finite blocks only. Adding 1.5 * 2^23 + bias leaves the rounded level in the low bits; the bias is
+// Finite blocks only. Adding 1.5 * 2^23 + bias leaves the rounded level in the low byte; the bias is
 // even, so ties still go to the even level.
 template <int BITS>
-HC_INLINE void quantize(const float* values, float inverse, u8* levels) {
+HC_INLINE u32 quantize(float value, float inverse) {
     constexpr float magic = 12582912.0f + (float)(1 << (BITS - 1));
-    for (int i = 0; i < BLOCK; ++i) {
-        float scaled = values[i] * inverse;
-        levels[i] = (u8)float_bits(scaled + magic);
+    float scaled = value * inverse;
+    return float_bits(scaled + magic) & 255u;
+}
+
+template <int BITS>
+HC_INLINE void quantize_block(const float* values, float inverse, u32* levels) {
+    for (int k = 0; k < WORDS; ++k) {
+        levels[k] = quantize<BITS>(values[k], inverse) |
+                    quantize<BITS>(values[k + 8], inverse) << 8 |
+                    quantize<BITS>(values[k + 16], inverse) << 16 |
+                    quantize<BITS>(values[k + 24], inverse) << 24;
     }
 }
 
 template <int BITS>
-HC_INLINE void dequantize(const u8* levels, float step, float* values) {
-    for (int i = 0; i < BLOCK; ++i) {
-        values[i] = (float)((i32)levels[i] - (1 << (BITS - 1))) * step;
+HC_INLINE void dequantize_block(const u32* levels, float step, float* values) {
+    for (int b = 0; b < 4; ++b) {
+        for (int k = 0; k < WORDS; ++k) {
+            i32 level = (i32)((levels[k] >> (8 * b)) & 255u) - (1 << (BITS - 1));
+            values[k + 8 * b] = (float)level * step;
+        }
     }
 }
 
-// 32 values -> 4 * BITS bytes, given the block's scale code and its tile's base.
+// 32 values -> BITS words, given the block's scale code and its tile's base.
 template <int BITS>
-HC_INLINE void encode_block(const float* values, u32 code, u32 base, u8* out) {
-    u8 levels[BLOCK];
+HC_INLINE void encode_block(const float* values, u32 code, u32 base, u32* out) {
     if (code == NONFINITE_CODE) {
-        for (int i = 0; i < 4 * BITS; ++i) out[i] = 0;
+        for (int i = 0; i < BITS; ++i) out[i] = 0;
         return;
     }
-    quantize<BITS>(values, inverse_step<BITS>(code, base), levels);
+    u32 levels[WORDS];
+    quantize_block<BITS>(values, inverse_step<BITS>(code, base), levels);
     pack_levels<BITS>(levels, out);
 }
 
 template <int BITS>
-HC_INLINE void decode_block(const u8* in, u32 code, u32 base, float* values) {
-    u8 levels[BLOCK];
+HC_INLINE void decode_block(const u32* in, u32 code, u32 base, float* values) {
+    u32 levels[WORDS];
     unpack_levels<BITS>(in, levels);
-    dequantize<BITS>(levels, step_of<BITS>(code, base), values);
+    dequantize_block<BITS>(levels, step_of<BITS>(code, base), values);
     if (16 * base + 15 - code >= OVERFLOW_TOP) {
         for (int i = 0; i < BLOCK; ++i) values[i] = finite(values[i]);
     }

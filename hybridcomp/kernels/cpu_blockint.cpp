@@ -22,6 +22,25 @@ inline u32 finite_absmax(const u32* absmax, int blocks) {
     return largest;
 }
 
+// A block in the payload: only bytes are sure to be aligned.
+template <int BITS>
+HC_INLINE void store_words(const u32* words, u8* out) { memcpy(out, words, 4 * BITS); }
+
+template <int BITS>
+HC_INLINE void load_words(const u8* in, u32* words) { memcpy(words, in, 4 * BITS); }
+
+template <int BITS>
+void encode_nonfinite_tile(const float* values, const u32* absmax, int blocks, u8* levels,
+                           u8* scales, u8* base_out) {
+    u32 base = base_of(finite_absmax(absmax, blocks)), words[BITS];
+    for (int b = 0; b < blocks; ++b) {
+        scales[b] = (u8)scale_code(absmax[b], base);
+        encode_block<BITS>(values + b * BLOCK, scales[b], base, words);
+        store_words<BITS>(words, levels + b * 4 * BITS);
+    }
+    *base_out = (u8)base;
+}
+
 template <int BITS>
 HC_INLINE void encode_tile(const float* values, int blocks, u8* levels, u8* scales, u8* base_out) {
     u32 absmax[TILE_BLOCKS] = {};
@@ -30,12 +49,7 @@ HC_INLINE void encode_tile(const float* values, int blocks, u8* levels, u8* scal
     for (int b = 0; b < blocks; ++b) absmax[b] = absmax_bits(values + b * BLOCK);
     for (int b = 0; b < TILE_BLOCKS; ++b) largest = absmax[b] > largest ? absmax[b] : largest;
     if (largest >= INF_BITS) {
-        u32 base = base_of(finite_absmax(absmax, blocks));
-        for (int b = 0; b < blocks; ++b) {
-            scales[b] = (u8)scale_code(absmax[b], base);
-            encode_block<BITS>(values + b * BLOCK, scales[b], base, levels + b * 4 * BITS);
-        }
-        *base_out = (u8)base;
+        encode_nonfinite_tile<BITS>(values, absmax, blocks, levels, scales, base_out);
         return;
     }
     u32 base = base_of(largest);
@@ -44,10 +58,11 @@ HC_INLINE void encode_tile(const float* values, int blocks, u8* levels, u8* scal
         inverse[b] = inverse_step<BITS>(absmax[b], base);
     }
     for (int b = 0; b < blocks; ++b) {
-        u8 block[BLOCK];
+        u32 words[WORDS], packed[BITS];
         scales[b] = (u8)absmax[b];
-        quantize<BITS>(values + b * BLOCK, inverse[b], block);
-        pack_levels<BITS>(block, levels + b * 4 * BITS);
+        quantize_block<BITS>(values + b * BLOCK, inverse[b], words);
+        pack_levels<BITS>(words, packed);
+        store_words<BITS>(packed, levels + b * 4 * BITS);
     }
     *base_out = (u8)base;
 }
@@ -61,54 +76,61 @@ HC_INLINE void encode_tiles(const void* source, size_t numel, u8* out, size_t be
         u8* levels = out + block * 4 * BITS;
         u8* scales = out + layout.scales + block;
         u8* base = out + layout.bases + tile;
-        if (sizeof(typename T::Stored) == 4 && first + TILE <= numel) {
-            encode_tile<BITS>((const float*)source + first, TILE_BLOCKS, levels, scales, base);
-            continue;
-        }
         float buffer[TILE];
-        int count = first + TILE <= numel ? TILE : (int)(numel - first);
-        if (count == TILE) {
+        if (first + TILE > numel) {
+            int count = (int)(numel - first);
+            for (int i = 0; i < count; ++i) buffer[i] = T::load(values[first + i]);
+            for (int i = count; i < TILE; ++i) buffer[i] = 0.0f;
+            encode_tile<BITS>(buffer, (int)ceil_div(count, BLOCK), levels, scales, base);
+        } else if (sizeof(typename T::Stored) == 4) {
+            encode_tile<BITS>((const float*)source + first, TILE_BLOCKS, levels, scales, base);
+        } else {
             for (int i = 0; i < TILE; ++i) buffer[i] = T::load(values[first + i]);
             encode_tile<BITS>(buffer, TILE_BLOCKS, levels, scales, base);
-            continue;
         }
-        for (int i = 0; i < count; ++i) buffer[i] = T::load(values[first + i]);
-        for (int i = count; i < TILE; ++i) buffer[i] = 0.0f;
-        encode_tile<BITS>(buffer, (int)ceil_div(count, BLOCK), levels, scales, base);
     }
 }
 
-template <int BITS>
-HC_INLINE void decode_tile(const u8* levels, const u8* scales, u32 base, int blocks, float* out) {
-    if (base >= OVERFLOW_TOP >> 4) {
-        for (int b = 0; b < blocks; ++b)
-            decode_block<BITS>(levels + b * 4 * BITS, scales[b], base, out + b * BLOCK);
-        return;
-    }
-    for (int b = 0; b < blocks; ++b) {
-        u8 block[BLOCK];
-        unpack_levels<BITS>(levels + b * 4 * BITS, block);
-        dequantize<BITS>(block, step_of<BITS>(scales[b], base), out + b * BLOCK);
+// How a decoded block of fp32 gets into its place.
+template <class T, bool ADD>
+HC_INLINE void put_values(const float* values, int count, typename T::Stored* out) {
+    for (int i = 0; i < count; ++i) out[i] = T::store(ADD ? T::load(out[i]) + values[i] : values[i]);
+}
+
+template <int BITS, class T, bool ADD>
+HC_INLINE void decode_tile(const u8* levels, const u8* scales, u32 base, typename T::Stored* out) {
+    float steps[TILE_BLOCKS];
+    for (int b = 0; b < TILE_BLOCKS; ++b) steps[b] = step_of<BITS>(scales[b], base);
+    for (int b = 0; b < TILE_BLOCKS; ++b) {
+        u32 packed[BITS], words[WORDS];
+        float values[BLOCK];
+        load_words<BITS>(levels + b * 4 * BITS, packed);
+        unpack_levels<BITS>(packed, words);
+        dequantize_block<BITS>(words, steps[b], values);
+        put_values<T, ADD>(values, BLOCK, out + b * BLOCK);
     }
 }
 
 template <int BITS, class T, bool ADD>
 HC_INLINE void decode_tiles(const u8* in, size_t numel, void* target, size_t begin, size_t end) {
-    auto* out = (typename T::Stored*)target;
     Layout layout(numel, BITS);
     for (size_t tile = begin; tile < end; ++tile) {
         size_t first = tile * TILE, block = tile * TILE_BLOCKS;
-        int count = first + TILE <= numel ? TILE : (int)(numel - first);
-        float buffer[TILE];
+        auto* out = (typename T::Stored*)target + first;
         const u8* levels = in + block * 4 * BITS;
         const u8* scales = in + layout.scales + block;
-        decode_tile<BITS>(levels, scales, in[layout.bases + tile], (int)ceil_div(count, BLOCK),
-                          buffer);
-        if (ADD) {
-            float* sum = (float*)target + first;
-            for (int i = 0; i < count; ++i) sum[i] += buffer[i];
-        } else {
-            for (int i = 0; i < count; ++i) out[first + i] = T::store(buffer[i]);
+        u32 base = in[layout.bases + tile];
+        if (base < OVERFLOW_TOP >> 4 && first + TILE <= numel) {
+            decode_tile<BITS, T, ADD>(levels, scales, base, out);
+            continue;
+        }
+        size_t count = numel - first < (size_t)TILE ? numel - first : (size_t)TILE;
+        for (size_t i = 0; i < count; i += BLOCK) {
+            u32 packed[BITS];
+            float values[BLOCK];
+            load_words<BITS>(levels + i / BLOCK * 4 * BITS, packed);
+            decode_block<BITS>(packed, scales[i / BLOCK], base, values);
+            put_values<T, ADD>(values, count - i < BLOCK ? (int)(count - i) : BLOCK, out + i);
         }
     }
 }
