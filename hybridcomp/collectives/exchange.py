@@ -165,6 +165,7 @@ def _encode(
             else:
                 room = codec.wire_nbytes(job.values.numel(), dtype)
                 used = encode_job(codec, job, out[position : position + room], dtype)
+                assert used <= room, f"{codec} wrote more than its wire_nbytes"
                 encoded[job] = out[position : position + used]
             sizes[-1].append(used)
             position += used

@@ -1,0 +1,63 @@
+"""What all ranks can compute alone: every rank's values, the sums, the bounds."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import make_codec
+from hybridcomp.codecs.base import VALUE_DTYPES, Codec
+from hybridcomp.collectives import chunk_ranges
+from tests.collectives.doubles import Identity, Int8, Trimmed, Wide
+
+DTYPES = VALUE_DTYPES
+LOSSLESS: tuple[Codec, ...] = (Identity(), Trimmed())
+LOSSY: tuple[Codec, ...] = (
+    Int8(),
+    Wide(),
+    make_codec("blockint", bits=8),
+    make_codec("blockint", bits=4),
+)
+CODECS = LOSSLESS + LOSSY
+
+
+def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """The values of a rank: other magnitudes for every rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return (torch.randn(numel, generator=generator) * (rank + 1)).to(dtype)
+
+
+def rank_order_sum(tensors: list[Tensor]) -> Tensor:
+    """fp32, one rank after the other."""
+    total = tensors[0].float()
+    for tensor in tensors[1:]:
+        total = total + tensor.float()
+    return total
+
+
+def bound(codec: Codec, tensors: list[Tensor], hops: int) -> float:
+    """Largest error of the sum: every rank encoded once, the sum once more with two hops.
+
+    Rounding of the fp32 sums and of a 16-bit result included.
+    """
+    dtype = tensors[0].dtype
+    peaks = [float(t.float().abs().max()) if t.numel() else 0.0 for t in tensors]
+    error = sum(codec.element_bound(peak, dtype) for peak in peaks)
+    if hops == 2:
+        error += codec.element_bound(sum(peaks) + error, dtype)
+    result = sum(peaks) + error
+    return error + result * torch.finfo(dtype).eps + result * 2.0**-20
+
+
+def digest(*tensors: Tensor) -> str:
+    """Equal for equal bits."""
+    raw = b"".join(bytes(t.contiguous().view(torch.uint8).tolist()) for t in tensors)
+    return hashlib.sha256(raw).hexdigest()
+
+
+def all_reduce_wire(codec: Codec, numel: int, sent: torch.dtype, rank: int, ranks: int) -> int:
+    """Closed form of the bytes of an all_reduce with a fixed-size codec."""
+    sizes = [codec.wire_nbytes(b - a, sent) for a, b in chunk_ranges(numel, ranks)]
+    return sum(sizes) - sizes[rank] + (ranks - 1) * max(sizes)

@@ -1,0 +1,193 @@
+"""all_gather, all_to_all, send and recv."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.codecs import make_codec
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Meter, all_gather, all_to_all, recv, send
+from hybridcomp.collectives.p2p import spec_digest
+from hybridcomp.errors import CodecError
+from tests.collectives.common import CODECS, DTYPES, bound, digest, values_of
+from tests.collectives.conftest import RunRanks
+from tests.collectives.doubles import Identity, Int8
+
+
+def _check(codec: Codec, found: torch.Tensor, sent: torch.Tensor) -> None:
+    """``found`` is one decoding of ``sent``."""
+    if codec.lossless:
+        assert torch.equal(found, sent)
+    elif sent.numel():
+        error = float((found.float() - sent.float()).abs().max())
+        assert error <= bound(codec, [sent], hops=1)
+
+
+def _all_gather(codec: Codec) -> list[str]:
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    digests = []
+    for dtype in DTYPES:
+        for numel in (0, 1, 33, 256):
+            for inside in (False, True):
+                shards = [values_of(rank, numel, dtype) for rank in range(ranks)]
+                out, meter = torch.zeros(ranks * numel, dtype=dtype), Meter()
+                shard = shards[me]
+                if inside:
+                    shard = out[me * numel : (me + 1) * numel].copy_(shard)
+                all_gather(shard, out, codec, None, meter=meter)
+                for rank in range(ranks):
+                    part = out[rank * numel : (rank + 1) * numel]
+                    _check(codec, part, values_of(rank, numel, dtype))
+                if codec.fixed_size:
+                    assert meter.wire_nbytes == (ranks - 1) * codec.wire_nbytes(numel, dtype)
+                digests.append(digest(out))
+    return digests
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_gather(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
+    results = on_ranks(ranks, _all_gather, codec)
+    assert len(results[0]) == 24 and all(result == results[0] for result in results)
+
+
+def _all_to_all(codec: Codec, lengths: list[list[int]] | None) -> None:
+    """``lengths[s][d]`` elements go from rank s to rank d; None is an even split."""
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    table = lengths or [[40] * ranks] * ranks
+    for dtype in DTYPES:
+        inputs = [values_of(rank, sum(table[rank]), dtype) for rank in range(ranks)]
+        takes = [table[rank][me] for rank in range(ranks)]
+        out, meter = torch.full((sum(takes),), 7.0, dtype=dtype), Meter()
+        all_to_all(
+            out,
+            inputs[me],
+            codec,
+            None,
+            out_splits=takes if lengths else None,
+            in_splits=table[me] if lengths else None,
+            meter=meter,
+        )
+        for rank, part in enumerate(torch.split(out, takes)):
+            sent = torch.split(inputs[rank], table[rank])[me]
+            _check(codec, part, sent)
+            assert rank != me or torch.equal(part, sent), "what stays is not quantized"
+        if codec.fixed_size:
+            expected = [codec.wire_nbytes(n, dtype) for r, n in enumerate(table[me]) if r != me]
+            assert meter.wire_nbytes == sum(expected)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_all_to_all(on_ranks: RunRanks, codec: Codec) -> None:
+    on_ranks(3, _all_to_all, codec, None)
+    on_ranks(3, _all_to_all, codec, [[10, 0, 100], [33, 1, 0], [0, 0, 64]])
+    on_ranks(3, _all_to_all, codec, [[0, 0, 0], [0, 0, 5], [0, 0, 0]])
+    on_ranks(2, _all_to_all, codec, [[0, 0], [0, 0]])
+    on_ranks(1, _all_to_all, codec, None)
+
+
+def _send_recv(codec: Codec) -> None:
+    """Global rank 1 to 2, in the group of both, from every dtype into every dtype."""
+    group = dist.new_group([1, 2])
+    me = dist.get_rank()
+    for dtype in DTYPES:
+        for into in DTYPES:
+            for numel in (0, 5, 300):
+                values, meter = values_of(1, numel, dtype), Meter()
+                if me == 1:
+                    send(values, 2, codec, group, meter=meter)
+                    if codec.fixed_size:
+                        assert meter.wire_nbytes == 32 + codec.wire_nbytes(numel, dtype)
+                elif me == 2:
+                    found = torch.full((numel,), 7.0, dtype=into)
+                    recv(found, 1, codec, group, meter=meter)
+                    exact = torch.zeros(numel, dtype=dtype)
+                    used = torch.zeros(codec.wire_nbytes(numel, dtype), dtype=torch.uint8)
+                    if numel:
+                        codec.decode(used[: codec.encode(values, used)], exact)
+                    assert torch.equal(found, exact.to(into))
+                    assert meter.wire_nbytes == 0
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_send_recv_in_a_subgroup(on_ranks: RunRanks, codec: Codec) -> None:
+    on_ranks(3, _send_recv, codec)
+
+
+def _mismatch() -> list[str]:
+    """What recv says; the connection must stay usable."""
+    me, meter, said = dist.get_rank(), Meter(), []
+    cases = [(100, make_codec("blockint", bits=4)), (96, Identity()), (96, Int8())]
+    for numel, codec in cases:
+        if me == 0:
+            send(values_of(0, numel, torch.bfloat16), 1, codec, None, meter=meter)
+        else:
+            try:
+                recv(torch.zeros(96), 0, Int8(), None, meter=meter)
+                said.append("fine")
+            except CodecError as error:
+                said.append(str(error))
+    if me == 0:
+        dist.send(torch.arange(32, dtype=torch.uint8), 1)
+    else:
+        with pytest.raises(CodecError, match="the sender did not use hybridcomp"):
+            recv(torch.zeros(96), 0, Int8(), None, meter=meter)
+    return said
+
+
+def test_recv_names_both_sides_of_a_mismatch(on_ranks: RunRanks) -> None:
+    _, (shape, codec, fine) = on_ranks(2, _mismatch)
+    theirs = spec_digest("blockint(bits=4)").hex()
+    for word in ("rank 0 sent 100 torch.bfloat16", theirs, "rank 1 expects 96", "int8()"):
+        assert word in shape
+    assert "rank 0 sent 96" in codec and "rank 1 expects 96" in codec
+    assert fine == "fine"
+
+
+def _non_finite(codec: Codec) -> None:
+    me = dist.get_rank()
+    for bad in (float("nan"), float("inf")):
+        values = values_of(me, 96)
+        if me == 1:
+            values[50] = bad
+        out = torch.zeros(96 * 2)
+        all_gather(values, out, codec, None, meter=Meter())
+        assert not torch.isfinite(out[96 + 50]) and torch.isfinite(out[:96]).all()
+        swapped = torch.zeros(96)
+        all_to_all(swapped, values, codec, None, meter=Meter(), out_splits=None)
+        assert torch.isfinite(swapped).all() == (me == 0)
+        if me == 1:
+            send(values, 0, codec, None, meter=Meter())
+        else:
+            recv(swapped, 1, codec, None, meter=Meter())
+            assert not torch.isfinite(swapped[50])
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_non_finite_values_stay_visible(on_ranks: RunRanks, codec: Codec) -> None:
+    on_ranks(2, _non_finite, codec)
+
+
+def _wrong_arguments() -> None:
+    codec, flat, meter = Identity(), torch.zeros(6), Meter()
+    with pytest.raises(CodecError, match="out: expected 12 elements of torch.float32, found 6"):
+        all_gather(flat, flat, codec, None, meter=meter)
+    with pytest.raises(CodecError, match="out: expected torch.float32 as in values"):
+        all_to_all(flat.half(), flat, codec, None, meter=meter)
+    with pytest.raises(CodecError, match="5 elements cannot be cut evenly for 2 ranks"):
+        all_to_all(flat, flat[:5], codec, None, meter=meter)
+    for splits in ([1, 2, 3], [3, 4], [-1, 7]):
+        with pytest.raises(CodecError, match="in_splits: expected 2 lengths that add up to 6"):
+            all_to_all(flat, flat.clone(), codec, None, in_splits=splits, meter=meter)
+    with pytest.raises(CodecError, match="to itself: sends"):
+        all_to_all(
+            flat, flat.clone(), codec, None, in_splits=[4, 2], out_splits=[2, 4], meter=meter
+        )
+    with pytest.raises(CodecError, match="1-D contiguous"):
+        send(flat.view(2, 3), 1, codec, None, meter=meter)
+
+
+def test_wrong_arguments_are_refused(on_ranks: RunRanks) -> None:
+    on_ranks(2, _wrong_arguments)

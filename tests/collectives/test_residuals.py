@@ -1,0 +1,145 @@
+"""Error feedback: what was given equals what was delivered plus what the residuals hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import (
+    Meter,
+    OwnedRange,
+    all_reduce,
+    chunk_ranges,
+    reduce_scatter,
+    reduce_to_owners,
+)
+from tests.collectives.common import CODECS, DTYPES, values_of
+from tests.collectives.conftest import RunRanks
+
+NUMEL, STEPS = 1000, 3
+Array = npt.NDArray[np.float64]
+#: what a rank gave, was delivered, holds in residuals: each of NUMEL elements, in place
+Balance = tuple[Array, Array, Array]
+#: one reduction: (values, codec, residual, owner residual) -> what this rank got, in place
+Reduce = Callable[[Tensor, Codec, Tensor, Tensor], Tensor]
+LENGTHS = [600, 0, 400]
+RANGES = [OwnedRange(0, 30, (1,)), OwnedRange(30, 980, (0, 2)), OwnedRange(980, 1000, (0,))]
+DIRECT = [OwnedRange(0, 300, (1,)), OwnedRange(300, 700, (0,)), OwnedRange(700, 1000, (2,))]
+
+
+def by_all_reduce(values: Tensor, codec: Codec, residual: Tensor, owner: Tensor) -> Tensor:
+    tensor = values.clone()
+    all_reduce(tensor, codec, None, meter=Meter(), residual=residual, owner_residual=owner)
+    start, stop = chunk_ranges(NUMEL, dist.get_world_size())[dist.get_rank()]
+    mine = torch.zeros(NUMEL)
+    mine[start:stop] = tensor[start:stop].float()  # each element counted on one rank
+    return mine
+
+
+def by_reduce_scatter(values: Tensor, codec: Codec, residual: Tensor, owner: Tensor) -> Tensor:
+    me = dist.get_rank()
+    shards, residuals = torch.split(values, LENGTHS), torch.split(residual, LENGTHS)
+    total = reduce_scatter(shards, codec, None, meter=Meter(), residuals=residuals).wait()
+    mine = torch.zeros(NUMEL)
+    mine[sum(LENGTHS[:me]) : sum(LENGTHS[: me + 1])] = total
+    return mine
+
+
+def _to_owners(ranges: list[OwnedRange], values: Tensor, codec: Codec, *both: Tensor) -> Tensor:
+    me = dist.get_rank()
+    sums = reduce_to_owners(
+        values, ranges, codec, None, meter=Meter(), residual=both[0], owner_residual=both[1]
+    )
+    mine = torch.zeros(NUMEL)
+    for total, owned in zip(sums, [r for r in ranges if me in r.ranks], strict=True):
+        if owned.ranks[0] == me:
+            mine[owned.start : owned.stop] = total
+    return mine
+
+
+def by_balanced(values: Tensor, codec: Codec, residual: Tensor, owner: Tensor) -> Tensor:
+    return _to_owners(RANGES, values, codec, residual, owner)
+
+
+def by_direct(values: Tensor, codec: Codec, residual: Tensor, owner: Tensor) -> Tensor:
+    return _to_owners(DIRECT, values, codec, residual, owner)
+
+
+def _steps(reduce: Reduce, codec: Codec, dtype: torch.dtype) -> Balance:
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    start, stop = chunk_ranges(NUMEL, ranks)[me]
+    residual, owner = torch.zeros(NUMEL), torch.zeros(stop - start)
+    given = np.zeros(NUMEL)
+    delivered = np.zeros(NUMEL)
+    for step in range(STEPS):
+        values = values_of(me, NUMEL, dtype, seed=step)
+        given += values.double().numpy()
+        delivered += reduce(values, codec, residual, owner).double().numpy()
+    held = residual.double().numpy().copy()
+    held[start:stop] += owner.double().numpy()
+    return given, delivered, held
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("reduce", [by_all_reduce, by_reduce_scatter, by_balanced, by_direct])
+def test_nothing_is_lost(on_ranks: RunRanks, reduce: Reduce, codec: Codec) -> None:
+    for dtype in DTYPES:
+        balances = on_ranks(3, _steps, reduce, codec, dtype)
+        given, delivered, held = (np.sum([b[i] for b in balances], axis=0) for i in range(3))
+        scale = np.abs(given).max() + np.abs(delivered).max()
+        assert np.abs(given - delivered - held).max() <= 2e-6 * scale
+        lossy = not codec.lossless or (dtype != torch.float32 and reduce is not by_direct)
+        if lossy and reduce is not by_reduce_scatter or not codec.lossless:
+            assert np.abs(held).max() > 0, "a lossy encoding must leave something"
+
+
+def _overflow(reduce: Reduce, codec: Codec) -> None:
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    start, stop = chunk_ranges(NUMEL, ranks)[me]
+    for place in (0, 500, 999):
+        for bad in (float("nan"), float("inf")):
+            residual, owner = torch.zeros(NUMEL), torch.zeros(stop - start)
+            values = values_of(me, NUMEL)
+            if me == 1:
+                values[place] = bad
+            seen = torch.isfinite(reduce(values, codec, residual, owner)[place])
+            blind = torch.tensor([int(seen)])
+            dist.all_reduce(blind)
+            assert int(blind) == ranks - 1, "one rank holds the element in its result"
+            assert torch.isfinite(residual).all() and torch.isfinite(owner).all()
+            again = reduce(values_of(me, NUMEL, seed=1), codec, residual, owner)
+            assert torch.isfinite(again).all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("reduce", [by_all_reduce, by_reduce_scatter, by_balanced, by_direct])
+def test_an_overflow_does_not_poison(on_ranks: RunRanks, reduce: Reduce, codec: Codec) -> None:
+    on_ranks(3, _overflow, reduce, codec)
+
+
+def _exact_places(codec: Codec) -> None:
+    """What is never quantized leaves no residual, and takes the old one along."""
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    start, stop = chunk_ranges(NUMEL, ranks)[me]
+    residual = torch.ones(NUMEL)
+    all_reduce(values_of(me, NUMEL), codec, None, meter=Meter(), residual=residual)
+    assert not residual[start:stop].any()
+    residual[start:stop] = 1.0
+    shards = [torch.zeros(b - a) for a, b in chunk_ranges(NUMEL, ranks)]
+    residuals = [torch.full_like(shard, 2.0) for shard in shards]
+    total = reduce_scatter(shards, codec, None, meter=Meter(), residuals=residuals).wait()
+    assert torch.allclose(total, torch.full_like(total, 2.0 * ranks), rtol=0.2)
+    assert not residuals[me].any()
+    assert all(not shard.any() for shard in shards), "the shards belong to the caller"
+
+
+def test_own_chunk_keeps_no_residual(on_ranks: RunRanks) -> None:
+    for codec in CODECS:
+        on_ranks(3, _exact_places, codec)
