@@ -1,0 +1,1 @@
+"""The example model, its data and its training loop. Knows DeepSpeed, and nothing of hybridcomp."""

@@ -1,0 +1,77 @@
+"""Which tokens a rank sees in a step: a function of the seed and the samples consumed so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpt.indexed import DatasetError, IndexedTokens
+
+#: inputs and labels, int64, (micro-batch, sequence length); labels are the inputs one further
+Batch = tuple[Tensor, Tensor]
+
+
+class Samples:
+    """Fixed-length samples of the concatenated documents, in a new random order every epoch.
+
+    Sample i of an epoch is ``length + 1`` tokens from ``length * permutation[i]`` on, so that every
+    token is predicted once an epoch. Raises DatasetError when there is not one whole sample.
+    """
+
+    def __init__(self, data: IndexedTokens, length: int, seed: int) -> None:
+        self._tokens, self._length, self._seed = data.tokens, length, seed
+        self.per_epoch = (len(data.tokens) - 1) // length
+        if self.per_epoch < 1:
+            raise DatasetError(
+                f"{data.prefix}: expected at least {length + 1} tokens, one sample, found "
+                f"{len(data.tokens)}; prepare more text or train on shorter sequences"
+            )
+        self.vocabulary = int(data.tokens.max()) + 1
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def batch(self, indices: range) -> Batch:
+        """The samples with these numbers, counted over all epochs."""
+        rows = np.stack([self._row(index) for index in indices]).astype(np.int64)
+        tokens = torch.from_numpy(rows)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _row(self, index: int) -> NDArray[np.integer[object]]:  # type: ignore[type-var]
+        epoch, position = divmod(index, self.per_epoch)
+        if epoch != self._epoch:
+            self._order = np.random.default_rng([self._seed, epoch]).permutation(self.per_epoch)
+            self._epoch = epoch
+        start = self._length * int(self._order[position])
+        return self._tokens[start : start + self._length + 1]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every global batch that one data-parallel rank takes."""
+
+    rank: int
+    world_size: int  # data-parallel ranks
+    micro_batch: int  # samples of one rank in one micro-batch
+    micro_batches: int  # micro-batches in one optimizer step
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in one step."""
+        return self.world_size * self.micro_batch * self.micro_batches
+
+    def indices(self, consumed: int) -> Iterator[range]:
+        """Sample numbers of each micro-batch of this rank, after ``consumed`` samples of all."""
+        for number in range(self.micro_batches):
+            start = consumed + (number * self.world_size + self.rank) * self.micro_batch
+            yield range(start, start + self.micro_batch)
+
+    def batches(self, samples: Samples, consumed: int, device: torch.device) -> Iterator[Batch]:
+        """The micro-batches of one step."""
+        for indices in self.indices(consumed):
+            inputs, labels = samples.batch(indices)
+            yield inputs.to(device), labels.to(device)

@@ -1,0 +1,265 @@
+"""The training loop: both engines behind one protocol, logging, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from gpt.data import Batch, Samples, Share
+from gpt.model import lm_loss
+
+#: steps at the end that the final loss is the mean of
+LAST = 20
+#: steps at the start that the speed leaves out
+WARM_UP = 3
+
+
+class Trainer(Protocol):
+    """What the loop needs of an engine."""
+
+    engine: Any
+    share: Share
+
+    def step(self, batches: Iterator[Batch]) -> float:
+        """One optimizer step; the loss, averaged over micro-batches and data-parallel ranks."""
+
+    def evaluate(self, batches: Iterator[Batch]) -> float:
+        """The loss of one global batch, averaged likewise. Changes nothing."""
+
+
+class PlainTrainer:
+    """A DeepSpeedEngine around a plain module."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.share = Share(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            micro_batch=engine.train_micro_batch_size_per_gpu(),
+            micro_batches=engine.gradient_accumulation_steps(),
+        )
+
+    def step(self, batches: Iterator[Batch]) -> float:
+        """Forward, backward and step for each micro-batch; DeepSpeed knows when to update."""
+        losses = []
+        for tokens, labels in batches:
+            loss = lm_loss(self.engine(tokens), labels)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        return self._mean(losses)
+
+    def evaluate(self, batches: Iterator[Batch]) -> float:
+        """Forward only."""
+        self.engine.eval()
+        with torch.no_grad():
+            losses = [lm_loss(self.engine(tokens), labels) for tokens, labels in batches]
+        self.engine.train()
+        return self._mean(losses)
+
+    def _mean(self, losses: list[torch.Tensor]) -> float:
+        total = torch.stack(losses).float().mean()
+        dist.all_reduce(total)
+        return float(total) / self.share.world_size
+
+
+class PipeTrainer:
+    """A PipelineEngine, which averages over replicas and broadcasts from the last stage itself."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.share = Share(
+            rank=engine.grid.get_data_parallel_rank(),
+            world_size=engine.grid.get_data_parallel_world_size(),
+            micro_batch=engine.train_micro_batch_size_per_gpu(),
+            micro_batches=engine.gradient_accumulation_steps(),
+        )
+
+    def step(self, batches: Iterator[Batch]) -> float:
+        """The whole schedule of one step."""
+        return float(self.engine.train_batch(batches))
+
+    def evaluate(self, batches: Iterator[Batch]) -> float:
+        """The inference schedule; it leaves the module in evaluation mode."""
+        loss = float(self.engine.eval_batch(batches))
+        self.engine.train()
+        return loss
+
+
+@dataclass
+class Log:
+    """JSON lines of one run, written by rank 0: a header, one record for each step, a summary.
+
+    Going on with an earlier run keeps its records up to ``start``.
+    """
+
+    path: Path | None
+    header: dict[str, Any]
+    start: int = 0
+    losses: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            return
+        kept = [json.dumps({"run": self.header})]
+        if self.start and self.path.is_file():
+            records = [json.loads(text) for text in self.path.read_text().splitlines()]
+            steps = [r for r in records if "loss" in r and r.get("step", math.inf) <= self.start]
+            kept += [json.dumps(record) for record in steps if "summary" not in record]
+            self.losses = [record["loss"] for record in steps if "summary" not in record]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(f"{text}\n" for text in kept))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record, at once, so that a killed run keeps its curve."""
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Append the record of a step."""
+        self.losses.append(record["loss"])
+        self.speeds.append(record["tokens_per_second"])
+        self.write(record)
+
+    def final_loss(self) -> float:
+        """Mean of the last steps."""
+        last = self.losses[-LAST:]
+        return sum(last) / len(last)
+
+    def speed(self) -> float:
+        """Median tokens a second, without the first steps."""
+        ordered = sorted(self.speeds[WARM_UP:] or self.speeds)
+        return ordered[len(ordered) // 2]
+
+
+@dataclass
+class Plan:
+    """What a run is to do."""
+
+    steps: int
+    length: int
+    print_every: int
+    eval_every: int
+    eval_batches: int
+    save: Path | None
+    save_every: int
+
+
+def train(
+    trainer: Trainer, samples: Samples, valid: Samples | None, plan: Plan, log: Log, consumed: int
+) -> None:
+    """Steps ``log.start + 1`` to ``plan.steps``; ``consumed`` samples were seen before."""
+    engine, share = trainer.engine, trainer.share
+    first = dist.get_rank() == 0
+    tokens_per_step = share.global_batch * plan.length
+    begin = time.perf_counter()
+    for step in range(log.start + 1, plan.steps + 1):
+        start = time.perf_counter()
+        loss = trainer.step(share.batches(samples, consumed, engine.device))
+        seconds = time.perf_counter() - start
+        consumed += share.global_batch
+        record = {
+            "step": step,
+            "tokens": consumed * plan.length,
+            "loss": loss,
+            "tokens_per_second": tokens_per_step / seconds,
+            "seconds": seconds,
+            "learning_rate": float(engine.get_lr()[0]),
+        }
+        if valid is not None and plan.eval_every and step % plan.eval_every == 0:
+            record["valid_loss"] = evaluate(trainer, valid, plan.eval_batches)
+        if first:
+            log.step(record)
+            _monitor(engine, record)
+            if step == log.start + 1 or step % plan.print_every == 0 or step == plan.steps:
+                print(progress(record, plan.steps, (step - log.start), begin), flush=True)
+        if plan.save and plan.save_every and step % plan.save_every == 0 and step < plan.steps:
+            save(engine, plan.save, step, consumed)
+    if plan.save:
+        save(engine, plan.save, max(plan.steps, log.start), consumed)
+    finish(trainer, valid, plan, log, time.perf_counter() - begin)
+
+
+def finish(trainer: Trainer, valid: Samples | None, plan: Plan, log: Log, seconds: float) -> None:
+    """The summary: final loss, validation loss, speed."""
+    valid_loss = None if valid is None else evaluate(trainer, valid, plan.eval_batches)
+    if dist.get_rank() != 0:
+        return
+    if not log.speeds:
+        print(f"nothing to do: the checkpoint is at step {log.start} of {plan.steps}", flush=True)
+        return
+    summary = {
+        "summary": True,
+        "steps": plan.steps,
+        "final_loss": log.final_loss(),
+        "valid_loss": valid_loss,
+        "tokens_per_second": log.speed(),
+        "seconds": seconds,
+    }
+    log.write(summary)
+    shown = "" if valid_loss is None else f"  valid loss {valid_loss:.4f}"
+    print(
+        f"done  {plan.steps} steps  loss {summary['final_loss']:.4f} (mean of the last "
+        f"{min(LAST, len(log.losses))}){shown}  {log.speed() / 1e3:.2f} k tokens/s (median)  "
+        f"{seconds:.1f} s",
+        flush=True,
+    )
+
+
+def evaluate(trainer: Trainer, valid: Samples, batches: int) -> float:
+    """Mean loss of the first ``batches`` global batches of ``valid``; always the same ones."""
+    share, device = trainer.share, trainer.engine.device
+    losses = [
+        trainer.evaluate(share.batches(valid, number * share.global_batch, device))
+        for number in range(batches)
+    ]
+    return sum(losses) / len(losses)
+
+
+def progress(record: dict[str, Any], steps: int, done: int, begin: float) -> str:
+    """The progress line."""
+    left = (time.perf_counter() - begin) / done * (steps - record["step"])
+    valid = f"  valid {record['valid_loss']:.4f}" if "valid_loss" in record else ""
+    return (
+        f"step {record['step']:>{len(str(steps))}}/{steps}  loss {record['loss']:.4f}{valid}  "
+        f"{record['tokens_per_second'] / 1e3:.2f} k tokens/s  "
+        f"ETA {int(left) // 60}:{int(left) % 60:02d}"
+    )
+
+
+def save(engine: Any, folder: Path, step: int, consumed: int) -> None:
+    """DeepSpeed's checkpoint, with the place in the data."""
+    engine.save_checkpoint(str(folder), client_state={"step": step, "consumed_samples": consumed})
+
+
+def load(engine: Any, folder: Path) -> tuple[int, int]:
+    """Step and consumed samples of the latest checkpoint. Raises FileNotFoundError without one."""
+    path, state = engine.load_checkpoint(str(folder))
+    if path is None:
+        raise FileNotFoundError(
+            f"--load {folder}: expected a DeepSpeed checkpoint, found none; give the folder that "
+            "holds the file 'latest'"
+        )
+    return int(state["step"]), int(state["consumed_samples"])
+
+
+def _monitor(engine: Any, record: dict[str, Any]) -> None:
+    """What DeepSpeed's monitors (W&B, tensorboard, csv) do not get from DeepSpeed itself."""
+    if engine.monitor.enabled:
+        names = {"tokens_per_second": "tokens_per_second", "valid_loss": "valid_loss"}
+        events = [
+            (f"Train/Samples/{name}", float(record[key]), engine.global_samples)
+            for key, name in names.items()
+            if key in record
+        ]
+        engine.monitor.write_events(events)

@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Train a small GPT with DeepSpeed. Everything about DeepSpeed is in its own JSON file.
+
+deepspeed --num_gpus 2 scripts/train_gpt.py --deepspeed_config configs/ds_zero1_baseline.json
+
+Precision, ZeRO, optimizer, learning rate schedule, batch sizes: --deepspeed_config. Data: two
+datasets written by scripts/prepare_data.py. With --pp N the model is a PipelineModule of N stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if os.environ.get("DS_ACCELERATOR") == "cpu" or not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded: one core a rank
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from gpt import loop
+from gpt.apex import fused_adam, what_is_apex
+from gpt.data import Samples
+from gpt.indexed import DatasetError, IndexedTokens
+from gpt.model import GPT, ModelConfig, pipeline
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--local_rank", type=int, default=-1, help="set by the launcher")
+    add("--data", type=Path, default=Path("data/text"), metavar="PREFIX",
+        help="of PREFIX_train.bin/.idx and PREFIX_valid.bin/.idx")  # fmt: skip
+    add("--steps", type=int, default=300, help="optimizer steps, those of --load included")
+    add("--seed", type=int, default=0, help="of weights and data order")
+    add("--layers", type=int, default=4)
+    add("--width", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--length", type=int, default=128, help="tokens of one sample")
+    add("--norm", choices=("rmsnorm", "layernorm"), default="rmsnorm")
+    add("--tie-embeddings", action="store_true", help="one weight for embedding and output")
+    add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
+    add("--lr", type=float, default=1e-3, help="only where the DeepSpeed file has no optimizer")
+    add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
+    add("--print-every", type=int, default=10, metavar="N")
+    add("--eval-every", type=int, default=0, metavar="N", help="0: only at the end")
+    add("--eval-batches", type=int, default=8, metavar="N", help="0: never")
+    add("--save", type=Path, metavar="FOLDER", help="checkpoint at the end")
+    add("--save-every", type=int, default=0, metavar="N", help="and every N steps")
+    add("--load", type=Path, metavar="FOLDER", help="go on from its latest checkpoint")
+    add("--wandb", metavar="PROJECT", help="log to W&B; WANDB_MODE=offline works")
+    add("--wandb-group", metavar="GROUP")
+    add("--wandb-name", metavar="NAME")
+    deepspeed.add_config_arguments(parser)
+    found = parser.parse_args(arguments)
+    if found.deepspeed_config is None:
+        parser.error("--deepspeed_config FILE is needed")
+    for name in ("steps", "length", "pp", "print_every"):
+        if getattr(found, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: expected at least 1")
+    return found
+
+
+def prepare_machine(seed: int) -> None:
+    """Process group, seeds, and on a CPU: no build of kernels that training never uses."""
+    if get_accelerator().device_name() == "cpu":
+        # else init_distributed compiles shared-memory kernels, a minute, for inference_all_reduce
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    deepspeed.init_distributed(verbose=False)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The DeepSpeed file as a dict, with W&B switched on where the command line says so."""
+    settings: dict[str, Any] = json.loads(Path(arguments.deepspeed_config).read_text())
+    if arguments.wandb:
+        group = {"group": arguments.wandb_group} if arguments.wandb_group else {}
+        settings["wandb"] = {"enabled": True, "project": arguments.wandb, **group}
+        if arguments.wandb_name:
+            os.environ["WANDB_NAME"] = arguments.wandb_name
+    return settings
+
+
+def build_engine(arguments: argparse.Namespace, vocabulary: int) -> Any:
+    """Model and optimizer, given to ``deepspeed.initialize``."""
+    config = ModelConfig(
+        vocabulary=vocabulary,
+        layers=arguments.layers,
+        width=arguments.width,
+        heads=arguments.heads,
+        norm=arguments.norm,
+        tied=arguments.tie_embeddings,
+        seed=arguments.seed,
+    )
+    model = pipeline(config, arguments.pp) if arguments.pp > 1 else GPT(config)
+    settings = ds_settings(arguments)
+    arguments.deepspeed_config = None  # DeepSpeed takes one or the other
+    optimizer = None
+    if "optimizer" not in settings:
+        adam = fused_adam() or torch.optim.AdamW
+        optimizer = adam(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    engine, *_ = deepspeed.initialize(
+        args=arguments,
+        model=model,
+        model_parameters=list(model.parameters()),
+        optimizer=optimizer,
+        config=settings,
+    )
+    return engine
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Everything between the command line and the summary."""
+    prepare_machine(arguments.seed)
+    folder, name = arguments.data.parent, arguments.data.name
+    samples = Samples(IndexedTokens(folder / f"{name}_train"), arguments.length, arguments.seed)
+    valid = None
+    if arguments.eval_batches:
+        valid = Samples(IndexedTokens(folder / f"{name}_valid"), arguments.length, 0)
+    vocabulary = max(s.vocabulary for s in (samples, valid) if s is not None)
+    config_path = arguments.deepspeed_config
+    engine = build_engine(arguments, vocabulary)
+    trainer: loop.Trainer
+    trainer = loop.PipeTrainer(engine) if arguments.pp > 1 else loop.PlainTrainer(engine)
+    step, consumed = loop.load(engine, arguments.load) if arguments.load else (0, 0)
+    header = {
+        "deepspeed_config": config_path,
+        "seed": arguments.seed,
+        "world_size": dist.get_world_size(),
+        "pipeline_stages": arguments.pp,
+        "tokens_per_step": trainer.share.global_batch * arguments.length,
+        "apex": what_is_apex(),
+    }
+    first = dist.get_rank() == 0
+    if first:
+        print(f"run {header}", flush=True)
+    plan = loop.Plan(
+        steps=arguments.steps,
+        length=arguments.length,
+        print_every=arguments.print_every,
+        eval_every=arguments.eval_every,
+        eval_batches=arguments.eval_batches,
+        save=arguments.save,
+        save_every=arguments.save_every,
+    )
+    log = loop.Log(arguments.log if first else None, header, step)
+    loop.train(trainer, samples, valid, plan, log, consumed)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Returns the exit status: 1 for a mistake of the user's, told in one line."""
+    arguments = parse()
+    try:
+        run(arguments)
+    except (DatasetError, FileNotFoundError, json.JSONDecodeError) as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
