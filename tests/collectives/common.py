@@ -13,10 +13,13 @@ from hybridcomp.collectives import chunk_ranges
 from tests.collectives.doubles import Identity, Int8, Trimmed, Wide
 
 DTYPES = VALUE_DTYPES
-LOSSLESS: tuple[Codec, ...] = (Identity(), Trimmed())
+LOSSLESS: tuple[Codec, ...] = (Identity(), Trimmed(), make_codec("mpc"))
 LOSSY: tuple[Codec, ...] = (
     Int8(),
     Wide(),
+    make_codec("bf16"),
+    make_codec("fp8"),
+    make_codec("zfp", rate=8.0),
     make_codec("blockint", bits=8),
     make_codec("blockint", bits=4),
 )
@@ -46,7 +49,7 @@ def bound(codec: Codec, tensors: list[Tensor], hops: int) -> float:
     peaks = [float(t.float().abs().max()) if t.numel() else 0.0 for t in tensors]
     error = sum(codec.element_bound(peak, dtype) for peak in peaks)
     if hops == 2:
-        error += codec.element_bound(sum(peaks) + error, dtype)
+        error += codec.element_bound(sum(peaks) + error, torch.float32)
     result = sum(peaks) + error
     return error + result * torch.finfo(dtype).eps + result * 2.0**-20
 
