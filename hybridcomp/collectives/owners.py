@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from hybridcomp.collectives.handle import Pending, Steps
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.plan import (
     OwnedRange,
+    Piece,
     cut_at_chunks,
     even_ranges,
     merge_neighbours,
@@ -142,7 +144,7 @@ def _balanced(
     residual: Tensor | None,
     owner_residual: Tensor | None,
 ) -> Steps[None]:
-    """1 sum my chunk of the even split, 2 send the sums on, 3 decode what I own."""
+    """1 sum my chunk of the even split, 2 send the sums on (``_spread``)."""
     me, world_size = get_rank(group), get_world_size(group)
     even = even_ranges(tensor.numel(), world_size)
     # 1
@@ -153,32 +155,44 @@ def _balanced(
     parts[me].out, parts[me].fresh = total, owner_residual is None
     yield from sum_parts(parts, codec, group, meter)
     # 2
+    dtype = sent_dtype(codec, tensor.dtype, wide=True)
     pieces = cut_at_chunks(runs, world_size)
     mine = {p: total[p.start - even[me].start :][: p.numel] for p in pieces if p.source == me}
-    jobs = {
-        piece: Job(values, None if owner_residual is None else values)
-        for piece, values in mine.items()
-        if not piece.stays
-    }
+    feedback = owner_residual is not None
+    yield from _spread(pieces, mine, feedback, sums, codec, dtype, tensor.device, group, meter)
+    POOL.give(buffer)
+
+
+def _spread(
+    pieces: Sequence[Piece],
+    mine: dict[Piece, Tensor],
+    feedback: bool,
+    sums: dict[int, Tensor],
+    codec: Codec,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: ProcessGroup | None,
+    meter: Meter,
+) -> Steps[None]:
+    """1 send the sums of my chunk (``mine``) to their owners, 2 decode what I own into ``sums``.
+
+    With ``feedback`` the memory behind ``mine`` becomes the residual of this quantization.
+    """
+    me, world_size = get_rank(group), get_world_size(group)
+    # 1
+    jobs = {p: Job(v, v if feedback else None) for p, v in mine.items() if not p.stays}
+    outgoing = [
+        [job for piece, job in jobs.items() if rank in piece.ranks and rank != me]
+        for rank in range(world_size)
+    ]
     incoming = [
         [p for p in pieces if p.source == rank != me and me in p.ranks]
         for rank in range(world_size)
     ]
-    dtype = sent_dtype(codec, tensor.dtype, wide=True)
-    payloads = yield from exchange(
-        codec,
-        dtype,
-        [
-            [job for piece, job in jobs.items() if rank in piece.ranks and rank != me]
-            for rank in range(world_size)
-        ],
-        [[piece.numel for piece in row] for row in incoming],
-        tensor.device,
-        group,
-        meter,
-    )
-    # 3
-    arrived = [*zip(sum(incoming, []), sum(payloads.received, []), strict=True)]
+    numels = [[piece.numel for piece in row] for row in incoming]
+    payloads = yield from exchange(codec, dtype, outgoing, numels, device, group, meter)
+    # 2
+    arrived = [*zip(chain(*incoming), chain(*payloads.received), strict=True)]
     arrived += [(p, payloads.encoded[job]) for p, job in jobs.items() if me in p.ranks]
     with meter.coding():
         for piece, payload in arrived:
@@ -186,7 +200,6 @@ def _balanced(
         for piece, values in mine.items():
             if piece.stays:
                 _place(sums, piece.start, piece.stop).copy_(values)
-                if owner_residual is not None:
+                if feedback:
                     values.zero_()
     payloads.release()
-    POOL.give(buffer)
