@@ -1,6 +1,6 @@
 """hybridcomp: error-bounded compression of the communication of 3D-parallel LLM training.
 
-install()            arm the patches: they act on every engine whose config has a "compression" block
+install()            arm the patches: they act on engines whose config has a "compression" block
 uninstall()          put upstream back as it was
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model

@@ -75,7 +75,8 @@ def _await_all(store: dist.Store, world_size: int, what: str) -> None:
             print(
                 f"[hybridcomp] waiting for rank(s) {_ranks(missing)} to state their {what}; a rank "
                 "that was not started with hybridcomp never will",
-                file=sys.stderr, flush=True,
+                file=sys.stderr,
+                flush=True,
             )
         if missing and time.monotonic() - started > PATIENCE_S:
             raise AgreementError(

@@ -137,7 +137,12 @@ class Channel:
             owner = self._residual("owner", cut(pieces, start, stop), world_size, tensor)
         meter = Meter()
         handle = collectives.all_reduce(
-            tensor, codec, group, meter=meter, residual=residual, owner_residual=owner,
+            tensor,
+            codec,
+            group,
+            meter=meter,
+            residual=residual,
+            owner_residual=owner,
             async_op=async_op,
         )
         return self._recorded(handle, meter, raw_nbytes, direction)
@@ -225,7 +230,13 @@ class Channel:
         self._sample(values, codec, direction)
         meter = Meter()
         handle = collectives.all_to_all(
-            out, values, codec, group, meter=meter, out_splits=out_splits, in_splits=in_splits,
+            out,
+            values,
+            codec,
+            group,
+            meter=meter,
+            out_splits=out_splits,
+            in_splits=in_splits,
             async_op=async_op,
         )
         return self._recorded(handle, meter, raw_nbytes, direction)
@@ -265,9 +276,7 @@ class Channel:
         entry.codec_s += meter.codec_s
         entry.wait_s += meter.wait_s
 
-    def _residual(
-        self, hop: Hop, pieces: Sequence[Piece], world_size: int, like: Tensor
-    ) -> Tensor:
+    def _residual(self, hop: Hop, pieces: Sequence[Piece], world_size: int, like: Tensor) -> Tensor:
         return self._channels.residuals.get(hop, pieces, world_size, like)
 
     def _recorded(

@@ -175,9 +175,7 @@ class Residuals:
         total[offset:end] += tensor
 
 
-def _move(
-    piece: Piece, part: Tensor, offset: int, source: Tensor, share: float = 1.0
-) -> None:
+def _move(piece: Piece, part: Tensor, offset: int, source: Tensor, share: float = 1.0) -> None:
     """Add the overlap of ``source`` (which starts at ``offset``) to ``part`` and zero it there."""
     low = max(piece.offset, offset)
     high = min(piece.offset + piece.numel, offset + source.numel())

@@ -164,8 +164,8 @@ class Patch:
 def _decorated(function: Any) -> Any:
     """The function inside upstream's own decorators.
 
-    Some of them (DeepSpeed's instrument_w_nvtx) keep no ``__wrapped__`` and show ``*args, **kwargs``:
-    what they call is then the one callable in their closure.
+    Some of them (DeepSpeed's instrument_w_nvtx) keep no ``__wrapped__`` and show ``*args,
+    **kwargs``: what they call is then the one callable in their closure.
     """
     while tuple(inspect.signature(function).parameters) == ("args", "kwargs"):
         cells = getattr(function, "__closure__", None) or ()

@@ -1,9 +1,9 @@
 """Attaching channels to a DeepSpeed engine, and following its steps and checkpoints.
 
-``DeepSpeedEngine.__init__`` and not ``deepspeed.initialize``: scripts import ``initialize`` by name,
-and PipelineEngine, HybridEngine and DualPipeV all come through this constructor, which is handed the
-parsed config before any hook exists. ``_take_model_step`` and not ``step``: the pipeline engine
-calls only the former.
+``DeepSpeedEngine.__init__`` and not ``deepspeed.initialize``: scripts import ``initialize`` by
+name, and PipelineEngine, HybridEngine and DualPipeV all come through this constructor, which is
+handed the parsed config before any hook exists. ``_take_model_step`` and not ``step``: the pipeline
+engine calls only the former.
 """
 
 from __future__ import annotations
@@ -124,9 +124,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
         if hasattr(module, "ATTACHED"):
             module.ATTACHED(engine, channels)
     jsonl = block.ledger.jsonl
-    setattr(
-        engine, REPORTER, Reporter(channels, Path(jsonl) if jsonl else None, engine.device)
-    )
+    setattr(engine, REPORTER, Reporter(channels, Path(jsonl) if jsonl else None, engine.device))
     if dist.get_rank() == 0:
         dtypes = {parameter.dtype for parameter in engine.module.parameters()}
         for text in (*notes, *(note for dtype in dtypes for note in block.notes(dtype))):

@@ -49,9 +49,7 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
         own = stored if dist.get_rank() == 0 else _read(_path(folder, dist.get_rank()))
         channels.residuals.load(own["residuals"])
     else:
-        _say(
-            f"residuals of {stored['world_size']} ranks are summed and shared among {world_size}"
-        )
+        _say(f"residuals of {stored['world_size']} ranks are summed and shared among {world_size}")
         paths = (_path(folder, rank) for rank in range(stored["world_size"]))
         channels.residuals.load_sum(_read(path)["residuals"] for path in paths)
     channels.residuals.scale(loss_scale / stored["loss_scale"])

@@ -8,7 +8,8 @@ Upstream pads every parameter to a multiple of the ranks with ``torch.empty`` an
 too; here nothing is padded, and garbage never reaches a scale. Upstream divides by the number of
 ranks before the sum; so do we, on the first operand of the same sum.
 
-Not through here: ``reduce_scatter: false`` and qgZ, refused or announced by the check of the config.
+Not through here: ``reduce_scatter: false`` and qgZ, which the check of the config refuses or
+announces.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def reduce_scatter(
 ) -> list[Tensor]:
     """The average over ``group`` of this rank's part of every tensor, in the tensors' dtype.
 
-    1 lay out the parts by destination: rank r gets elements ``[r * chunk, (r + 1) * chunk)`` of each
+    1 lay out the parts by destination: rank r gets ``[r * chunk, (r + 1) * chunk)`` of each
     2 average: divided before the sum, as upstream does
     3 cut the sum of this rank's parts into one tensor per parameter
     """

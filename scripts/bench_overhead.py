@@ -1,9 +1,9 @@
 """What the patches cost when they compress nothing: native, identity, identity with the ledger on.
 
-One command: ``python scripts/bench_overhead.py``. Every stage trains one model on two CPU ranks; the three
-variants take turns on the same engine, ten steps each, so that noise of the machine hits all of them.
-Prints the median of the paired ratios to native with a 95% bootstrap interval; ``--check`` exits with 1
-when identity costs more than 2% or the ledger more than 3%.
+One command: ``python scripts/bench_overhead.py``. Every stage trains one model on two CPU ranks;
+the three variants take turns on the same engine, ten steps each, so that noise of the machine hits
+all of them. Prints the median of the paired ratios to native with a 95% bootstrap interval;
+``--check`` exits with 1 when identity costs more than 2% or the ledger more than 3%.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def rank_main(rank: int, stage: int, arguments: argparse.Namespace, folder: str)
 def interval(ratios: list[float]) -> tuple[float, float]:
     """95% bootstrap interval of the median."""
     draw = random.Random(0)
-    medians = sorted(
-        statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000)
-    )
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
     return medians[50], medians[-51]
 
 

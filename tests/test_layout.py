@@ -51,7 +51,10 @@ def room_of(path: Path) -> str:
 
 
 def sources() -> list[Path]:
-    return [*PACKAGE.glob("*.py"), *(p for d in PACKAGE.iterdir() if d.is_dir() for p in d.glob("**/*.py"))]
+    return [
+        *PACKAGE.glob("*.py"),
+        *(p for d in PACKAGE.iterdir() if d.is_dir() for p in d.glob("**/*.py")),
+    ]
 
 
 def imported(path: Path) -> set[str]:

@@ -14,7 +14,7 @@ from hybridcomp import patching
 from hybridcomp.errors import SeamError
 from hybridcomp.patching import Patch, Seam, apply_all, revert_all, stale_bindings
 
-SOURCE = '''
+SOURCE = """
 def free(a, b=1):
     return ("free", a, b)
 
@@ -39,7 +39,7 @@ class Engine(Base):
     @classmethod
     def klass(cls, x):
         return (cls.__name__, x)
-'''
+"""
 
 
 @pytest.fixture

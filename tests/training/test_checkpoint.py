@@ -172,7 +172,7 @@ def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor:
 
 
 def overflow_run() -> list[tuple[bool, float, float]]:
-    """(overflow, loss scale, residual norm) of each step, with a scale that is too large at first."""
+    """(overflow, factor on the loss scale, residual norm) by step; the first scale is too large."""
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
@@ -180,16 +180,21 @@ def overflow_run() -> list[tuple[bool, float, float]]:
     from hybridcomp.patches.ds_attach import loss_scale
 
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    engine = make_engine(
-        1, fp16={"enabled": True, "initial_scale_power": 22, "loss_scale_window": 4, "hysteresis": 1}
-    )  # fmt: skip
+    fp16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 4, "hysteresis": 1}
+    engine = make_engine(1, fp16=fp16)
     channels = channels_of(engine)
     assert channels is not None
     found = []
     for step in range(20):
         before = loss_scale(engine)
         train(engine, step, step + 1, dist.get_rank())
-        found.append((bool(engine.optimizer.overflow), loss_scale(engine) / before, channels.residuals.norm()))
+        found.append(
+            (
+                bool(engine.optimizer.overflow),
+                loss_scale(engine) / before,
+                channels.residuals.norm(),
+            )
+        )
     return found
 
 

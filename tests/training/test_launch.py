@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -21,7 +20,8 @@ import argparse, base64, json, os, signal, sys
 import torch
 import deepspeed
 import deepspeed.ops
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a JIT build that CPU tests can do without
+# a JIT build that CPU tests can do without
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
@@ -43,7 +43,9 @@ if args.mode == "missing" and rank == 1:
 if args.mode == "base64":
     text = open(args.deepspeed_config, "rb").read()
     args.deepspeed_config, config = None, base64.urlsafe_b64encode(text).decode()
-engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+engine, *_ = deepspeed.initialize(
+    args=args, model=model, model_parameters=model.parameters(), config=config
+)
 for step in range(12):
     if args.mode == "die" and rank == 1 and step == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -127,7 +129,11 @@ def test_base64_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("differ", "rank(s) 1 differ from rank 0 (compression.dp.forward: 'blockint(bits=4)' against 'blockint(bits=5)'"),
+        (
+            "differ",
+            "rank(s) 1 differ from rank 0 "
+            "(compression.dp.forward: 'blockint(bits=4)' against 'blockint(bits=5)'",
+        ),
         ("missing", "rank(s) 1 differ from rank 0"),
     ],
 )  # fmt: skip

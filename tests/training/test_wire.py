@@ -87,12 +87,17 @@ def config(stage: int, block: dict[str, Any] | None) -> dict[str, Any]:
 def namespace() -> list[str]:
     """The command that enters a fresh network namespace."""
     for command in (["unshare", "--net"], ["unshare", "--map-root-user", "--net"]):
-        if shutil.which("unshare") and not subprocess.run([*command, "true"], check=False).returncode:
+        if (
+            shutil.which("unshare")
+            and not subprocess.run([*command, "true"], check=False).returncode
+        ):
             return command
     pytest.skip("network namespaces are not permitted here")
 
 
-def measure(namespace: list[str], stage: int, block: dict[str, Any] | None) -> list[dict[str, float]]:
+def measure(
+    namespace: list[str], stage: int, block: dict[str, Any] | None
+) -> list[dict[str, float]]:
     arguments = json.dumps(config(stage, block))
     result = subprocess.run(
         [*namespace, sys.executable, "-m", "tests.training.test_wire", arguments],
