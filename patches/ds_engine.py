@@ -21,6 +21,7 @@ from torch import Tensor
 from hybridcomp.channels import NAME, Channel, channels_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import native
+from hybridcomp.errors import SeamError
 from hybridcomp.feedback import Piece
 from hybridcomp.patching import Seam
 
@@ -100,16 +101,32 @@ def reduce(
 
 
 def pieces_of(engine: Any, bucket: Sequence[Tensor]) -> list[Piece]:
-    """Which parameters the gradients of a bucket belong to, found by their storage.
+    """Which parameters the gradients of a bucket belong to, found by where they start in memory.
 
-    BF16_Optimizer reduces fp32 copies, which it hangs on the parameters as ``_hp_grad``.
+    A gradient of stage 0 is one parameter's. BF16_Optimizer reduces one flat buffer for each group
+    of parameters, padded at its end.
     """
-    names: dict[int, str] = {}
+    found: dict[int, list[Piece]] = {}
     for parameter in engine.module.parameters():
-        for grad in (parameter.grad, getattr(parameter, "_hp_grad", None)):
-            if grad is not None:
-                names[grad.data_ptr()] = getattr(parameter, NAME)
-    return [Piece(names[grad.data_ptr()], 0, grad.numel()) for grad in bucket]
+        if parameter.grad is not None:
+            found[parameter.grad.data_ptr()] = [_whole(parameter)]
+    groups = getattr(engine.optimizer, "bf16_groups", ())
+    buffers = getattr(engine.optimizer, "fp32_groups_gradients_flat", ())
+    for group, flat in zip(groups, buffers, strict=True):
+        pieces = [_whole(parameter) for parameter in group]
+        padding = flat.numel() - sum(piece.numel for piece in pieces)
+        found[flat.data_ptr()] = [*pieces, Piece("", 0, padding)] if padding else pieces
+    missing = [tuple(grad.shape) for grad in bucket if grad.data_ptr() not in found]
+    if missing:
+        raise SeamError(
+            f"{ALLREDUCE_BUCKET}: gradients of shapes {missing} belong to no parameter of the "
+            'engine; set "error_feedback": false under compression.dp'
+        )
+    return [piece for grad in bucket for piece in found[grad.data_ptr()]]
+
+
+def _whole(parameter: Any) -> Piece:
+    return Piece(getattr(parameter, NAME), 0, parameter.numel())
 
 
 PATCHES = ((ALLREDUCE_BUCKET, make_allreduce_bucket),)

@@ -3,11 +3,11 @@
 Seams:
 
 * stages 1 and 2 and BF16_Optimizer, after the step: ``all_gather_into_tensor_dp_groups`` in
-  ``runtime.utils``. Its caller ``all_gather_dp_groups`` looks it up there, and is itself imported by
-  name in four places.
+  ``runtime.utils``. Its caller ``all_gather_dp_groups`` looks it up there, and is itself imported
+  by name in four places.
 * stage 3, for every forward and backward: ``_dist_allgather_fn`` in ``partition_parameters``, a
-  module global behind closures that no patch reaches. ``__all_gather_params_`` of the coordinator is
-  wrapped to tell whose parameters are fetched for training.
+  module global behind closures that no patch reaches. ``__all_gather_params_`` of the coordinator
+  is wrapped to tell whose parameters are fetched for training.
 
 Every rank, the owner included, computes with what the same bytes decode to. The fp32 master weights
 of the optimizer are a copy of their own at every stage and stay exact, so errors do not add up.
@@ -21,11 +21,12 @@ where the module's weights are gathered natively for ``save_checkpoint`` and enc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -57,6 +58,12 @@ FETCH = Seam(
 #: attributes of the optimizers that hold the flat groups which are gathered after a step
 FLAT_GROUPS = ("bit16_groups_flat", "bf16_groups_flat")
 
+#: elements of one gather after a step: bounds the memory for encoded bytes, which upstream's single
+#: call for all parameters of a group does not need
+GATHER_NUMEL = 1 << 27
+#: chunks of a shard start at multiples of this: no codec block or segment is cut
+CHUNK_ALIGN = 4096
+
 #: the channel whose parameters are being fetched (stage 3)
 _fetching: ContextVar[Channel | None] = ContextVar("hybridcomp_fetch", default=None)
 
@@ -81,16 +88,24 @@ def make_all_gather_into_tensor_dp_groups(original: Callable[..., None]) -> Call
 
 
 def _gather(channel: Channel, flat: Tensor, partitions: Sequence[Tensor], group: Any) -> bool:
-    """Gather ``flat`` from this rank's partition, which is a view of it; False: left to upstream."""
-    shard = partitions[dist.get_rank(group)]
-    raw_nbytes = native.all_gather_nbytes(shard.numel(), shard.dtype, dist.get_world_size(group))
+    """Gather ``flat`` from this rank's partition, a view of it; False: left to upstream."""
+    flat = flat.detach()
+    world_size = dist.get_world_size(group)
+    shard = partitions[dist.get_rank(group)].detach()
     codec = channel.codec(flat.numel(), flat.dtype, group)
     if codec is None:
-        channel.native(raw_nbytes)
+        channel.native(native.all_gather_nbytes(shard.numel(), shard.dtype, world_size))
         return False
-    channel.all_gather(
-        shard.detach(), flat.detach(), codec, group, raw_nbytes=raw_nbytes
-    ).wait()
+    chunk = max(1, GATHER_NUMEL // world_size // CHUNK_ALIGN) * CHUNK_ALIGN
+    for part, place in zip(
+        shard.split(chunk), flat.view(world_size, -1).split(chunk, 1), strict=True
+    ):
+        whole = part.numel() == shard.numel()
+        out = flat if whole else flat.new_empty(world_size * part.numel())
+        raw_nbytes = native.all_gather_nbytes(part.numel(), part.dtype, world_size)
+        channel.all_gather(part, out, codec, group, raw_nbytes=raw_nbytes).wait()
+        if not whole:
+            place.copy_(out.view(world_size, -1))
     return True
 
 
@@ -98,21 +113,40 @@ def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]
     """Say whose parameters are fetched for training."""
 
     @functools.wraps(original)
-    def __all_gather_params_(
-        self: Any, params: Any, forward: bool, quantize: bool = False
-    ) -> None:
+    def __all_gather_params_(self: Any, params: Any, forward: bool, quantize: bool = False) -> None:
         channels = next((found for p in params if (found := channels_of(p)) is not None), None)
         if channels is None:
             original(self, params, forward, quantize)
             return
-        persistent = [param for param in params if param.ds_persist]
-        with _fetch(channels["zero"], suspended=True):
-            if persistent:
+        channel = channels["zero"]
+        persistent = [p for p in params if p.ds_persist] if channel.active else []
+        if channel.active:
+            _zero_padding(self, params)
+        if persistent:
+            with _fetch(channel, suspended=True):
                 original(self, persistent, forward, quantize)
-        with _fetch(channels["zero"], suspended=False):
-            original(self, [p for p in params if not p.ds_persist], forward, quantize)
+            params = [p for p in params if not p.ds_persist]
+        with _fetch(channel, suspended=False):
+            original(self, params, forward, quantize)
 
     return __all_gather_params_
+
+
+def _zero_padding(coordinator: Any, params: Iterable[Any]) -> None:
+    """Zero what upstream left uninitialized behind the end of a parameter in its last partitions.
+
+    It shares codec blocks with real values, and never means anything. Done before every fetch, as
+    optimizer steps and checkpoints bring it back; on the stream that is about to read it.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    stream = coordinator._PartitionedParameterCoordinator__allgather_stream
+    with get_accelerator().stream(stream), torch.no_grad():
+        for param in params:
+            start = param.ds_tensor.ds_numel * dist.get_rank(param.ds_process_group)
+            filled = max(0, param.ds_numel - start)
+            if filled < param.ds_tensor.ds_numel:
+                param.ds_tensor[filled:].zero_()
 
 
 @contextmanager
@@ -126,7 +160,7 @@ def _fetch(channel: Channel, suspended: bool) -> Iterator[None]:
 
 
 def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather encoded; ``wait()`` of what is returned decodes, which upstream calls before reading."""
+    """Gather encoded; ``wait()`` decodes, which upstream calls before it reads."""
 
     @functools.wraps(original)
     def _dist_allgather_fn(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
@@ -141,8 +175,15 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
         if codec is None:
             channel.native(raw_nbytes)
             return original(input_tensor, output_tensor, group)
+        # the modules' parameters are sets, so ranks wait in different orders: no handle may send
+        # anything in wait(), as that of a variable-size codec would after its sizes
         return channel.all_gather(
-            shard.view(-1), out.view(-1), codec, group, raw_nbytes=raw_nbytes, async_op=True
+            shard.view(-1),
+            out.view(-1),
+            codec,
+            group,
+            raw_nbytes=raw_nbytes,
+            async_op=codec.fixed_size,
         )
 
     return _dist_allgather_fn

@@ -7,7 +7,8 @@ has divided and chosen the stream, and is wrapped only to tell where the bucket 
 
 Native, and counted in ``allreduce_bucket`` and ``gradient_reduction_w_predivide``: whatever comes
 there on another path (``reduce_scatter: false``, ``use_multi_rank_bucket_allreduce: false``,
-``contiguous_gradients: false``); the check of the config has refused or announced those.
+``contiguous_gradients: false``). The check of the config has refused or announced those; a path
+that it does not know is refused there.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from hybridcomp.channels import NAME, Channel, channels_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import OwnedRange, native
+from hybridcomp.errors import ConfigError
 from hybridcomp.feedback import Piece, cut
 from hybridcomp.patching import Seam
 
@@ -59,6 +61,8 @@ PREDIVIDE = Seam(
 
 #: where the bucket that is being averaged starts in its storage
 _start: ContextVar[int | None] = ContextVar("hybridcomp_bucket_start", default=None)
+#: whether upstream reduces a bucket because it has no codec
+_declined: ContextVar[bool] = ContextVar("hybridcomp_bucket_declined", default=False)
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,19 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
         channels = channels_of(self)
         codec = channels and channels["dp"].codec(numel, dtype, group)
         if channels is None or codec is None:
-            original(
-                self, bucket, communication_data_type, numel_per_bucket, log, divide, process_group
-            )
+            token = _declined.set(True)
+            try:
+                original(
+                    self,
+                    bucket,
+                    communication_data_type,
+                    numel_per_bucket,
+                    log,
+                    divide,
+                    process_group,
+                )
+            finally:
+                _declined.reset(token)
             return
         # 1
         flat = _flatten(slices)
@@ -121,12 +135,14 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
         if divide and self.gradient_average:
             flat = flat / (dist.get_world_size(group) / float(self.sequence_parallel_size))
         # 2
-        sums = _reduce(channels["dp"], flat, slices, codec, group, dtype, self, communication_data_type)
+        sums = _reduce(
+            channels["dp"], flat, slices, codec, group, dtype, self, communication_data_type
+        )
         # 3
         rank = dist.get_rank(group)
         owned = [part for part in slices if rank in part.ranks]
         for part, total in zip(owned, sums, strict=True):
-            reduced = total.to(part.values.dtype) if codec.lossless else total
+            reduced = total.to(dtype) if codec.lossless else total
             if part.output is not None:
                 part.output.add_(reduced.to(part.output.dtype))
             part.values.copy_(reduced)
@@ -151,11 +167,13 @@ def _reduce(
         position += part.values.numel()
     raw_nbytes = native.all_reduce_nbytes(flat.numel(), dtype, dist.get_world_size(group))
     pieces = _pieces(optimizer, bucket_dtype, slices) if channel.error_feedback else None
-    return channel.reduce_to_owners(flat, ranges, codec, group, raw_nbytes=raw_nbytes, pieces=pieces)
+    return channel.reduce_to_owners(
+        flat, ranges, codec, group, raw_nbytes=raw_nbytes, pieces=pieces
+    )
 
 
 def _slice(element: Sequence[Any]) -> Slice:
-    """An element of upstream's bucket: (ranks, slice) before 0.19.8, (ranks, slice, output) since."""
+    """An element of upstream's bucket: (ranks, slice), since 0.19.8 (ranks, slice, output)."""
     ranks, values = element[0], element[1]
     owners = tuple(sorted(ranks)) if isinstance(ranks, frozenset) else (int(ranks),)
     return Slice(owners, values.view(-1), element[2] if len(element) > 2 else None)
@@ -216,7 +234,7 @@ def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tens
         group = self.dp_process_group if process_group is None else process_group
         dtype = torch.float32 if self.sequence_parallel_size > 1 else communication_data_type
         numel = sum(tensor.numel() for tensor in bucket)
-        _count(self, numel, dtype, group, to_one=rank is not None)
+        _count(self, ALLREDUCE_BUCKET, numel, dtype, group, to_one=rank is not None)
         return original(self, bucket, communication_data_type, rank, log, divide, process_group)
 
     return allreduce_bucket
@@ -229,19 +247,31 @@ def make_gradient_reduction_w_predivide(original: Callable[..., Tensor]) -> Call
     def gradient_reduction_w_predivide(
         self: Any, tensor: Tensor, communication_data_type: torch.dtype
     ) -> Tensor:
-        _count(self, tensor.numel(), communication_data_type, self.dp_process_group, to_one=False)
+        numel, group = tensor.numel(), self.dp_process_group
+        _count(self, PREDIVIDE, numel, communication_data_type, group, to_one=False)
         return original(self, tensor, communication_data_type)
 
     return gradient_reduction_w_predivide
 
 
-def _count(optimizer: Any, numel: int, dtype: torch.dtype, group: Any, to_one: bool) -> None:
+def _count(
+    optimizer: Any, seam: Seam, numel: int, dtype: torch.dtype, group: Any, to_one: bool
+) -> None:
+    """Write a native reduction down; ConfigError where the user was promised a compressed one."""
     channels = channels_of(optimizer)
-    if channels is not None:
-        world_size = dist.get_world_size(group)
-        nbytes = native.all_reduce_nbytes(numel, dtype, world_size)
-        # a reduce to one rank moves each rank's share once instead of twice
-        channels["dp"].native(nbytes // 2 if to_one else nbytes)
+    if channels is None:
+        return
+    channel, strict = channels["dp"], channels.config.on_unsupported == "error"
+    if strict and not _declined.get() and channel.codec(numel, dtype, group) is not None:
+        raise ConfigError(
+            "compression.dp",
+            f"gradients in {seam.qualname}",
+            "this configuration of ZeRO reduces gradients on a path without a seam; remove what "
+            'leads there, or set "dp": "none", or set "on_unsupported": "native"',
+        )
+    nbytes = native.all_reduce_nbytes(numel, dtype, dist.get_world_size(group))
+    # a reduce to one rank moves each rank's share once instead of twice
+    channel.native(nbytes // 2 if to_one else nbytes)
 
 
 PATCHES = (

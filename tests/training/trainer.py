@@ -1,0 +1,192 @@
+"""Tiny data-parallel trainings, for the tests of the ZeRO seams.
+
+``run(jobs)`` is to be called on every rank: importing DeepSpeed takes longer than all of these
+trainings, so one launch does many of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, HIDDEN = 24, 53
+#: smaller than the largest parameter, so that there are several buckets, and one parameter alone
+BUCKET = 2000
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training. ``block`` is the compression block, None runs unpatched."""
+
+    stage: int = 0
+    dtype: str = "fp32"
+    bf16_optimizer: bool = False
+    accumulation: int = 1
+    steps: int = 50
+    lr: float = 1e-2
+    zero: dict[str, Any] = field(default_factory=dict)  # further keys of zero_optimization
+    ds_json: dict[str, Any] = field(default_factory=dict)  # further keys of the ds_config
+    block: dict[str, Any] | None = None
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    losses: list[float]
+    digests: dict[str, str]  # of the bytes of the exact parameters, by name
+    skipped: list[bool]  # by step: the optimizer step was skipped
+    #: dimension -> (messages, native messages, raw bytes, wire bytes)
+    ledger: dict[str, tuple[int, int, int, int]]
+    residual: float  # norm of the error-feedback residuals
+
+
+class Tiny(nn.Module):
+    """Odd sizes, a normalization, biases, a parameter of one element and one larger than a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.middle = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.outer = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.inner(values)))
+        hidden = hidden + torch.tanh(self.middle(hidden)) * self.scale
+        result: Tensor = self.outer(hidden)
+        return result
+
+
+def batch(rank: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs and targets: a rotation of the inputs, bent a little."""
+    generator = torch.Generator().manual_seed(100_003 * rank + step)
+    values = torch.randn(8, WIDTH, generator=generator)
+    return values.to(dtype), torch.sin(values.roll(1, dims=1)).to(dtype)
+
+
+def ds_config(job: Job) -> dict[str, Any]:
+    """The ds_config of a job."""
+    zero = {
+        "stage": job.stage,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+        "stage3_param_persistence_threshold": 60,
+        "stage3_prefetch_bucket_size": 2000,
+        **job.zero,
+    }
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": job.accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": job.lr, "torch_adam": True}},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10_000,
+    }
+    if job.dtype != "fp32":
+        config[job.dtype] = {"enabled": True}
+    if job.bf16_optimizer:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if job.block is not None:
+        config["compression"] = job.block
+    return {**config, **job.ds_json}
+
+
+def make_engine(job: Job, model: nn.Module | None = None) -> Any:
+    """An engine on this rank, patched when the job has a block."""
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
+
+    import hybridcomp
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    _ = hybridcomp.uninstall() if job.block is None else hybridcomp.install()
+    torch.manual_seed(0)
+    model = Tiny() if model is None else model
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=ds_config(job)
+    )
+    return engine
+
+
+def train_step(engine: Any, job: Job, step: int, rank: int) -> float:
+    """All micro-batches of one optimizer step; the mean loss of this rank."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.dtype]
+    total = 0.0
+    for micro in range(job.accumulation):
+        values, targets = batch(rank, step * job.accumulation + micro, dtype)
+        loss = (engine(values) - targets).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        total += loss.item() / job.accumulation
+    return total
+
+
+def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
+    """Train; ``each(engine, step)`` is called after every step."""
+    import torch.distributed as dist
+
+    from hybridcomp.channels import channels_of
+
+    engine, rank = make_engine(job), dist.get_rank()
+    losses, skipped = [], []
+    for step in range(job.steps):
+        before = engine.skipped_steps
+        losses.append(train_step(engine, job, step, rank))
+        skipped.append(engine.skipped_steps != before)
+        if each is not None:
+            each(engine, step)
+    channels = channels_of(engine)
+    ledger, residual = {}, 0.0
+    if channels is not None:
+        for (dimension, _), entry in channels.ledger.interval.items():
+            if entry.messages:
+                row = (entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes)
+                ledger[dimension] = row
+        residual = channels.residuals.norm()
+    outcome = Outcome(losses, digests(engine), skipped, ledger, residual)
+    engine.destroy()
+    return outcome
+
+
+def parameters(engine: Any) -> dict[str, Tensor]:
+    """Copies of the whole parameters, by name; at stage 3 gathered exactly."""
+    from deepspeed import zero
+
+    found = dict(engine.module.named_parameters())
+    with zero.GatheredParameters(
+        list(found.values()), enabled=hasattr(engine.optimizer, "fp16_groups")
+    ):
+        return {name: parameter.detach().clone() for name, parameter in found.items()}
+
+
+def digests(engine: Any) -> dict[str, str]:
+    """Of the bytes of the parameters."""
+    return {name: digest(values) for name, values in parameters(engine).items()}
+
+
+def digest(tensor: Tensor) -> str:
+    """Of the bytes."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(bytes(data.tolist())).hexdigest()[:16]
+
+
+def run(jobs: Sequence[Job]) -> list[Outcome]:
+    """The outcomes of all jobs on this rank."""
+    return [train(job) for job in jobs]
+
+
+def final_loss(outcomes: Sequence[Outcome]) -> float:
+    """Mean over the ranks and the last ten steps."""
+    tails = [outcome.losses[-10:] for outcome in outcomes]
+    return math.fsum(map(math.fsum, tails)) / sum(map(len, tails))
