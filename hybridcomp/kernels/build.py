@@ -20,6 +20,8 @@ COMPILE_ARGS = [
     "-fno-trapping-math",
     "-fno-math-errno",
     "-fvisibility=hidden",
+    # vectors are passed to inlined functions only
+    "-Wno-psabi",
     "-g0",
 ]
 

@@ -1,6 +1,9 @@
-// CPU loops of blockint: one tile of 1024 values at a time, which stays in the L1 cache.
+// CPU loops of blockint: one tile of 1024 values at a time, which stays in the L1 cache. Whole tiles
+// of finite blocks run on eight lanes, everything else through the functions of blockint.h; the
+// bytes are the same, and tests compare both with one reference.
 #include "blockint.h"
 #include "cpu.h"
+#include "lanes.h"
 
 namespace hybridcomp {
 namespace blockint {
@@ -22,12 +25,46 @@ inline u32 finite_absmax(const u32* absmax, int blocks) {
     return largest;
 }
 
-// A block in the payload: only bytes are sure to be aligned.
-template <int BITS>
-HC_INLINE void store_words(const u32* words, u8* out) { memcpy(out, words, 4 * BITS); }
+template <int WIDTH, int SHIFT>
+HC_INLINE void pack_lanes(U8 levels, u8* out) {
+    fold<WIDTH>(((levels >> SHIFT) & field_mask<WIDTH>()) << field_shifts<WIDTH>(), out);
+}
 
+template <int WIDTH, int SHIFT>
+HC_INLINE U8 unpack_lanes(const u8* in) {
+    return ((repeat<WIDTH>(in) >> field_shifts<WIDTH>()) & field_mask<WIDTH>()) << SHIFT;
+}
+
+// encode_block for a finite block.
 template <int BITS>
-HC_INLINE void load_words(const u8* in, u32* words) { memcpy(words, in, 4 * BITS); }
+HC_INLINE void encode_lanes(const float* values, float inverse, u8* out) {
+    constexpr float magic = 12582912.0f + (float)(1 << (BITS - 1));
+    U8 levels = {};
+    for (int b = 0; b < 4; ++b) {
+        F8 scaled = load_lanes<F8>(values + 8 * b) * inverse;
+        levels |= ((U8)(scaled + magic) & 255u) << (8 * b);
+    }
+    if constexpr (BITS == 8) store_lanes(levels, out);
+    if constexpr ((BITS & 4) != 0) pack_lanes<4, BITS & 3>(levels, out);
+    if constexpr ((BITS & 2) != 0) pack_lanes<2, BITS & 1>(levels, out + 4 * (BITS & 4));
+    if constexpr ((BITS & 1) != 0) pack_lanes<1, 0>(levels, out + 4 * (BITS & 6));
+}
+
+// decode_block for a step that cannot overflow.
+template <int BITS, bool ADD>
+HC_INLINE void decode_lanes(const u8* in, float step, float* values) {
+    U8 levels = {};
+    if constexpr (BITS == 8) levels = load_lanes<U8>(in);
+    if constexpr ((BITS & 4) != 0) levels |= unpack_lanes<4, BITS & 3>(in);
+    if constexpr ((BITS & 2) != 0) levels |= unpack_lanes<2, BITS & 1>(in + 4 * (BITS & 4));
+    if constexpr ((BITS & 1) != 0) levels |= unpack_lanes<1, 0>(in + 4 * (BITS & 6));
+    for (int b = 0; b < 4; ++b) {
+        I8 level = (I8)((levels >> (8 * b)) & 255u) - (1 << (BITS - 1));
+        F8 value = __builtin_convertvector(level, F8) * step;
+        if (ADD) value += load_lanes<F8>(values + 8 * b);
+        store_lanes(value, values + 8 * b);
+    }
+}
 
 template <int BITS>
 void encode_nonfinite_tile(const float* values, const u32* absmax, int blocks, u8* levels,
@@ -36,7 +73,7 @@ void encode_nonfinite_tile(const float* values, const u32* absmax, int blocks, u
     for (int b = 0; b < blocks; ++b) {
         scales[b] = (u8)scale_code(absmax[b], base);
         encode_block<BITS>(values + b * BLOCK, scales[b], base, words);
-        store_words<BITS>(words, levels + b * 4 * BITS);
+        memcpy(levels + b * 4 * BITS, words, 4 * BITS);
     }
     *base_out = (u8)base;
 }
@@ -58,11 +95,8 @@ HC_INLINE void encode_tile(const float* values, int blocks, u8* levels, u8* scal
         inverse[b] = inverse_step<BITS>(absmax[b], base);
     }
     for (int b = 0; b < blocks; ++b) {
-        u32 words[WORDS], packed[BITS];
         scales[b] = (u8)absmax[b];
-        quantize_block<BITS>(values + b * BLOCK, inverse[b], words);
-        pack_levels<BITS>(words, packed);
-        store_words<BITS>(packed, levels + b * 4 * BITS);
+        encode_lanes<BITS>(values + b * BLOCK, inverse[b], levels + b * 4 * BITS);
     }
     *base_out = (u8)base;
 }
@@ -99,16 +133,14 @@ HC_INLINE void put_values(const float* values, int count, typename T::Stored* ou
 
 template <int BITS, class T, bool ADD>
 HC_INLINE void decode_tile(const u8* levels, const u8* scales, u32 base, typename T::Stored* out) {
-    float steps[TILE_BLOCKS];
+    constexpr bool in_place = sizeof(typename T::Stored) == 4;
+    float steps[TILE_BLOCKS], buffer[in_place ? 1 : TILE];
+    float* values = in_place ? (float*)out : buffer;
     for (int b = 0; b < TILE_BLOCKS; ++b) steps[b] = step_of<BITS>(scales[b], base);
     for (int b = 0; b < TILE_BLOCKS; ++b) {
-        u32 packed[BITS], words[WORDS];
-        float values[BLOCK];
-        load_words<BITS>(levels + b * 4 * BITS, packed);
-        unpack_levels<BITS>(packed, words);
-        dequantize_block<BITS>(words, steps[b], values);
-        put_values<T, ADD>(values, BLOCK, out + b * BLOCK);
+        decode_lanes<BITS, ADD>(levels + b * 4 * BITS, steps[b], values + b * BLOCK);
     }
+    if (!in_place) put_values<T, false>(buffer, TILE, out);
 }
 
 template <int BITS, class T, bool ADD>
@@ -128,7 +160,7 @@ HC_INLINE void decode_tiles(const u8* in, size_t numel, void* target, size_t beg
         for (size_t i = 0; i < count; i += BLOCK) {
             u32 packed[BITS];
             float values[BLOCK];
-            load_words<BITS>(levels + i / BLOCK * 4 * BITS, packed);
+            memcpy(packed, levels + i / BLOCK * 4 * BITS, 4 * BITS);
             decode_block<BITS>(packed, scales[i / BLOCK], base, values);
             put_values<T, ADD>(values, count - i < BLOCK ? (int)(count - i) : BLOCK, out + i);
         }

@@ -1,0 +1,65 @@
+// Eight 32-bit lanes, in the vector extensions that g++ and clang share: AVX2 where there is, two or
+// more narrower vectors elsewhere. CPU loops only; the codec headers stay plain C++.
+#pragma once
+
+#include "portable.h"
+
+// Nothing here is called across a library boundary, so how vectors are passed does not matter.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+namespace hybridcomp {
+
+typedef u32 U8 __attribute__((vector_size(32)));
+typedef i32 I8 __attribute__((vector_size(32)));
+typedef float F8 __attribute__((vector_size(32)));
+typedef u64 Q4 __attribute__((vector_size(32)));
+typedef u32 U4 __attribute__((vector_size(16)));
+
+template <class V>
+HC_INLINE V load_lanes(const void* bytes) {
+    V lanes;
+    __builtin_memcpy(&lanes, bytes, sizeof lanes);
+    return lanes;
+}
+
+template <class V>
+HC_INLINE void store_lanes(V lanes, void* bytes) { __builtin_memcpy(bytes, &lanes, sizeof lanes); }
+
+// WIDTH words, repeated until eight lanes are full.
+template <int WIDTH>
+HC_INLINE U8 repeat(const void* words) {
+    if constexpr (WIDTH == 4) {
+        U4 half = load_lanes<U4>(words);
+        return __builtin_shufflevector(half, half, 0, 1, 2, 3, 0, 1, 2, 3);
+    } else if constexpr (WIDTH == 2) {
+        u64 pair = load_lanes<u64>(words);
+        return (U8)Q4{pair, pair, pair, pair};
+    } else {
+        u32 word = load_lanes<u32>(words);
+        return U8{word, word, word, word, word, word, word, word};
+    }
+}
+
+// The WIDTH words that are the OR of each WIDTH-th lane.
+template <int WIDTH>
+HC_INLINE void fold(U8 lanes, void* words) {
+    U4 half = __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3) |
+              __builtin_shufflevector(lanes, lanes, 4, 5, 6, 7);
+    if constexpr (WIDTH == 4) {
+        store_lanes(half, words);
+    } else if constexpr (WIDTH == 2) {
+        store_lanes((u64)(half[0] | half[2]) | (u64)(half[1] | half[3]) << 32, words);
+    } else {
+        store_lanes(half[0] | half[1] | half[2] | half[3], words);
+    }
+}
+
+// How far lane k is shifted in a field of WIDTH bits: lane k is word k / WIDTH of its repetition.
+template <int WIDTH>
+HC_INLINE U8 field_shifts() {
+    if constexpr (WIDTH == 4) return U8{0, 0, 0, 0, 4, 4, 4, 4};
+    if constexpr (WIDTH == 2) return U8{0, 0, 2, 2, 4, 4, 6, 6};
+    return U8{0, 1, 2, 3, 4, 5, 6, 7};
+}
+
+}  // namespace hybridcomp
