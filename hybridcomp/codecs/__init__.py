@@ -6,12 +6,13 @@ from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec, align
 from hybridcomp.codecs.blockint import BlockInt
 from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
 from hybridcomp.codecs.mpc import Mpc
+from hybridcomp.codecs.radix import Radix
 from hybridcomp.codecs.zfp import Zfp
 from hybridcomp.errors import CodecError
 
 #: every codec that a block may name
 CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Bf16, Fp16, Fp8, BlockInt, Zfp, Mpc)
+    codec.name: codec for codec in (Bf16, Fp16, Fp8, BlockInt, Radix, Zfp, Mpc)
 }
 
 
@@ -41,6 +42,7 @@ __all__ = [
     "Fp16",
     "Fp8",
     "Mpc",
+    "Radix",
     "Zfp",
     "align",
     "make_codec",

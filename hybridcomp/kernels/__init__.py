@@ -90,6 +90,37 @@ class Kernels(Protocol):
     ) -> None:
         """``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
 
+    def radix_encode(
+        self,
+        segment: int,
+        relative: bool,
+        bound: float,
+        dtype: int,
+        values: int,
+        numel: int,
+        out: int,
+        nbytes: int,
+        threads: int,
+        /,
+    ) -> int:
+        """Returns the bytes used; ``nbytes`` is the worst case. ``bound`` is a float32."""
+
+    def radix_decode(
+        self,
+        segment: int,
+        relative: bool,
+        bound: float,
+        dtype: int,
+        payload: int,
+        nbytes: int,
+        out: int,
+        numel: int,
+        add: bool,
+        threads: int,
+        /,
+    ) -> None:
+        """``dtype`` is that of ``out``; the payload says which one was encoded."""
+
 
 @lru_cache(maxsize=1)
 def _cpu_kernels() -> Kernels:

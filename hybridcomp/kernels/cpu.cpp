@@ -71,12 +71,38 @@ void mpc_decode(int dim, int dtype, uintptr_t payload, size_t nbytes, uintptr_t 
     mpc::decode(dim, dtype, bytes(payload), nbytes, values(out), numel, add, threads);
 }
 
+radix::Settings check_radix(int segment, bool relative, float bound, int dtype, size_t numel) {
+    require(segment >= 64 && segment <= 4096 && segment % 16 == 0, "segment is out of range");
+    require(bound > 0 && bound <= 3.4028234663852886e38f, "error bound is out of range");
+    require(numel <= 0xffffffffu, "the format counts 4-byte units in 32 bits");
+    check(dtype);
+    return {segment, relative, bound};
+}
+
+size_t radix_encode(int segment, bool relative, float bound, int dtype, uintptr_t in, size_t numel,
+                    uintptr_t out, size_t nbytes, int threads) {
+    radix::Settings settings = check_radix(segment, relative, bound, dtype, numel);
+    require(nbytes >= radix::wire_nbytes(numel, segment, dtype), "out is too short");
+    py::gil_scoped_release release;
+    return radix::encode(settings, dtype, values(in), numel, bytes(out), threads);
+}
+
+void radix_decode(int segment, bool relative, float bound, int dtype, uintptr_t payload,
+                  size_t nbytes, uintptr_t out, size_t numel, bool add, int threads) {
+    radix::Settings settings = check_radix(segment, relative, bound, dtype, numel);
+    check(dtype, add);
+    py::gil_scoped_release release;
+    radix::decode(settings, dtype, bytes(payload), nbytes, values(out), numel, add, threads);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
     m.def("cast", &bind_cast);
     m.def("mpc_encode", &mpc_encode);
     m.def("mpc_decode", &mpc_decode);
+    m.def("radix_encode", &radix_encode);
+    m.def("radix_decode", &radix_decode);
     bind_fixed<fp8_nbytes, fp8::encode, fp8::decode, 0, 1>(m, "fp8_encode", "fp8_decode");
     bind_fixed<blockint::wire_nbytes, blockint::encode, blockint::decode, 2, 8>(
         m, "blockint_encode", "blockint_decode");

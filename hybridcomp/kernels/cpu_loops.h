@@ -1,5 +1,5 @@
 // The loops that cpu.cpp binds. `dtype` is a Dtype; sizes and ranges were checked by the caller.
-// wire_nbytes is what encode writes, except for mpc, where it is the most that encode may write.
+// wire_nbytes is what encode writes; for codecs whose encode returns a size, the most it may write.
 #pragma once
 
 #include "cpu.h"
@@ -35,5 +35,21 @@ size_t encode(int dim, int dtype, const void* in, size_t numel, u8* out, int thr
 void decode(int dim, int dtype, const u8* in, size_t nbytes, void* out, size_t numel, bool add,
             int threads);
 }  // namespace mpc
+
+namespace radix {
+struct Settings {
+    int segment;  // a multiple of 16 from 64 to 4096
+    bool relative;
+    float bound;
+};
+size_t wire_nbytes(size_t numel, int segment, int dtype);
+// Returns the bytes used. May write anywhere in the wire_nbytes of `out`.
+size_t encode(const Settings& settings, int dtype, const void* in, size_t numel, u8* out,
+              int threads);
+// Throws std::invalid_argument on a payload that no encode made with these settings. `dtype` is that
+// of `out`; the payload knows the encoded one.
+void decode(const Settings& settings, int dtype, const u8* in, size_t nbytes, void* out,
+            size_t numel, bool add, int threads);
+}  // namespace radix
 
 }  // namespace hybridcomp
