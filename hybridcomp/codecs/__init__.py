@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec, align
 from hybridcomp.codecs.blockint import BlockInt
 from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
+from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.mpc import Mpc
 from hybridcomp.codecs.radix import Radix
 from hybridcomp.codecs.zfp import Zfp
@@ -12,7 +13,7 @@ from hybridcomp.errors import CodecError
 
 #: every codec that a block may name
 CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Bf16, Fp16, Fp8, BlockInt, Radix, Zfp, Mpc)
+    codec.name: codec for codec in (Bf16, Fp16, Fp8, BlockInt, Radix, Zfp, Mpc, ExpCode)
 }
 
 
@@ -39,6 +40,7 @@ __all__ = [
     "Bf16",
     "BlockInt",
     "Codec",
+    "ExpCode",
     "Fp16",
     "Fp8",
     "Mpc",

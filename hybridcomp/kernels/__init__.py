@@ -121,6 +121,16 @@ class Kernels(Protocol):
     ) -> None:
         """``dtype`` is that of ``out``; the payload says which one was encoded."""
 
+    def expcode_encode(
+        self, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
+    ) -> int:
+        """Returns the bytes used; ``nbytes`` is the worst case."""
+
+    def expcode_decode(
+        self, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool, threads: int, /
+    ) -> None:
+        """``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
+
 
 @lru_cache(maxsize=1)
 def _cpu_kernels() -> Kernels:

@@ -95,6 +95,26 @@ void radix_decode(int segment, bool relative, float bound, int dtype, uintptr_t 
     radix::decode(settings, dtype, bytes(payload), nbytes, values(out), numel, add, threads);
 }
 
+void check_expcode(int dtype, size_t numel) {
+    require(numel <= 0xffffffffu, "the format counts 4-byte units in 32 bits");
+    check(dtype);
+}
+
+size_t expcode_encode(int dtype, uintptr_t in, size_t numel, uintptr_t out, size_t nbytes,
+                      int threads) {
+    check_expcode(dtype, numel);
+    require(nbytes >= expcode::wire_nbytes(numel, dtype), "out is too short");
+    py::gil_scoped_release release;
+    return expcode::encode(dtype, values(in), numel, bytes(out), threads);
+}
+
+void expcode_decode(int dtype, uintptr_t payload, size_t nbytes, uintptr_t out, size_t numel,
+                    bool add, int threads) {
+    check_expcode(dtype, numel);
+    py::gil_scoped_release release;
+    expcode::decode(dtype, bytes(payload), nbytes, values(out), numel, add, threads);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
@@ -103,6 +123,8 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("mpc_decode", &mpc_decode);
     m.def("radix_encode", &radix_encode);
     m.def("radix_decode", &radix_decode);
+    m.def("expcode_encode", &expcode_encode);
+    m.def("expcode_decode", &expcode_decode);
     bind_fixed<fp8_nbytes, fp8::encode, fp8::decode, 0, 1>(m, "fp8_encode", "fp8_decode");
     bind_fixed<blockint::wire_nbytes, blockint::encode, blockint::decode, 2, 8>(
         m, "blockint_encode", "blockint_decode");

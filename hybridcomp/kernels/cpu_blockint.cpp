@@ -4,6 +4,7 @@
 #include "blockint.h"
 #include "cpu.h"
 #include "lanes.h"
+#include "level_lanes.h"
 
 namespace hybridcomp {
 namespace blockint {
@@ -25,16 +26,6 @@ inline u32 finite_absmax(const u32* absmax, int blocks) {
     return largest;
 }
 
-template <int WIDTH, int SHIFT>
-HC_INLINE void pack_lanes(U8 levels, u8* out) {
-    fold<WIDTH>(((levels >> SHIFT) & field_mask<WIDTH>()) << field_shifts<WIDTH>(), out);
-}
-
-template <int WIDTH, int SHIFT>
-HC_INLINE U8 unpack_lanes(const u8* in) {
-    return ((repeat<WIDTH>(in) >> field_shifts<WIDTH>()) & field_mask<WIDTH>()) << SHIFT;
-}
-
 // encode_block for a finite block.
 template <int BITS>
 HC_INLINE void encode_lanes(const float* values, float inverse, u8* out) {
@@ -44,20 +35,13 @@ HC_INLINE void encode_lanes(const float* values, float inverse, u8* out) {
         F8 scaled = load_lanes<F8>(values + 8 * b) * inverse;
         levels |= ((U8)(scaled + magic) & 255u) << (8 * b);
     }
-    if constexpr (BITS == 8) store_lanes(levels, out);
-    if constexpr ((BITS & 4) != 0) pack_lanes<4, BITS & 3>(levels, out);
-    if constexpr ((BITS & 2) != 0) pack_lanes<2, BITS & 1>(levels, out + 4 * (BITS & 4));
-    if constexpr ((BITS & 1) != 0) pack_lanes<1, 0>(levels, out + 4 * (BITS & 6));
+    pack_level_lanes<BITS>(levels, out);
 }
 
 // decode_block for a step that cannot overflow.
 template <int BITS, bool ADD>
 HC_INLINE void decode_lanes(const u8* in, float step, float* values) {
-    U8 levels = {};
-    if constexpr (BITS == 8) levels = load_lanes<U8>(in);
-    if constexpr ((BITS & 4) != 0) levels |= unpack_lanes<4, BITS & 3>(in);
-    if constexpr ((BITS & 2) != 0) levels |= unpack_lanes<2, BITS & 1>(in + 4 * (BITS & 4));
-    if constexpr ((BITS & 1) != 0) levels |= unpack_lanes<1, 0>(in + 4 * (BITS & 6));
+    U8 levels = unpack_level_lanes<BITS>(in);
     for (int b = 0; b < 4; ++b) {
         I8 level = (I8)((levels >> (8 * b)) & 255u) - (1 << (BITS - 1));
         F8 value = __builtin_convertvector(level, F8) * step;

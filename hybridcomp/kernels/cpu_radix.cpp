@@ -5,6 +5,7 @@
 #include "bitplanes.h"
 #include "cpu.h"
 #include "cpu_loops.h"
+#include "lanes.h"
 #include "radix.h"
 #include "shares.h"
 
@@ -41,7 +42,7 @@ struct Layout {
     Layout(size_t numel, size_t segment, size_t item) {
         size_t blocks = segment / BLOCK;
         tiles = ceil_div(numel, segment);
-        // mask, six planes, four bytes of alignment and four that the bit writer may touch
+        // mask, six planes, and eight bytes for alignment and what the bit writer may touch
         largest = (TILE_HEADER_BYTES + 7 * ceil_div(blocks, 8) + segment * item + 8 + 3) & ~size_t(3);
         offsets = HEADER_BYTES;
         data = offsets + 4 * tiles;
@@ -49,20 +50,41 @@ struct Layout {
     }
 };
 
+// What a dtype adds to encoding: `round` is T::load(T::store(x)) of finite lanes, and of an Inf
+// anything that is far from every value.
 template <class T>
 struct Narrow : T {
-    static constexpr bool NARROW = sizeof(typename T::Stored) == 2;
-    static constexpr u32 RAW_BITS = 8 * sizeof(typename T::Stored);
+    static constexpr bool NARROW = false;
+    static constexpr u32 RAW_BITS = 32;
+    HC_INLINE F8 round(F8 lanes) { return lanes; }
+    HC_INLINE float half(float limit, u32) { return limit; }
 };
 
-template <class T>
-float rounded_half(float limit, u32 absmax) { return limit; }
 template <>
-float rounded_half<BFloat16>(float limit, u32 absmax) { return rounded_limit(limit, absmax, 7, 1); }
+struct Narrow<BFloat16> : BFloat16 {
+    static constexpr bool NARROW = true;
+    static constexpr u32 RAW_BITS = 16;
+    HC_INLINE F8 round(F8 lanes) {
+        U8 magnitude = (U8)lanes & MAGNITUDE, sign = (U8)lanes & ~MAGNITUDE;
+        U8 rounded = (magnitude + 0x7fff + ((magnitude >> 16) & 1)) & 0xffff0000u;
+        return (F8)(sign | smaller(rounded, 0x7f7f0000u));
+    }
+    HC_INLINE float half(float limit, u32 absmax) { return rounded_limit(limit, absmax, 7, 1); }
+};
+
 template <>
-float rounded_half<Float16>(float limit, u32 absmax) {
-    return rounded_limit(limit, absmax, 10, 113);
-}
+struct Narrow<Float16> : Float16 {
+    static constexpr bool NARROW = true;
+    static constexpr u32 RAW_BITS = 16;
+    HC_INLINE F8 round(F8 lanes) {
+        U8 magnitude = (U8)lanes & MAGNITUDE, sign = (U8)lanes & ~MAGNITUDE;
+        U8 normal = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & ~0x1fffu;
+        U8 tiny = (U8)(((F8)magnitude + 0.5f) - 0.5f);
+        I8 small = (I8)magnitude < 0x38800000;
+        return (F8)(sign | (small ? tiny : smaller(normal, 0x477fe000u)));
+    }
+    HC_INLINE float half(float limit, u32 absmax) { return rounded_limit(limit, absmax, 10, 113); }
+};
 
 u32 class_of(u32 level, u32 last) {
     if (level < 128) return TABLES.of_level[level];
@@ -88,29 +110,61 @@ struct Tile {
     u32 words[MAX_TILE];     // of block b from 16 b on
 };
 
+// quantize and pack_digits for a class of four words.
+template <class T>
+HC_INLINE bool encode_quad(const float* values, Step step, u32 levels, u32* words) {
+    U8 digits[2];
+    I8 limit = (I8){} + (i32)float_bits(step.limit), failed = {};
+    for (int h = 0; h < 2; ++h) {
+        F8 in = load_lanes<F8>(values + 8 * h);
+        F8 rounded = in * step.inverse + ROUND;
+        digits[h] = (U8)rounded + (levels / 2 - ROUND_BITS);
+        F8 decoded = (rounded - ROUND) * step.step;
+        failed |= ((I8)(decoded - in) & (i32)MAGNITUDE) >= limit;
+        if (Narrow<T>::NARROW) {
+            failed |= ((I8)(Narrow<T>::round(decoded) - in) & (i32)MAGNITUDE) >= limit;
+        }
+    }
+    U8 low = __builtin_shufflevector(digits[0], digits[1], 0, 1, 2, 3, 8, 9, 10, 11);
+    U8 high = __builtin_shufflevector(digits[0], digits[1], 4, 5, 6, 7, 12, 13, 14, 15);
+    U8 pairs = low + high * levels;
+    store_lanes(__builtin_shufflevector(pairs, pairs, 0, 1, 2, 3) +
+                    __builtin_shufflevector(pairs, pairs, 4, 5, 6, 7) * (levels * levels),
+                words);
+    return none(failed);
+}
+
 template <class T>
 HC_INLINE bool encode_block(const float* values, Step step, const Class& cls, u32* words) {
+    if (cls.words == 4) return encode_quad<T>(values, step, cls.levels, words);
     u32 digits[BLOCK];
     u32 worst = quantize<Narrow<T>>(values, step, cls.levels / 2, digits);
     pack_digits(digits, cls, words);
     return worst < float_bits(step.limit);
 }
 
+HC_INLINE u32 block_absmax(const float* values) {
+    I8 a = load_lanes<I8>(values) & (i32)MAGNITUDE, b = load_lanes<I8>(values + 8) & (i32)MAGNITUDE;
+    I8 largest = a > b ? a : b;
+    I4 x = __builtin_shufflevector(largest, largest, 0, 1, 2, 3);
+    I4 y = __builtin_shufflevector(largest, largest, 4, 5, 6, 7);
+    x = x > y ? x : y;
+    y = __builtin_shufflevector(x, x, 2, 3, 0, 1);
+    x = x > y ? x : y;
+    return (u32)(x[0] > x[1] ? x[0] : x[1]);
+}
+
 template <class T>
 HC_INLINE Step prepare(const float* values, u32 blocks, float bound, bool relative, Tile& tile) {
     u32 largest = 0;
     for (u32 b = 0; b < blocks; ++b) {
-        u32 absmax = 0;
-        for (int i = 0; i < BLOCK; ++i) {
-            u32 magnitude = magnitude_bits(values[b * BLOCK + i]);
-            absmax = magnitude > absmax ? magnitude : absmax;
-        }
+        u32 absmax = block_absmax(values + b * BLOCK);
         tile.absmax[b] = absmax;
         largest = absmax > largest ? absmax : largest;
     }
     if (largest >= INF_BITS) largest = finite_absmax(values, blocks * BLOCK);
     float limit = error_limit(bound, relative, largest);
-    return make_step(limit, rounded_half<T>(limit, largest), largest);
+    return make_step(limit, Narrow<T>::half(limit, largest), largest);
 }
 
 template <class T>
@@ -172,28 +226,38 @@ u8* write_head(const Tile& tile, u32 blocks, float step, u8* out) {
     return write_planes(fields, count, bits_of(span + mixed), out);
 }
 
-// Touches up to four bytes beyond what it returns.
-u8* write_words(const Tile& tile, u32 blocks, u32 raw_bits, u8* out) {
-    u64 pending = 0;
-    u32 fill = 0;  // below 32
+// Bits to bytes, lowest first. Touches up to eight bytes beyond what was put.
+struct BitWriter {
+    u8* out;
+    u64 pending;
+    u32 fill;  // below 8
+    // `count` bits, at most 56.
+    HC_INLINE void put(BitWriter& to, u64 bits, u32 count) {
+        to.pending |= bits << to.fill;
+        to.fill += count;
+        store_u64(to.pending, to.out);
+        to.out += to.fill >> 3;
+        to.pending >>= to.fill & ~7u;
+        to.fill &= 7;
+    }
+};
+
+HC_INLINE u8* write_words(const Tile& tile, u32 blocks, u32 raw_bits, u8* out) {
+    BitWriter to = {out, 0, 0};
     for (u32 b = 0; b < blocks; ++b) {
         if (!tile.present[b]) continue;
         u32 c = tile.classes[b], bits = class_bits(c, raw_bits), count = class_words(c);
         const u32* words = tile.words + b * BLOCK;
-        for (u32 j = 0; j < count; ++j) {
-            pending |= (u64)words[j] << fill;
-            fill += bits;
-            u32 low = (u32)pending;
-            memcpy(out, &low, 4);
-            u32 full = fill >> 5;
-            out += 4 * full;
-            pending >>= 32 * full;
-            fill &= 31;
+        if (bits <= 28) {
+            for (u32 j = 0; j < count; j += 2) {
+                BitWriter::put(to, words[j] | (u64)words[j + 1] << bits, 2 * bits);
+            }
+        } else {
+            for (u32 j = 0; j < count; ++j) BitWriter::put(to, words[j], bits);
         }
     }
-    memset(out, 0, 4);
-    memcpy(out, &pending, (fill + 7) / 8);
-    return out + (fill + 7) / 8;
+    store_u64(to.pending, to.out);
+    return to.out + (to.fill != 0);
 }
 
 template <class T>
@@ -229,13 +293,15 @@ HC_INLINE size_t encode_share(const Source& from, size_t begin, size_t end, u8* 
         Stored padded[MAX_TILE];
         float widened[MAX_TILE];
         if (count % BLOCK) {
-            memset(padded, 0, blocks * BLOCK * sizeof(Stored));
+            for (u32 i = count; i < blocks * BLOCK; ++i) padded[i] = 0;
             memcpy(padded, source, count * sizeof(Stored));
             source = padded;
         }
         const float* values = (const float*)source;
         if (sizeof(Stored) == 2) {
-            for (u32 i = 0; i < blocks * BLOCK; ++i) widened[i] = T::load(source[i]);
+            for (u32 b = 0; b < blocks; ++b) {
+                for (u32 i = b * BLOCK; i < (b + 1) * BLOCK; ++i) widened[i] = T::load(source[i]);
+            }
             values = widened;
         }
         u32 offset = (u32)((out - start) / 4);
@@ -298,16 +364,48 @@ HC_INLINE float widen(u32 word, int dtype) {
     return dtype == (int)Dtype::fp16 ? fp16_to_float((u16)word) : bits_float(word);
 }
 
+// read_words, unpack_digits and dequantize for a class of four words.
+HC_INLINE void decode_quad(const u8* data, u32 position, u32 bits, const Class& cls, float step,
+                           float* values) {
+    u32 words[4], halves[8];
+    if (bits <= 28) {
+        u32 mask = (1u << bits) - 1, next = position + 2 * bits;
+        u64 first = load_u64(data + (position >> 3)) >> (position & 7);
+        u64 second = load_u64(data + (next >> 3)) >> (next & 7);
+        words[0] = (u32)first & mask;
+        words[1] = (u32)(first >> bits) & mask;
+        words[2] = (u32)second & mask;
+        words[3] = (u32)(second >> bits) & mask;
+    } else {
+        read_words(data, position, bits, 4, words);
+    }
+    for (int j = 0; j < 4; ++j) {
+        halves[4 + j] = divide(words[j], cls);
+        halves[j] = words[j] - halves[4 + j] * cls.divisor;
+    }
+    U8 both = load_lanes<U8>(halves);
+    U8 odd = (both * small_inverse(cls.levels)) >> 24;
+    U8 even = both - odd * cls.levels;
+    F8 low = __builtin_convertvector((I8)(even - cls.levels / 2), F8) * step;
+    F8 high = __builtin_convertvector((I8)(odd - cls.levels / 2), F8) * step;
+    store_lanes(__builtin_shufflevector(low, high, 0, 1, 2, 3, 8, 9, 10, 11), values);
+    store_lanes(__builtin_shufflevector(low, high, 4, 5, 6, 7, 12, 13, 14, 15), values + 8);
+}
+
 HC_INLINE void decode_block(const u8* data, u32 position, u32 c, int dtype, float step,
                             float* values) {
     u32 words[BLOCK], digits[BLOCK];
     u32 bits = class_bits(c, dtype == 0 ? 32 : 16);
+    const Class& cls = TABLES.classes[c];
+    if (c < FIRST_PAIR) {
+        decode_quad(data, position, bits, cls, step, values);
+        return;
+    }
     read_words(data, position, bits, class_words(c), words);
     if (c == RAW) {
         for (int i = 0; i < BLOCK; ++i) values[i] = widen(words[i], dtype);
         return;
     }
-    const Class& cls = TABLES.classes[c];
     unpack_digits(words, cls, digits);
     for (int i = 0; i < BLOCK; ++i) values[i] = dequantize(digits[i], cls.levels / 2, step);
 }
@@ -385,16 +483,6 @@ Decode* const DECODE[3] = {decode_Fp32, decode_BFloat16, decode_Float16};
 
 size_t item_size(int dtype) { return dtype == (int)Dtype::fp32 ? 4 : 2; }
 
-struct Header {
-    u32 magic;
-    u8 version, dtype, mode, zero;
-    u64 numel;
-    u32 segment;
-    float bound;
-    u32 length, reserved;
-};
-static_assert(sizeof(Header) == HEADER_BYTES, "the header is 32 bytes");
-
 }  // namespace
 
 size_t wire_nbytes(size_t numel, int segment, int dtype) {
@@ -413,8 +501,8 @@ size_t encode(const Settings& settings, int dtype, const void* in, size_t numel,
         [&](size_t begin, size_t end, u8* to, u8* offsets) {
             return loop(from, begin, end, to, offsets);
         });
-    Header header = {MAGIC, (u8)VERSION, (u8)dtype, (u8)!settings.relative, 0, numel, (u32)segment,
-                     settings.bound, (u32)(total / 4), 0};
+    TileHeader header = {MAGIC, (u8)VERSION, (u8)dtype, (u8)!settings.relative, 0, numel,
+                         (u32)segment, settings.bound, (u32)(total / 4), 0};
     memcpy(out, &header, sizeof header);
     size_t used = layout.data + total, nbytes = align16(used + TAIL_BYTES);
     pad(out, used, nbytes);
@@ -424,25 +512,19 @@ size_t encode(const Settings& settings, int dtype, const void* in, size_t numel,
 void decode(const Settings& settings, int dtype, const u8* in, size_t nbytes, void* out,
             size_t numel, bool add, int threads) {
     if (numel == 0) return;
-    Header header;
-    require(nbytes >= sizeof header, "payload is too short");
-    memcpy(&header, in, sizeof header);
-    require(header.magic == MAGIC, "payload is not one of radix");
-    require(header.version == VERSION, "payload has another version of the format");
-    require(header.numel == numel, "payload holds another number of values");
-    require(header.dtype <= (u8)Dtype::fp16, "payload has an unknown dtype");
-    require(header.segment == (u32)settings.segment && header.bound == settings.bound &&
+    TileHeader header = read_header(in, nbytes, MAGIC, VERSION, numel);
+    require(header.tile == (u32)settings.segment && header.bound == settings.bound &&
                 header.mode == (u8)!settings.relative,
             "payload was encoded with other settings");
-    Layout layout(numel, header.segment, 4);
+    Layout layout(numel, header.tile, 4);
     size_t total = (size_t)header.length * 4;
     require(nbytes >= layout.data + TAIL_BYTES && nbytes - layout.data - TAIL_BYTES >= total,
             "payload is too short for its tiles");
     Target to = {in + layout.offsets, in + layout.data, total,        layout.tiles,
-                 numel,               header.segment,   header.dtype, out};
+                 numel,               header.tile,   header.dtype, out};
     Decode* loop = add ? add_Fp32 : DECODE[dtype];
     std::atomic<bool> good{true};
-    parallel_ranges(layout.tiles, header.segment, threads, [&](size_t begin, size_t end) {
+    parallel_ranges(layout.tiles, header.tile, threads, [&](size_t begin, size_t end) {
         if (!loop(to, begin, end)) good = false;
     });
     require(good, "a tile is damaged");

@@ -14,6 +14,7 @@ typedef i32 I8 __attribute__((vector_size(32)));
 typedef float F8 __attribute__((vector_size(32)));
 typedef u64 Q4 __attribute__((vector_size(32)));
 typedef u32 U4 __attribute__((vector_size(16)));
+typedef i32 I4 __attribute__((vector_size(16)));
 
 template <class V>
 HC_INLINE V load_lanes(const void* bytes) {
@@ -24,6 +25,18 @@ HC_INLINE V load_lanes(const void* bytes) {
 
 template <class V>
 HC_INLINE void store_lanes(V lanes, void* bytes) { __builtin_memcpy(bytes, &lanes, sizeof lanes); }
+
+// Lanes and limit below 2^31.
+HC_INLINE U8 smaller(U8 lanes, u32 limit) {
+    U8 limits = (U8){} + limit;
+    return (I8)lanes < (I8)limits ? lanes : limits;
+}
+
+// Whether every lane is zero.
+HC_INLINE bool none(I8 lanes) {
+    Q4 words = (Q4)lanes;
+    return ((words[0] | words[1]) | (words[2] | words[3])) == 0;
+}
 
 // WIDTH words, repeated until eight lanes are full.
 template <int WIDTH>

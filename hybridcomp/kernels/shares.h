@@ -9,6 +9,30 @@
 
 namespace hybridcomp {
 
+// How a message of tiles begins; what a codec has no use for is zero.
+struct TileHeader {
+    u32 magic;
+    u8 version, dtype, mode, zero;
+    u64 numel;
+    u32 tile;
+    float bound;
+    u32 length;  // of all tiles, in units of 4 bytes
+    u32 reserved;
+};
+static_assert(sizeof(TileHeader) == 32, "the header is 32 bytes");
+
+// Checks what does not depend on the codec's settings.
+inline TileHeader read_header(const u8* in, size_t nbytes, u32 magic, u32 version, size_t numel) {
+    TileHeader header;
+    require(nbytes >= sizeof header, "payload is too short");
+    memcpy(&header, in, sizeof header);
+    require(header.magic == magic, "payload is not one of this codec");
+    require(header.version == version, "payload has another version of the format");
+    require(header.numel == numel, "payload holds another number of values");
+    require(header.dtype <= (u8)Dtype::fp16, "payload has an unknown dtype");
+    return header;
+}
+
 // `encode_share(begin, end, out, offsets)` writes tiles begin..end from `out` on, offsets[t] =
 // where tile t begins, in units of 4 bytes from `out`, and returns the bytes used, a multiple of 4.
 // Returns the bytes of all tiles.
