@@ -35,6 +35,10 @@ def monitored(folder: str, wandb: bool) -> None:
         "ledger": {"jsonl": f"{folder}/ledger.jsonl", "sample_every": 1},
     }
     train(make_engine(1, block=block, **extra), 0, 6, dist.get_rank())
+    if wandb and dist.get_rank() == 0:
+        import wandb as wandb_module
+
+        wandb_module.finish()  # a test rank ends without its exit handlers
 
 
 @pytest.fixture(scope="module")
