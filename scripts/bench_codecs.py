@@ -93,7 +93,8 @@ def eager_decode(levels: Tensor, tops: Tensor, bits: int) -> Tensor:
     if bits == 4:
         levels = torch.cat((levels & 15, levels >> 4), dim=1)
     steps = (tops / (2 ** (bits - 1) - 1)).unsqueeze(1)
-    return ((levels.float() - 2 ** (bits - 1)) * steps).view(-1)
+    centered = levels.float().sub_(2 ** (bits - 1))
+    return centered.mul_(steps).view(-1)
 
 
 def eager_subject(bits: int, values: Tensor) -> Subject:
