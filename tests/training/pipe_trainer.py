@@ -10,9 +10,13 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from packaging.version import Version
 from torch import Tensor, nn
 
 VOCAB, WIDTH, LENGTH, MICRO_BATCH = 64, 32, 16, 2
@@ -160,6 +164,11 @@ def build(job: Job, seen: list[str]) -> Any:
     if job.model_parallel > 1:
         topology = PipeModelDataParallelTopology(job.stages, job.model_parallel, 1)
         shape = {"topology": topology}
+    if job.checkpoint and Version(version("deepspeed")) < Version("0.19.8"):
+        # its checkpoints ask for a stream, which its CPU accelerator does not have
+        shape["activation_checkpoint_func"] = partial(
+            torch.utils.checkpoint.checkpoint, use_reentrant=True
+        )
     return PipelineModule(
         layers,
         loss_fn=_loss,

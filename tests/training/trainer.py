@@ -112,7 +112,10 @@ def make_engine(job: Job, model: nn.Module | None = None) -> Any:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    _ = hybridcomp.uninstall() if job.block is None else hybridcomp.install()
+    if job.block is None:
+        hybridcomp.uninstall()
+    else:
+        hybridcomp.install()
     torch.manual_seed(0)
     model = Tiny() if model is None else model
     engine, *_ = deepspeed.initialize(
@@ -150,12 +153,14 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
         if each is not None:
             each(engine, step)
     channels = channels_of(engine)
-    ledger, residual = {}, 0.0
+    ledger: dict[str, tuple[int, int, int, int]] = {}
+    residual = 0.0
     if channels is not None:
         for (dimension, _), entry in channels.ledger.interval.items():
             if entry.messages:
-                row = (entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes)
-                ledger[dimension] = row
+                figures = entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes
+                messages, native, raw, wire = map(int, figures)
+                ledger[dimension] = (messages, native, raw, wire)
         residual = channels.residuals.norm()
     outcome = Outcome(losses, digests(engine), skipped, ledger, residual)
     engine.destroy()
