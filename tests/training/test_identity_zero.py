@@ -151,11 +151,15 @@ def test_bytes_of_four_bits_against_native_bf16(train: Train, kind: str, least: 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp16_skips_the_same_steps(train: Train, stage: int) -> None:
-    """Skipped: the first steps, whose loss scale is too large, and one with a NaN on one rank."""
+    """Skipped: the first steps, whose loss scale is too large, and one with a NaN on one rank.
+
+    Stage 0 of DeepSpeed 0.19 does not scale the loss in ``engine.backward``.
+    """
     fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
     job = Job(stage, "fp16", steps=20, nan_step=15, ds_json={"fp16": fp16})
     base = train(job)
-    assert base[0].skipped[0] and not base[0].skipped[14] and base[0].skipped[15]
+    assert base[0].skipped[0] == (stage > 0)
+    assert not base[0].skipped[14] and base[0].skipped[15]
     for bits, feedback in ((8, False), (4, True)):
         dp = {"codec": "blockint", "bits": bits, "error_feedback": feedback}
         coded = train(replace(job, block=block(job, dp, {"codec": "blockint", "bits": 8})))
