@@ -26,7 +26,6 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor
 
-from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK
 from hybridcomp.config.problems import Shown
 from hybridcomp.errors import ConfigError
@@ -103,7 +102,7 @@ def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
         group = kwargs["group"]
         config = getattr(_local, "config", None)
         if batched:
-            _refuse_two_stages(channels, config, group)
+            _refuse_two_stages(config, group)
         outgoing: dict[str, Outgoing] = {}
         incoming: dict[str, Incoming] = {}
         payloads: dict[str, Tensor | None] = {}
@@ -170,7 +169,7 @@ def _with_decoding(
     return [request(u, keys if u is requests[-1] else []) for u in requests]
 
 
-def _refuse_two_stages(channels: Channels, config: Any, group: Any) -> None:
+def _refuse_two_stages(config: Any, group: Any) -> None:
     virtual = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if virtual is not None and virtual > 1 and dist.get_world_size(group) == 2:
         raise ConfigError(

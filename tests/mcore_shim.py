@@ -73,17 +73,19 @@ def install() -> None:
     cuda.Stream, cuda.Event = Stream, Event
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign,misc]
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
-    CudaToCpu().__enter__()
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    mode: Any = CudaToCpu()
+    mode.__enter__()
     _pretend_types()
     _without_triton()
 
 
 def _typed(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    return lambda *args, **kwargs: (
-        torch.tensor(*args, dtype=dtype) if args else torch.empty(0, dtype=dtype)
-    )
+    def make(*values: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(values[0], dtype=dtype) if values else torch.empty(0, dtype=dtype)
+
+    return make
 
 
 def _pretend_types() -> None:

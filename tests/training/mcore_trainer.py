@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 VOCAB, WIDTH, LENGTH, MICRO_BATCH, HEADS = 32, 32, 16, 2, 4
-LAYERS = 4
 
 
 @dataclass(frozen=True)
 class Job:
     """One training. ``block`` is the compression block; None runs unpatched."""
 
+    layers: int = 2
     tp: int = 1
     pp: int = 1
     virtual: int | None = None  # stages on each pipeline rank
@@ -62,6 +62,9 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     import megatron.core.optimizer  # noqa: F401
 
     mcore_shim.patch()
+    from hybridcomp.patches import mcore_attach
+
+    mcore_attach.REPORT_EVERY = 1_000_000  # a report starts the ledger anew
     return [_run(job) for job in jobs]
 
 
@@ -82,8 +85,16 @@ def _run(job: Job) -> Outcome | str:
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
+        destroy_groups()
         mcore_attach.configure(None)
         hybridcomp.uninstall()
+
+
+def destroy_groups() -> None:
+    """End every group but the world: Megatron only forgets them, and each has threads that poll."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def _train(job: Job) -> Outcome:
@@ -131,10 +142,11 @@ def _train(job: Job) -> Outcome:
 
 def _adjust(job: Job) -> None:
     """Settings of a job that no block can express."""
-    from hybridcomp.patches import mcore_attach
+    from hybridcomp.patches import mcore_attach, mcore_link
     from hybridcomp.policy import Policy
     from tests.raw_codec import Raw
 
+    mcore_link.scatter_gather = lambda channels: job.scatter_gather
     channels = mcore_attach.current() if job.block is not None else None
     if channels is not None and job.raw:
         policy = channels.policy
@@ -190,14 +202,14 @@ def build(job: Job) -> tuple[list[Any], Any]:
         config.no_sync_func = (
             [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
         )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=4e-3, weight_decay=0.0, clip_grad=1.0, bf16=job.bf16,
-            params_dtype=config.params_dtype, use_distributed_optimizer=job.distributed_optimizer,
-            overlap_param_gather=job.overlap and job.distributed_optimizer,
-        ),
-        chunks,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "optimizer": "adam", "lr": 4e-3, "weight_decay": 0.0, "clip_grad": 1.0, "bf16": job.bf16,
+        "params_dtype": config.params_dtype, "use_distributed_optimizer": job.distributed_optimizer,
+        "overlap_param_gather": job.overlap and job.distributed_optimizer,
+    }  # fmt: skip
+    known = {field.name for field in fields(OptimizerConfig)}  # 0.13 has no overlap_param_gather
+    settings = {name: value for name, value in settings.items() if name in known}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), chunks)
     return chunks, optimizer
 
 
@@ -214,10 +226,12 @@ def model_config(job: Job) -> Any:
         }  # fmt: skip
     if job.recompute:
         moe |= {
-            "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+            "recompute_granularity": "full", "recompute_method": "uniform",
+            "recompute_num_layers": 1,
         }  # fmt: skip
     return TransformerConfig(
-        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, use_cpu_initialization=True,
+        num_layers=job.layers, hidden_size=WIDTH, num_attention_heads=HEADS,
+        use_cpu_initialization=True,
         tensor_model_parallel_size=job.tp, pipeline_model_parallel_size=job.pp,
         virtual_pipeline_model_parallel_size=job.virtual, expert_model_parallel_size=job.ep,
         sequence_parallel=job.sequence_parallel, bf16=job.bf16,
@@ -283,8 +297,3 @@ def _forward_step(iterator: Iterator[Tensor], model: Any) -> tuple[Tensor, Calla
         return loss, {"loss": loss.detach().clone()}
 
     return output, loss_of
-
-
-def rank_of(job: Job) -> int:
-    """A rank of the last pipeline stage."""
-    return dist.get_world_size() - 1
