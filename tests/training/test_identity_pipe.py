@@ -44,7 +44,7 @@ def two() -> Results:
     short = Job(steps=6)
     jobs = {
         "plain": Job(),
-        "tied bf16": Job(tied=True, bf16=True),
+        "tied bf16": Job(tied=True, bf16=True, steps=10),
         "evaluate": replace(short, evaluate=True),
         "dynamic": replace(short, dynamic=True),
         "checkpoint": replace(short, checkpoint=True),
