@@ -155,11 +155,8 @@ def measure(values: Tensor, repeats: int) -> tuple[list[float], list[Subject]]:
     target = torch.empty_like(values)
     target.copy_(values)
     copies = []
-    for repeat in range(repeats):
+    for _ in range(repeats):
         for subject in subjects:
-            slow = subject.name.startswith(("zfpy", "eager"))
-            if slow and repeat % 3:  # peers take a second each; a third of the repeats will do
-                continue
             copies.append(timed(lambda: target.copy_(values)))
             for phase, function in subject.phases.items():
                 subject.seconds.setdefault(phase, []).append(timed(function))

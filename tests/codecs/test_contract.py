@@ -110,6 +110,19 @@ def test_decode_add_is_decode_and_add(values: Tensor, codec: Codec, seed: int) -
     np.testing.assert_array_equal(total.numpy(), expected.numpy())
 
 
+@given(values=arrays.tensors(), codec=st.sampled_from(LOSSY), target=st.sampled_from(VALUE_DTYPES))
+@settings(max_examples=200, deadline=None)
+def test_decoding_narrows_the_fp32_result(
+    values: Tensor, codec: Codec, target: torch.dtype
+) -> None:
+    payload = encoded(codec, values)
+    wide = decoded(codec, payload, values.numel(), torch.float32)
+    limit = torch.finfo(target).max
+    expected = torch.where(wide.isfinite(), wide.clamp(-limit, limit), wide).to(target)
+    out = decoded(codec, payload, values.numel(), target)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("codec", ALL, ids=str)
 def test_bytes_do_not_depend_on_threads(codec: Codec) -> None:
     threads = torch.get_num_threads()
