@@ -107,11 +107,16 @@ def current() -> Channels | None:
     return _holder.channels
 
 
-def _settle() -> None:
-    _holder.settled = True
+def configured() -> CompressionConfig | None:
+    """The block of this process, by call or by environment. Raises ConfigError."""
     if not _holder.explicit and (path := os.environ.get(ENVIRONMENT)):
         _holder.config = _parse(path)
-    config = _holder.config
+    return _holder.config
+
+
+def _settle() -> None:
+    _holder.settled = True
+    config = configured()
     settings = {BLOCK: None} if config is None else config.flat()
     agree({**settings, **versions("megatron-core")})
     if config is None:
