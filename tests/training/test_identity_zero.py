@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tests.ranks import RankPool
 from tests.training.trainer import Job, Outcome, final_loss, run
@@ -51,18 +53,34 @@ def block(job: Job, dp: Any, zero: Any) -> dict[str, Any]:
     return {"dp": dp, "min_bytes": 0, **gathers}
 
 
+def outcomes(pool: RankPool, job: Job) -> list[Outcome]:
+    """Train on all ranks; the outcomes by rank.
+
+    Stage 3 of DeepSpeed 0.19.0 gives other bits in about one of ten unpatched runs on CPUs, ranks
+    even disagree; there a run counts once it has been repeated.
+    """
+    erratic = job.stage == 3 and Version(version("deepspeed")) < Version("0.19.8")
+    seen: list[list[Outcome]] = []
+    for _ in range(6):
+        found = [outcome for (outcome,) in pool.run(run, [job], timeout=280)]
+        if not erratic or found in seen:
+            return found
+        seen.append(found)
+    raise AssertionError(f"no two of six runs of {job} were the same")
+
+
 @pytest.fixture(scope="module")
 def train() -> Iterator[Train]:
-    """Train on two ranks, each unpatched job only once; the outcomes by rank."""
+    """``outcomes`` on two ranks, each job only once."""
     known: dict[str, list[Outcome]] = {}
     with RankPool(2) as pool:
 
-        def outcomes(job: Job) -> list[Outcome]:
+        def once(job: Job) -> list[Outcome]:
             if repr(job) not in known:
-                known[repr(job)] = [found for (found,) in pool.run(run, [job], timeout=280)]
+                known[repr(job)] = outcomes(pool, job)
             return known[repr(job)]
 
-        yield outcomes
+        yield once
 
 
 def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
@@ -183,6 +201,8 @@ def test_three_ranks_lossless(stage: int) -> None:
     """Uneven owners; sums of three operands differ in the last bit only."""
     job = Job(stage, steps=SHORT)
     with RankPool(3) as pool:
-        jobs = [job, replace(job, block=block(job, "mpc", "mpc"))]
-        for base, lossless in pool.run(run, jobs, timeout=280):
-            assert lossless.losses == pytest.approx(base.losses, rel=1e-4)
+        base, lossless = (
+            outcomes(pool, one) for one in (job, replace(job, block=block(job, "mpc", "mpc")))
+        )
+        for mine, theirs in zip(base, lossless, strict=True):
+            assert theirs.losses == pytest.approx(mine.losses, rel=1e-4)
