@@ -7,6 +7,7 @@ and the tests marked so run on the real one.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 import sys
 import types
@@ -21,6 +22,7 @@ from hybridcomp import patching
 from hybridcomp.errors import SeamError
 from hybridcomp.patches import mcore_pp, modules_of, patches_of
 from hybridcomp.patching import Patch, Seam, apply_all, revert_all
+from tests.ranks import run_ranks
 
 PACKAGE = "megatron.core"
 REAL = find_spec("megatron") is not None and find_spec(PACKAGE) is not None
@@ -159,8 +161,32 @@ def test_modules_say_what_they_do() -> None:
         assert module.PATCHES and module.__doc__
 
 
+def real() -> tuple[str, list[str]]:
+    """On the real one, with the CPU shim: apply, revert, and what upstream calls."""
+    from tests import mcore_shim
+
+    mcore_shim.install()
+    importlib.import_module(PACKAGE)
+    before = [raw(seam) for seam in seams()]
+    fresh = apply_all(patches_of(PACKAGE))
+    changed = [raw(seam) for seam in seams()]
+    revert_all(fresh)
+    after = [raw(seam) for seam in seams()]
+    wrong = [
+        str(seam)
+        for seam, one, two, three in zip(seams(), before, changed, after, strict=True)
+        if one is two or one is not three
+    ]
+    return importlib.metadata.version("megatron-core"), wrong + missing_calls()
+
+
 @pytest.mark.skipif(not REAL, reason="megatron-core is not installed")
-def test_raw_collectives_are_where_the_stand_ins_catch_them() -> None:
+def test_real_upstream() -> None:
+    ((found, wrong),) = run_ranks(1, real)
+    assert not wrong, f"megatron-core {found}: {wrong}"
+
+
+def missing_calls() -> list[str]:
     """``torch`` is replaced whole, so that a signature says nothing: look at what is called."""
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
@@ -182,6 +208,8 @@ def test_raw_collectives_are_where_the_stand_ins_catch_them() -> None:
         },
         group.start_param_sync: {"_coalescing_manager", "dist_all_gather_func"},
     }  # fmt: skip
-    for upstream, names in expected.items():
-        missing = names - set(upstream.__code__.co_names)
-        assert not missing, f"{upstream.__qualname__} no longer calls {missing}"
+    return [
+        f"{upstream.__qualname__} no longer calls {name}"
+        for upstream, names in expected.items()
+        for name in sorted(names - set(upstream.__code__.co_names))
+    ]

@@ -38,6 +38,7 @@ class Job:
     average: bool = False  # average_in_collective
     steps: int = 50
     micro_batches: int = 2
+    lr: float = 4e-3
     scatter_gather: bool = False
     raw: bool = False  # a lossless codec of fixed size on every dimension of the block
     block: dict[str, Any] | None = None
@@ -203,7 +204,7 @@ def build(job: Job) -> tuple[list[Any], Any]:
             [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
         )
     settings: dict[str, Any] = {
-        "optimizer": "adam", "lr": 4e-3, "weight_decay": 0.0, "clip_grad": 1.0, "bf16": job.bf16,
+        "optimizer": "adam", "lr": job.lr, "weight_decay": 0.0, "clip_grad": 1.0, "bf16": job.bf16,
         "params_dtype": config.params_dtype, "use_distributed_optimizer": job.distributed_optimizer,
         "overlap_param_gather": job.overlap and job.distributed_optimizer,
     }  # fmt: skip

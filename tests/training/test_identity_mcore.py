@@ -253,7 +253,7 @@ def test_tensor_and_pipeline(four: Results) -> None:
 
 
 def test_scatter_gather(four: Results) -> None:
-    """Each of two tensor ranks sends half; raw parts too; with sequence parallelism there are none."""
+    """Each of two tensor ranks sends half, raw too; sequence parallelism has its own halves."""
     reference = four["TP2xPP2/unpatched"]
     for name in ("shared/raw", "shared/none"):
         assert same(reference, four[name])
@@ -262,7 +262,7 @@ def test_scatter_gather(four: Results) -> None:
     whole = entry(four["TP2xPP2/blockint"], "pp", "backward")
     shared = entry(four["shared/blockint"], "pp", "backward")
     assert shared[:3] == whole[:3]
-    assert shared[3] == pytest.approx(whole[3] / 2, rel=0.01)
+    assert shared[3] == pytest.approx(whole[3] / 2, rel=0.02)  # a header each
     assert four["shared/blockint"][-1].losses == pytest.approx(reference[-1].losses[:6], rel=2e-3)
     *_, raw, wire = entry(four["shared/SP"], "pp", "forward")
     assert wire == pytest.approx(raw / (32 / 8.5), rel=0.01)
@@ -277,8 +277,9 @@ def test_three_hundred_steps() -> None:
         "PP2": (PP, "pp"),
         "DP2": (DP, "dp"),
     }.items():
-        jobs[f"{name}/unpatched"] = replace(job, steps=300)
-        jobs[name] = replace(job, steps=300, block=block(dimensions, B8))
+        # at 4e-3 two runs that differ in the last bit end 0.5% apart
+        jobs[f"{name}/unpatched"] = replace(job, steps=300, lr=1.5e-3)
+        jobs[name] = replace(jobs[f"{name}/unpatched"], block=block(dimensions, B8))
     found = launch(2, jobs)
     for name in ("TP2", "PP2", "DP2"):
         lossy, exact = (sum(found[k][-1].losses[-20:]) / 20 for k in (name, f"{name}/unpatched"))
