@@ -1,6 +1,6 @@
 """hybridcomp: error-bounded compression of the communication of 3D-parallel LLM training.
 
-install()            arm the patches: they act on engines whose config has a "compression" block
+install(config=None) arm the patches: they act on engines whose config has a "compression" block
 uninstall()          put upstream back as it was
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model
@@ -8,6 +8,8 @@ CompressionConfig    the block as a model
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,15 +20,27 @@ if TYPE_CHECKING:
 __all__ = ["CompressionConfig", "__version__", "install", "load_config", "uninstall"]
 
 
-def install() -> None:
+def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = None) -> None:
     """Arm all patches.
 
     Upstream packages that are imported already are patched now, others when they are imported.
-    Calling it again changes nothing. Raises SeamError when an imported upstream is outside the
-    supported versions or was patched by somebody else; nothing stays half-patched.
+    Calling it again without a config changes nothing.
+
+    Args:
+        config: the block of this process, for jobs without a ds_config.json: a CompressionConfig, a
+            block, or a dict or file that holds one under "compression". A DeepSpeed engine whose
+            own configuration has a block keeps that one. The environment variable
+            HYBRIDCOMP_CONFIG names such a file too.
+
+    Raises SeamError when an imported upstream is outside the supported versions or was patched by
+    somebody else (nothing stays half-patched), ConfigError on a config that cannot act.
     """
     from hybridcomp import patches
 
+    if config is not None:
+        from hybridcomp.patches import mcore_attach
+
+        mcore_attach.configure(config)
     patches.arm()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import Store
 
 from hybridcomp.errors import AgreementError
 
@@ -59,7 +60,7 @@ def agree(statement: Mapping[str, Any], *, what: str = "compression block") -> N
         raise AgreementError(_difference(said, differing, what))
 
 
-def _await_all(store: dist.Store, world_size: int, what: str) -> None:
+def _await_all(store: Store, world_size: int, what: str) -> None:
     missing = list(range(world_size))
     started = time.monotonic()
     noticed = False

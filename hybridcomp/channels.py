@@ -162,7 +162,7 @@ class Channel:
         if self.error_feedback and pieces is not None:
             flat = [piece for shard in pieces for piece in shard]
             residual = self._residual("sender", flat, len(shards), shards[0])
-            residuals = list(residual.split([shard.numel() for shard in shards]))
+            residuals = list(torch.split(residual, [shard.numel() for shard in shards]))
         meter = Meter()
         total = collectives.reduce_scatter(
             shards, codec, group, meter=meter, residuals=residuals

@@ -54,8 +54,8 @@ class Seam:
         if not self.parameters:
             return ((),)
         if isinstance(self.parameters[0], str):
-            return (self.parameters,)  # type: ignore[return-value]
-        return self.parameters  # type: ignore[return-value]
+            return (self.parameters,)
+        return self.parameters
 
     def found_version(self) -> str:
         """The installed version, once it is known to lie in the window; else SeamError."""

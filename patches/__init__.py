@@ -31,6 +31,14 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds_tied",
         "ds_moe",
     ),
+    "megatron.core": (
+        "mcore_attach",
+        "mcore_refuse",
+        "mcore_tp",
+        "mcore_ep",
+        "mcore_pp",
+        "mcore_dp",
+    ),
 }
 
 _armed = False

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of
-from hybridcomp.config import CompressionConfig, load_config
+from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.monitor import Reporter
-from hybridcomp.patches import ds_config, ds_params, ds_residuals, modules_of
+from hybridcomp.patches import ds_config, ds_params, ds_residuals, mcore_attach, modules_of
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -79,6 +79,9 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         bound = signature.bind(self, *args, **kwargs)
         ds_json = bound.arguments["config_class"]._param_dict
         block = load_config(ds_json)
+        if BLOCK not in ds_json:
+            # a block of the process stands in where the file has none: no setting goes unheard
+            block = mcore_attach.configured()
         agree(_statement(block))
         notes: list[str] = []
         if block is not None:

@@ -98,7 +98,7 @@ def _gather(channel: Channel, flat: Tensor, partitions: Sequence[Tensor], group:
         return False
     chunk = max(1, GATHER_NUMEL // world_size // CHUNK_ALIGN) * CHUNK_ALIGN
     for part, place in zip(
-        shard.split(chunk), flat.view(world_size, -1).split(chunk, 1), strict=True
+        torch.split(shard, chunk), torch.split(flat.view(world_size, -1), chunk, 1), strict=True
     ):
         whole = part.numel() == shard.numel()
         out = flat if whole else flat.new_empty(world_size * part.numel())

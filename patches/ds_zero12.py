@@ -79,7 +79,7 @@ def make_average_tensor(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
-        token = _start.set(tensor.storage_offset())
+        token = _start.set(int(tensor.storage_offset()))
         try:
             original(self, tensor, communication_data_type)
         finally:
@@ -111,7 +111,7 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
         slices = sorted(map(_slice, bucket), key=lambda part: part.values.storage_offset())
         numel = sum(part.values.numel() for part in slices)
         channels = channels_of(self)
-        codec = channels and channels["dp"].codec(numel, dtype, group)
+        codec = None if channels is None else channels["dp"].codec(numel, dtype, group)
         if channels is None or codec is None:
             token = _declined.set(True)
             try:
@@ -207,7 +207,7 @@ def _pieces(optimizer: Any, bucket_dtype: torch.dtype, slices: Sequence[Slice]) 
     whole = [Piece(getattr(param, NAME), 0, param.numel()) for param in params]
     pieces: list[Piece] = []
     for part in slices:
-        offset = part.values.storage_offset() - start
+        offset = int(part.values.storage_offset()) - start
         pieces += cut(whole, offset, offset + part.values.numel())
     return pieces
 

@@ -120,7 +120,7 @@ def reduce_scatter(
     shards = [torch.cat(row).to(work).div_(world_size) for row in parts]
     total = channel.reduce_scatter(shards, codec, group, raw_nbytes=raw_nbytes, pieces=pieces)
     # 3
-    return list(total.to(dtype).split([part.numel() for part in parts[rank]]))
+    return list(torch.split(total.to(dtype), [part.numel() for part in parts[rank]]))
 
 
 def _chunk(numel: int, world_size: int) -> int:

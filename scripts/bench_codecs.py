@@ -93,7 +93,8 @@ def eager_decode(levels: Tensor, tops: Tensor, bits: int) -> Tensor:
     if bits == 4:
         levels = torch.cat((levels & 15, levels >> 4), dim=1)
     steps = (tops / (2 ** (bits - 1) - 1)).unsqueeze(1)
-    return ((levels.float() - 2 ** (bits - 1)) * steps).view(-1)
+    centered = levels.float().sub_(2 ** (bits - 1))
+    return centered.mul_(steps).view(-1)
 
 
 def eager_subject(bits: int, values: Tensor) -> Subject:
@@ -154,11 +155,8 @@ def measure(values: Tensor, repeats: int) -> tuple[list[float], list[Subject]]:
     target = torch.empty_like(values)
     target.copy_(values)
     copies = []
-    for repeat in range(repeats):
+    for _ in range(repeats):
         for subject in subjects:
-            slow = subject.name.startswith(("zfpy", "eager"))
-            if slow and repeat % 3:  # peers take a second each; a third of the repeats will do
-                continue
             copies.append(timed(lambda: target.copy_(values)))
             for phase, function in subject.phases.items():
                 subject.seconds.setdefault(phase, []).append(timed(function))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 LIMITS = {"identity": 1.02, "identity + ledger": 1.03}
 VARIANTS = ("native", *LIMITS)
@@ -107,10 +107,25 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return medians[50], medians[-51]
 
 
+def run_two(stage: int, arguments: argparse.Namespace, folder: str) -> None:
+    """Run both ranks; raises RuntimeError when one fails."""
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=rank_main, args=(rank, stage, arguments, folder))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if any(rank.exitcode for rank in ranks):
+        raise RuntimeError(f"ZeRO-{stage}: exit codes {[rank.exitcode for rank in ranks]}")
+
+
 def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Ratios of one stage."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (stage, arguments, folder), nprocs=2)
+        run_two(stage, arguments, folder)
         seconds = json.loads(Path(folder, "seconds.json").read_text())
     row: dict[str, Any] = {"stage": stage, "step_ms": statistics.median(seconds["native"]) * 100}
     for name in LIMITS:

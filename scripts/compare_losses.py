@@ -46,7 +46,7 @@ def report(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
         {
             **asdict(comparison),
             "seeds": run.seeds,
-            "steps": run.steps[-1],
+            "steps": int(run.steps[-1]),
             "tokens_per_second": run.speed(),
             "ledger": run.ledger_rows(),
         }

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+# before the rank server imports DeepSpeed, which looks for an accelerator only once
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # wall-clock limits say nothing on a shared machine
 settings.register_profile("hybridcomp", deadline=None, print_blob=True)

@@ -24,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "numpy"]
+#: importing DeepSpeed takes a rank 5 s; a fork of a process that has it takes none
+PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed"]
 #: seconds that the other ranks get to fail too, so that the message can show all of them
 GRACE_S = 1.0
 

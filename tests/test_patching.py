@@ -130,7 +130,7 @@ def test_no_stacking(upstream: Any) -> None:
 
 
 def test_foreign_wrapper_is_refused() -> None:
-    json = __import__("json")
+    json: Any = __import__("json")
     foreign = Seam("packaging", "json", "dumps", None)
     original = json.dumps
     json.dumps = lambda *args, **kwargs: original(*args, **kwargs)  # defined here: foreign

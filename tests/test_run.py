@@ -72,3 +72,23 @@ def test_split() -> None:
         ["a.py", "--local_rank=9"],
     )
     assert split(["--local_rank=0"]) == (["--local_rank=0"], [])
+
+
+def test_install_takes_a_config(tmp_path: Path) -> None:
+    """A mistake in it is an error where it is written, not later."""
+    code = (
+        "import hybridcomp\n"
+        "from hybridcomp.errors import ConfigError\n"
+        "from hybridcomp.patches import mcore_attach\n"
+        "hybridcomp.install({'dp': 'bf16'})\n"
+        "config = mcore_attach.configured()\n"
+        "assert config is not None and config.active('dp')\n"
+        "try:\n"
+        "    hybridcomp.install({'dq': 'bf16'})\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert "compression.dq: found 'bf16'; unknown key" in result.stdout

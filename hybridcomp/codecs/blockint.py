@@ -64,5 +64,5 @@ class BlockInt(FixedCodec):
         """Largest error of an element whose aligned tile of 1024 values has this finite absmax."""
         check_dtype(self.spec, dtype)
         # half a step; the last digit covers the roundings of the scale, its inverse and products
-        levels = 2 ** (self.bits - 1) - 1
+        levels: int = 2 ** (self.bits - 1) - 1
         return 0.5001 / levels * max(absmax * 17 / 16, SMALLEST_TOP)

@@ -168,9 +168,13 @@ template <int BITS>
 HC_INLINE void decode_block(const u32* in, u32 code, u32 base, float* values) {
     u32 levels[WORDS];
     unpack_levels<BITS>(in, levels);
-    dequantize_block<BITS>(levels, step_of<BITS>(code, base), values);
-    if (16 * base + 15 - code >= OVERFLOW_TOP) {
-        for (int i = 0; i < BLOCK; ++i) values[i] = finite(values[i]);
+    float step = step_of<BITS>(code, base);
+    bool overflow = 16 * base + 15 - code >= OVERFLOW_TOP && code != NONFINITE_CODE;
+    // at 2 bits the step itself is 2^128
+    if (overflow) step = half_top(code, base) * (1.0f / (float)top_level(BITS));
+    dequantize_block<BITS>(levels, step, values);
+    if (overflow) {
+        for (int i = 0; i < BLOCK; ++i) values[i] = finite(values[i] * 2.0f);
     }
 }
 

@@ -26,7 +26,7 @@ COMPILE_ARGS = [
 ]
 
 
-class BuildExt(build_ext):
+class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
     """build_ext with pybind11's headers and our flags."""
 
     def build_extensions(self) -> None:

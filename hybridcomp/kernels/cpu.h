@@ -6,7 +6,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "portable.h"
+#include "lanes.h"
 
 // One function, compiled for AVX-512, AVX2 and baseline, chosen when the library is loaded. Needs
 // GNU ifunc; elsewhere the plain function is what the compiler makes of the baseline.
@@ -20,21 +20,24 @@ namespace hybridcomp {
 
 enum class Dtype : int { fp32 = 0, bf16 = 1, fp16 = 2 };
 
-// How values of a dtype are read and written as float.
+// How values of a dtype are read and written as float, one or eight at a time.
 struct Fp32 {
     typedef float Stored;
     HC_INLINE float load(float stored) { return stored; }
     HC_INLINE float store(float value) { return value; }
+    HC_INLINE void store8(F8 values, float* out) { store_lanes(values, out); }
 };
 struct BFloat16 {
     typedef u16 Stored;
     HC_INLINE float load(u16 stored) { return bf16_to_float(stored); }
     HC_INLINE u16 store(float value) { return float_to_bf16(value); }
+    HC_INLINE void store8(F8 values, u16* out) { store_lanes(lanes_to_bf16(values), out); }
 };
 struct Float16 {
     typedef u16 Stored;
     HC_INLINE float load(u16 stored) { return fp16_to_float(stored); }
     HC_INLINE u16 store(float value) { return float_to_fp16(value); }
+    HC_INLINE void store8(F8 values, u16* out) { store_lanes(lanes_to_fp16(values), out); }
 };
 
 inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }

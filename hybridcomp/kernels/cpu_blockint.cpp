@@ -3,7 +3,6 @@
 // bytes are the same, and tests compare both with one reference.
 #include "blockint.h"
 #include "cpu.h"
-#include "lanes.h"
 #include "level_lanes.h"
 
 namespace hybridcomp {
@@ -39,14 +38,14 @@ HC_INLINE void encode_lanes(const float* values, float inverse, u8* out) {
 }
 
 // decode_block for a step that cannot overflow.
-template <int BITS, bool ADD>
-HC_INLINE void decode_lanes(const u8* in, float step, float* values) {
+template <int BITS, class T, bool ADD>
+HC_INLINE void decode_lanes(const u8* in, float step, typename T::Stored* out) {
     U8 levels = unpack_level_lanes<BITS>(in);
     for (int b = 0; b < 4; ++b) {
         I8 level = (I8)((levels >> (8 * b)) & 255u) - (1 << (BITS - 1));
         F8 value = __builtin_convertvector(level, F8) * step;
-        if (ADD) value += load_lanes<F8>(values + 8 * b);
-        store_lanes(value, values + 8 * b);
+        if (ADD) value += load_lanes<F8>(out + 8 * b);
+        T::store8(value, out + 8 * b);
     }
 }
 
@@ -117,14 +116,11 @@ HC_INLINE void put_values(const float* values, int count, typename T::Stored* ou
 
 template <int BITS, class T, bool ADD>
 HC_INLINE void decode_tile(const u8* levels, const u8* scales, u32 base, typename T::Stored* out) {
-    constexpr bool in_place = sizeof(typename T::Stored) == 4;
-    float steps[TILE_BLOCKS], buffer[in_place ? 1 : TILE];
-    float* values = in_place ? (float*)out : buffer;
+    float steps[TILE_BLOCKS];
     for (int b = 0; b < TILE_BLOCKS; ++b) steps[b] = step_of<BITS>(scales[b], base);
     for (int b = 0; b < TILE_BLOCKS; ++b) {
-        decode_lanes<BITS, ADD>(levels + b * 4 * BITS, steps[b], values + b * BLOCK);
+        decode_lanes<BITS, T, ADD>(levels + b * 4 * BITS, steps[b], out + b * BLOCK);
     }
-    if (!in_place) put_values<T, false>(buffer, TILE, out);
 }
 
 template <int BITS, class T, bool ADD>

@@ -11,7 +11,13 @@ template <class From, class To, bool ADD>
 HC_INLINE void cast_range(const void* source, void* target, size_t begin, size_t end) {
     const auto* in = (const typename From::Stored*)source;
     auto* out = (typename To::Stored*)target;
-    for (size_t i = begin; i < end; ++i) {
+    size_t i = begin;
+    for (; !ADD && i + 8 <= end; i += 8) {
+        F8 values;
+        for (int lane = 0; lane < 8; ++lane) values[lane] = From::load(in[i + lane]);
+        To::store8(values, out + i);
+    }
+    for (; i < end; ++i) {
         float value = From::load(in[i]);
         out[i] = To::store(ADD ? To::load(out[i]) + value : value);
     }

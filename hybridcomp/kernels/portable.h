@@ -60,37 +60,37 @@ HC_INLINE float finite(float value) {
 
 HC_INLINE float bf16_to_float(u16 half) { return bits_float((u32)half << 16); }
 
+// Magnitudes are below 2^31, and signed comparisons are what AVX2 has.
+HC_INLINE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
+
 HC_INLINE u16 float_to_bf16(float value) {
     u32 bits = float_bits(value);
-    u32 magnitude = bits & MAGNITUDE;
-    u32 sign = (bits >> 16) & 0x8000u;
-    u32 rounded = (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16;
-    rounded = rounded > 0x7f7fu ? 0x7f7fu : rounded;
-    rounded = magnitude >= INF_BITS ? (magnitude > INF_BITS ? 0x7fc0u : 0x7f80u) : rounded;
-    return (u16)(sign | rounded);
+    i32 magnitude = (i32)(bits & MAGNITUDE);
+    i32 rounded = (i32)(((u32)magnitude + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+    rounded = smaller(rounded, 0x7f7f + (magnitude >= (i32)INF_BITS));
+    i32 quiet = (magnitude > (i32)INF_BITS) << 6;
+    return (u16)(((bits >> 16) & 0x8000u) | (u32)rounded | (u32)quiet);
 }
 
 HC_INLINE float fp16_to_float(u16 half) {
     u32 sign = ((u32)half & 0x8000u) << 16;
-    u32 magnitude = (u32)half & 0x7fffu;
+    i32 magnitude = half & 0x7fff;
     // subnormals go through an integer conversion: exact, and immune to flush-to-zero modes
-    u32 tiny = float_bits((float)(i32)magnitude * 5.9604644775390625e-8f);
-    u32 normal = (magnitude << 13) + 0x38000000u;
-    normal += magnitude >= 0x7c00u ? 0x38000000u : 0u;
-    return bits_float(sign | (magnitude < 0x400u ? tiny : normal));
+    u32 tiny = float_bits((float)magnitude * 5.9604644775390625e-8f);
+    u32 normal = ((u32)magnitude << 13) + (magnitude >= 0x7c00 ? 0x70000000u : 0x38000000u);
+    return bits_float(sign | (magnitude < 0x400 ? tiny : normal));
 }
 
 HC_INLINE u16 float_to_fp16(float value) {
     u32 bits = float_bits(value);
-    u32 magnitude = bits & MAGNITUDE;
-    u32 sign = (bits >> 16) & 0x8000u;
+    i32 magnitude = (i32)(bits & MAGNITUDE);
     // below 2^-14: adding 0.5 aligns the mantissa to units of 2^-24 and rounds to nearest even
-    u32 tiny = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
-    u32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    normal = normal > 0x7bffu ? 0x7bffu : normal;
-    u32 rounded = magnitude < 0x38800000u ? tiny : normal;
-    rounded = magnitude >= INF_BITS ? (magnitude > INF_BITS ? 0x7e00u : 0x7c00u) : rounded;
-    return (u16)(sign | rounded);
+    i32 tiny = (i32)float_bits(bits_float((u32)magnitude) + 0.5f) - 0x3f000000;
+    i32 normal = (magnitude - 0x38000000 + 0xfff + (i32)((bits >> 13) & 1u)) >> 13;
+    normal = smaller(normal, 0x7bff + (magnitude >= (i32)INF_BITS));
+    i32 quiet = (magnitude > (i32)INF_BITS) << 9;
+    i32 rounded = magnitude < 0x38800000 ? tiny : normal | quiet;
+    return (u16)(((bits >> 16) & 0x8000u) | (u32)rounded);
 }
 
 }  // namespace hybridcomp

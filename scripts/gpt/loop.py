@@ -27,6 +27,8 @@ class Trainer(Protocol):
 
     engine: Any
     share: Share
+    #: whether DeepSpeed itself gives the loss to its monitors; it does for pipelines only
+    writes_loss: bool
 
     def step(self, batches: Iterator[Batch]) -> float:
         """One optimizer step; the loss, averaged over micro-batches and data-parallel ranks."""
@@ -37,6 +39,8 @@ class Trainer(Protocol):
 
 class PlainTrainer:
     """A DeepSpeedEngine around a plain module."""
+
+    writes_loss = False
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -73,6 +77,8 @@ class PlainTrainer:
 
 class PipeTrainer:
     """A PipelineEngine, which averages over replicas and broadcasts from the last stage itself."""
+
+    writes_loss = True
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -180,7 +186,7 @@ def train(
             record["valid_loss"] = evaluate(trainer, valid, plan.eval_batches)
         if first:
             log.step(record)
-            _monitor(engine, record)
+            _monitor(trainer, record)
             if step == log.start + 1 or step % plan.print_every == 0 or step == plan.steps:
                 print(progress(record, plan.steps, (step - log.start), begin), flush=True)
         if plan.save and plan.save_every and step % plan.save_every == 0 and step < plan.steps:
@@ -253,13 +259,17 @@ def load(engine: Any, folder: Path) -> tuple[int, int]:
     return int(state["step"]), int(state["consumed_samples"])
 
 
-def _monitor(engine: Any, record: dict[str, Any]) -> None:
+def _monitor(trainer: Trainer, record: dict[str, Any]) -> None:
     """What DeepSpeed's monitors (W&B, tensorboard, csv) do not get from DeepSpeed itself."""
-    if engine.monitor.enabled:
-        names = {"tokens_per_second": "tokens_per_second", "valid_loss": "valid_loss"}
-        events = [
-            (f"Train/Samples/{name}", float(record[key]), engine.global_samples)
-            for key, name in names.items()
-            if key in record
-        ]
-        engine.monitor.write_events(events)
+    engine = trainer.engine
+    if not engine.monitor.enabled:
+        return
+    names = {"tokens_per_second": "tokens_per_second", "valid_loss": "valid_loss"}
+    if not trainer.writes_loss:
+        names["loss"] = "train_loss"
+    events = [
+        (f"Train/Samples/{name}", float(record[key]), engine.global_samples)
+        for key, name in names.items()
+        if key in record
+    ]
+    engine.monitor.write_events(events)

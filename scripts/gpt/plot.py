@@ -10,8 +10,9 @@ import numpy as np
 
 from gpt.runs import Comparison, Curve, Run, RunError, pair
 
-#: distinct for colour-blind readers too (Okabe and Ito); the baseline is black
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+#: distinct for colour-blind readers too (Okabe and Ito); the baseline is grey and wide, so that it
+#: can be seen below a curve that covers it
+COLOURS = ("#9A9A9A", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 #: what the lower panel shows at the end of the run sets its scale: the start is all noise
 SETTLED = 1 / 3
 
@@ -35,13 +36,13 @@ def draw(
         2, 1, figsize=(8, 6.4), sharex=True, height_ratios=(2.2, 1), layout="constrained"
     )
     for number, (run, comparison) in enumerate(zip(runs, comparisons, strict=True)):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = COLOURS[0] if number == 0 else COLOURS[1 + (number - 1) % (len(COLOURS) - 1)]
         _curve(above, run, window, colour, _legend(run, comparison, number == 0))
         if number:
             _difference(below, runs[0], run, window, colour)
     _finish(above, below, runs, window, title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 
@@ -61,15 +62,14 @@ def difference(baseline: Run, run: Run, window: int) -> Curve:
 
 
 def _curve(axes: Any, run: Run, window: int, colour: str, label: str) -> None:
-    smooth = running_mean(run.losses, window)
-    axes.plot(run.steps, smooth.mean(axis=0), color=colour, lw=1.8, label=label)
-    for curve in run.losses:
-        axes.plot(run.steps, curve, color=colour, lw=0.5, alpha=0.22)
+    smooth = running_mean(run.losses, window).mean(axis=0)
+    width = 4.0 if colour == COLOURS[0] else 1.5
+    axes.plot(run.steps, smooth, color=colour, lw=width, label=label, solid_capstyle="round")
 
 
 def _difference(axes: Any, baseline: Run, run: Run, window: int, colour: str) -> None:
     curves = difference(baseline, run, window)
-    axes.plot(run.steps, curves.mean(axis=0), color=colour, lw=1.8)
+    axes.plot(run.steps, curves.mean(axis=0), color=colour, lw=1.5)
     if len(curves) > 1:
         axes.fill_between(
             run.steps, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.15, lw=0
@@ -88,14 +88,21 @@ def _finish(above: Any, below: Any, runs: Sequence[Run], window: int, title: str
     tail = f"{window}-step mean" + (f" over {seeds} seeds" if seeds > 1 else "")
     above.set_title(title or "Training loss with and without compressed communication")
     above.set_ylabel(f"loss (nats per token)\n{tail}")
-    above.legend(frameon=False, fontsize=9, title="final loss", alignment="left")
-    below.axhline(0, color=COLOURS[0], lw=1)
+    above.legend(
+        frameon=False,
+        fontsize=9,
+        title="final loss (difference), bytes against native",
+        alignment="left",
+    )
+    below.axhline(0, color=COLOURS[0], lw=3)
     below.set_ylabel("difference to\nthe baseline (%)")
     below.set_xlabel("optimizer step")
     start = int(len(runs[0].steps) * SETTLED)
     settled = [difference(runs[0], run, window)[:, start:] for run in runs[1:]]
-    reach = max(0.5, 1.15 * max(float(np.abs(curves).max()) for curves in settled))
-    below.set_ylim(-reach, reach)
+    low = min(0.0, *(float(curves.min()) for curves in settled))
+    high = max(0.0, *(float(curves.max()) for curves in settled))
+    pad = max(0.15 * (high - low), 0.1)
+    below.set_ylim(low - pad, high + pad)
     for axes in (above, below):
         axes.grid(alpha=0.25, lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)

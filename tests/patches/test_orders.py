@@ -19,7 +19,14 @@ import hybridcomp
 from hybridcomp import patches
 from hybridcomp.patching import Patch, apply_all
 
-PACKAGES = [name for name in patches.MODULES if find_spec(name) is not None]
+
+def installed(package: str) -> bool:
+    """Whether ``package``, dotted or not, can be imported."""
+    parent = package.rpartition(".")[0]
+    return (not parent or installed(parent)) and find_spec(package) is not None
+
+
+PACKAGES = [name for name in patches.MODULES if installed(name)]
 
 
 @pytest.fixture(scope="module", params=PACKAGES)

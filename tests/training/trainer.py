@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 WIDTH, HIDDEN = 24, 53
@@ -30,6 +31,7 @@ class Job:
     accumulation: int = 1
     steps: int = 50
     lr: float = 1e-2
+    nan_step: int = -1  # this step's first input of the last rank is not a number
     zero: dict[str, Any] = field(default_factory=dict)  # further keys of zero_optimization
     ds_json: dict[str, Any] = field(default_factory=dict)  # further keys of the ds_config
     block: dict[str, Any] | None = None
@@ -48,7 +50,7 @@ class Outcome:
 
 
 class Tiny(nn.Module):
-    """Odd sizes, a normalization, biases, a parameter of one element and one larger than a bucket."""
+    """Odd sizes, a norm, biases, a parameter of one element and one larger than a bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +112,10 @@ def make_engine(job: Job, model: nn.Module | None = None) -> Any:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    _ = hybridcomp.uninstall() if job.block is None else hybridcomp.install()
+    if job.block is None:
+        hybridcomp.uninstall()
+    else:
+        hybridcomp.install()
     torch.manual_seed(0)
     model = Tiny() if model is None else model
     engine, *_ = deepspeed.initialize(
@@ -119,12 +124,15 @@ def make_engine(job: Job, model: nn.Module | None = None) -> Any:
     return engine
 
 
-def train_step(engine: Any, job: Job, step: int, rank: int) -> float:
+def train_step(engine: Any, job: Job, step: int) -> float:
     """All micro-batches of one optimizer step; the mean loss of this rank."""
+    rank = dist.get_rank()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.dtype]
     total = 0.0
     for micro in range(job.accumulation):
         values, targets = batch(rank, step * job.accumulation + micro, dtype)
+        if step == job.nan_step and rank == dist.get_world_size() - 1:
+            values[0, 0] = math.nan
         loss = (engine(values) - targets).float().square().mean()
         engine.backward(loss)
         engine.step()
@@ -134,25 +142,25 @@ def train_step(engine: Any, job: Job, step: int, rank: int) -> float:
 
 def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
     """Train; ``each(engine, step)`` is called after every step."""
-    import torch.distributed as dist
-
     from hybridcomp.channels import channels_of
 
-    engine, rank = make_engine(job), dist.get_rank()
+    engine = make_engine(job)
     losses, skipped = [], []
     for step in range(job.steps):
         before = engine.skipped_steps
-        losses.append(train_step(engine, job, step, rank))
+        losses.append(train_step(engine, job, step))
         skipped.append(engine.skipped_steps != before)
         if each is not None:
             each(engine, step)
     channels = channels_of(engine)
-    ledger, residual = {}, 0.0
+    ledger: dict[str, tuple[int, int, int, int]] = {}
+    residual = 0.0
     if channels is not None:
         for (dimension, _), entry in channels.ledger.interval.items():
             if entry.messages:
-                row = (entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes)
-                ledger[dimension] = row
+                figures = entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes
+                messages, native, raw, wire = map(int, figures)
+                ledger[dimension] = (messages, native, raw, wire)
         residual = channels.residuals.norm()
     outcome = Outcome(losses, digests(engine), skipped, ledger, residual)
     engine.destroy()

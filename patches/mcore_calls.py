@@ -1,0 +1,156 @@
+"""What the megatron-core seams share: routing, direction, and a stand-in for ``torch``.
+
+Upstream modules call raw collectives as ``torch.distributed.all_reduce``: their name is looked up
+in the module's global ``torch`` at call time. A stand-in there reaches every such call, keeps the
+overlap around it and copies no upstream code, which changes with every release. No seam is here.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp import collectives
+from hybridcomp.channels import Channel, Channels
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import ReduceScatterHandle
+from hybridcomp.collectives.meter import Meter
+from hybridcomp.feedback import Piece
+from hybridcomp.patches.mcore_attach import REQUIREMENT, current
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Dimension, Direction
+
+_local = threading.local()  # autograd runs backward passes of several devices in threads
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one message travels encoded."""
+
+    channels: Channels
+    channel: Channel
+    codec: Codec
+    direction: Direction
+    raw_nbytes: int
+
+
+def route(
+    dimension: Dimension | None,
+    numel: int,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    raw_nbytes: int,
+    direction: Direction = "forward",
+) -> Route | None:
+    """The route of a message; None: it is none of ours or stays native (then written down)."""
+    channels = current()
+    if channels is None or dimension is None or dist.get_world_size(group) < 2:
+        return None
+    channel = channels[dimension]
+    codec = channel.codec(numel, dtype, group, direction)
+    if codec is None:
+        channel.native(raw_nbytes, direction)
+        return None
+    return Route(channels, channel, codec, direction, raw_nbytes)
+
+
+def leave_native(
+    dimension: Dimension | None,
+    group: dist.ProcessGroup | None,
+    raw_nbytes: int,
+    direction: Direction = "forward",
+) -> None:
+    """Write down a message that no codec may touch."""
+    channels = current()
+    if channels is not None and dimension is not None and dist.get_world_size(group) > 1:
+        channels[dimension].native(raw_nbytes, direction)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The values of ``tensor``, 1-D and contiguous: a view where that is possible."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def reduce_scatter(
+    way: Route,
+    shards: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    pieces: Sequence[Sequence[Piece]] | None = None,
+    async_op: bool,
+) -> ReduceScatterHandle:
+    """As ``Channel.reduce_scatter``, in either direction and asynchronous."""
+    residuals = None
+    if way.channel.error_feedback and pieces is not None:
+        every = [piece for shard in pieces for piece in shard]
+        whole = way.channels.residuals.get("sender", every, len(shards), shards[0])
+        residuals = list(torch.split(whole, [shard.numel() for shard in shards]))
+    meter = Meter()
+    handle = collectives.reduce_scatter(
+        shards, way.codec, group, meter=meter, residuals=residuals, async_op=async_op
+    )
+    key = (way.channel.dimension, way.direction)
+    return handle.then(lambda: way.channels.ledger.record(key, way.raw_nbytes, meter))
+
+
+def direction() -> Direction:
+    """``backward`` inside a method made by ``make_backward``, else ``forward``.
+
+    Recomputation runs forward methods inside the backward pass; they are not marked, so they take
+    the codec of the first time.
+    """
+    return "backward" if getattr(_local, "backward", False) else "forward"
+
+
+def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark what runs inside as backward."""
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        before = getattr(_local, "backward", False)
+        _local.backward = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _local.backward = before
+
+    return backward
+
+
+class _Namespace(types.ModuleType):
+    """A module with some names replaced; everything else is looked up in the real one."""
+
+    def __init__(self, real: Any, replaced: Mapping[str, Any]) -> None:
+        super().__init__(real.__name__, f"{real.__name__}, as seen by a patched module")
+        self.__dict__.update(replaced)
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+Makers = Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
+
+
+def torch_seam(module: str) -> Seam:
+    """The global ``torch`` of an upstream module."""
+    return Seam(requirement=REQUIREMENT, module=module, qualname="torch", parameters=None)
+
+
+def make_torch(makers: Makers) -> Callable[[Any], Any]:
+    """A maker of a stand-in for ``torch``; ``makers`` wrap collectives of its ``distributed``."""
+
+    def make(original: Any) -> Any:
+        real = original.distributed
+        replaced = {name: make_one(getattr(real, name)) for name, make_one in makers.items()}
+        return _Namespace(original, {"distributed": _Namespace(real, replaced)})
+
+    return make

@@ -1,0 +1,177 @@
+"""Slow, obvious versions of the formats: the oracles that the kernels are compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import zfpy
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Words = NDArray[np.uint32]
+Flags = NDArray[np.bool_]
+F = np.float32
+
+
+def padded(stream: bytes) -> bytes:
+    """The payload of a stream: zeros up to a multiple of 16 bytes."""
+    return stream + bytes(-len(stream) % 16)
+
+
+# blockint: kernels/blockint.h
+
+
+def _fields(bits: int) -> list[tuple[int, int, int]]:
+    """(width, shift in the level, first word) of the fields of a level."""
+    fields, word, left = [], 0, bits
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            left -= width
+            fields.append((width, left, word))
+            word += width
+    return fields
+
+
+def _place(index: int, width: int) -> tuple[int, int]:
+    """(word, bit) of value ``index`` in a field of ``width`` bits."""
+    byte, k = divmod(index, 8)
+    return k % width, 8 * byte + width * (k // width)
+
+
+def _blocks(values: Floats) -> Floats:
+    count = -(-len(values) // 32)
+    blocks = np.zeros(count * 32, F)
+    blocks[: len(values)] = values
+    return blocks.reshape(count, 32)
+
+
+def _half_top(code: int, base: int) -> np.float32:
+    """T / 2 of a block, T = (1 + mantissa / 16) * 2^exponent."""
+    exponent, mantissa = divmod(16 * base + 15 - code, 16)
+    return F((1 + mantissa / 16) * 2.0 ** (exponent - 128))  # exponent is biased by 127
+
+
+def blockint_encode(values: Floats, bits: int) -> bytes:
+    """The payload of blockint."""
+    blocks = _blocks(values)
+    absmax = np.abs(blocks).max(axis=1, initial=0)
+    finite: Flags = np.asarray(np.isfinite(blocks).all(axis=1))
+    tops = (absmax.view(np.uint32).astype(np.int64) + 0x7FFFF) >> 19
+    bases = [
+        max(32, int(np.where(finite, tops, 0)[t : t + 32].max()) >> 4)
+        for t in range(0, len(blocks), 32)
+    ]
+    levels_top = 2 ** (bits - 1) - 1
+    codes, words = [], np.zeros((len(blocks), bits), np.uint32)
+    for number, block in enumerate(blocks):
+        if not finite[number]:
+            codes.append(255)
+            continue
+        base = bases[number // 32]
+        code = min(253, 16 * base + 15 - int(tops[number]))
+        codes.append(code)
+        inverse = F(levels_top / 2) / _half_top(code, base)
+        levels = np.rint(block * inverse).astype(np.int64) + 2 ** (bits - 1)
+        assert levels.min() >= 1 and levels.max() <= 2**bits - 1
+        for width, shift, first in _fields(bits):
+            for index, level in enumerate(levels):
+                word, bit = _place(index, width)
+                field = (int(level) >> shift) & (2**width - 1)
+                words[number, first + word] |= np.uint32(field << bit)
+    return padded(words.tobytes() + bytes(codes) + bytes(bases))
+
+
+def blockint_decode(payload: bytes, numel: int, bits: int) -> Floats:
+    """The values of a payload of blockint."""
+    blocks, tiles = -(-numel // 32), -(-numel // 1024)
+    words = np.frombuffer(payload, np.uint32, blocks * bits).reshape(blocks, bits)
+    codes = payload[blocks * 4 * bits :][:blocks]
+    bases = payload[blocks * (4 * bits + 1) :][:tiles]
+    out = np.zeros((blocks, 32), F)
+    for number in range(blocks):
+        code, base = codes[number], bases[number // 32]
+        if code == 255:
+            out[number] = np.nan
+            continue
+        half_step = _half_top(code, base) * (F(1) / F(2 ** (bits - 1) - 1))
+        for index in range(32):
+            level = 0
+            for width, shift, first in _fields(bits):
+                word, bit = _place(index, width)
+                field = (int(words[number, first + word]) >> bit) & (2**width - 1)
+                level |= field << shift
+            with np.errstate(over="ignore"):
+                value = F(level - 2 ** (bits - 1)) * half_step * F(2)
+            out[number, index] = np.clip(value, -np.finfo(F).max, np.finfo(F).max)
+    return out.reshape(-1)[:numel]
+
+
+# mpc: kernels/mpc.h; fp32 is the study's model of v1.2
+
+
+def _transpose(words: Words) -> Words:
+    """Each 32 words as a 32 x 32 bit matrix, transposed."""
+    bits = np.unpackbits(words.view(np.uint8).reshape(-1, 32, 4), axis=2, bitorder="little")
+    turned = np.packbits(bits.transpose(0, 2, 1), axis=2, bitorder="little")
+    return np.ascontiguousarray(turned).view(np.uint32).reshape(words.shape)
+
+
+def mpc_encode(words: Words, numel: int, dim: int, dtype: int) -> bytes:
+    """The payload of mpc for 32-bit words."""
+    if numel == 0:
+        return b""
+    count, chunks = len(words), -(-len(words) // 1024)
+    flat = np.zeros(chunks * 1024, np.uint32)
+    flat[:count] = words
+    x = flat.reshape(chunks, 1024)
+    r = x.copy()
+    r[:, dim:] -= x[:, :-dim]
+    r.reshape(-1)[count:] = 0
+    t = _transpose(r)
+    d = t.copy()
+    d[:, 1:] -= t[:, :-1]
+    kept = d.reshape(-1) != 0
+    groups = -(-count // 32)
+    bitmap = np.packbits(kept[: groups * 32], bitorder="little").view(np.uint32)
+    head = np.array([0x63706D00 + 32 * dtype + dim - 1, numel], np.uint32)
+    return padded(np.concatenate([head, bitmap, d.reshape(-1)[kept]]).tobytes())
+
+
+# zfp: the library itself, around what it cannot encode
+
+
+def zfp_special(values: Floats) -> tuple[Flags, Flags]:
+    """Per block of 4: holds a NaN or Inf; too small for zfp's scale."""
+    flat = np.zeros(-(-len(values) // 4) * 4, F)
+    flat[: len(values)] = values
+    blocks = flat.reshape(-1, 4)
+    lost: Flags = np.asarray(~np.isfinite(blocks).all(axis=1))
+    return lost, ~lost & (np.abs(blocks).max(axis=1, initial=0) < 2.0**-98)
+
+
+def zfp_encode(values: Floats, rate: float) -> bytes:
+    """zfpy's stream with the blocks replaced that kernels/zfp.h says are different."""
+    if len(values) == 0:
+        return b""
+    lost, tiny = zfp_special(values)
+    clean = values.copy()
+    clean[np.repeat(lost | tiny, 4)[: len(values)]] = 0
+    bits = np.unpackbits(
+        np.frombuffer(zfpy.compress_numpy(clean, rate=rate, write_header=False), np.uint8),
+        bitorder="little",
+    )
+    maxbits = int(4 * rate + 0.5)
+    bits[np.flatnonzero(lost) * maxbits] = 1
+    return padded(np.packbits(bits, bitorder="little").tobytes())
+
+
+def zfp_decode(values: Floats, rate: float) -> Floats:
+    """What zfpy makes of the values, with the same blocks replaced."""
+    if len(values) == 0:
+        return values.copy()
+    lost, tiny = zfp_special(values)
+    clean = values.copy()
+    clean[np.repeat(lost | tiny, 4)[: len(values)]] = 0
+    out = np.array(zfpy.decompress_numpy(zfpy.compress_numpy(clean, rate=rate)), F)
+    out = np.clip(out, -np.finfo(F).max, np.finfo(F).max)
+    out[np.repeat(lost, 4)[: len(values)]] = np.nan
+    return out

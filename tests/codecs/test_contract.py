@@ -1,0 +1,216 @@
+"""What every codec promises (codecs/base.py), on buffers that end where memory ends."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybridcomp.codecs import CODECS, PAYLOAD_ALIGN, VALUE_DTYPES, Codec, make_codec
+from hybridcomp.errors import CodecError
+from tests.codecs import arrays, guarded
+
+ALL: list[Codec] = [
+    make_codec("bf16"),
+    make_codec("fp16"),
+    make_codec("fp8", format="e4m3"),
+    make_codec("fp8", format="e5m2"),
+    *(make_codec("blockint", bits=bits) for bits in range(2, 9)),
+    *(make_codec("zfp", rate=rate) for rate in (2.5, 4, 8, 9, 9.25, 13.75, 16, 24, 32)),
+    make_codec("mpc", dim=1),
+    make_codec("mpc", dim=3),
+]
+LOSSY = [codec for codec in ALL if not codec.lossless]
+#: aligned values that share a scale, so that their absmax bounds the error of each
+BOUND_BLOCK = {"bf16": 1, "fp16": 1, "fp8": 4096, "blockint": 1024, "zfp": 4, "mpc": 1}
+#: aligned values that a NaN or Inf may spoil
+NAN_BLOCK = {"bf16": 1, "fp16": 1, "fp8": 1, "blockint": 32, "zfp": 4, "mpc": 1}
+
+codecs = st.sampled_from(ALL)
+
+
+def encoded(codec: Codec, values: Tensor) -> Tensor:
+    """The payload, from guarded values into a guarded buffer."""
+    room = guarded.empty(codec.wire_nbytes(values.numel(), values.dtype))
+    return room[: codec.encode(guarded.copy(values), room)]
+
+
+def decoded(codec: Codec, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    out = guarded.empty(numel * dtype.itemsize, dtype)
+    codec.decode(guarded.copy(payload), out)
+    return out
+
+
+def any_in_block(flags: Tensor, block: int) -> Tensor:
+    """For each element: does any of its aligned block have the flag?"""
+    whole = torch.zeros(-(-flags.numel() // block) * block, dtype=torch.bool)
+    whole[: flags.numel()] = flags
+    spread = whole.view(-1, block).any(dim=1, keepdim=True).expand(-1, block)
+    return spread.reshape(-1)[: flags.numel()]
+
+
+@given(values=arrays.tensors(), codec=codecs)
+@settings(max_examples=300, deadline=None)
+def test_sizes_and_reproducible_bytes(values: Tensor, codec: Codec) -> None:
+    nbytes = codec.wire_nbytes(values.numel(), values.dtype)
+    payload = encoded(codec, values)
+    assert payload.numel() % PAYLOAD_ALIGN == 0
+    assert payload.numel() == nbytes if codec.fixed_size else payload.numel() <= nbytes
+    assert nbytes == 0 if values.numel() == 0 else nbytes > 0
+    # a second time, into dirty memory: every byte is written, none beyond
+    room = torch.full((nbytes + 64,), 0x3C, dtype=torch.uint8)
+    assert codec.encode(values, room) == payload.numel()
+    assert torch.equal(room[: payload.numel()], payload)
+    assert (room[nbytes:] == 0x3C).all()
+
+
+@given(values=arrays.tensors(), codec=codecs)
+@settings(max_examples=300, deadline=None)
+def test_element_bound(values: Tensor, codec: Codec) -> None:
+    out = decoded(codec, encoded(codec, values), values.numel(), values.dtype)
+    if codec.lossless:
+        assert torch.equal(arrays.bits_of(out), arrays.bits_of(values))
+        assert codec.element_bound(1.0, values.dtype) == 0.0
+        return
+    result = decoded(codec, encoded(codec, values), values.numel(), torch.float32).double()
+    exact, block = values.double(), BOUND_BLOCK[codec.name]
+    good = ~any_in_block(~exact.isfinite(), NAN_BLOCK[codec.name])
+    for start in range(0, values.numel(), block):
+        here = slice(start, start + block)
+        finite = exact[here][exact[here].isfinite()].abs()
+        bound = codec.element_bound(float(finite.max()) if len(finite) else 0.0, values.dtype)
+        error = (result - exact)[here][good[here]].abs()
+        assert math.isfinite(bound) and (error <= bound).all(), (start, error.max(), bound)
+
+
+@given(values=arrays.tensors(), codec=codecs)
+@settings(max_examples=300, deadline=None)
+def test_non_finite_stays_and_does_not_spread(values: Tensor, codec: Codec) -> None:
+    out = decoded(codec, encoded(codec, values), values.numel(), values.dtype)
+    bad = ~values.isfinite()
+    assert not out[bad].isfinite().any()
+    assert out[~any_in_block(bad, NAN_BLOCK[codec.name])].isfinite().all()
+
+
+@given(values=arrays.tensors(), codec=codecs, seed=st.integers(0, 99))
+@settings(max_examples=200, deadline=None)
+def test_decode_add_is_decode_and_add(values: Tensor, codec: Codec, seed: int) -> None:
+    payload = encoded(codec, values)
+    # a lossy codec decodes to fp32 without a rounding to the values' dtype
+    dtype = values.dtype if codec.lossless else torch.float32
+    start = arrays.make("normal", values.numel(), seed)
+    total = guarded.copy(start)
+    codec.decode_add(guarded.copy(payload), total, values.dtype)
+    expected = start + decoded(codec, payload, values.numel(), dtype).float()
+    np.testing.assert_array_equal(total.numpy(), expected.numpy())
+
+
+@given(values=arrays.tensors(), codec=st.sampled_from(LOSSY), target=st.sampled_from(VALUE_DTYPES))
+@settings(max_examples=200, deadline=None)
+def test_decoding_narrows_the_fp32_result(
+    values: Tensor, codec: Codec, target: torch.dtype
+) -> None:
+    payload = encoded(codec, values)
+    wide = decoded(codec, payload, values.numel(), torch.float32)
+    limit = torch.finfo(target).max
+    expected = torch.where(wide.isfinite(), wide.clamp(-limit, limit), wide).to(target)
+    out = decoded(codec, payload, values.numel(), target)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("codec", ALL, ids=str)
+def test_bytes_do_not_depend_on_threads(codec: Codec) -> None:
+    threads = torch.get_num_threads()
+    values = arrays.make("outliers", 300_001, seed=5)
+    values[::1000] = float("nan")
+    try:
+        torch.set_num_threads(1)
+        payload = encoded(codec, values)
+        single = decoded(codec, payload, values.numel(), torch.float32)
+        for count in (2, 3, 4):
+            torch.set_num_threads(count)
+            assert torch.equal(encoded(codec, values), payload)
+            several = decoded(codec, payload, values.numel(), torch.float32)
+            assert torch.equal(arrays.bits_of(several), arrays.bits_of(single))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("codec", ALL, ids=str)
+def test_views_at_any_offset(codec: Codec) -> None:
+    values = arrays.make("normal", 3000, seed=2)
+    payload = encoded(codec, values[5:2900])
+    room = torch.zeros(payload.numel() + 1, dtype=torch.uint8)
+    room[1:] = payload
+    out = torch.zeros(3000)
+    codec.decode(room[1:], out[5:2900])
+    assert torch.equal(out[5:2900], decoded(codec, payload, 2895, torch.float32))
+    assert not out[:5].any() and not out[2900:].any()
+
+
+@given(
+    seed=st.integers(0, 2**31), numel=st.integers(1, 3000), codec=codecs,
+    dtype=st.sampled_from(VALUE_DTYPES), header=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_decode_or_raise(
+    seed: int, numel: int, codec: Codec, dtype: torch.dtype, header: bool
+) -> None:
+    """Corrupt payloads give garbage or CodecError; the guard pages see reads and writes beyond."""
+    noise = np.random.default_rng(seed).integers(0, 256, codec.wire_nbytes(numel, dtype), np.uint8)
+    payload = torch.from_numpy(noise)
+    if header:  # a right beginning leads a variable-size decoder further in
+        payload[:8] = encoded(codec, arrays.make("normal", numel, seed, dtype))[:8]
+    out = guarded.empty(numel * dtype.itemsize, dtype)
+    total = guarded.copy(torch.zeros(numel))
+    try:
+        codec.decode(guarded.copy(payload), out)
+        codec.decode_add(guarded.copy(payload), total, dtype)
+    except CodecError:
+        assert not codec.fixed_size
+
+
+@pytest.mark.parametrize("codec", ALL, ids=str)
+def test_wrong_tensors_are_refused(codec: Codec) -> None:
+    values, room = torch.randn(100), torch.empty(1000, dtype=torch.uint8)
+    payload = room[: codec.encode(values, room)]
+    with pytest.raises(CodecError, match="too short"):
+        codec.encode(values, torch.empty(8, dtype=torch.uint8))
+    with pytest.raises(CodecError, match="too short"):
+        codec.decode(payload[:8], values)
+    with pytest.raises(CodecError, match="too short"):
+        codec.decode_add(payload[:8], values, torch.float32)
+    for bad in (torch.randn(100, dtype=torch.float64), torch.ones(100, dtype=torch.int32)):
+        with pytest.raises(CodecError, match="dtype"):
+            codec.encode(bad, room)
+        with pytest.raises(CodecError, match="dtype"):
+            codec.decode(payload, bad)
+        with pytest.raises(CodecError, match="dtype"):
+            codec.wire_nbytes(100, bad.dtype)
+    with pytest.raises(CodecError, match="uint8"):
+        codec.decode(payload.view(torch.int8), values)
+    with pytest.raises(CodecError, match="1-D and contiguous"):
+        codec.encode(torch.randn(10, 10), room)
+    with pytest.raises(CodecError, match="1-D and contiguous"):
+        codec.decode(payload, torch.empty(200)[::2])
+    with pytest.raises(CodecError, match="float32"):
+        codec.decode_add(payload, torch.empty(100, dtype=torch.bfloat16), torch.bfloat16)
+
+
+@pytest.mark.parametrize("codec", ALL, ids=str)
+def test_specs_identify_codecs(codec: Codec) -> None:
+    assert [other for other in ALL if other == codec] == [codec]
+    assert repr(codec) == codec.spec and codec.spec.startswith(codec.name)
+    assert CODECS[codec.name] is type(codec)
+
+
+def test_make_codec_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(CodecError, match="unknown codec 'zstd'.*blockint"):
+        make_codec("zstd")
+    with pytest.raises(CodecError, match="level"):
+        make_codec("blockint", level=3)

@@ -1,0 +1,46 @@
+"""The loader of kernels: which back end, and what a user reads when there is none."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import pytest
+import torch
+
+from hybridcomp import kernels
+from hybridcomp.errors import CodecError
+
+
+def test_another_device_is_refused_by_name() -> None:
+    with pytest.raises(CodecError, match="'cuda:1'.*CPU back end only"):
+        kernels.kernels_of(torch.device("cuda", 1))
+
+
+def test_a_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> ModuleType:
+        raise ImportError(f"No module named {name!r}")
+
+    kernels._cpu_kernels.cache_clear()
+    monkeypatch.setattr(importlib, "import_module", missing)
+    try:
+        with pytest.raises(CodecError, match="pip install"):
+            kernels.kernels_of(torch.device("cpu"))
+    finally:
+        kernels._cpu_kernels.cache_clear()
+
+
+def test_the_extension_checks_sizes_itself() -> None:
+    values, room = torch.randn(64), torch.empty(16, dtype=torch.uint8)
+    cpu = kernels.kernels_of(torch.device("cpu"))
+    address, target = values.data_ptr(), room.data_ptr()
+    with pytest.raises(ValueError, match="too short"):
+        cpu.blockint_encode(8, 0, address, 64, target, 16, 1)
+    with pytest.raises(ValueError, match="too short"):
+        cpu.zfp_decode(32, 0, target, 16, address, 64, False, 1)
+    with pytest.raises(ValueError, match="out of range"):
+        cpu.blockint_encode(9, 0, address, 0, target, 16, 1)
+    with pytest.raises(ValueError, match="dtype"):
+        cpu.mpc_encode(1, 3, address, 0, target, 16, 1)
+    with pytest.raises(ValueError, match="fp32"):
+        cpu.blockint_decode(8, 1, target, 16, address, 0, True, 1)

@@ -1,0 +1,150 @@
+"""megatron-core on a CPU over gloo, for tests only; upstream has no CPU path.
+
+``install()`` before ``import megatron.core``, ``patch()`` after. Each stand-in names the place that
+needs it (lines of 0.19.2). Nothing here touches a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    """torch.cuda.Event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+class Stream:
+    """torch.cuda.Stream in which everything runs at once."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, *args: Any) -> None: ...
+    def wait_event(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, *args: Any) -> Event:
+        return Event()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *args: object) -> None: ...
+
+
+class CudaToCpu(TorchFunctionMode):
+    """device="cuda" literals: optimizer.py FP32Optimizer._scale, clip_grads.py, moe_utils.py."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs = {**kwargs, "device": CPU}
+        if func is torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def install() -> None:
+    """Replace what megatron-core calls of torch.cuda."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.device_count = lambda: 1
+    cuda.set_device = lambda *args, **kwargs: None
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    mode: Any = CudaToCpu()
+    mode.__enter__()
+    _pretend_types()
+    _without_triton()
+
+
+def _typed(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    def make(*values: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(values[0], dtype=dtype) if values else torch.empty(0, dtype=dtype)
+
+    return make
+
+
+def _pretend_types() -> None:
+    """clip_grads.py:174 and optimizer.py:758 compare ``type()`` with torch.cuda.FloatTensor."""
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        if not isinstance(found, str) or found.startswith("torch.cuda."):  # modes call it twice
+            return found
+        return found.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
+
+
+def _without_triton() -> None:
+    """0.19 imports triton unguarded (Megatron-LM PR #6891); used only with moe_paged_stash."""
+    if importlib.util.find_spec("triton") is None:
+        name = "megatron.core.transformer.moe.ops.paged_stash"
+        module: Any = types.ModuleType(name)
+        module.GLOBAL_BLOCK_SIZE = 1024
+        module.paged_stash_copy_kernel = module.paged_stash_pop_kernel = None
+        sys.modules[name] = module
+
+
+def patch() -> None:
+    """Replace parts of megatron-core that have no other way on a CPU."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # only now: module.py takes the classes when it is imported
+    cuda: Any = torch.cuda
+    cuda.FloatTensor, cuda.IntTensor = _typed(torch.float32), _typed(torch.int32)
+    cuda.LongTensor = _typed(torch.int64)
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch_norm.WrappedTorchNorm.__new__ = staticmethod(_norm(torch_norm.WrappedTorchNorm.__new__))
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine: NameError
+        moe_utils.te_general_gemm = None
+    if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):  # takes numbers off CUDA tensors only
+        token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+
+
+def _norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's norm with sequence parallelism: asserted away upstream, where TE's is meant."""
+
+    def __new__(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        sequence_parallel, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            module = original(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = sequence_parallel
+        for parameter in module.parameters():
+            parameter.sequence_parallel = sequence_parallel  # finalize_model_grads reads it
+        return module
+
+    return __new__
+
+
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

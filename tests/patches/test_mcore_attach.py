@@ -1,0 +1,158 @@
+"""The one block of a megatron-core process: where it comes from, and following steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp.channels import Channels
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.feedback import Piece
+from hybridcomp.patches import mcore_attach
+from tests.ranks import run_ranks
+
+BLOCK = {"tp": {"codec": "blockint", "bits": 8}}
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Any:
+    yield
+    mcore_attach.configure(None)
+
+
+@pytest.mark.parametrize("form", ["block", "dict", "model", "file of a block", "file"])
+def test_forms_of_a_block(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    forms: dict[str, Any] = {
+        "block": BLOCK,
+        "dict": {"compression": BLOCK},
+        "model": CompressionConfig.parse(BLOCK),
+    }
+    if form.startswith("file"):
+        path.write_text(json.dumps(BLOCK if "of" in form else {"compression": BLOCK}))
+        forms[form] = path
+    mcore_attach.configure(forms[form])
+    assert mcore_attach._holder.config is not None
+    assert mcore_attach._holder.config.flat() == CompressionConfig.parse(BLOCK).flat()
+    assert mcore_attach.current() is None  # torch.distributed is not up
+
+
+def test_errors_name_the_key() -> None:
+    with pytest.raises(ConfigError, match="compression.tp.bits"):
+        mcore_attach.configure({"tp": {"codec": "blockint", "bits": 99}})
+
+
+def settle(block: dict[str, Any] | None, path: str | None) -> tuple[Any, Any]:
+    """What this rank ends with, and whether asking twice makes it once."""
+    import os
+
+    if path is not None:
+        os.environ[mcore_attach.ENVIRONMENT] = path
+    mcore_attach.configure(block)
+    channels = mcore_attach.current()
+    same = channels is mcore_attach.current()
+    return None if channels is None else channels.config.flat(), same
+
+
+def test_environment_and_no_block(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BLOCK))
+    found = run_ranks(2, settle, None, str(path))
+    assert found == [(CompressionConfig.parse(BLOCK).flat(), True)] * 2
+    assert run_ranks(2, settle, None, None) == [(None, True)] * 2
+
+
+def disagree() -> str:
+    import torch.distributed as dist
+
+    mcore_attach.configure(BLOCK if dist.get_rank() else {"tp": {"codec": "blockint", "bits": 7}})
+    try:
+        mcore_attach.current()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "agreed"
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    for said in run_ranks(2, disagree):
+        assert said.startswith("AgreementError")
+        assert "compression.tp.forward" in said and "rank(s) 1" in said
+
+
+class Optimizer:
+    """Two steps inside one, as ChainedOptimizer has them."""
+
+    def __init__(self) -> None:
+        self.scale = 8.0
+        self.success = True
+        self.after = 8.0
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return torch.tensor([self.scale])
+
+    def inner(self) -> tuple[bool, None, None]:
+        return self.success, None, None
+
+    def outer(self) -> tuple[bool, None, None]:
+        found = self.inner()
+        self.scale = self.after
+        return found
+
+
+def channels_of(block: dict[str, Any]) -> Channels:
+    return Channels(CompressionConfig.parse(block))
+
+
+def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = channels_of({"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}})
+    mcore_attach.use(channels)
+    monkeypatch.setattr(Optimizer, "inner", mcore_attach.make_step(Optimizer.inner))
+    monkeypatch.setattr(Optimizer, "outer", mcore_attach.make_step(Optimizer.outer))
+    optimizer = Optimizer()
+    residual = channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4))
+    residual.fill_(1.0)
+    optimizer.outer()
+    assert channels.step == 1 and residual.tolist() == [1.0] * 4
+    optimizer.after = 4.0
+    optimizer.outer()
+    assert channels.step == 2 and residual.tolist() == [0.5] * 4
+    optimizer.success = False
+    optimizer.outer()
+    assert channels.step == 3 and residual.tolist() == [0.0] * 4
+
+
+def report(jsonl: str) -> tuple[list[dict[str, float]], int]:
+    """A report with a W&B run on the last rank."""
+    import torch.distributed as dist
+
+    logged: list[dict[str, float]] = []
+    run = object() if dist.get_rank() == 1 else None
+    fake: Any = SimpleNamespace(run=run, log=lambda values, commit: logged.append(values))
+    sys.modules["wandb"] = fake
+    mcore_attach.configure({**BLOCK, "ledger": {"jsonl": jsonl}})
+    channels = mcore_attach.current()
+    assert channels is not None
+    channels["tp"].native(100, "backward")
+    optimizer = Optimizer()
+    step = mcore_attach.make_step(Optimizer.outer)
+    for _ in range(mcore_attach.REPORT_EVERY):
+        step(optimizer)
+    return logged, channels.step
+
+
+def test_reports_go_to_the_file_and_to_the_rank_with_the_run(tmp_path: Path) -> None:
+    jsonl = tmp_path / "ledger.jsonl"
+    (first, steps), (last, _) = run_ranks(2, report, str(jsonl))
+    assert steps == mcore_attach.REPORT_EVERY
+    assert first == []
+    assert last[0]["Train/Compression/tp/backward/raw_MB"] == pytest.approx(2e-4)
+    record = json.loads(jsonl.read_text().splitlines()[0])
+    assert record["step"] == mcore_attach.REPORT_EVERY
+    assert record["dimensions"]["tp"]["backward"]["messages"] == 2

@@ -1,0 +1,131 @@
+"""What megatron-core does behind the seams' back: every rule errors, or says once what it means."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches import mcore_attach, mcore_link, mcore_pp, mcore_refuse
+
+B8 = {"codec": "blockint", "bits": 8}
+SIZES = {"tp": 2, "pp": 2, "ep": 2, "cp": 2, "dp": 2, "zero": 2}
+
+
+class DistributedDataParallel:
+    """Stands for upstream's: only its name is looked at."""
+
+
+class FullyShardedDataParallel:
+    """Another wrapper."""
+
+
+TeLinear = type("TeLinear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch,
+    block: dict[str, Any],
+    *,
+    sizes: dict[str, int] | None = None,
+    layer: type[torch.nn.Linear] = torch.nn.Linear,
+    wrapper: type = DistributedDataParallel,
+    dtype: torch.dtype = torch.bfloat16,
+    **settings: Any,
+) -> list[str]:
+    """Run the check on a model of one layer; returns what was said."""
+    said: list[str] = []
+    monkeypatch.setattr(mcore_refuse, "sizes", lambda: {**SIZES, **(sizes or {})})
+    monkeypatch.setattr(mcore_refuse, "say", said.append)
+    ddp = SimpleNamespace(use_distributed_optimizer=settings.pop("distributed_optimizer", True))
+    for name in ("reduce_scatter_with_fp32_accumulation", "fp8_param_gather"):
+        setattr(ddp, name, settings.pop(name, False))
+    model = torch.nn.Sequential(layer(2, 2)).to(dtype)
+    config = SimpleNamespace(**settings)
+    mcore_refuse.check(CompressionConfig.parse(block), wrapper(), config, ddp, model)
+    return said
+
+
+BYPASSES: list[tuple[str, dict[str, Any], str]] = [
+    ("tp", {"layer": TeLinear}, "Transformer Engine"),
+    ("tp", {"tp_comm_overlap": True}, "tp_comm_overlap"),
+    ("cp", {"layer": TeLinear}, "context parallelism"),
+    ("ep", {"moe_token_dispatcher_type": "flex", "num_moe_experts": 4}, "DeepEP"),
+    ("pp", {"use_ring_exchange_p2p": True}, "use_ring_exchange_p2p"),
+    ("dp", {"wrapper": FullyShardedDataParallel}, "FSDP"),
+    ("zero", {"fp8_param_gather": True}, "fp8_param_gather"),
+]
+
+
+@pytest.mark.parametrize(("dimension", "job", "words"), BYPASSES)
+def test_bypass_errors_or_is_said(
+    monkeypatch: pytest.MonkeyPatch, dimension: str, job: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        check(monkeypatch, {dimension: B8}, **job)
+    assert caught.value.key == f"compression.{dimension}"
+    assert '"on_unsupported": "native"' in str(caught.value)
+    said = check(monkeypatch, {dimension: B8, "on_unsupported": "native"}, **job)
+    assert len(said) == 1
+    assert words in said[0] and said[0].startswith(f"{dimension} native")
+    other = "pp" if dimension != "pp" else "dp"
+    assert check(monkeypatch, {other: B8}, **{**job, "wrapper": DistributedDataParallel}) == []
+
+
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("dp", {"reduce_scatter_with_fp32_accumulation": True}, "reduce_scatter_with_fp32"),
+    ("zero", {"dtype": torch.float32}, "fp32 parameters"),
+]
+
+
+@pytest.mark.parametrize(("dimension", "job", "words"), REFUSALS)
+def test_refused_whatever_the_block_says(
+    monkeypatch: pytest.MonkeyPatch, dimension: str, job: dict[str, Any], words: str
+) -> None:
+    for behaviour in ("error", "native"):
+        with pytest.raises(ConfigError, match=words):
+            check(monkeypatch, {dimension: B8, "on_unsupported": behaviour}, **job)
+
+
+def test_lossless_parameters_may_be_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(monkeypatch, {"zero": "mpc"}, dtype=torch.float32) == []
+
+
+@pytest.mark.parametrize("dimension", SIZES)
+def test_absent_dimensions_are_errors_only_when_written(
+    monkeypatch: pytest.MonkeyPatch, dimension: str
+) -> None:
+    with pytest.raises(ConfigError, match="one rank in each"):
+        check(monkeypatch, {dimension: B8}, sizes={dimension: 1})
+    assert check(monkeypatch, {"preset": "recommended"}, sizes={dimension: 1}) == []
+
+
+def test_zero_needs_the_distributed_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="use_distributed_optimizer"):
+        check(monkeypatch, {"zero": B8}, distributed_optimizer=False)
+
+
+def test_two_interleaved_stages_need_single_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ConfigError, match="batch_p2p_comm"):
+        mcore_pp._refuse_two_stages(config, None)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 4)
+    mcore_pp._refuse_two_stages(config, None)
+
+
+def test_variable_size_on_the_pipeline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    with pytest.raises(ConfigError, match="size varies"):
+        mcore_refuse.apply(mcore_link.VARIABLE, ["pp"], CompressionConfig.parse({"pp": "mpc"}))
+    native = CompressionConfig.parse({"pp": "mpc", "on_unsupported": "native"})
+    mcore_attach.configure(None)
+    for _ in range(2):
+        mcore_refuse.apply(mcore_link.VARIABLE, ["pp"], native)
+    assert capsys.readouterr().out.count("pp native") == 1

@@ -1,0 +1,300 @@
+"""Tiny trainings with megatron-core on several ranks, for the tests of its seams.
+
+``run(jobs)`` is to be called on every rank (``tests.ranks.run_ranks``): importing megatron-core
+takes longer than most of these trainings, so one launch does many of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+VOCAB, WIDTH, LENGTH, MICRO_BATCH, HEADS = 32, 32, 16, 2, 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training. ``block`` is the compression block; None runs unpatched."""
+
+    layers: int = 2
+    tp: int = 1
+    pp: int = 1
+    virtual: int | None = None  # stages on each pipeline rank
+    ep: int = 1
+    experts: int | None = None
+    dispatcher: str = "alltoall"
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    overlap: bool = False  # of gradient reduction, parameter gather and pipeline sends
+    batch_p2p: bool = True
+    bf16: bool = False
+    recompute: bool = False
+    average: bool = False  # average_in_collective
+    steps: int = 50
+    micro_batches: int = 2
+    lr: float = 4e-3
+    scatter_gather: bool = False
+    raw: bool = False  # a lossless codec of fixed size on every dimension of the block
+    block: dict[str, Any] | None = None
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    losses: list[float]  # empty but on the last stage
+    parameters: dict[str, str]  # digest of the bytes, by name
+    ledger: dict[tuple[str, str], tuple[float, float, float, float]]  # messages, native, raw, wire
+    residuals: float = 0.0
+
+
+def run(jobs: Sequence[Job]) -> list[Outcome | str]:
+    """Every job in turn; an error of ours as its text."""
+    from tests import mcore_shim
+
+    mcore_shim.install()
+    import megatron.core.distributed
+    import megatron.core.optimizer  # noqa: F401
+
+    mcore_shim.patch()
+    from hybridcomp.patches import mcore_attach
+
+    mcore_attach.REPORT_EVERY = 1_000_000  # a report starts the ledger anew
+    return [_run(job) for job in jobs]
+
+
+def _run(job: Job) -> Outcome | str:
+    import hybridcomp
+    from hybridcomp.errors import HybridcompError
+    from hybridcomp.patches import mcore_attach
+
+    torch.manual_seed(1)
+    if job.block is not None:
+        hybridcomp.install()
+        mcore_attach.configure(job.block)
+    try:
+        return _train(job)
+    except HybridcompError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        destroy_groups()
+        mcore_attach.configure(None)
+        hybridcomp.uninstall()
+
+
+def destroy_groups() -> None:
+    """End every group but the world: Megatron only forgets them, and each has threads that poll."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def _train(job: Job) -> Outcome:
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from hybridcomp.patches import mcore_attach
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=job.tp,
+        pipeline_model_parallel_size=job.pp,
+        virtual_pipeline_model_parallel_size=job.virtual,
+        expert_model_parallel_size=job.ep,
+        expert_tensor_parallel_size=1 if job.ep > 1 else None,
+    )
+    _adjust(job)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    chunks, optimizer = build(job)
+    schedule = get_forward_backward_func()
+    losses: list[float] = []
+    for step in range(job.steps):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        found = schedule(
+            forward_step_func=_forward_step,
+            data_iterator=[batches(job, step) for _ in chunks]
+            if job.virtual
+            else batches(job, step),
+            model=chunks if job.virtual else chunks[0],
+            num_microbatches=job.micro_batches,
+            seq_length=LENGTH,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        success, _, _ = optimizer.step()
+        assert success
+        losses += [sum(float(part["loss"]) for part in found) / len(found)] if found else []
+    if job.overlap and job.distributed_optimizer:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+    channels = mcore_attach.current() if job.block is not None else None
+    return Outcome(losses, _digests(chunks), *_counts(channels))
+
+
+def _adjust(job: Job) -> None:
+    """Settings of a job that no block can express."""
+    from hybridcomp.patches import mcore_attach, mcore_link
+    from hybridcomp.policy import Policy
+    from tests.raw_codec import Raw
+
+    mcore_link.scatter_gather = lambda channels: job.scatter_gather
+    channels = mcore_attach.current() if job.block is not None else None
+    if channels is not None and job.raw:
+        policy = channels.policy
+        codecs = {key: Raw() if codec else None for key, codec in policy.codecs.items()}
+        channels.policy = Policy(codecs, policy.min_bytes, policy.start_step)
+
+
+def _counts(channels: Any) -> tuple[dict[Any, Any], float]:
+    if channels is None:
+        return {}, 0.0
+    found = {
+        key: (entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes)
+        for key, entry in channels.ledger.interval.items()
+        if entry.messages
+    }
+    return found, channels.residuals.norm()
+
+
+def _digests(chunks: Sequence[Any]) -> dict[str, str]:
+    return {
+        f"{index}.{name}": hashlib.sha256(
+            bytes(parameter.detach().contiguous().view(-1).view(torch.uint8).tolist())
+        ).hexdigest()[:16]
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.module.named_parameters()
+    }
+
+
+def build(job: Job) -> tuple[list[Any], Any]:
+    """The model chunks of this rank, wrapped, and their optimizer."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = model_config(job)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=job.distributed_optimizer,
+        overlap_grad_reduce=job.overlap,
+        overlap_param_gather=job.overlap and job.distributed_optimizer,
+        grad_reduce_in_fp32=job.bf16,
+        average_in_collective=job.average,
+        bucket_size=4000 if job.overlap else None,
+    )
+    chunks = [
+        DistributedDataParallel(config, ddp_config, _model(job, config, index))
+        for index in range(job.virtual or 1)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if job.overlap:
+        config.no_sync_func = (
+            [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+        )
+    settings: dict[str, Any] = {
+        "optimizer": "adam", "lr": job.lr, "weight_decay": 0.0, "clip_grad": 1.0, "bf16": job.bf16,
+        "params_dtype": config.params_dtype, "use_distributed_optimizer": job.distributed_optimizer,
+        "overlap_param_gather": job.overlap and job.distributed_optimizer,
+    }  # fmt: skip
+    known = {field.name for field in fields(OptimizerConfig)}  # 0.13 has no overlap_param_gather
+    settings = {name: value for name, value in settings.items() if name in known}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), chunks)
+    return chunks, optimizer
+
+
+def model_config(job: Job) -> Any:
+    """The TransformerConfig of a job."""
+    from megatron.core.transformer import TransformerConfig
+
+    moe: dict[str, Any] = {}
+    if job.experts:
+        moe = {
+            "num_moe_experts": job.experts, "moe_router_topk": 2, "moe_grouped_gemm": False,
+            "moe_token_dispatcher_type": job.dispatcher, "moe_router_load_balancing_type": "none",
+            "add_bias_linear": False,
+        }  # fmt: skip
+    if job.recompute:
+        moe |= {
+            "recompute_granularity": "full", "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }  # fmt: skip
+    return TransformerConfig(
+        num_layers=job.layers, hidden_size=WIDTH, num_attention_heads=HEADS,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=job.tp, pipeline_model_parallel_size=job.pp,
+        virtual_pipeline_model_parallel_size=job.virtual, expert_model_parallel_size=job.ep,
+        sequence_parallel=job.sequence_parallel, bf16=job.bf16,
+        params_dtype=torch.bfloat16 if job.bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if job.bf16 else torch.float32,
+        hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
+        batch_p2p_comm=job.batch_p2p, overlap_p2p_comm=job.overlap and not job.batch_p2p,
+        **moe,
+    )  # fmt: skip
+
+
+def _model(job: Job, config: Any, index: int) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.module import Float16Module
+
+    stage = {"ignore_virtual": False, "vp_stage": index} if job.virtual else {}
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=job.experts),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=False,
+        **({"vp_stage": index} if job.virtual else {}),
+    )
+    for parameter in model.parameters():
+        tensor_parallel_defaults(parameter)
+    return Float16Module(config, model) if job.bf16 else model
+
+
+def tensor_parallel_defaults(parameter: Tensor) -> None:
+    """What Megatron's training loop sets on every parameter."""
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+
+
+def batches(job: Job, step: int) -> Iterator[Tensor]:
+    """Sequences that count modulo VOCAB, with some noise; another share for each data rank."""
+    from megatron.core import parallel_state
+
+    data_rank = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(1000 * step + data_rank)
+    while True:
+        start = torch.randint(VOCAB, (MICRO_BATCH, 1), generator=generator)
+        stride = torch.randint(1, 4, (MICRO_BATCH, 1), generator=generator)
+        noise = torch.randint(2, (MICRO_BATCH, LENGTH + 1), generator=generator)
+        yield (start + stride * torch.arange(LENGTH + 1) + noise) % VOCAB
+
+
+def _forward_step(iterator: Iterator[Tensor], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    tokens = next(iterator)
+    mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+    positions = torch.arange(LENGTH).expand(MICRO_BATCH, LENGTH)
+    output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
+
+    def loss_of(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = per_token.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return output, loss_of

@@ -1,0 +1,150 @@
+"""The example under the ``deepspeed`` launcher: as it is, compressed, resumed, as a pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+# launches of several processes each, two of them before the first test
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 6
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 8}},
+    "zero_optimization": {"stage": 1},
+    "steps_per_print": 2,
+}
+BLOCK: dict[str, Any] = {
+    "preset": "recommended",
+    "min_bytes": 0,
+    "ledger": {"jsonl": "compressed/ledger.jsonl"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, configurations, and the baseline's and the compressed run."""
+    folder = tmp_path_factory.mktemp("example")
+    (folder / "text").mkdir()
+    for number in range(20):
+        (folder / "text" / f"{number}.txt").write_text(f"the quick brown fox no {number}\n" * 40)
+    subprocess.run(
+        [sys.executable, ROOT / "scripts/prepare_data.py", "text", "--output", "data/text"],
+        cwd=folder, check=True, capture_output=True,
+    )  # fmt: skip
+    pipe = {**CONFIG, "zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 2}
+    for name, config in {
+        "baseline": CONFIG, "compressed": {**CONFIG, "compression": BLOCK}, "pipe": pipe,
+    }.items():  # fmt: skip
+        (folder / f"{name}.json").write_text(json.dumps(config))
+    train(folder, "baseline", "baseline", f"--steps={STEPS}")
+    train(
+        folder, "compressed", "compressed", f"--steps={STEPS}", "--save=checkpoint",
+        "--save-every=3", "--eval-every=3", module=True,
+    )  # fmt: skip
+    return folder
+
+
+def train(folder: Path, name: str, config: str, *arguments: str, module: bool = False) -> str:
+    """Train on two ranks into ``name/loss.jsonl``; what was printed."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+    assert command is not None
+    process = subprocess.Popen(
+        [
+            sys.executable, command, "--num_gpus", "2", "--master_addr", "127.0.0.1",
+            "--master_port", str(port), *(["--module", "hybridcomp.run"] if module else []),
+            str(ROOT / "scripts/train_gpt.py"), "--deepspeed_config", f"{config}.json",
+            "--layers=2", "--width=32", "--heads=2", "--length=32", "--eval-batches=1",
+            f"--log={name}/loss.jsonl", *arguments,
+        ],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+        env={
+            **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": str(folder / "ext"), "GLOO_SOCKET_IFNAME": "lo",
+        },
+    )  # fmt: skip
+    try:
+        printed, _ = process.communicate()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which outlive the launcher
+        process.wait()
+        raise
+    assert process.returncode == 0, printed
+    return str(printed)
+
+
+def records(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name / "loss.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return [record["loss"] for record in records(folder, name) if "loss" in record]
+
+
+def test_log_of_a_run(folder: Path) -> None:
+    header, *steps, summary = records(folder, "baseline")
+    assert header["run"]["seed"] == 0 and header["run"]["world_size"] == 2
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    assert [record["tokens"] for record in steps] == [2 * 4 * 32 * n for n in range(1, STEPS + 1)]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[0]["learning_rate"] < steps[1]["learning_rate"] > steps[-1]["learning_rate"]
+    assert summary["summary"] and 0 < summary["valid_loss"] < 6
+
+
+def test_compressed_run_is_close_and_compared(folder: Path) -> None:
+    baseline, compressed = losses(folder, "baseline"), losses(folder, "compressed")
+    assert compressed[0] == baseline[0]  # nothing was sent yet
+    assert compressed != baseline
+    assert compressed == pytest.approx(baseline, rel=0.02)
+    assert not (folder / "baseline/ledger.jsonl").exists()
+    result = subprocess.run(
+        [
+            sys.executable, ROOT / "scripts/compare_losses.py", "baseline/loss.jsonl",
+            "compressed/loss.jsonl", "--need-ledger", "--last=2",
+        ],
+        cwd=folder, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "blockint(bits=4)" in result.stdout and "blockint(bits=8)" in result.stdout
+
+
+def test_resumed_run_is_the_unbroken_one(folder: Path) -> None:
+    """Weights, optimizer, schedule, residuals and the order of the data all come back."""
+    (folder / "resumed").mkdir()
+    shutil.copy(folder / "compressed/loss.jsonl", folder / "resumed/loss.jsonl")
+    (folder / "checkpoint/latest").write_text("global_step3")
+    config = {**CONFIG, "compression": {**BLOCK, "ledger": {"jsonl": None}}}
+    (folder / "resumed.json").write_text(json.dumps(config))
+    printed = train(
+        folder, "resumed", "resumed", f"--steps={STEPS}", "--load=checkpoint", module=True
+    )
+    assert "step 4/6" in printed and "step 3/6" not in printed
+    assert losses(folder, "resumed") == losses(folder, "compressed")
+
+
+@pytest.mark.parametrize("tied", [[], ["--tie-embeddings"]])
+def test_pipeline_begins_with_the_same_loss(folder: Path, tied: list[str]) -> None:
+    """Same weights and same samples, however the model is cut; two micro-batches, not two ranks."""
+    name = f"pipe{len(tied)}"
+    train(folder, name, "pipe", "--steps=3", "--pp=2", *tied)
+    if not tied:
+        assert losses(folder, name) == pytest.approx(losses(folder, "baseline")[:3], rel=1e-4)
+    assert records(folder, name)[-1]["valid_loss"] < losses(folder, name)[0]

@@ -1,0 +1,208 @@
+"""ZeRO trainings: bit-identical with ``none`` and with a lossless codec, close with lossy ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from tests.ranks import RankPool
+from tests.training.trainer import Job, Outcome, final_loss, run
+
+if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+DTYPES = ("fp32", "bf16")
+FP16 = {"enabled": True, "loss_scale": 64}
+KINDS = {
+    **{f"zero{stage}-{dtype}": Job(stage, dtype) for stage in range(4) for dtype in DTYPES},
+    "bf16_optimizer": Job(1, "bf16", bf16_optimizer=True),
+}  # fmt: skip
+SHORT = 8
+VARIANTS = {
+    **{f"accumulation-zero{stage}": Job(stage, "bf16", accumulation=2) for stage in range(4)},
+    "accumulation-bf16_optimizer": Job(1, "bf16", bf16_optimizer=True, accumulation=2),
+    "accumulation_fp32-zero2": Job(2, "bf16", accumulation=2,
+                                   ds_json={"data_types": {"grad_accum_dtype": "fp32"}}),
+    "round_robin-zero1": Job(1, zero={"round_robin_gradients": True}),
+    "round_robin-zero2": Job(2, zero={"round_robin_gradients": True}),
+    "overlap-zero2": Job(2, zero={"overlap_comm": True}),
+    "sequential-zero3": Job(3, zero={"stage3_allgather_sequential": True}),
+    "prescale-zero0": Job(0, "bf16", ds_json={"prescale_gradients": True}),
+    "predivide-zero0": Job(0, "bf16", ds_json={"gradient_predivide_factor": 4.0}),
+    **{f"comm_fp32-zero{stage}": Job(stage, "bf16", ds_json={"communication_data_type": "fp32"})
+       for stage in range(4)},
+    **{f"comm_fp16-zero{stage}": Job(stage, ds_json={"communication_data_type": "fp16"})
+       for stage in range(4)},
+    "comm_fp32-bf16_optimizer": Job(1, "bf16", bf16_optimizer=True,
+                                    ds_json={"communication_data_type": "fp32"}),
+    **{f"fp16-zero{stage}": Job(stage, "fp16", ds_json={"fp16": FP16}) for stage in range(4)},
+}  # fmt: skip
+
+Train = Callable[[Job], list[Outcome]]
+
+
+def block(job: Job, dp: Any, zero: Any) -> dict[str, Any]:
+    """Stage 0 has no parameter gathers to name."""
+    gathers = {"zero": zero} if job.stage else {}
+    return {"dp": dp, "min_bytes": 0, **gathers}
+
+
+def outcomes(pool: RankPool, job: Job) -> list[Outcome]:
+    """Train on all ranks; the outcomes by rank.
+
+    Stage 3 of DeepSpeed 0.19.0 gives other bits in about one of ten unpatched runs on CPUs, ranks
+    even disagree; there a run counts once it has been repeated.
+    """
+    erratic = job.stage == 3 and Version(version("deepspeed")) < Version("0.19.8")
+    seen: list[list[Outcome]] = []
+    for _ in range(6):
+        found = [outcome for (outcome,) in pool.run(run, [job], timeout=280)]
+        if not erratic or found in seen:
+            return found
+        seen.append(found)
+    raise AssertionError(f"no two of six runs of {job} were the same")
+
+
+@pytest.fixture(scope="module")
+def train() -> Iterator[Train]:
+    """``outcomes`` on two ranks, each job only once."""
+    known: dict[str, list[Outcome]] = {}
+    with RankPool(2) as pool:
+
+        def once(job: Job) -> list[Outcome]:
+            if repr(job) not in known:
+                known[repr(job)] = outcomes(pool, job)
+            return known[repr(job)]
+
+        yield once
+
+
+def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
+    for mine, theirs in zip(base, other, strict=True):
+        assert theirs.losses == mine.losses
+        assert theirs.digests == mine.digests
+        assert theirs.skipped == mine.skipped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_is_bit_identical(train: Train, kind: str) -> None:
+    """Patched with ``none`` everywhere: 50 steps equal the unpatched run bit for bit."""
+    job = KINDS[kind]
+    base, none = train(job), train(replace(job, block=block(job, "none", "none")))
+    assert_same(base, none)
+    assert len(base[0].losses) == 50 and final_loss(base) < 0.5 * base[0].losses[0]
+    for outcome in none:
+        assert set(outcome.ledger) == ({"dp", "zero"} if job.stage else {"dp"})
+        for messages, native, raw, wire in outcome.ledger.values():
+            assert messages == native > 0 and raw == wire > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lossless_is_bit_identical(train: Train, kind: str) -> None:
+    """The same through the compressed path: owners, offsets, divisors and dtypes are right.
+
+    Sums of two operands do not depend on their order, so this needs two ranks.
+    """
+    job = KINDS[kind]
+    lossless = train(replace(job, block=block(job, "mpc", "mpc")))
+    assert_same(train(job), lossless)
+    for outcome in lossless:
+        messages, native, _, wire = outcome.ledger["dp"]
+        assert messages > 0 and native == 0 and wire > 0
+        if job.stage:  # persistent parameters of stage 3 are fetched natively
+            messages, native, _, wire = outcome.ledger["zero"]
+            assert messages > native and (native > 0) == (job.stage == 3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lossless_variants(train: Train, variant: str) -> None:
+    job = replace(VARIANTS[variant], steps=SHORT)
+    lossless = train(replace(job, block=block(job, "mpc", "mpc")))
+    assert_same(train(job), lossless)
+    assert all(outcome.ledger["dp"][1] == 0 for outcome in lossless)
+
+
+def test_sum_instead_of_average(train: Train) -> None:
+    """``gradient_allreduce_op`` came with 0.19.8."""
+    job = Job(0, steps=SHORT, ds_json={"gradient_allreduce_op": "sum"})
+    base, mean = train(job), train(replace(job, ds_json={}))
+    if base[0].losses == mean[0].losses:
+        pytest.skip("this DeepSpeed does not know gradient_allreduce_op")
+    for stage in (0, 1, 2):
+        job = replace(job, stage=stage)
+        assert_same(train(job), train(replace(job, block=block(job, "mpc", "mpc"))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_lossy_trains_as_well(train: Train, kind: str, bits: int) -> None:
+    job = KINDS[kind]
+    dp = {"codec": "blockint", "bits": bits, "error_feedback": bits == 4}
+    lossy = train(replace(job, block=block(job, dp, {"codec": "blockint", "bits": 8})))
+    assert final_loss(lossy) == pytest.approx(final_loss(train(job)), rel=0.03)
+    first, second = lossy
+    assert first.digests == second.digests  # replicas did not drift
+    assert first.losses != train(job)[0].losses  # it was compressed
+    assert (first.residual > 0) == (bits == 4)
+
+
+@pytest.mark.parametrize(("kind", "least"), [
+    ("zero0-bf16", 3.5), ("zero1-bf16", 6.0), ("zero2-bf16", 6.0), ("zero3-bf16", 3.5),
+    ("bf16_optimizer", 3.5),
+])  # fmt: skip
+def test_bytes_of_four_bits_against_native_bf16(train: Train, kind: str, least: float) -> None:
+    job = KINDS[kind]
+    dp = {"codec": "blockint", "bits": 4, "error_feedback": True}
+    lossy = train(replace(job, block=block(job, dp, {"codec": "blockint", "bits": 8})))
+    native = train(replace(job, block=block(job, "none", "none")))
+    for coded, plain in zip(lossy, native, strict=True):
+        _, _, raw, wire = coded.ledger["dp"]
+        assert raw == plain.ledger["dp"][3]
+        assert raw / wire >= least
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp16_skips_the_same_steps(train: Train, stage: int) -> None:
+    """Skipped: the first steps, whose loss scale is too large, and one with a NaN on one rank.
+
+    Stage 0 of DeepSpeed 0.19 does not scale the loss in ``engine.backward``.
+    """
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
+    job = Job(stage, "fp16", steps=20, nan_step=15, ds_json={"fp16": fp16})
+    base = train(job)
+    assert base[0].skipped[0] == (stage > 0)
+    assert not base[0].skipped[14] and base[0].skipped[15]
+    for bits, feedback in ((8, False), (4, True)):
+        dp = {"codec": "blockint", "bits": bits, "error_feedback": feedback}
+        coded = train(replace(job, block=block(job, dp, {"codec": "blockint", "bits": 8})))
+        for mine, theirs in zip(base, coded, strict=True):
+            assert theirs.skipped == mine.skipped
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_start_step_is_native_before_and_compressed_after(train: Train, stage: int) -> None:
+    job = Job(stage, steps=SHORT)
+    late = {**block(job, {"codec": "blockint", "bits": 2}, "none"), "start_step": 4}
+    base, coded = train(job)[0], train(replace(job, block=late))[0]
+    assert coded.losses[:5] == base.losses[:5]  # the fifth loss comes before the fifth reduction
+    assert coded.losses[5:] != base.losses[5:]
+    messages, native, *_ = coded.ledger["dp"]
+    assert native == messages // 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_three_ranks_lossless(stage: int) -> None:
+    """Uneven owners; sums of three operands differ in the last bit only."""
+    job = Job(stage, steps=SHORT)
+    with RankPool(3) as pool:
+        base, lossless = (
+            outcomes(pool, one) for one in (job, replace(job, block=block(job, "mpc", "mpc")))
+        )
+        for mine, theirs in zip(base, lossless, strict=True):
+            assert theirs.losses == pytest.approx(mine.losses, rel=1e-4)
