@@ -127,7 +127,15 @@ class Kernels(Protocol):
         """Returns the bytes used; ``nbytes`` is the worst case."""
 
     def expcode_decode(
-        self, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool, threads: int, /
+        self,
+        dtype: int,
+        payload: int,
+        nbytes: int,
+        out: int,
+        numel: int,
+        add: bool,
+        threads: int,
+        /,
     ) -> None:
         """``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
 

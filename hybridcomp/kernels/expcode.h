@@ -24,7 +24,7 @@
 //
 // Codes. Width is 2, 3 or 4, or E, the bits of an exponent (8; fp16: 5). At width E the code is the
 // exponent itself. Else, with K = 2^width - 1: code K is an escape; with the code for zero K - 1 means
-// exponent 0, and codes 0 .. K - 2, without it 0 .. K - 1, mean base + code.
+// exponent 0, and codes 0 .. K - 2, without it 0 .. K - 1, mean base + code (modulo 256).
 //
 // Block. r is a value's bits rotated left by one: exponent on top, mantissa, then sign. Value i has
 // slot 4 (i % 8) + i / 8 (fp32) or 2 (i % 16) + i / 16.
@@ -87,7 +87,7 @@ struct Dictionary {
 HC_INLINE u32 code_of(u32 exponent, u32 widest, Dictionary dictionary) {
     if (dictionary.width == widest) return exponent;
     u32 escape = (1u << dictionary.width) - 1;
-    u32 code = exponent - dictionary.base;
+    u32 code = (exponent - dictionary.base) & 255u;
     if (dictionary.zero) {
         if (exponent == 0) return escape - 1;
         return code < escape - 1 ? code : escape;

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridcomp.codecs import CODECS, PAYLOAD_ALIGN, VALUE_DTYPES, Codec, make_codec
+from hybridcomp.codecs import CODECS, PAYLOAD_ALIGN, VALUE_DTYPES, Codec, Radix, make_codec
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays, guarded
 
@@ -24,14 +24,22 @@ ALL: list[Codec] = [
     *(make_codec("zfp", rate=rate) for rate in (2.5, 4, 8, 9, 9.25, 13.75, 16, 24, 32)),
     make_codec("mpc", dim=1),
     make_codec("mpc", dim=3),
+    make_codec("expcode"),
+    make_codec("radix"),
+    make_codec("radix", error_bound=1e-3, segment=256),
+    make_codec("radix", error_bound=1e-5, mode="abs"),
 ]
 LOSSY = [codec for codec in ALL if not codec.lossless]
 #: aligned values that share a scale, so that their absmax bounds the error of each
-BOUND_BLOCK = {"bf16": 1, "fp16": 1, "fp8": 4096, "blockint": 1024, "zfp": 4, "mpc": 1}
+BOUND_BLOCK = {"fp8": 4096, "blockint": 1024, "zfp": 4}
 #: aligned values that a NaN or Inf may spoil
-NAN_BLOCK = {"bf16": 1, "fp16": 1, "fp8": 1, "blockint": 32, "zfp": 4, "mpc": 1}
+NAN_BLOCK = {"blockint": 32, "zfp": 4}
 
 codecs = st.sampled_from(ALL)
+
+
+def bound_block(codec: Codec) -> int:
+    return codec.segment if isinstance(codec, Radix) else BOUND_BLOCK.get(codec.name, 1)
 
 
 def encoded(codec: Codec, values: Tensor) -> Tensor:
@@ -78,8 +86,8 @@ def test_element_bound(values: Tensor, codec: Codec) -> None:
         assert codec.element_bound(1.0, values.dtype) == 0.0
         return
     result = decoded(codec, encoded(codec, values), values.numel(), torch.float32).double()
-    exact, block = values.double(), BOUND_BLOCK[codec.name]
-    good = ~any_in_block(~exact.isfinite(), NAN_BLOCK[codec.name])
+    exact, block = values.double(), bound_block(codec)
+    good = ~any_in_block(~exact.isfinite(), NAN_BLOCK.get(codec.name, 1))
     for start in range(0, values.numel(), block):
         here = slice(start, start + block)
         finite = exact[here][exact[here].isfinite()].abs()
@@ -94,7 +102,7 @@ def test_non_finite_stays_and_does_not_spread(values: Tensor, codec: Codec) -> N
     out = decoded(codec, encoded(codec, values), values.numel(), values.dtype)
     bad = ~values.isfinite()
     assert not out[bad].isfinite().any()
-    assert out[~any_in_block(bad, NAN_BLOCK[codec.name])].isfinite().all()
+    assert out[~any_in_block(bad, NAN_BLOCK.get(codec.name, 1))].isfinite().all()
 
 
 @given(values=arrays.tensors(), codec=codecs, seed=st.integers(0, 99))
