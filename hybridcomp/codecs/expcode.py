@@ -15,8 +15,14 @@ from hybridcomp.codecs.base import Codec, align
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, kernels_of
 
-TILE = 2048
-HEADER, TILE_HEADER, TILE_MASK = 32, 4, 8
+BLOCK, TILE = 32, 2048
+HEADER, TILE_HEADER = 32, 4
+
+
+def _largest_tile(numel: int, dtype: torch.dtype) -> int:
+    """As in kernels/cpu_expcode.cpp: codes as wide as exponents, and a mask."""
+    blocks = -(-numel // BLOCK)
+    return -(-(TILE_HEADER + -(-blocks // 8) + blocks * BLOCK * dtype.itemsize) // 4) * 4
 
 
 class ExpCode(Codec):
@@ -40,8 +46,10 @@ class ExpCode(Codec):
             raise CodecError(f"{self.spec}: the format holds fewer than 2^32 values, found {numel}")
         if numel == 0:
             return 0
-        tile = TILE_HEADER + TILE_MASK + TILE * dtype.itemsize
-        return align(HEADER + -(-numel // TILE) * (tile + 4))
+        tiles = -(-numel // TILE)
+        last = numel - (tiles - 1) * TILE
+        most = (tiles - 1) * _largest_tile(TILE, dtype) + _largest_tile(last, dtype)
+        return align(HEADER + 4 * tiles + most)
 
     def encode(self, values: Tensor, out: Tensor) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)

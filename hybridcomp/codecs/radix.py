@@ -31,6 +31,13 @@ def _floor_float32(value: float) -> float:
     return float(below)
 
 
+def _largest_tile(numel: int, dtype: torch.dtype) -> int:
+    """As in kernels/cpu_radix.cpp: every block raw, and the largest heads."""
+    blocks = -(-numel // BLOCK)
+    head = TILE_HEADER + 7 * -(-blocks // 8)
+    return -(-(head + blocks * BLOCK * dtype.itemsize + 8) // 4) * 4
+
+
 class Radix(Codec):
     """No finite element is further than ``error_bound`` times its segment's absmax from its value.
 
@@ -92,10 +99,10 @@ class Radix(Codec):
             raise CodecError(f"{self.spec}: the format holds fewer than 2^32 values, found {numel}")
         if numel == 0:
             return 0
-        # every block raw, and the largest heads; see Layout in kernels/cpu_radix.cpp
-        planes = 7 * -(-self.segment // BLOCK // 8)
-        tile = -(-(TILE_HEADER + planes + self.segment * dtype.itemsize + 8) // 4) * 4
-        return align(HEADER + -(-numel // self.segment) * (tile + 4) + TAIL)
+        tiles = -(-numel // self.segment)
+        last = numel - (tiles - 1) * self.segment
+        most = (tiles - 1) * _largest_tile(self.segment, dtype) + _largest_tile(last, dtype)
+        return align(HEADER + 4 * tiles + most + TAIL)
 
     def encode(self, values: Tensor, out: Tensor) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)

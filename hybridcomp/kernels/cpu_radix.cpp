@@ -37,16 +37,22 @@ constexpr bool divisors_are_exact() {
 }
 static_assert(divisors_are_exact(), "a class has no reciprocal of 32 bits");
 
+// The most that a tile of `numel` values takes: all blocks raw, mask, six planes, and eight bytes for
+// alignment and what the bit writer may touch.
+size_t largest_tile(size_t numel, size_t item) {
+    size_t blocks = ceil_div(numel, BLOCK);
+    size_t head = TILE_HEADER_BYTES + 7 * ceil_div(blocks, 8);
+    return (head + blocks * BLOCK * item + 8 + 3) & ~size_t(3);
+}
+
 struct Layout {
     size_t tiles, largest, offsets, data, capacity;
-    Layout(size_t numel, size_t segment, size_t item) {
-        size_t blocks = segment / BLOCK;
-        tiles = ceil_div(numel, segment);
-        // mask, six planes, and eight bytes for alignment and what the bit writer may touch
-        largest = (TILE_HEADER_BYTES + 7 * ceil_div(blocks, 8) + segment * item + 8 + 3) & ~size_t(3);
-        offsets = HEADER_BYTES;
-        data = offsets + 4 * tiles;
-        capacity = tiles ? align16(data + tiles * largest + TAIL_BYTES) : 0;
+    Layout(size_t numel, size_t segment, size_t item)
+        : tiles(ceil_div(numel, segment)), largest(largest_tile(segment, item)),
+          offsets(HEADER_BYTES), data(offsets + 4 * tiles), capacity(0) {
+        if (!tiles) return;
+        size_t last = largest_tile(numel - (tiles - 1) * segment, item);
+        capacity = align16(data + (tiles - 1) * largest + last + TAIL_BYTES);
     }
 };
 
