@@ -121,4 +121,4 @@ def capture(steps: int, seed: int = 0) -> tuple[dict[str, Tensor], float]:
     kept = {name: values[:KEPT].clone() for name, values in flat.items()}
     # the rows of frequent words come first; all of it is what travels
     kept["grad embed"] = flat["grad embed"].clone()
-    return kept, float(loss)
+    return kept, float(loss.detach())
