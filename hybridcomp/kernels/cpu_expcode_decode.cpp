@@ -10,18 +10,23 @@ namespace hybridcomp {
 namespace expcode {
 namespace {
 
-HC_INLINE void join(Single, const u8* in, U8, B32 exponents, u8* values) {
-    U8 low[2] = {load_lanes<U8>(in), load_lanes<U8>(in + 32)}, middle = load_lanes<U8>(in + 64);
+HC_INLINE void join(Single, const u8* in, const u8* halves, U8, B32 exponents, u8* values) {
+    U8 low[2] = {}, middle = load_lanes<U8>(in);
+    if (halves) {
+        low[0] = load_lanes<U8>(halves);
+        low[1] = load_lanes<U8>(halves + 32);
+    }
     for (int b = 0; b < 4; ++b) {
-        U8 r = b % 2 ? low[b / 2] >> 16 : low[b / 2] & 0xffffu;
-        r |= ((middle >> (8 * b)) & 255u) << 16;
-        r |= ((U8)exponents >> (8 * b)) << 24;
-        store_lanes(r >> 1 | r << 31, values + 32 * b);
+        U8 bits = b % 2 ? low[b / 2] >> 16 : low[b / 2] & 0xffffu;
+        U8 byte = middle >> (8 * b);
+        bits |= (byte & 127u) << 16 | (byte & 128u) << 24;
+        bits |= (((U8)exponents >> (8 * b)) & 255u) << 23;
+        store_lanes(bits, values + 32 * b);
     }
 }
 
 template <class F>
-HC_INLINE void join(F, const u8* in, U8 shared, B32 exponents, u8* values) {
+HC_INLINE void join(F, const u8* in, const u8*, U8 shared, B32 exponents, u8* values) {
     H16 low = load_lanes<H16>(in), top = (H16)exponents, middle = (H16)shared;
     H16 r[2] = {(low & 255) | (top & 255) << F::REST, low >> 8 | (top >> 8) << F::REST};
     if (F::SHARED) {
@@ -32,7 +37,7 @@ HC_INLINE void join(F, const u8* in, U8 shared, B32 exponents, u8* values) {
 }
 
 struct Body {
-    Dictionary dictionary;
+    Coding coding;
     u8 mask[TILE_BLOCKS];
     const u8* blocks;
     const u8* escapes;
@@ -43,7 +48,8 @@ template <class F>
 HC_INLINE bool read_head(Span span, u32 blocks, Body& body) {
     if (span.end - span.begin < TILE_HEADER_BYTES) return false;
     u32 flags = span.begin[1], width = flags & 15;
-    body.dictionary = {span.begin[0], width, (flags & ZERO_CODE) != 0};
+    bool halves = F::ITEM_BYTES == 4 && !(flags & ZERO_HALVES);
+    body.coding = {span.begin[0], width, (flags & ZERO_CODE) != 0, halves};
     body.count = span.begin[2] | (u32)span.begin[3] << 8;
     if ((width < 2 || width > 4) && width != F::WIDEST) return false;
     body.blocks = span.begin + TILE_HEADER_BYTES;
@@ -55,8 +61,9 @@ HC_INLINE bool read_head(Span span, u32 blocks, Body& body) {
         present = 0;
         for (u32 b = 0; b < blocks; ++b) present += body.mask[b];
     }
-    if ((size_t)(span.end - body.blocks) < present * F::block_bytes(width) + body.count) return false;
-    body.escapes = body.blocks + present * F::block_bytes(width);
+    size_t data = present * F::block_bytes(width, halves);
+    if ((size_t)(span.end - body.blocks) < data + body.count) return false;
+    body.escapes = body.blocks + data;
     return true;
 }
 
@@ -70,11 +77,11 @@ HC_INLINE u32 decode_lanes(const Body& body, u8* values) {
             memset(values, 0, BLOCK * F::ITEM_BYTES);
             continue;
         }
-        U8 levels = blockint::unpack_level_lanes<bits>(in + F::REST_BYTES);
+        U8 levels = blockint::unpack_level_lanes<bits>(in + BLOCK);
         B32 codes = (B32)levels & (u8)((1 << WIDTH) - 1), exponents = codes;
         if constexpr (WIDTH != F::WIDEST) {
             constexpr u8 escape = (1 << WIDTH) - 1;
-            exponents = codes + (u8)body.dictionary.base;
+            exponents = codes + (u8)body.coding.base;
             if (ZERO) exponents &= ~(B32)(codes == (u8)(escape - 1));
             B32 escaped = (B32)(codes == escape);
             if (!none((I8)escaped)) {
@@ -90,8 +97,9 @@ HC_INLINE u32 decode_lanes(const Body& body, u8* values) {
                 exponents = load_lanes<B32>(bytes);
             }
         }
-        join(F(), in, levels >> WIDTH, exponents, values);
-        in += F::REST_BYTES + 4 * bits;
+        const u8* halves = body.coding.halves ? in + BLOCK + 4 * bits : nullptr;
+        join(F(), in, halves, levels >> WIDTH, exponents, values);
+        in += F::block_bytes(WIDTH, halves);
     }
     return count;
 }
@@ -104,9 +112,9 @@ HC_INLINE u32 decode_portable(const Body& body, u32 blocks, u8* values) {
         u32 bits[BLOCK] = {};
         if (body.mask[b]) {
             u32 left = count < body.count ? body.count - count : 0;
-            count += decode_block<F, WIDTH>(in, body.dictionary, body.escapes + (left ? count : 0),
+            count += decode_block<F, WIDTH>(in, body.coding, body.escapes + (left ? count : 0),
                                             left, bits);
-            in += F::block_bytes(WIDTH);
+            in += F::block_bytes(WIDTH, body.coding.halves);
         }
         for (u32 i = 0; i < BLOCK; ++i) {
             memcpy(values + (b * BLOCK + i) * F::ITEM_BYTES, bits + i, F::ITEM_BYTES);
@@ -118,7 +126,7 @@ HC_INLINE u32 decode_portable(const Body& body, u32 blocks, u8* values) {
 template <class F, int WIDTH>
 HC_INLINE u32 decode_width(const Body& body, u32 blocks, u8* values) {
     if (blocks < TILE_BLOCKS) return decode_portable<F, WIDTH>(body, blocks, values);
-    if (body.dictionary.zero) return decode_lanes<F, WIDTH, true>(body, values);
+    if (body.coding.zero) return decode_lanes<F, WIDTH, true>(body, values);
     return decode_lanes<F, WIDTH, false>(body, values);
 }
 
@@ -131,7 +139,7 @@ HC_INLINE bool decode_tile(Span span, u32 blocks, u8* values) {
     }
     Body body;
     if (!read_head<F>(span, blocks, body)) return false;
-    switch (body.dictionary.width) {
+    switch (body.coding.width) {
         case 2: return decode_width<F, 2>(body, blocks, values) == body.count;
         case 3: return decode_width<F, 3>(body, blocks, values) == body.count;
         case 4: return decode_width<F, 4>(body, blocks, values) == body.count;

@@ -10,7 +10,7 @@ namespace {
 
 // What is common to one tile's blocks.
 struct Tile {
-    Dictionary dictionary;
+    Coding coding;
     u32 present;  // blocks that are not zero
     u8 mask[TILE_BLOCKS];
 };
@@ -22,17 +22,19 @@ HC_INLINE u32 read_value(const u8* values, u32 i) {
     return bits;
 }
 
-// Zero blocks and dictionary. Blocks are whole.
+// Zero blocks and coding. Blocks are whole.
 template <class F>
 HC_INLINE Tile prepare(const u8* values, u32 blocks) {
     Tile tile;
     tile.present = 0;
+    I8 all = {};
     u8 numbers[TILE_BLOCKS];
     for (u32 b = 0; b < TILE_BLOCKS; ++b) tile.mask[b] = 0;
     for (u32 b = 0; b < blocks; ++b) {
         const u8* block = values + b * BLOCK * F::ITEM_BYTES;
         I8 any = {};
         for (int i = 0; i < F::ITEM_BYTES; ++i) any |= load_lanes<I8>(block + 32 * i);
+        all |= any;
         tile.mask[b] = !none(any);
         numbers[tile.present] = (u8)b;
         tile.present += tile.mask[b];
@@ -43,7 +45,7 @@ HC_INLINE Tile prepare(const u8* values, u32 blocks) {
     for (u32 n = 0; n < tile.present && total < SAMPLED_BLOCKS * BLOCK; n += stride) {
         u32 exponents[BLOCK];
         for (u32 i = 0; i < BLOCK; ++i) {
-            u32 e = F::rotate(read_value<F>(values, numbers[n] * BLOCK + i)) >> F::REST;
+            u32 e = F::turn(read_value<F>(values, numbers[n] * BLOCK + i)) >> F::REST;
             exponents[i] = e;
             first = e < first ? e : first;
             last = e > last ? e : last;
@@ -51,7 +53,8 @@ HC_INLINE Tile prepare(const u8* values, u32 blocks) {
         for (u32 i = 0; i < BLOCK; ++i) ++counts[exponents[i]];
         total += BLOCK;
     }
-    tile.dictionary = choose(counts, total, first, last, F::WIDEST);
+    tile.coding = choose(counts, total, first, last, F::WIDEST);
+    tile.coding.halves = F::ITEM_BYTES == 4 && !none(all & 0xffff);
     return tile;
 }
 
@@ -74,24 +77,23 @@ HC_INLINE B32 code_lanes(B32 exponents, u32 base, B32& escaped) {
     }
 }
 
-// Everything but the codes, into `out`; returns the levels that the codes are added to.
-HC_INLINE U8 split(Single, const u8* values, u8* out, B32& exponents) {
-    U8 r[4], middle = {}, top = {};
+// Everything but codes and low halves, into `out`; returns the levels that the codes are added to.
+HC_INLINE U8 split(Single, const u8* values, u8* out, B32& exponents, U8* halves) {
+    U8 bits[4], middle = {}, top = {};
     for (int b = 0; b < 4; ++b) {
-        U8 bits = load_lanes<U8>(values + 32 * b);
-        r[b] = bits << 1 | bits >> 31;
-        middle |= ((r[b] >> 16) & 255u) << (8 * b);
-        top |= (r[b] >> 24) << (8 * b);
+        bits[b] = load_lanes<U8>(values + 32 * b);
+        middle |= (((bits[b] >> 16) & 127u) | ((bits[b] >> 24) & 128u)) << (8 * b);
+        top |= (bits[b] << 1 >> 24) << (8 * b);
     }
-    store_lanes((r[0] & 0xffffu) | r[1] << 16, out);
-    store_lanes((r[2] & 0xffffu) | r[3] << 16, out + 32);
-    store_lanes(middle, out + 64);
+    halves[0] = (bits[0] & 0xffffu) | bits[1] << 16;
+    halves[1] = (bits[2] & 0xffffu) | bits[3] << 16;
+    store_lanes(middle, out);
     exponents = (B32)top;
     return (U8){};
 }
 
 template <class F>
-HC_INLINE U8 split(F, const u8* values, u8* out, B32& exponents) {
+HC_INLINE U8 split(F, const u8* values, u8* out, B32& exponents, U8*) {
     H16 r[2];
     for (int h = 0; h < 2; ++h) {
         H16 bits = load_lanes<H16>(values + 32 * h);
@@ -110,11 +112,16 @@ HC_INLINE u32 encode_lanes(const u8* values, const Tile& tile, u8* out, u8* esca
     for (u32 b = 0; b < TILE_BLOCKS; ++b) {
         if (!tile.mask[b]) continue;
         B32 exponents, escaped;
-        U8 levels = split(F(), values + b * BLOCK * F::ITEM_BYTES, out, exponents);
-        B32 codes = code_lanes<F, WIDTH, ZERO>(exponents, tile.dictionary.base, escaped);
-        blockint::pack_level_lanes<WIDTH + F::SHARED>(levels << WIDTH | (U8)codes,
-                                                      out + F::REST_BYTES);
-        out += F::REST_BYTES + 4 * (WIDTH + F::SHARED);
+        U8 halves[2];
+        U8 levels = split(F(), values + b * BLOCK * F::ITEM_BYTES, out, exponents, halves);
+        B32 codes = code_lanes<F, WIDTH, ZERO>(exponents, tile.coding.base, escaped);
+        blockint::pack_level_lanes<WIDTH + F::SHARED>(levels << WIDTH | (U8)codes, out + BLOCK);
+        out += BLOCK + 4 * (WIDTH + F::SHARED);
+        if (F::ITEM_BYTES == 4 && tile.coding.halves) {
+            store_lanes(halves[0], out);
+            store_lanes(halves[1], out + 32);
+            out += 64;
+        }
         if (none((I8)escaped)) continue;
         u8 bytes[BLOCK];
         store_lanes(exponents, bytes);
@@ -135,8 +142,8 @@ HC_INLINE u32 encode_portable(const u8* values, u32 blocks, const Tile& tile, u8
         if (!tile.mask[b]) continue;
         u32 bits[BLOCK];
         for (u32 i = 0; i < BLOCK; ++i) bits[i] = read_value<F>(values, b * BLOCK + i);
-        count += encode_block<F, WIDTH>(bits, tile.dictionary, out, escapes + count);
-        out += F::block_bytes(WIDTH);
+        count += encode_block<F, WIDTH>(bits, tile.coding, out, escapes + count);
+        out += F::block_bytes(WIDTH, tile.coding.halves);
     }
     return count;
 }
@@ -144,13 +151,13 @@ HC_INLINE u32 encode_portable(const u8* values, u32 blocks, const Tile& tile, u8
 template <class F, int WIDTH>
 HC_INLINE u32 encode_width(const u8* values, u32 blocks, const Tile& tile, u8* out, u8* escapes) {
     if (blocks < TILE_BLOCKS) return encode_portable<F, WIDTH>(values, blocks, tile, out, escapes);
-    if (tile.dictionary.zero) return encode_lanes<F, WIDTH, true>(values, tile, out, escapes);
+    if (tile.coding.zero) return encode_lanes<F, WIDTH, true>(values, tile, out, escapes);
     return encode_lanes<F, WIDTH, false>(values, tile, out, escapes);
 }
 
 template <class F>
 HC_INLINE u32 encode_blocks(const u8* values, u32 blocks, const Tile& tile, u8* out, u8* escapes) {
-    switch (tile.dictionary.width) {
+    switch (tile.coding.width) {
         case 2: return encode_width<F, 2>(values, blocks, tile, out, escapes);
         case 3: return encode_width<F, 3>(values, blocks, tile, out, escapes);
         case 4: return encode_width<F, 4>(values, blocks, tile, out, escapes);
@@ -166,18 +173,20 @@ HC_INLINE u8* encode_tile(const u8* values, u32 blocks, u8* out) {
     u8* data = out + TILE_HEADER_BYTES + (masked ? (blocks + 7) / 8 : 0);
     u8 escapes[TILE];
     u32 count = encode_blocks<F>(values, blocks, tile, data, escapes);
-    u32 saved = 4 * (F::WIDEST - tile.dictionary.width) * tile.present;
+    u32 saved = 4 * (F::WIDEST - tile.coding.width) * tile.present;
     if (count && count >= saved) {
-        tile.dictionary = {0, F::WIDEST, false};
+        tile.coding = {0, F::WIDEST, false, tile.coding.halves};
         count = encode_blocks<F>(values, blocks, tile, data, escapes);
     }
-    u32 width = tile.dictionary.width;
-    out[0] = (u8)tile.dictionary.base;
-    out[1] = (u8)(width | (masked ? ZERO_BLOCKS : 0) | (tile.dictionary.zero ? ZERO_CODE : 0));
+    u32 width = tile.coding.width;
+    out[0] = (u8)tile.coding.base;
+    bool no_halves = F::ITEM_BYTES == 4 && !tile.coding.halves;
+    out[1] = (u8)(width | (masked ? ZERO_BLOCKS : 0) | (tile.coding.zero ? ZERO_CODE : 0) |
+                  (no_halves ? ZERO_HALVES : 0));
     out[2] = (u8)count;
     out[3] = (u8)(count >> 8);
     if (masked) write_planes(tile.mask, blocks, 1, out + TILE_HEADER_BYTES);
-    data += tile.present * F::block_bytes(width);
+    data += tile.present * F::block_bytes(width, tile.coding.halves);
     memcpy(data, escapes, count);
     data += count;
     while ((data - out) % 4) *data++ = 0;

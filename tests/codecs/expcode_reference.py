@@ -89,29 +89,38 @@ def pack(levels: list[int], bits: int) -> bytes:
     return words.tobytes()
 
 
-def encode_block(form: Format, rotated: list[int], found: Dictionary) -> tuple[bytes, bytes]:
+def encode_block(
+    form: Format, turned: list[int], found: Dictionary, no_halves: bool
+) -> tuple[bytes, bytes]:
     """(block, escapes)."""
-    low, middle = bytearray(32), bytearray(32)
+    rest = bytearray(32)
     halves, levels, exponents = [0] * 32, [0] * 32, [0] * 32
     codes = {e: code for code, e in reversed(list(enumerate(found.exponents)))}
     if found.zero:
         codes[0] = 2**found.width - 2
     escape = 2**found.width - 1
     escaped = [False] * 32
-    for i, r in enumerate(rotated):
+    for i, r in enumerate(turned):
         slot, exponent = form.slot(i), r >> form.rest
         exponents[slot] = exponent
         escaped[slot] = exponent not in codes
         levels[slot] = codes.get(exponent, escape)
-        low[slot] = r & 255
-        if form.item == 32:
-            halves[16 * (i // 16) + 2 * (i % 8) + i // 8 % 2] = r & 0xFFFF
-            middle[slot] = r >> 16 & 255
-        elif form.rest > 8:
+        rest[slot] = (r >> 16 if form.item == 32 else r) & 255
+        halves[16 * (i // 16) + 2 * (i % 8) + i // 8 % 2] = r & 0xFFFF
+        if form.rest % 8:
             levels[slot] += (r >> 8 & 7) << found.width
     packed = pack(levels, found.width + form.rest % 8)
-    rest = struct.pack("<32H", *halves) + bytes(middle) if form.item == 32 else bytes(low)
-    return rest + packed, bytes(e for e, lost in zip(exponents, escaped, strict=True) if lost)
+    low = struct.pack("<32H", *halves) if form.item == 32 and not no_halves else b""
+    return bytes(rest) + packed + low, bytes(e for e, lost in zip(exponents, escaped, strict=True) if lost)
+
+
+def turn(form: Format, bits: int) -> int:
+    """r: the exponent on top."""
+    sign, mantissa = bits >> (form.item - 1), bits & (1 << (form.rest - 1)) - 1
+    exponent = bits >> (form.rest - 1) & (1 << form.exponent) - 1
+    if form.item == 32:
+        return exponent << 24 | sign << 23 | mantissa
+    return exponent << form.rest | mantissa << 1 | sign
 
 
 def encode_tile(form: Format, values: list[int]) -> bytes:
@@ -119,21 +128,19 @@ def encode_tile(form: Format, values: list[int]) -> bytes:
     values = values + [values[-1]] * (-len(values) % 32)
     blocks = [values[i : i + 32] for i in range(0, len(values), 32)]
     present = [any(block) for block in blocks]
-    mask = 2**form.item - 1
-    there = [
-        [(v << 1 | v >> (form.item - 1)) & mask for v in block] for block in blocks if any(block)
-    ]
+    there = [[turn(form, v) for v in block] for block in blocks if any(block)]
     if not there:
         return b""
-    sample = there[:: max(1, len(there) // 16)][:16]
+    no_halves = form.item == 32 and not any(v & 0xFFFF for v in values)
+    sample = there[:: max(1, len(there) // 8)][:8]
     found = choose(form, [r >> form.rest for block in sample for r in block])
-    encoded = [encode_block(form, block, found) for block in there]
+    encoded = [encode_block(form, block, found, no_halves) for block in there]
     if sum(len(e) for _, e in encoded) >= 4 * (form.exponent - found.width) * len(there):
         found = dictionary_of(form, form.exponent, 0, False)
-        encoded = [encode_block(form, block, found) for block in there]
+        encoded = [encode_block(form, block, found, no_halves) for block in there]
     escapes = b"".join(e for _, e in encoded)
     masked = not all(present)
-    flags = found.width + 16 * masked + 32 * found.zero
+    flags = found.width + 16 * masked + 32 * found.zero + 64 * no_halves
     out = struct.pack("<BBH", found.base, flags, len(escapes))
     if masked:
         out += np.packbits(np.array(present), bitorder="little").tobytes()

@@ -85,6 +85,15 @@ def test_rows_of_zeros_are_nearly_free(dtype: torch.dtype) -> None:
     assert encoded(values).numel() * 10 < values.numel() * dtype.itemsize
 
 
+def test_widened_bf16_values_lose_their_low_halves() -> None:
+    values = torch.randn(2**16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    check(values[:5000].float())
+    assert encoded(values.float()).numel() == encoded(values).numel()
+    mixed = values[:4096].float()
+    mixed[3000] = 1.0000001
+    check(mixed)
+
+
 def test_damaged_payloads_are_refused() -> None:
     values = arrays.make("outliers", 5000, 0)
     payload = encoded(values)
