@@ -59,8 +59,8 @@ def patches_of(package: str) -> list[Patch]:
 def support_matrix() -> str:
     """What is compressed where, as a Markdown table made from the seams themselves.
 
-    A seam module says with ``COVERS`` which dimensions it carries; its docstring's first sentence says
-    what of them.
+    A seam module says with ``COVERS`` which dimensions it carries; the first sentence of its
+    docstring says what of them.
     """
     rows = ["| dimension | what | upstream |", "|---|---|---|"]
     found = []
