@@ -184,13 +184,17 @@ def test_start_step_is_native_before_and_compressed_after(train: Train, stage: i
     assert native == messages // 2
 
 
+@pytest.fixture(scope="module")
+def three() -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_three_ranks_lossless(stage: int) -> None:
+def test_three_ranks_lossless(three: RankPool, stage: int) -> None:
     """Uneven owners; sums of three operands differ in the last bit only."""
     job = Job(stage, steps=SHORT)
-    with RankPool(3) as pool:
-        base, lossless = (
-            outcomes(pool, one) for one in (job, replace(job, block=block(job, "mpc", "mpc")))
-        )
-        for mine, theirs in zip(base, lossless, strict=True):
-            assert theirs.losses == pytest.approx(mine.losses, rel=1e-4)
+    base = outcomes(three, job)
+    lossless = outcomes(three, replace(job, block=block(job, "mpc", "mpc")))
+    for mine, theirs in zip(base, lossless, strict=True):
+        assert theirs.losses == pytest.approx(mine.losses, rel=1e-4)
