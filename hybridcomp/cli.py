@@ -1,4 +1,4 @@
-"""The command line: ``hybridcomp validate | schema | doctor``. Starts no process group."""
+"""The command line: ``hybridcomp validate | schema | seams | doctor``. Starts no process group."""
 
 from __future__ import annotations
 
@@ -51,9 +51,19 @@ def _parser() -> argparse.ArgumentParser:
     schema = commands.add_parser("schema", help="print the JSON schema of the block")
     schema.set_defaults(run=_schema)
 
+    seams = commands.add_parser("seams", help="print what is compressed where, as in the README")
+    seams.set_defaults(run=_print_seams)
+
     doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _print_seams(options: argparse.Namespace) -> int:
+    from hybridcomp import patches
+
+    print(patches.support_matrix())
+    return 0
 
 
 def _validate(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ symbol, other parameters or somebody else's wrapper raise SeamError.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -179,13 +180,15 @@ def _decorated(function: Any) -> Any:
 def _refuse_foreign_wrapper(seam: Seam, original: Any) -> None:
     """Raise when ``original`` was not written by the upstream package (or by torch)."""
     code = getattr(original, "__code__", None)
-    package = sys.modules.get(seam.module.partition(".")[0])
-    root = getattr(package, "__file__", None)
-    if code is None or root is None or not os.path.isabs(code.co_filename):
+    if code is None or not os.path.isabs(code.co_filename):
         return
-    # decorators of torch (torch.compiler.disable and the like) count as upstream's own
-    torch_root = getattr(sys.modules.get("torch"), "__file__", root)
-    homes = [os.path.dirname(os.path.realpath(path)) + os.sep for path in (root, torch_root)]
+    package = sys.modules.get(seam.module.partition(".")[0])
+    if package is None or not hasattr(package, "__path__"):
+        return  # a single module, or a stub
+    # decorators of torch and contextlib count as upstream's own
+    torch_home = list(getattr(sys.modules.get("torch"), "__path__", ()))
+    homes = [os.path.realpath(home) + os.sep for home in [*package.__path__, *torch_home]]
+    homes.append(os.path.realpath(contextlib.__file__))
     if not os.path.realpath(code.co_filename).startswith(tuple(homes)):
         raise SeamError(
             f"{seam}: already replaced by {code.co_filename}; hybridcomp does not wrap foreign "

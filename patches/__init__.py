@@ -56,6 +56,31 @@ def patches_of(package: str) -> list[Patch]:
     return [Patch(seam, make) for module in modules_of(package) for seam, make in module.PATCHES]
 
 
+def support_matrix() -> str:
+    """What is compressed where, as a Markdown table made from the seams themselves.
+
+    A seam module says with ``COVERS`` which dimensions it carries; the first sentence of its
+    docstring says what of them.
+    """
+    rows = ["| dimension | what | upstream |", "|---|---|---|"]
+    found = []
+    for package in MODULES:
+        for module in modules_of(package):
+            what = (module.__doc__ or "").partition("\n\n")[0].partition(", dimension ``")[0]
+            requirement = module.PATCHES[0][0].requirement
+            found += [(name, what.rstrip("."), requirement) for name in covers(module)]
+    order = ("dp", "zero", "tp", "pp", "ep", "cp")
+    found.sort(key=lambda row: order.index(row[0]))
+    rows += [f"| `{name}` | {what} | `{requirement}` |" for name, what, requirement in found]
+    return "\n".join(rows)
+
+
+def covers(module: ModuleType) -> tuple[str, ...]:
+    """The dimensions whose traffic a seam module carries."""
+    found: tuple[str, ...] = getattr(module, "COVERS", ())
+    return found
+
+
 def arm() -> None:
     """Apply the patches of every imported upstream package, the others at their import."""
     global _armed

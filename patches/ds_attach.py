@@ -122,7 +122,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
         setattr(engine.optimizer, ATTRIBUTE, channels)
     for name, parameter in engine.module.named_parameters():
         setattr(parameter, ATTRIBUTE, channels)
-        setattr(parameter, NAME, name)
+        setattr(parameter, NAME, unique_name(engine, name, parameter))
     for module in modules_of("deepspeed"):
         if hasattr(module, "ATTACHED"):
             module.ATTACHED(engine, channels)
@@ -132,6 +132,22 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
         dtypes = {parameter.dtype for parameter in engine.module.parameters()}
         for text in (*notes, *(note for dtype in dtypes for note in block.notes(dtype))):
             print(f"[hybridcomp] {text}", flush=True)
+
+
+def unique_name(engine: Any, name: str, parameter: Any) -> str:
+    """The parameter's name, with its rank where ranks hold different parameters under one name.
+
+    Residuals are summed by name when the number of ranks changes.
+    """
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.utils import groups
+
+    if is_moe_param(parameter):
+        name += f"#ep{groups._get_expert_parallel_rank(parameter.group_name)}"
+    rank = getattr(engine.mpu, "get_model_parallel_rank", None)
+    if rank is not None and rank():
+        name += f"#tp{rank()}"
+    return name
 
 
 def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
@@ -158,14 +174,18 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def loss_scale(engine: Any) -> float:
-    """The factor on the gradients now; 1.0 where losses are not scaled."""
+    """The factor on the gradients now.
+
+    1.0 where ``engine.backward`` does not scale: the fp16 optimizers of stage 0 have a loss scale,
+    but 0.19 multiplies the loss only for a ZeROOptimizer or an autocast scaler.
+    """
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
     scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
     if scaler is not None:
         return float(scaler.get_scale())
-    for name in ("loss_scale", "cur_scale"):
-        scale = getattr(engine.optimizer, name, None)
-        if scale:
-            return float(scale)
+    if isinstance(engine.optimizer, ZeROOptimizer):
+        return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
     return 1.0
 
 

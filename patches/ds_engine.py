@@ -129,4 +129,5 @@ def _whole(parameter: Any) -> Piece:
     return Piece(getattr(parameter, NAME), 0, parameter.numel())
 
 
+COVERS = ("dp",)
 PATCHES = ((ALLREDUCE_BUCKET, make_allreduce_bucket),)

@@ -204,5 +204,6 @@ def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
     )
 
 
+COVERS = ("ep",)
 ATTACHED = attached
 PATCHES = _patches()

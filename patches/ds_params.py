@@ -227,6 +227,7 @@ def attached(engine: Any, channels: Channels) -> None:
             setattr(flat, ATTRIBUTE, channels)
 
 
+COVERS = ("zero",)
 ATTACHED = attached
 PATCHES = (
     (DP_GROUPS, make_all_gather_into_tensor_dp_groups),

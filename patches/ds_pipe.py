@@ -268,6 +268,7 @@ def is_dualpipev(engine: Any) -> bool:
     return module is not None and isinstance(engine, module.DualPipeVEngine)
 
 
+COVERS = ("pp",)
 ATTACHED = attached
 PATCHES = (
     (SCHEDULE, make_exec_schedule),

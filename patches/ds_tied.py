@@ -170,4 +170,5 @@ def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
     return ((PIPELINE, make_instruction_map), (DUALPIPEV, make_instruction_map))
 
 
+COVERS = ("dp",)
 PATCHES = _patches()

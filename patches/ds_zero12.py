@@ -274,6 +274,7 @@ def _count(
     channel.native(nbytes // 2 if to_one else nbytes)
 
 
+COVERS = ("dp",)
 PATCHES = (
     (AVERAGE_TENSOR, make_average_tensor),
     (ALLREDUCE_AND_SCATTER, make_allreduce_and_scatter),

@@ -127,6 +127,7 @@ def _chunk(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
+COVERS = ("dp",)
 PATCHES = (
     (REDUCE_SCATTER, make_reduce_scatter_coalesced),
     (AVG_SCATTER, make_avg_scatter_grads),

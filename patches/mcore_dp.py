@@ -1,4 +1,4 @@
-"""Gradient reduction (``dp``) and parameter gather (``zero``) of DistributedDataParallel.
+"""Gradient reduction and parameter gather of megatron-core's DistributedDataParallel.
 
 Not ``start_grad_sync`` and ``start_param_sync`` themselves: what they do before they communicate
 (scaling, NaN checks, copies of higher-precision gradients) changes with every release. They open
@@ -241,6 +241,7 @@ def _gather_list(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
+COVERS = ("dp", "zero")
 PATCHES = (
     (INIT, make_init),
     (START_GRAD_SYNC, make_start_grad_sync),

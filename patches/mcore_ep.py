@@ -103,4 +103,5 @@ def _elements(tensor: Tensor, splits: Sequence[int] | None) -> list[int] | None:
     return [int(split) * row for split in splits]
 
 
+COVERS = ("ep",)
 PATCHES = ((BACKWARD, make_backward),)

@@ -180,6 +180,7 @@ def _refuse_two_stages(config: Any, group: Any) -> None:
         )
 
 
+COVERS = ("pp",)
 PATCHES = (
     (communicate_seam(), make_communicate),
     *((seam, make_operations) for seam in OPERATIONS),

@@ -247,6 +247,7 @@ FUNCTIONS = (
     "_ReduceScatterToTensorParallelRegion",
 )
 
+COVERS = ("tp",)
 PATCHES = (
     (
         torch_seam(MAPPINGS),

@@ -1,4 +1,5 @@
-// CPU loops of mpc. Threads encode contiguous shares of the chunks into where their words would lie
+// CPU loops of mpc. Whole chunks are transposed on eight lanes, a ragged last one by mpc.h; the tests
+// compare both with one reference. Threads encode contiguous shares of the chunks into where their words would lie
 // if none were dropped; then the shares are moved together. So the bytes do not depend on threads.
 #include <vector>
 
@@ -20,6 +21,28 @@ struct Layout {
     }
 };
 
+// mpc::transpose of 32 groups. g++ unrolls the loops of that one before it could make vectors of them,
+// and they took three quarters of the time of encode (64 of 88 ns a group).
+HC_INLINE void transpose_chunk(u32* words) {
+    for (int g = 0; g < CHUNK; g += GROUP) {
+        U8 v[4];
+        for (int i = 0; i < 4; ++i) v[i] = load_lanes<U8>(words + g + 8 * i);
+        transpose_stage_lanes<4>(v);
+        transpose_stage_lanes<3>(v);
+        transpose_stage_lanes<2>(v);
+        transpose_stage_lanes<1>(v);
+        transpose_stage_lanes<0>(v);
+        for (int i = 0; i < 4; ++i) store_lanes(v[i], words + g + 8 * i);
+    }
+}
+
+HC_INLINE void encode_whole(const u32* words, int dim, u32* d) {
+    u32 transposed[CHUNK];
+    subtract_before(words, dim, transposed);
+    transpose_chunk(transposed);
+    subtract_before(transposed, 1, d);
+}
+
 // Encodes chunks begin..end; returns the words kept. `bytes` is the length of the values.
 HC_INLINE size_t encode_chunks(const u8* in, size_t bytes, int dim, u32* bitmap, u32* out,
                                size_t begin, size_t end) {
@@ -35,7 +58,8 @@ HC_INLINE size_t encode_chunks(const u8* in, size_t bytes, int dim, u32* bitmap,
             // past the end the differences are zero, not the words: fill so that they become so
             for (size_t i = count; i < CHUNK; ++i) words[i] = i < (size_t)dim ? 0 : words[i - dim];
         }
-        encode_block(words, dim, d);
+        if (count == (size_t)CHUNK) encode_whole(words, dim, d);
+        else encode_block(words, dim, d);
         int groups = (int)ceil_div(count, GROUP);
         for (int g = 0; g < groups; ++g) {
             u32 number;
@@ -53,6 +77,11 @@ HC_INLINE void decode_chunk(const u32* bitmap, int groups, const u32*& data, int
     for (int g = 0; g < groups; ++g) {
         sum = restore(data, bitmap[g], sum, words + g * GROUP);
         data += __builtin_popcount(bitmap[g]);
+    }
+    if (groups * GROUP == CHUNK) {
+        transpose_chunk(words);
+        add_before(words, dim);
+        return;
     }
     for (int i = groups * GROUP; i < CHUNK; ++i) words[i] = 0;
     decode_block(words, dim);

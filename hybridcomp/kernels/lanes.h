@@ -76,6 +76,25 @@ HC_INLINE U8 field_shifts() {
     return U8{0, 1, 2, 3, 4, 5, 6, 7};
 }
 
+// One stage of mpc::transpose for eight pairs of words: swaps bit B of the word index with bit B of
+// the bit index, and writes the pairs one after the other.
+template <int B>
+HC_INLINE void transpose_lanes(U8 a, U8 b, U8& first, U8& second) {
+    constexpr u32 masks[5] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu, 0x00ff00ffu, 0x0000ffffu};
+    U8 t = ((a >> (1 << B)) ^ b) & masks[B];
+    a ^= t << (1 << B), b ^= t;
+    first = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+    second = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+
+template <int B>
+HC_INLINE void transpose_stage_lanes(U8* v) {
+    U8 w[4];
+    transpose_lanes<B>(v[0], v[2], w[0], w[1]);
+    transpose_lanes<B>(v[1], v[3], w[2], w[3]);
+    v[0] = w[0], v[1] = w[1], v[2] = w[2], v[3] = w[3];
+}
+
 // float_to_bf16 and float_to_fp16 of eight lanes. Left to itself, g++ narrows every intermediate
 // and takes twice as long. A vector comparison is -1 where it holds.
 

@@ -81,20 +81,28 @@ HC_INLINE u32 restore(const u32* kept, u32 mask, u32 sum, u32* words) {
     return sum;
 }
 
-// One chunk of 1024 words (zeros after the end) -> d, steps 1 to 3. `words` and `out` are different.
+// Step 1 for a chunk.
+HC_INLINE void subtract_before(const u32* words, int dim, u32* out) {
+    for (int i = 0; i < dim; ++i) out[i] = words[i];
+    for (int i = dim; i < CHUNK; ++i) out[i] = words[i] - words[i - dim];
+}
+
+HC_INLINE void add_before(u32* words, int dim) {
+    for (int i = dim; i < CHUNK; ++i) words[i] += words[i - dim];
+}
+
+// One chunk of 1024 words -> d, steps 1 to 3. `words` and `out` are different.
 HC_INLINE void encode_block(const u32* words, int dim, u32* out) {
     u32 transposed[CHUNK];
-    for (int i = 0; i < dim; ++i) transposed[i] = words[i];
-    for (int i = dim; i < CHUNK; ++i) transposed[i] = words[i] - words[i - dim];
+    subtract_before(words, dim, transposed);
     for (int g = 0; g < CHUNK; g += GROUP) transpose(transposed + g);
-    out[0] = transposed[0];
-    for (int i = 1; i < CHUNK; ++i) out[i] = transposed[i] - transposed[i - 1];
+    subtract_before(transposed, 1, out);
 }
 
 // Steps 2 and 1 backwards, in place; step 3 was undone by restore.
 HC_INLINE void decode_block(u32* words, int dim) {
     for (int g = 0; g < CHUNK; g += GROUP) transpose(words + g);
-    for (int i = dim; i < CHUNK; ++i) words[i] += words[i - dim];
+    add_before(words, dim);
 }
 
 }  // namespace mpc

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ranks import RankPool
-from tests.training.trainer import Job, make_engine, parameters, run, train, train_step
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
     pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training.trainer import Job, make_engine, parameters, run, train, train_step
 
 BLOCKINT4 = {"codec": "blockint", "bits": 4}
 BLOCKINT8 = {"codec": "blockint", "bits": 8}

@@ -38,7 +38,10 @@ def train(stage: int, block: dict[str, Any] | None) -> tuple[dict[str, torch.Ten
     from tests.training.pipe_trainer import start_deepspeed
 
     start_deepspeed()
-    _ = hybridcomp.uninstall() if block is None else hybridcomp.install()
+    if block is None:
+        hybridcomp.uninstall()
+    else:
+        hybridcomp.install()
     job = moe_trainer.Job(zero=stage, block=block)
     torch.manual_seed(0)
     model = moe_trainer.Model(job)

@@ -48,8 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=folder, check=True, capture_output=True,
     )  # fmt: skip
     pipe = {**CONFIG, "zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 2}
+    monitored = {**CONFIG, "csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "j"}}
     for name, config in {
-        "baseline": CONFIG, "compressed": {**CONFIG, "compression": BLOCK}, "pipe": pipe,
+        "baseline": monitored, "compressed": {**CONFIG, "compression": BLOCK}, "pipe": pipe,
     }.items():  # fmt: skip
         (folder / f"{name}.json").write_text(json.dumps(config))
     train(folder, "baseline", "baseline", f"--steps={STEPS}")
@@ -108,6 +109,11 @@ def test_log_of_a_run(folder: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[0]["learning_rate"] < steps[1]["learning_rate"] > steps[-1]["learning_rate"]
     assert summary["summary"] and 0 < summary["valid_loss"] < 6
+
+
+def test_monitors_of_deepspeed_get_the_loss(folder: Path) -> None:
+    head, *rows = (folder / "csv/j/Train_Samples_train_loss.csv").read_text().splitlines()
+    assert [float(row.split(",")[1]) for row in rows] == losses(folder, "baseline")
 
 
 def test_compressed_run_is_close_and_compared(folder: Path) -> None:

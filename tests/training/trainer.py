@@ -10,15 +10,20 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor, nn
 
 WIDTH, HIDDEN = 24, 53
 #: smaller than the largest parameter, so that there are several buckets, and one parameter alone
 BUCKET = 2000
+#: DeepSpeed 0.19.0 gathers several whole parameters at once and waits for the last only, which on
+#: gloo leaves uninitialized memory in the others: then no more than one may be persistent
+WAITS_FOR_ALL = Version(version("deepspeed")) >= Version("0.19.8")
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def ds_config(job: Job) -> dict[str, Any]:
         "stage": job.stage,
         "reduce_bucket_size": BUCKET,
         "allgather_bucket_size": BUCKET,
-        "stage3_param_persistence_threshold": 60,
+        "stage3_param_persistence_threshold": 60 if WAITS_FOR_ALL else 1,
         "stage3_prefetch_bucket_size": 2000,
         **job.zero,
     }
@@ -171,11 +176,12 @@ def parameters(engine: Any) -> dict[str, Tensor]:
     """Copies of the whole parameters, by name; at stage 3 gathered exactly."""
     from deepspeed import zero
 
-    found = dict(engine.module.named_parameters())
-    with zero.GatheredParameters(
-        list(found.values()), enabled=hasattr(engine.optimizer, "fp16_groups")
-    ):
-        return {name: parameter.detach().clone() for name, parameter in found.items()}
+    partitioned = hasattr(engine.optimizer, "fp16_groups")
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with zero.GatheredParameters([parameter], enabled=partitioned):  # see WAITS_FOR_ALL
+            found[name] = parameter.detach().clone()
+    return found
 
 
 def digests(engine: Any) -> dict[str, str]:
