@@ -38,7 +38,7 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"dp": {"codec": 4}}, "compression.dp.codec", ("found 4", "expected a string")),
     ({"dp": "blokint"}, "compression.dp.codec", ("did you mean 'blockint'",)),
     ({"dp": "radix"}, "compression.dp.codec", ("this version has no radix", "zfp")),
-    ({"pp": {"codec": "expcode"}}, "compression.pp.codec", ("this version has no expcode",)),
+    ({"pp": {"codec": "expcode", "dim": 1}}, "compression.pp.dim", ("expcode has no settings",)),
     ({"tp": "auto"}, "compression.tp.codec", ("this version has no auto",)),
     ({"tp": {**BLOCKINT, "error_bound": 0.01}}, "compression.tp.error_bound", ("no error_bound",)),
     ({"dp": {"codec": "blockint", "bits": 9}}, "compression.dp.bits", ("found 9", "from 2 to 8")),
