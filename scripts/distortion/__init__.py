@@ -1,1 +1,1 @@
-"""Bits per value at equal error: captured tensors, peers that stand in for others' codecs, tables."""
+"""Bits per value at equal error: captured tensors, emulated peers, tables."""

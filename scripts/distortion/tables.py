@@ -67,9 +67,9 @@ def mean(cells: Sequence[float]) -> float:
 
 def print_table(title: str, columns: Sequence[str], rows: dict[str, list[float]]) -> None:
     """Rows of numbers with two digits, their mean last."""
-    print(f"\n{title}\n{'':16}" + "".join(f"{column:>12}" for column in (*columns, "mean")))
+    print(f"\n{title}\n{'':16}" + "".join(f"{column:>11}" for column in (*columns, "mean")))
     for name, cells in rows.items():
-        print(f"{name:16}" + "".join(f"{cell:>12.2f}" for cell in (*cells, mean(cells))))
+        print(f"{name:16}" + "".join(f"{cell:>11.2f}" for cell in (*cells, mean(cells))))
 
 
 def lossy_tables(curves: dict[str, Curves], dense: Sequence[str]) -> dict[str, list[float]]:
@@ -92,7 +92,7 @@ def error_ratios(curves: dict[str, Curves], name: str, bits: float) -> list[floa
 
     def error_at(curve: Sequence[Point]) -> float:
         turned = [(math.log2(e), 2.0**b) for b, e in curve if e > 0]
-        return 2.0 ** bits_at(turned, 2.0**bits)
+        return math.pow(2, bits_at(turned, 2.0**bits))
 
     return [error_at(c[name]) / error_at(c["radix"]) for c in curves.values()]
 

@@ -111,7 +111,9 @@ def encode_block(
             levels[slot] += (r >> 8 & 7) << found.width
     packed = pack(levels, found.width + form.rest % 8)
     low = struct.pack("<32H", *halves) if form.item == 32 and not no_halves else b""
-    return bytes(rest) + packed + low, bytes(e for e, lost in zip(exponents, escaped, strict=True) if lost)
+    return bytes(rest) + packed + low, bytes(
+        e for e, lost in zip(exponents, escaped, strict=True) if lost
+    )
 
 
 def turn(form: Format, bits: int) -> int:

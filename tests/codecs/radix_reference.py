@@ -247,7 +247,8 @@ def decode(payload: bytes) -> Floats:
     dtype = next(dtype for dtype, found in CODES.items() if found == code)
     tiles = -(-numel // segment)
     offsets = [*np.frombuffer(payload, "<u4", tiles, 32).astype(int), length]
-    data, found = payload[32 + 4 * tiles :], []
+    data = payload[32 + 4 * tiles :]
+    found: list[Floats] = []
     for t in range(tiles):
         blocks = -(-min(segment, numel - t * segment) // 16)
         found += decode_tile(data[4 * offsets[t] : 4 * offsets[t + 1]], blocks, dtype)

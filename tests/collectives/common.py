@@ -13,7 +13,7 @@ from hybridcomp.collectives import chunk_ranges
 from tests.collectives.doubles import Identity, Int8, Trimmed, Wide
 
 DTYPES = VALUE_DTYPES
-LOSSLESS: tuple[Codec, ...] = (Identity(), Trimmed(), make_codec("mpc"))
+LOSSLESS: tuple[Codec, ...] = (Identity(), Trimmed(), make_codec("mpc"), make_codec("expcode"))
 LOSSY: tuple[Codec, ...] = (
     Int8(),
     Wide(),
@@ -22,6 +22,8 @@ LOSSY: tuple[Codec, ...] = (
     make_codec("zfp", rate=8.0),
     make_codec("blockint", bits=8),
     make_codec("blockint", bits=4),
+    make_codec("radix", error_bound=1e-2),
+    make_codec("radix", error_bound=1e-3, segment=256, mode="abs"),
 )
 CODECS = LOSSLESS + LOSSY
 
