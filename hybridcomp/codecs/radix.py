@@ -89,9 +89,8 @@ class Radix(Codec):
 
     @property
     def spec(self) -> str:
-        return (
-            f"radix(error_bound={self.error_bound:.9g}, segment={self.segment}, mode={self.mode})"
-        )
+        bound = str(np.float32(self.error_bound))  # the shortest digits that tell it from others
+        return f"radix(error_bound={bound}, segment={self.segment}, mode={self.mode})"
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         check_dtype(self.spec, dtype)

@@ -3,6 +3,7 @@
 
 #include "cpu.h"
 #include "cpu_loops.h"
+#include "lanes.h"
 #include "radix.h"
 #include "shares.h"
 
@@ -34,6 +35,42 @@ constexpr bool divisors_are_exact() {
 static_assert(divisors_are_exact(), "a class has no reciprocal of 32 bits");
 
 inline size_t item_size(int dtype) { return dtype == (int)Dtype::fp32 ? 4 : 2; }
+
+// What a dtype adds to encoding: `round` is T::load(T::store(x)) of finite lanes, and of an Inf
+// anything that is far from every value.
+template <class T>
+struct Narrow : T {
+    static constexpr bool NARROW = false;
+    static constexpr u32 RAW_BITS = 32;
+    HC_INLINE F8 round(F8 lanes) { return lanes; }
+    HC_INLINE float half(float limit, u32) { return limit; }
+};
+
+template <>
+struct Narrow<BFloat16> : BFloat16 {
+    static constexpr bool NARROW = true;
+    static constexpr u32 RAW_BITS = 16;
+    HC_INLINE F8 round(F8 lanes) {
+        U8 magnitude = (U8)lanes & MAGNITUDE, sign = (U8)lanes & ~MAGNITUDE;
+        U8 rounded = (magnitude + 0x7fff + ((magnitude >> 16) & 1)) & 0xffff0000u;
+        return (F8)(sign | smaller(rounded, 0x7f7f0000u));
+    }
+    HC_INLINE float half(float limit, u32 absmax) { return rounded_limit(limit, absmax, 7, 1); }
+};
+
+template <>
+struct Narrow<Float16> : Float16 {
+    static constexpr bool NARROW = true;
+    static constexpr u32 RAW_BITS = 16;
+    HC_INLINE F8 round(F8 lanes) {
+        U8 magnitude = (U8)lanes & MAGNITUDE, sign = (U8)lanes & ~MAGNITUDE;
+        U8 normal = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & ~0x1fffu;
+        U8 tiny = (U8)(((F8)magnitude + 0.5f) - 0.5f);
+        I8 small = (I8)magnitude < 0x38800000;
+        return (F8)(sign | (small ? tiny : smaller(normal, 0x477fe000u)));
+    }
+    HC_INLINE float half(float limit, u32 absmax) { return rounded_limit(limit, absmax, 10, 113); }
+};
 
 // The most that a tile of `numel` values takes: all blocks raw, mask, six planes, and eight bytes for
 // alignment and what the bit writer may touch.

@@ -2,47 +2,10 @@
 // them, run on vectors; the others through the functions of radix.h.
 #include "bitplanes.h"
 #include "cpu_radix.h"
-#include "lanes.h"
 
 namespace hybridcomp {
 namespace radix {
 namespace {
-
-// What a dtype adds to encoding: `round` is T::load(T::store(x)) of finite lanes, and of an Inf
-// anything that is far from every value.
-template <class T>
-struct Narrow : T {
-    static constexpr bool NARROW = false;
-    static constexpr u32 RAW_BITS = 32;
-    HC_INLINE F8 round(F8 lanes) { return lanes; }
-    HC_INLINE float half(float limit, u32) { return limit; }
-};
-
-template <>
-struct Narrow<BFloat16> : BFloat16 {
-    static constexpr bool NARROW = true;
-    static constexpr u32 RAW_BITS = 16;
-    HC_INLINE F8 round(F8 lanes) {
-        U8 magnitude = (U8)lanes & MAGNITUDE, sign = (U8)lanes & ~MAGNITUDE;
-        U8 rounded = (magnitude + 0x7fff + ((magnitude >> 16) & 1)) & 0xffff0000u;
-        return (F8)(sign | smaller(rounded, 0x7f7f0000u));
-    }
-    HC_INLINE float half(float limit, u32 absmax) { return rounded_limit(limit, absmax, 7, 1); }
-};
-
-template <>
-struct Narrow<Float16> : Float16 {
-    static constexpr bool NARROW = true;
-    static constexpr u32 RAW_BITS = 16;
-    HC_INLINE F8 round(F8 lanes) {
-        U8 magnitude = (U8)lanes & MAGNITUDE, sign = (U8)lanes & ~MAGNITUDE;
-        U8 normal = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & ~0x1fffu;
-        U8 tiny = (U8)(((F8)magnitude + 0.5f) - 0.5f);
-        I8 small = (I8)magnitude < 0x38800000;
-        return (F8)(sign | (small ? tiny : smaller(normal, 0x477fe000u)));
-    }
-    HC_INLINE float half(float limit, u32 absmax) { return rounded_limit(limit, absmax, 10, 113); }
-};
 
 u32 class_of(u32 level, u32 last) {
     if (level < 128) return TABLES.of_level[level];
@@ -152,10 +115,9 @@ u8* write_head(const Tile& tile, u32 blocks, float step, u8* out) {
     u8 fields[MAX_BLOCKS + 8] = {};
     u32 count = 0, base = RAW, top = 0, raws = 0;
     for (u32 b = 0; b < blocks; ++b) {
-        u32 c = tile.classes[b];
-        fields[count] = (u8)c;
         if (!tile.present[b]) continue;
-        ++count;
+        u32 c = tile.classes[b];
+        fields[count++] = (u8)c;
         if (c == RAW) {
             ++raws;
             continue;
@@ -169,7 +131,6 @@ u8* write_head(const Tile& tile, u32 blocks, float step, u8* out) {
     for (u32 i = 0; i < count; ++i) {
         fields[i] = (u8)(fields[i] == RAW ? (mixed ? span + 1 : 0) : fields[i] - base);
     }
-    for (u32 i = count; i % 8; ++i) fields[i] = 0;
     memcpy(out, &step, 4);
     out[4] = (u8)base;
     out[5] = (u8)span;
