@@ -91,4 +91,4 @@ def test_install_takes_a_config(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    assert "compression.dq: found 'bf16'; unknown key" in result.stdout
+    assert 'compression.dq: found "bf16"; unknown key' in result.stdout
