@@ -67,9 +67,9 @@ def mean(cells: Sequence[float]) -> float:
 
 def print_table(title: str, columns: Sequence[str], rows: dict[str, list[float]]) -> None:
     """Rows of numbers with two digits, their mean last."""
-    print(f"\n{title}\n{'':16}" + "".join(f"{column:>11}" for column in (*columns, "mean")))
+    print(f"\n{title}\n{'':16}" + "".join(f"{column:>12}" for column in (*columns, "mean")))
     for name, cells in rows.items():
-        print(f"{name:16}" + "".join(f"{cell:>11.2f}" for cell in (*cells, mean(cells))))
+        print(f"{name:16}" + "".join(f"{cell:>12.2f}" for cell in (*cells, mean(cells))))
 
 
 def lossy_tables(curves: dict[str, Curves], dense: Sequence[str]) -> dict[str, list[float]]:
