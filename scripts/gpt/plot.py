@@ -42,7 +42,7 @@ def draw(
             _difference(below, runs[0], run, window, colour)
     _finish(above, below, runs, window, title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=90)
     pyplot.close(figure)
 
 
@@ -96,7 +96,8 @@ def _finish(above: Any, below: Any, runs: Sequence[Run], window: int, title: str
     )
     below.axhline(0, color=COLOURS[0], lw=3)
     below.set_ylabel("difference to\nthe baseline (%)")
-    below.set_xlabel("optimizer step")
+    bands = " (bands: range over the seeds)" if seeds > 1 else ""
+    below.set_xlabel(f"optimizer step{bands}")
     start = int(len(runs[0].steps) * SETTLED)
     settled = [difference(runs[0], run, window)[:, start:] for run in runs[1:]]
     low = min(0.0, *(float(curves.min()) for curves in settled))
