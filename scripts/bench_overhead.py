@@ -35,7 +35,7 @@ class Silent:
 
 
 def build(stage: int, width: int, folder: str) -> Any:
-    """An engine with patches applied and ``none`` everywhere; fp32, as bf16 is slow on most CPUs."""
+    """An engine, patched, with ``none`` everywhere; fp32, since many CPUs only emulate bf16."""
     import deepspeed
     import deepspeed.ops
 
