@@ -126,6 +126,8 @@ def _settle() -> None:
     _holder.reporter = Reporter(_holder.channels, Path(jsonl) if jsonl else None, _device())
     for line in config.describe():
         say(line)
+    if config.error_feedback("dp"):
+        say("dp: Megatron's checkpoints do not hold residuals; they start at zero after a restart")
 
 
 def _device() -> torch.device:
