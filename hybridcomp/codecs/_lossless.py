@@ -1,0 +1,77 @@
+"""Lossless codecs of variable size, whose kernels take the same arguments behind their settings."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs._checks import check_add, check_decode, check_dtype, check_encode
+from hybridcomp.codecs.base import Codec
+from hybridcomp.errors import CodecError
+from hybridcomp.kernels import DTYPE_CODES
+
+
+class LosslessCodec(Codec):
+    """Runs a pair of kernels; what they compute is up to the subclass."""
+
+    lossless = True
+    fixed_size = False
+
+    @abstractmethod
+    def _kernels(self, device: torch.device) -> tuple[Callable[..., int], Callable[..., None]]:
+        """(encode, decode) for ``device``. Raises CodecError if the device has none."""
+
+    @property
+    @abstractmethod
+    def _settings(self) -> tuple[int, ...]:
+        """What the kernels take first."""
+
+    @property
+    @abstractmethod
+    def _least_nbytes(self) -> int:
+        """The smallest payload of any values; the kernel checks the rest against its header."""
+
+    def encode(self, values: Tensor, out: Tensor) -> int:
+        nbytes = self.wire_nbytes(values.numel(), values.dtype)
+        check_encode(self.spec, values, out, nbytes)
+        return self._kernels(values.device)[0](
+            *self._settings,
+            DTYPE_CODES[values.dtype],
+            values.data_ptr(),
+            values.numel(),
+            out.data_ptr(),
+            nbytes,
+            torch.get_num_threads(),
+        )
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        self._decode(payload, out, out.dtype, add=False)
+
+    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+        check_add(self.spec, out, dtype)
+        self._decode(payload, out, dtype, add=True)
+
+    def _decode(self, payload: Tensor, out: Tensor, dtype: torch.dtype, *, add: bool) -> None:
+        check_decode(self.spec, payload, out, self._least_nbytes if out.numel() else 0)
+        try:
+            self._kernels(out.device)[1](
+                *self._settings,
+                DTYPE_CODES[dtype],
+                payload.data_ptr(),
+                payload.numel(),
+                out.data_ptr(),
+                out.numel(),
+                add,
+                torch.get_num_threads(),
+            )
+        except ValueError as error:
+            raise CodecError(
+                f"{self.spec}: cannot decode {out.numel()} {dtype}: {error}"
+            ) from error
+
+    def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
+        check_dtype(self.spec, dtype)
+        return 0.0
