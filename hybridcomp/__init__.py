@@ -38,9 +38,9 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     from hybridcomp import patches
 
     if config is not None:
-        from hybridcomp.patches import mcore_attach
+        from hybridcomp.patches import process
 
-        mcore_attach.configure(config)
+        process.configure(config)
     patches.arm()
 
 

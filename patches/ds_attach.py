@@ -20,7 +20,7 @@ from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.monitor import Reporter
-from hybridcomp.patches import ds_config, ds_params, ds_residuals, mcore_attach, modules_of
+from hybridcomp.patches import ds_config, ds_params, ds_residuals, modules_of, process
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -81,7 +81,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         block = load_config(ds_json)
         if BLOCK not in ds_json:
             # a block of the process stands in where the file has none: no setting goes unheard
-            block = mcore_attach.configured()
+            block = process.configured()
         agree(_statement(block))
         notes: list[str] = []
         if block is not None:
@@ -126,6 +126,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     for module in modules_of("deepspeed"):
         if hasattr(module, "ATTACHED"):
             module.ATTACHED(engine, channels)
+    process.lend(engine, channels)
     jsonl = block.ledger.jsonl
     setattr(engine, REPORTER, Reporter(channels, Path(jsonl) if jsonl else None, engine.device))
     if dist.get_rank() == 0:

@@ -24,7 +24,8 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.feedback import Piece
-from hybridcomp.patches.mcore_attach import REQUIREMENT, current
+from hybridcomp.patches.mcore_attach import REQUIREMENT
+from hybridcomp.patches.process import current
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
 

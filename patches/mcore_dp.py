@@ -32,7 +32,7 @@ from hybridcomp.collectives.native import (
     reduce_scatter_nbytes,
 )
 from hybridcomp.patches import mcore_refuse
-from hybridcomp.patches.mcore_attach import REQUIREMENT, current, next_chunk
+from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.mcore_batch import Batch, Call, Kind
 from hybridcomp.patches.mcore_calls import (
     make_torch,
@@ -40,6 +40,7 @@ from hybridcomp.patches.mcore_calls import (
     torch_seam,
 )
 from hybridcomp.patches.mcore_groups import coordinates
+from hybridcomp.patches.process import current, next_chunk
 from hybridcomp.patching import Seam
 
 MODULE = "megatron.core.distributed.param_and_grad_buffer"

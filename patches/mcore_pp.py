@@ -29,8 +29,9 @@ from torch import Tensor
 from hybridcomp.config import BLOCK
 from hybridcomp.config.problems import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.mcore_attach import REQUIREMENT, current
+from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.mcore_link import Incoming, Outgoing, link
+from hybridcomp.patches.process import current
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
 

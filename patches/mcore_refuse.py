@@ -18,8 +18,9 @@ import torch
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.problems import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.mcore_attach import REQUIREMENT, current, say
+from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.mcore_groups import sizes
+from hybridcomp.patches.process import current, say
 from hybridcomp.patching import Seam
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension
 

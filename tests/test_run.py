@@ -79,9 +79,9 @@ def test_install_takes_a_config(tmp_path: Path) -> None:
     code = (
         "import hybridcomp\n"
         "from hybridcomp.errors import ConfigError\n"
-        "from hybridcomp.patches import mcore_attach\n"
+        "from hybridcomp.patches import process\n"
         "hybridcomp.install({'dp': 'bf16'})\n"
-        "config = mcore_attach.configured()\n"
+        "config = process.configured()\n"
         "assert config is not None and config.active('dp')\n"
         "try:\n"
         "    hybridcomp.install({'dq': 'bf16'})\n"

@@ -15,7 +15,7 @@ from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.feedback import Piece
-from hybridcomp.patches import mcore_attach
+from hybridcomp.patches import mcore_attach, process
 from tests.ranks import run_ranks
 
 BLOCK = {"tp": {"codec": "blockint", "bits": 8}}
@@ -24,7 +24,7 @@ BLOCK = {"tp": {"codec": "blockint", "bits": 8}}
 @pytest.fixture(autouse=True)
 def _forget() -> Any:
     yield
-    mcore_attach.configure(None)
+    process.configure(None)
 
 
 @pytest.mark.parametrize("form", ["block", "dict", "model", "file of a block", "file"])
@@ -38,15 +38,15 @@ def test_forms_of_a_block(form: str, tmp_path: Path) -> None:
     if form.startswith("file"):
         path.write_text(json.dumps(BLOCK if "of" in form else {"compression": BLOCK}))
         forms[form] = path
-    mcore_attach.configure(forms[form])
-    assert mcore_attach._holder.config is not None
-    assert mcore_attach._holder.config.flat() == CompressionConfig.parse(BLOCK).flat()
-    assert mcore_attach.current() is None  # torch.distributed is not up
+    process.configure(forms[form])
+    assert process._holder.config is not None
+    assert process._holder.config.flat() == CompressionConfig.parse(BLOCK).flat()
+    assert process.current() is None  # torch.distributed is not up
 
 
 def test_errors_name_the_key() -> None:
     with pytest.raises(ConfigError, match="compression.tp.bits"):
-        mcore_attach.configure({"tp": {"codec": "blockint", "bits": 99}})
+        process.configure({"tp": {"codec": "blockint", "bits": 99}})
 
 
 def settle(block: dict[str, Any] | None, path: str | None) -> tuple[Any, Any]:
@@ -54,10 +54,10 @@ def settle(block: dict[str, Any] | None, path: str | None) -> tuple[Any, Any]:
     import os
 
     if path is not None:
-        os.environ[mcore_attach.ENVIRONMENT] = path
-    mcore_attach.configure(block)
-    channels = mcore_attach.current()
-    same = channels is mcore_attach.current()
+        os.environ[process.ENVIRONMENT] = path
+    process.configure(block)
+    channels = process.current()
+    same = channels is process.current()
     return None if channels is None else channels.config.flat(), same
 
 
@@ -72,9 +72,9 @@ def test_environment_and_no_block(tmp_path: Path) -> None:
 def disagree() -> str:
     import torch.distributed as dist
 
-    mcore_attach.configure(BLOCK if dist.get_rank() else {"tp": {"codec": "blockint", "bits": 7}})
+    process.configure(BLOCK if dist.get_rank() else {"tp": {"codec": "blockint", "bits": 7}})
     try:
-        mcore_attach.current()
+        process.current()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "agreed"
@@ -112,7 +112,7 @@ def channels_of(block: dict[str, Any]) -> Channels:
 
 def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     channels = channels_of({"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}})
-    mcore_attach.use(channels)
+    process.use(channels)
     monkeypatch.setattr(Optimizer, "inner", mcore_attach.make_step(Optimizer.inner))
     monkeypatch.setattr(Optimizer, "outer", mcore_attach.make_step(Optimizer.outer))
     optimizer = Optimizer()
@@ -136,8 +136,8 @@ def report(jsonl: str) -> tuple[list[dict[str, float]], int]:
     run = object() if dist.get_rank() == 1 else None
     fake: Any = SimpleNamespace(run=run, log=lambda values, commit: logged.append(values))
     sys.modules["wandb"] = fake
-    mcore_attach.configure({**BLOCK, "ledger": {"jsonl": jsonl}})
-    channels = mcore_attach.current()
+    process.configure({**BLOCK, "ledger": {"jsonl": jsonl}})
+    channels = process.current()
     assert channels is not None
     channels["tp"].native(100, "backward")
     optimizer = Optimizer()

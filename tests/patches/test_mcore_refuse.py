@@ -10,7 +10,7 @@ import torch
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches import mcore_attach, mcore_link, mcore_pp, mcore_refuse
+from hybridcomp.patches import mcore_link, mcore_pp, mcore_refuse, process
 
 B8 = {"codec": "blockint", "bits": 8}
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "cp": 2, "dp": 2, "zero": 2}
@@ -125,7 +125,7 @@ def test_variable_size_on_the_pipeline(
     with pytest.raises(ConfigError, match="size varies"):
         mcore_refuse.apply(mcore_link.VARIABLE, ["pp"], CompressionConfig.parse({"pp": "mpc"}))
     native = CompressionConfig.parse({"pp": "mpc", "on_unsupported": "native"})
-    mcore_attach.configure(None)
+    process.configure(None)
     for _ in range(2):
         mcore_refuse.apply(mcore_link.VARIABLE, ["pp"], native)
     assert capsys.readouterr().out.count("pp native") == 1

@@ -72,12 +72,12 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
 def _run(job: Job) -> Outcome | str:
     import hybridcomp
     from hybridcomp.errors import HybridcompError
-    from hybridcomp.patches import mcore_attach
+    from hybridcomp.patches import process
 
     torch.manual_seed(1)
     if job.block is not None:
         hybridcomp.install()
-        mcore_attach.configure(job.block)
+        process.configure(job.block)
     try:
         return _train(job)
     except HybridcompError as error:
@@ -87,7 +87,7 @@ def _run(job: Job) -> Outcome | str:
 
         parallel_state.destroy_model_parallel()
         destroy_groups()
-        mcore_attach.configure(None)
+        process.configure(None)
         hybridcomp.uninstall()
 
 
@@ -102,7 +102,7 @@ def _train(job: Job) -> Outcome:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from hybridcomp.patches import mcore_attach
+    from hybridcomp.patches import process
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=job.tp,
@@ -137,18 +137,18 @@ def _train(job: Job) -> Outcome:
     if job.overlap and job.distributed_optimizer:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
-    channels = mcore_attach.current() if job.block is not None else None
+    channels = process.current() if job.block is not None else None
     return Outcome(losses, _digests(chunks), *_counts(channels))
 
 
 def _adjust(job: Job) -> None:
     """Settings of a job that no block can express."""
-    from hybridcomp.patches import mcore_attach, mcore_link
+    from hybridcomp.patches import mcore_link, process
     from hybridcomp.policy import Policy
     from tests.raw_codec import Raw
 
     mcore_link.scatter_gather = lambda channels: job.scatter_gather
-    channels = mcore_attach.current() if job.block is not None else None
+    channels = process.current() if job.block is not None else None
     if channels is not None and job.raw:
         policy = channels.policy
         codecs = {key: Raw() if codec else None for key, codec in policy.codecs.items()}
