@@ -53,7 +53,7 @@ class Run:
         parts = []
         for dimension, ways in self.ledger_rows().items():
             for way, row in ways.items():
-                if row["codec"] != "none":
+                if row["codec"] != "none" and row["ratio"]:  # a group of one rank sends nothing
                     name = dimension if len(ways) == 1 else f"{dimension} {way}"
                     parts.append(f"{name} {row['codec']} {row['ratio']:.1f}x")
         return ", ".join(parts)
