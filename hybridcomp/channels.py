@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,20 @@ from torch import Tensor
 
 from hybridcomp import collectives
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Handle, OwnedRange, chunk_ranges, plan_reduction
+from hybridcomp.collectives import (
+    Handle,
+    OwnedRange,
+    ReduceScatterHandle,
+    chunk_ranges,
+    plan_reduction,
+)
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.config import CompressionConfig
 from hybridcomp.feedback import Hop, Piece, Residuals, cut
 from hybridcomp.ledger import Ledger
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction, Traffic
+
+H = TypeVar("H", Handle, ReduceScatterHandle)
 
 #: attribute that an attached engine, its optimizer and its parameters carry
 ATTRIBUTE = "_hybridcomp_channels"
@@ -128,7 +136,7 @@ class Channel:
         async_op: bool = False,
     ) -> Handle:
         """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``."""
-        self._sample(tensor, codec, direction)
+        self.sample(tensor, codec, direction)
         world_size = dist.get_world_size(group)
         residual = owner = None
         if self.error_feedback and pieces is not None:
@@ -155,20 +163,24 @@ class Channel:
         *,
         raw_nbytes: int,
         pieces: Sequence[Sequence[Piece]] | None = None,
-    ) -> Tensor:
-        """The fp32 sum over ``group`` of the shard of this rank; ``shards[r]`` goes to rank r."""
-        self._sample(max(shards, key=Tensor.numel), codec, "forward")
+        direction: Direction = "forward",
+        async_op: bool = False,
+    ) -> ReduceScatterHandle:
+        """Sum over ``group`` what goes to this rank; ``shards[r]`` goes to rank r.
+
+        ``wait()`` of the handle gives the sum, a new fp32 tensor.
+        """
+        self.sample(max(shards, key=Tensor.numel), codec, direction)
         residuals = None
         if self.error_feedback and pieces is not None:
             flat = [piece for shard in pieces for piece in shard]
             residual = self._residual("sender", flat, len(shards), shards[0])
             residuals = list(torch.split(residual, [shard.numel() for shard in shards]))
         meter = Meter()
-        total = collectives.reduce_scatter(
-            shards, codec, group, meter=meter, residuals=residuals
-        ).wait()
-        self._channels.ledger.record((self.dimension, "forward"), raw_nbytes, meter)
-        return total
+        handle = collectives.reduce_scatter(
+            shards, codec, group, meter=meter, residuals=residuals, async_op=async_op
+        )
+        return self._recorded(handle, meter, raw_nbytes, direction)
 
     def reduce_to_owners(
         self,
@@ -181,7 +193,7 @@ class Channel:
         pieces: Sequence[Piece] | None = None,
     ) -> list[Tensor]:
         """The fp32 sums over ``group`` of the ranges of ``tensor`` that this rank owns."""
-        self._sample(tensor, codec, "forward")
+        self.sample(tensor, codec, "forward")
         world_size = dist.get_world_size(group)
         residual = owner = None
         if self.error_feedback and pieces is not None:
@@ -208,7 +220,7 @@ class Channel:
         async_op: bool = False,
     ) -> Handle:
         """Gather the shards of all ranks into ``out``; every rank decodes the same bytes."""
-        self._sample(shard, codec, direction)
+        self.sample(shard, codec, direction)
         meter = Meter()
         handle = collectives.all_gather(shard, out, codec, group, meter=meter, async_op=async_op)
         return self._recorded(handle, meter, raw_nbytes, direction)
@@ -227,7 +239,7 @@ class Channel:
         async_op: bool = False,
     ) -> Handle:
         """Exchange parts of ``values`` between all ranks; splits in elements."""
-        self._sample(values, codec, direction)
+        self.sample(values, codec, direction)
         meter = Meter()
         handle = collectives.all_to_all(
             out,
@@ -252,7 +264,7 @@ class Channel:
         direction: Direction = "forward",
     ) -> None:
         """Send ``tensor`` (1-D, contiguous) to the global rank ``dst``; blocking."""
-        self._sample(tensor, codec, direction)
+        self.sample(tensor, codec, direction)
         meter = Meter()
         collectives.send(tensor, dst, codec, group, meter=meter)
         self._channels.ledger.record((self.dimension, direction), raw_nbytes, meter)
@@ -279,15 +291,13 @@ class Channel:
     def _residual(self, hop: Hop, pieces: Sequence[Piece], world_size: int, like: Tensor) -> Tensor:
         return self._channels.residuals.get(hop, pieces, world_size, like)
 
-    def _recorded(
-        self, handle: Handle, meter: Meter, raw_nbytes: int, direction: Direction
-    ) -> Handle:
+    def _recorded(self, handle: H, meter: Meter, raw_nbytes: int, direction: Direction) -> H:
         def record() -> None:
             self._channels.ledger.record((self.dimension, direction), raw_nbytes, meter)
 
         return handle.then(record)
 
-    def _sample(self, values: Tensor, codec: Codec, direction: Direction) -> None:
+    def sample(self, values: Tensor, codec: Codec, direction: Direction) -> None:
         """Measure the error of one encoding of the head of ``values`` on sampling steps."""
         if codec.lossless or not self._channels.sampling or not values.numel():
             return

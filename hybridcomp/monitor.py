@@ -18,7 +18,7 @@ Event = tuple[str, float]
 
 
 class Reporter:
-    """Sums the ledgers of all ranks now and then, and tells rank 0's readers.
+    """Sums the ledgers of all ranks now and then, and tells their readers.
 
     ``report`` is a collective: every rank calls it at the same step.
     """
@@ -33,15 +33,16 @@ class Reporter:
             atexit.register(self.close)
 
     def report(self, step: int) -> list[Event]:
-        """Sum the interval over the job; print, write and return the events on rank 0."""
+        """Sum the interval over the job; rank 0 prints and writes.
+
+        Returns the events on every rank, for whichever has the reader.
+        """
         ledger = self._channels.ledger
         residual = self._channels.residuals.norm() ** 2
         vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])
         ledger.restart()
         vector = vector.to(self._device)
         dist.all_reduce(vector)
-        if dist.get_rank() != 0:
-            return []
         vector = vector.cpu()
         interval = entries_of(vector[:-1])
         for key, entry in interval.items():
@@ -49,7 +50,8 @@ class Reporter:
         self._step = step
         rows = ledger.rows(interval)
         norm = float(vector[-1]) ** 0.5
-        print(line(step, rows), flush=True)
+        if dist.get_rank() == 0:
+            print(line(step, rows), flush=True)
         if self._jsonl is not None:
             self._jsonl.write({"step": step, "residual_norm": norm, "dimensions": rows})
         return events_of(rows, norm)

@@ -192,7 +192,7 @@ def loss_scale(engine: Any) -> float:
 
 def _report(engine: Any) -> None:
     events = getattr(engine, REPORTER).report(engine.global_steps)
-    if events and engine.monitor.enabled:
+    if dist.get_rank() == 0 and events and engine.monitor.enabled:
         engine.monitor.write_events(
             [(name, value, engine.global_samples) for name, value in events]
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.problems import Shown
+from hybridcomp.config.problems import Shown, idle
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds_rules import RULES, Job, Rule
 from hybridcomp.policy import DIMENSIONS, Dimension
@@ -30,13 +30,29 @@ def check(
     ``"on_unsupported": "native"``; then the sentences say what stays native and why.
     """
     job = Job(ds_config, pipeline, moe, world_size)
-    sentences = []
+    sentences = _idle_keys(block)
     active = [name for name in DIMENSIONS if block.active(name)]
     for rule in RULES:
         names = [name for name in active if name in rule.dimensions]
         if names and rule.applies(job):
             sentences += _apply(rule, names, block, job)
     return sentences
+
+
+def _idle_keys(block: CompressionConfig) -> list[str]:
+    """Keys for megatron-core, beside a DeepSpeed that has its own."""
+    found = []
+    if block.pp.scatter_gather:
+        todo = (
+            "DeepSpeed cuts pipeline messages among tensor-parallel ranks itself "
+            "(pipeline.pipe_partitioned and pipeline.grad_partitioned); remove it"
+        )
+        found.append(idle(f"{BLOCK}.pp.scatter_gather", True, todo, block.on_unsupported))
+    if block.ledger.every is not None:
+        todo = "DeepSpeed's steps_per_print says how often to report; set that and remove this"
+        every = block.ledger.every
+        found.append(idle(f"{BLOCK}.ledger.every", every, todo, block.on_unsupported))
+    return found
 
 
 def absent(

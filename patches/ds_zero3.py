@@ -118,9 +118,9 @@ def reduce_scatter(
     # 2
     work = torch.float32 if channel.error_feedback else dtype
     shards = [torch.cat(row).to(work).div_(world_size) for row in parts]
-    total = channel.reduce_scatter(shards, codec, group, raw_nbytes=raw_nbytes, pieces=pieces)
+    handle = channel.reduce_scatter(shards, codec, group, raw_nbytes=raw_nbytes, pieces=pieces)
     # 3
-    return list(torch.split(total.to(dtype), [part.numel() for part in parts[rank]]))
+    return list(torch.split(handle.wait().to(dtype), [part.numel() for part in parts[rank]]))
 
 
 def _chunk(numel: int, world_size: int) -> int:

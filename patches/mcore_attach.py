@@ -14,16 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from hybridcomp.channels import Channels
-from hybridcomp.monitor import Event
 from hybridcomp.patches import process
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "megatron-core >= 0.13, < 0.20"
-#: optimizer steps between two reports of the ledger
-REPORT_EVERY = 10
 
 #: nothing of its signature is used: the arguments differ in every release and are handed on
 INITIALIZE = Seam(
@@ -82,7 +77,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         channels.step += 1
         if feedback:
             _follow(channels, bool(result[0]), before, float(self.get_loss_scale()))
-        if channels.step % REPORT_EVERY == 0:
+        if channels.step % channels.config.ledger.interval == 0:
             _report(channels.step)
         return result
 
@@ -101,13 +96,12 @@ def _report(step: int) -> None:
     reporter = process.reporter()
     if reporter is None:
         return  # whoever handed the channels over reports
-    events: list[list[Event]] = [reporter.report(step)]
-    # the reader of rank 0 prints; Megatron's W&B run lives on the last rank
-    dist.broadcast_object_list(events, src=0)
+    events = reporter.report(step)
     wandb = sys.modules.get("wandb")
     if wandb is not None and getattr(wandb, "run", None) is not None:
-        # without a step: Megatron numbers its own records by iteration, which a restart continues
-        wandb.log(dict(events[0]), commit=False)
+        # Megatron's run is on the last rank. Without a step: Megatron numbers its own records by
+        # iteration, which a restart continues
+        wandb.log(dict(events), commit=False)
 
 
 PATCHES = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridcomp.channels import NAME
 from hybridcomp.feedback import Piece, cut
-from hybridcomp.patches.mcore_calls import Route, flat, reduce_scatter
+from hybridcomp.patches.mcore_calls import Route, flat
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -96,7 +96,7 @@ def _start(call: Call, way: Route, batch: Batch) -> Callable[[], Any]:
     of_shards = None
     if pieces is not None:
         of_shards = [cut(pieces, r * numel, (r + 1) * numel) for r in range(world_size)]
-    scattered = reduce_scatter(way, shards, group, pieces=of_shards, async_op=async_op)
+    scattered = way.reduce_scatter(shards, group, pieces=of_shards, async_op=async_op)
 
     def deliver() -> None:
         total = scattered.wait()

@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp import collectives
-from hybridcomp.channels import Channel, Channels
+from hybridcomp.channels import Channel
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle
-from hybridcomp.collectives.meter import Meter
 from hybridcomp.feedback import Piece
 from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.process import current
@@ -36,11 +34,29 @@ _local = threading.local()  # autograd runs backward passes of several devices i
 class Route:
     """How one message travels encoded."""
 
-    channels: Channels
     channel: Channel
     codec: Codec
     direction: Direction
     raw_nbytes: int
+
+    def reduce_scatter(
+        self,
+        shards: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        *,
+        pieces: Sequence[Sequence[Piece]] | None = None,
+        async_op: bool,
+    ) -> ReduceScatterHandle:
+        """``Channel.reduce_scatter`` with what is known of this message."""
+        return self.channel.reduce_scatter(
+            shards,
+            self.codec,
+            group,
+            raw_nbytes=self.raw_nbytes,
+            pieces=pieces,
+            direction=self.direction,
+            async_op=async_op,
+        )
 
 
 def route(
@@ -60,7 +76,7 @@ def route(
     if codec is None:
         channel.native(raw_nbytes, direction)
         return None
-    return Route(channels, channel, codec, direction, raw_nbytes)
+    return Route(channel, codec, direction, raw_nbytes)
 
 
 def leave_native(
@@ -78,28 +94,6 @@ def leave_native(
 def flat(tensor: Tensor) -> Tensor:
     """The values of ``tensor``, 1-D and contiguous: a view where that is possible."""
     return tensor.detach().contiguous().view(-1)
-
-
-def reduce_scatter(
-    way: Route,
-    shards: Sequence[Tensor],
-    group: dist.ProcessGroup | None,
-    *,
-    pieces: Sequence[Sequence[Piece]] | None = None,
-    async_op: bool,
-) -> ReduceScatterHandle:
-    """As ``Channel.reduce_scatter``, in either direction and asynchronous."""
-    residuals = None
-    if way.channel.error_feedback and pieces is not None:
-        every = [piece for shard in pieces for piece in shard]
-        whole = way.channels.residuals.get("sender", every, len(shards), shards[0])
-        residuals = list(torch.split(whole, [shard.numel() for shard in shards]))
-    meter = Meter()
-    handle = collectives.reduce_scatter(
-        shards, way.codec, group, meter=meter, residuals=residuals, async_op=async_op
-    )
-    key = (way.channel.dimension, way.direction)
-    return handle.then(lambda: way.channels.ledger.record(key, way.raw_nbytes, meter))
 
 
 def direction() -> Direction:

@@ -16,6 +16,7 @@ from hybridcomp.collectives.handle import Pending
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.patches import mcore_refuse
 from hybridcomp.patches.mcore_calls import flat
+from hybridcomp.patches.process import say
 from hybridcomp.policy import Direction
 
 VARIABLE = mcore_refuse.Rule(
@@ -45,7 +46,7 @@ class Link:
         if self.codec is None:
             payload = part.view(torch.uint8)
         else:
-            self.channels["pp"]._sample(part, self.codec, self.direction)
+            self.channels["pp"].sample(part, self.codec, self.direction)
             payload = self._room(part.numel(), part)
             with meter.coding():
                 self.codec.encode(part, payload)
@@ -132,15 +133,20 @@ def link(
 
 def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.ProcessGroup | None:
     """The ranks that hold this same tensor and share its transport; None: every rank sends all."""
-    if not scatter_gather(channels) or getattr(config, "sequence_parallel", True):
+    block = channels.config
+    if not block.pp.scatter_gather or getattr(config, "sequence_parallel", True):
+        return None
+    if channels.step < block.start_step:
+        return None
+    if tensor.numel() * tensor.element_size() < block.min_bytes:
         return None
     from megatron.core import parallel_state
 
+    if not parallel_state.model_parallel_is_initialized():
+        return None  # mcore_refuse has said so
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     size = dist.get_world_size(group)
-    return group if size > 1 and tensor.numel() % size == 0 else None
-
-
-def scatter_gather(channels: Channels) -> bool:
-    """Whether tensor ranks share the transport of pipeline messages."""
-    return bool(getattr(channels.config.pp, "scatter_gather", False))
+    if size > 1 and tensor.numel() % size:
+        say(f"pp: scatter_gather cannot cut {tensor.numel()} values for {size} tensor ranks")
+        return None
+    return group if size > 1 else None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.problems import Shown
+from hybridcomp.config.problems import Shown, idle
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.mcore_groups import sizes
@@ -175,6 +175,8 @@ def check(block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: 
         config, ddp, type(wrapper).__name__, sizes(), frozenset(_homes(model)),
         frozenset(p.dtype for p in model.parameters()), frozenset(lossy),
     )  # fmt: skip
+    if block.pp.scatter_gather:
+        _check_scatter_gather(block, job)
     active = [name for name in DIMENSIONS if block.active(name)]
     for rule in RULES:
         names = [name for name in active if name in rule.dimensions]
@@ -182,6 +184,23 @@ def check(block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: 
             names = [name for name in names if name in block.explicit]
         if names and rule.applies(job):
             apply(rule, names, block)
+
+
+def _check_scatter_gather(block: CompressionConfig, job: Job) -> None:
+    """Raise ConfigError, or say once, where no tensor ranks hold the same pipeline messages."""
+    found = {
+        "process groups made without parallel_state: it is not known who shares": not job.sizes,
+        "one rank in each pipeline group: nothing is sent": job.size("pp") < 2,
+        "one rank in each tensor-parallel group: nobody shares its messages": job.size("tp") < 2,
+        "sequence_parallel: every tensor rank sends a part of its own already": bool(
+            job.get("sequence_parallel", False)
+        ),
+    }
+    for words, applies in found.items():
+        if applies:
+            key = f"{BLOCK}.pp.scatter_gather"
+            say(idle(key, True, f"{words}; remove it", block.on_unsupported))
+            return
 
 
 def apply(rule: Rule, names: list[Dimension], block: CompressionConfig) -> None:

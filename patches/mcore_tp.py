@@ -37,7 +37,6 @@ from hybridcomp.patches.mcore_calls import (
     flat,
     make_backward,
     make_torch,
-    reduce_scatter,
     route,
     torch_seam,
 )
@@ -152,7 +151,7 @@ def make_reduce_scatter_tensor(way: Way) -> Callable[[Collective], Collective]:
             if found is None:
                 return original(output, input, op=op, group=group, async_op=async_op)
             shards = torch.split(flat(input), output.numel())
-            handle = reduce_scatter(found, shards, group, async_op=async_op)
+            handle = found.reduce_scatter(shards, group, async_op=async_op)
             handle.then(lambda: _put(handle.wait(), output))
             return handle if async_op else None
 
@@ -211,7 +210,7 @@ def make_reduce_scatter_list(original: Collective) -> Collective:
         found = _route(total, dtype, group, raw, direction) if plain else None
         if found is None:
             return original(output, input_list, op=op, group=group, async_op=async_op)
-        handle = reduce_scatter(found, [flat(p) for p in input_list], group, async_op=False)
+        handle = found.reduce_scatter([flat(p) for p in input_list], group, async_op=False)
         _put(handle.wait(), output)
         return None
 

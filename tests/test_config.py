@@ -65,6 +65,12 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
         ("only dp can have error_feedback",),
     ),
     (
+        {"tp": {**BLOCKINT, "scatter_gather": True}},
+        "compression.tp.scatter_gather",
+        ("only pp can have scatter_gather",),
+    ),
+    ({"dp": "bf16", "ledger": {"every": 0}}, "compression.ledger.every", ("found 0",)),
+    (
         {"dp": {"codec": "mpc", "error_feedback": True}},
         "compression.dp.error_feedback",
         ("leaves nothing out",),
@@ -240,6 +246,18 @@ def test_flat_names_every_dimension() -> None:
     assert flat["compression.pp.backward"] == "none"
     assert "compression.dp.backward" not in flat
     json.dumps(flat)
+
+
+def test_ranks_agree_on_who_sends_and_when_to_report() -> None:
+    plain = parse({"pp": "none"})
+    shared = parse({"pp": {"codec": "none", "scatter_gather": True}, "ledger": {"every": 3}})
+    assert plain.flat()["compression.pp.scatter_gather"] is False
+    assert shared.flat()["compression.pp.scatter_gather"] is True
+    assert (plain.ledger.interval, shared.ledger.interval) == (10, 3)
+    assert plain.digest() != shared.digest()
+    assert any("pp, cut among tensor ranks" in line for line in shared.describe())
+    lossy = parse({"preset": "recommended", "pp": {"scatter_gather": True}})
+    assert any(line.endswith("bf16, cut among tensor ranks") for line in lossy.describe())
 
 
 def test_describe_states_bits_and_ratios() -> None:

@@ -123,6 +123,25 @@ def test_what_is_fine_passes(ds_json: Mapping[str, Any], reason: str) -> None:
     assert reason
 
 
+@pytest.mark.parametrize(
+    ("key", "settings", "fragment"),
+    [
+        (
+            "pp.scatter_gather",
+            {"pp": {"codec": "none", "scatter_gather": True}},
+            "pipe_partitioned",
+        ),
+        ("ledger.every", {"dp": "blockint", "ledger": {"every": 5}}, "steps_per_print"),
+    ],
+)
+def test_keys_that_deepspeed_has_itself(key: str, settings: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(ConfigError, match=fragment) as caught:
+        check(block(**settings), {})
+    assert caught.value.key == f"compression.{key}"
+    (said,) = check(block(**settings, on_unsupported="native"), {})
+    assert said.startswith(f"compression.{key} does nothing here") and fragment in said
+
+
 def test_preset_is_silent_about_what_the_job_does_not_have() -> None:
     preset = block(preset="recommended")
     assert check(preset, {}, pipeline=False, moe=False, world_size=2) == []

@@ -24,6 +24,7 @@ from hybridcomp.config.dimension import (
     DirectionConfig,
     GradientConfig,
     ParameterConfig,
+    PipelineConfig,
     Strict,
     codec_names,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "GradientConfig",
     "LedgerConfig",
     "ParameterConfig",
+    "PipelineConfig",
     "load_config",
     "read_source",
     "schema",
@@ -54,8 +56,17 @@ BLOCK = "compression"
 ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
 #: models that may be written as the bare name of a codec
 SHORTHAND = frozenset(
-    model.__name__ for model in (GradientConfig, ParameterConfig, ActivationConfig, DirectionConfig)
+    model.__name__
+    for model in (
+        GradientConfig,
+        ParameterConfig,
+        ActivationConfig,
+        PipelineConfig,
+        DirectionConfig,
+    )
 )
+#: ``ledger.every`` when it is not written
+REPORT_EVERY = 10
 #: values of the message that ratios are stated for: 4 MiB of fp32
 TYPICAL_NUMEL = 1 << 20
 
@@ -66,8 +77,15 @@ class LedgerConfig(Strict):
     jsonl: str | None = Field(
         None,
         min_length=1,
-        description="File for one JSON record every `steps_per_print` steps, written by rank 0 and "
-        "relative to its working directory. null: no file.",
+        description="File for one JSON record every `every` steps (DeepSpeed: every "
+        "`steps_per_print`), written by rank 0 and relative to its working directory. null: "
+        "no file.",
+    )
+    every: int | None = Field(
+        None,
+        ge=1,
+        description="Optimizer steps between two reports in a job without DeepSpeed, default 10. "
+        "DeepSpeed's own key is `steps_per_print`, and this one an error beside it.",
     )
     sample_every: int = Field(
         10,
@@ -75,6 +93,11 @@ class LedgerConfig(Strict):
         description="Steps between samples of the relative error of an encoding. More often: more "
         "time in the codec (one extra encoding of up to 65536 values a message). 0: never.",
     )
+
+    @property
+    def interval(self) -> int:
+        """Optimizer steps between two reports where DeepSpeed's steps_per_print does not rule."""
+        return REPORT_EVERY if self.every is None else self.every
 
 
 class CompressionConfig(Strict):
@@ -95,8 +118,8 @@ class CompressionConfig(Strict):
     tp: ActivationConfig = Field(
         ActivationConfig(codec=NONE), description="Tensor parallel. Default: native."
     )
-    pp: ActivationConfig = Field(
-        ActivationConfig(codec=NONE), description="Pipeline sends. Default: native."
+    pp: PipelineConfig = Field(
+        PipelineConfig(codec=NONE), description="Pipeline sends. Default: native."
     )
     ep: ActivationConfig = Field(
         ActivationConfig(codec=NONE), description="Expert (MoE) all-to-all. Default: native."
@@ -175,13 +198,15 @@ class CompressionConfig(Strict):
     def flat(self) -> dict[str, Any]:
         """What the ranks of a job have to agree on, resolved, by dotted key.
 
-        Independent of key order, shorthand and preset; without the ledger, which is local.
+        Independent of key order, shorthand and preset; of the ledger only when it reports.
         """
         settings: dict[str, Any] = {
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
             for (name, direction), codec in self._codecs().items()
         }
         settings[f"{BLOCK}.dp.error_feedback"] = self.dp.error_feedback
+        settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather
+        settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
         return settings
@@ -200,13 +225,16 @@ class CompressionConfig(Strict):
             if name in absent:
                 continue
             ways = {way: codecs[name, way] for way in DIRECTIONS if (name, way) in codecs}
+            shared = ", cut among tensor ranks" if name == "pp" and self.pp.scatter_gather else ""
             if not any(ways.values()):
-                native.append(name)
+                native.append(f"{name}{shared}")
             elif len(set(ways.values())) == 1:
                 feedback = ", error feedback" if self.error_feedback(name) else ""
-                lines.append(f"{name:13} {_figures(codecs[name, 'forward'])}{feedback}")
+                lines.append(f"{name:13} {_figures(codecs[name, 'forward'])}{feedback}{shared}")
             else:
-                lines += [f"{f'{name} {way}':13} {_figures(codec)}" for way, codec in ways.items()]
+                lines += [
+                    f"{f'{name} {way}':13} {_figures(codec)}{shared}" for way, codec in ways.items()
+                ]
         if native:
             lines.append(f"{'native':13} {', '.join(native)}")
         if absent:

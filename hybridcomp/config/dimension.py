@@ -176,6 +176,17 @@ class ActivationConfig(DimensionConfig):
             build_codec(self.settings(direction), direction, own)
 
 
+class PipelineConfig(ActivationConfig):
+    """Sends between pipeline stages."""
+
+    scatter_gather: bool = Field(
+        False,
+        description="Megatron-core without sequence parallelism: every tensor rank sends its part "
+        "of a message, and the receivers gather the parts. With `codec` none too. DeepSpeed does "
+        "so itself (pipe_partitioned): an error there.",
+    )
+
+
 def build_codec(given: Mapping[str, Any], prefix: str, own: set[str] | None = None) -> Codec | None:
     """The codec of the settings ``given``, None for "none".
 

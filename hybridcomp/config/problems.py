@@ -114,6 +114,16 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def idle(key: str, found: object, todo: str, on_unsupported: str) -> str:
+    """A key below "compression" that cannot act in this job: a sentence that says so.
+
+    ``todo``: why, and what to do. Raises ConfigError unless ``on_unsupported`` is "native".
+    """
+    if on_unsupported != "native":
+        raise ConfigError(key, show(found), todo)
+    return f"{key} does nothing here: {todo}"
+
+
 def near_key(names: Mapping[str, Any], wanted: str) -> str | None:
     """The key of ``names`` that looks like a misspelt ``wanted``."""
     lowered = {name.lower(): name for name in names if isinstance(name, str)}

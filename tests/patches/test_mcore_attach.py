@@ -18,6 +18,7 @@ from hybridcomp.feedback import Piece
 from hybridcomp.patches import mcore_attach, process
 from tests.ranks import run_ranks
 
+EVERY = 3
 BLOCK = {"tp": {"codec": "blockint", "bits": 8}}
 
 
@@ -136,13 +137,13 @@ def report(jsonl: str) -> tuple[list[dict[str, float]], int]:
     run = object() if dist.get_rank() == 1 else None
     fake: Any = SimpleNamespace(run=run, log=lambda values, commit: logged.append(values))
     sys.modules["wandb"] = fake
-    process.configure({**BLOCK, "ledger": {"jsonl": jsonl}})
+    process.configure({**BLOCK, "ledger": {"jsonl": jsonl, "every": EVERY}})
     channels = process.current()
     assert channels is not None
     channels["tp"].native(100, "backward")
     optimizer = Optimizer()
     step = mcore_attach.make_step(Optimizer.outer)
-    for _ in range(mcore_attach.REPORT_EVERY):
+    for _ in range(EVERY):
         step(optimizer)
     return logged, channels.step
 
@@ -150,9 +151,9 @@ def report(jsonl: str) -> tuple[list[dict[str, float]], int]:
 def test_reports_go_to_the_file_and_to_the_rank_with_the_run(tmp_path: Path) -> None:
     jsonl = tmp_path / "ledger.jsonl"
     (first, steps), (last, _) = run_ranks(2, report, str(jsonl))
-    assert steps == mcore_attach.REPORT_EVERY
+    assert steps == EVERY
     assert first == []
     assert last[0]["Train/Compression/tp/backward/raw_MB"] == pytest.approx(2e-4)
     record = json.loads(jsonl.read_text().splitlines()[0])
-    assert record["step"] == mcore_attach.REPORT_EVERY
+    assert record["step"] == EVERY
     assert record["dimensions"]["tp"]["backward"]["messages"] == 2

@@ -104,6 +104,35 @@ def test_absent_dimensions_are_errors_only_when_written(
     assert check(monkeypatch, {"preset": "recommended"}, sizes={dimension: 1}) == []
 
 
+SHARED = {"pp": {**B8, "scatter_gather": True}}
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ({"sizes": {"tp": 1}}, "nobody shares"),
+        ({"sizes": {"pp": 1}}, "nothing is sent"),
+        ({"sequence_parallel": True}, "a part of its own"),
+    ],
+)
+def test_scatter_gather_needs_ranks_that_hold_the_same(
+    monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], words: str
+) -> None:
+    assert check(monkeypatch, SHARED) == []
+    with pytest.raises(ConfigError, match=words) as caught:
+        check(monkeypatch, SHARED, **job)
+    assert caught.value.key == "compression.pp.scatter_gather"
+    if "pp" not in job.get("sizes", {}):
+        said = check(monkeypatch, {**SHARED, "on_unsupported": "native"}, **job)
+        assert len(said) == 1 and words in said[0]
+
+
+def test_scatter_gather_needs_groups_that_are_known() -> None:
+    job = mcore_refuse.Job(SimpleNamespace(), None, "DistributedDataParallel", {})
+    with pytest.raises(ConfigError, match="parallel_state"):
+        mcore_refuse._check_scatter_gather(CompressionConfig.parse(SHARED), job)
+
+
 def test_zero_needs_the_distributed_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="use_distributed_optimizer"):
         check(monkeypatch, {"zero": B8}, distributed_optimizer=False)

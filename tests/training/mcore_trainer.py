@@ -39,7 +39,7 @@ class Job:
     steps: int = 50
     micro_batches: int = 2
     lr: float = 4e-3
-    scatter_gather: bool = False
+    seed: int = 0
     raw: bool = False  # a lossless codec of fixed size on every dimension of the block
     block: dict[str, Any] | None = None
 
@@ -63,9 +63,6 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     import megatron.core.optimizer  # noqa: F401
 
     mcore_shim.patch()
-    from hybridcomp.patches import mcore_attach
-
-    mcore_attach.REPORT_EVERY = 1_000_000  # a report starts the ledger anew
     return [_run(job) for job in jobs]
 
 
@@ -74,10 +71,11 @@ def _run(job: Job) -> Outcome | str:
     from hybridcomp.errors import HybridcompError
     from hybridcomp.patches import process
 
-    torch.manual_seed(1)
+    torch.manual_seed(1 + job.seed)
     if job.block is not None:
         hybridcomp.install()
-        process.configure(job.block)
+        # a report starts the ledger anew
+        process.configure({"ledger": {"every": 1_000_000}, **job.block})
     try:
         return _train(job)
     except HybridcompError as error:
@@ -112,7 +110,7 @@ def _train(job: Job) -> Outcome:
         expert_tensor_parallel_size=1 if job.ep > 1 else None,
     )
     _adjust(job)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1 + job.seed)
     chunks, optimizer = build(job)
     schedule = get_forward_backward_func()
     losses: list[float] = []
@@ -143,11 +141,10 @@ def _train(job: Job) -> Outcome:
 
 def _adjust(job: Job) -> None:
     """Settings of a job that no block can express."""
-    from hybridcomp.patches import mcore_link, process
+    from hybridcomp.patches import process
     from hybridcomp.policy import Policy
     from tests.raw_codec import Raw
 
-    mcore_link.scatter_gather = lambda channels: job.scatter_gather
     channels = process.current() if job.block is not None else None
     if channels is not None and job.raw:
         policy = channels.policy
@@ -279,7 +276,7 @@ def batches(job: Job, step: int) -> Iterator[Tensor]:
     from megatron.core import parallel_state
 
     data_rank = parallel_state.get_data_parallel_rank()
-    generator = torch.Generator().manual_seed(1000 * step + data_rank)
+    generator = torch.Generator().manual_seed(1000 * (step + 1000 * job.seed) + data_rank)
     while True:
         start = torch.randint(VOCAB, (MICRO_BATCH, 1), generator=generator)
         stride = torch.randint(1, 4, (MICRO_BATCH, 1), generator=generator)

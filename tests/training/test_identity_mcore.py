@@ -102,11 +102,14 @@ def four() -> Results:
     jobs = variants("TP2xPP2", job, "tp pp")
     jobs["TP2xPP2/unpatched"] = replace(job, steps=50)
     jobs["TP2xPP2/none"] = replace(job, steps=50, block=block("tp pp", "none"))
-    shared = replace(job, steps=6, scatter_gather=True)
-    jobs["shared/blockint"] = replace(shared, block=block("pp", B8))
-    jobs["shared/raw"] = replace(shared, block=block("pp", B8), raw=True)
-    jobs["shared/none"] = replace(shared, block=block("pp", "none"))
-    jobs["shared/SP"] = replace(jobs["shared/blockint"], sequence_parallel=True)
+    shared = replace(job, steps=6, block=block("pp", {**B8, "scatter_gather": True}))
+    jobs["shared/blockint"] = shared
+    jobs["shared/raw"] = replace(shared, raw=True)
+    none = {"codec": "none", "scatter_gather": True}
+    jobs["shared/none"] = replace(shared, block=block("pp", none))
+    jobs["shared/SP"] = replace(
+        shared, sequence_parallel=True, block={**shared.block, "on_unsupported": "native"}
+    )
     return launch(4, jobs)
 
 
