@@ -28,6 +28,7 @@ class Reporter:
         self._device = device
         self._totals: dict[Key, Entry] = {key: Entry() for key in KEYS}
         self._step = 0
+        self._untaken: list[Event] = []
         self._jsonl = JsonLines(jsonl) if jsonl is not None and dist.get_rank() == 0 else None
         if self._jsonl is not None:
             atexit.register(self.close)
@@ -54,7 +55,13 @@ class Reporter:
             print(line(step, rows), flush=True)
         if self._jsonl is not None:
             self._jsonl.write({"step": step, "residual_norm": norm, "dimensions": rows})
-        return events_of(rows, norm)
+        self._untaken = events_of(rows, norm)
+        return self._untaken
+
+    def take(self) -> list[Event]:
+        """The events of the last report, once; for a reader that logs at moments of its own."""
+        events, self._untaken = self._untaken, []
+        return events
 
     def close(self) -> None:
         """Write the totals as the last record; harmless when called twice."""

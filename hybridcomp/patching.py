@@ -39,12 +39,16 @@ class Seam:
         qualname: dotted path inside the module, private names already mangled.
         parameters: names of the parameters, or a tuple of alternatives where versions differ;
             ``None`` for classes, whose parameters say nothing.
+        source: for an upstream that is used from a checkout and has no version: what was found,
+            once it is known to be one that the seam fits; else it raises SeamError. The
+            requirement is then for people only.
     """
 
     requirement: str
     module: str
     qualname: str
     parameters: tuple[str, ...] | tuple[tuple[str, ...], ...] | None
+    source: Callable[[], str] | None = None
 
     def __str__(self) -> str:
         return f"{self.module}:{self.qualname}"
@@ -60,6 +64,8 @@ class Seam:
 
     def found_version(self) -> str:
         """The installed version, once it is known to lie in the window; else SeamError."""
+        if self.source is not None:
+            return self.source()
         requirement = Requirement(self.requirement)
         try:
             found = version(requirement.name)

@@ -13,10 +13,12 @@ if __name__ != "hybridcomp.patches":
 
 import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 from wrapt import register_post_import_hook
 
+from hybridcomp.patches.neox_source import is_neox
 from hybridcomp.patching import Patch, apply_all, revert_all
 
 #: upstream package -> patch modules, in the order of application
@@ -39,7 +41,11 @@ MODULES: dict[str, tuple[str, ...]] = {
         "mcore_pp",
         "mcore_dp",
     ),
+    "megatron.mpu": ("neox_mpu",),
+    "megatron.training": ("neox_log",),
 }
+#: packages whose name another upstream bears too -> whether this process has the one that is meant
+TOLD_BY: dict[str, Callable[[], bool]] = {"megatron.mpu": is_neox, "megatron.training": is_neox}
 
 _armed = False
 _hooked: set[str] = set()
@@ -113,5 +119,7 @@ def _on_import(module: ModuleType) -> None:
 
 
 def _apply(package: str) -> None:
+    if package in TOLD_BY and not TOLD_BY[package]():
+        return
     if package not in _applied:
         _applied[package] = apply_all(patches_of(package))

@@ -20,7 +20,14 @@ from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.monitor import Reporter
-from hybridcomp.patches import ds_config, ds_params, ds_residuals, modules_of, process
+from hybridcomp.patches import (
+    ds_config,
+    ds_params,
+    ds_residuals,
+    modules_of,
+    process,
+    tp_groups,
+)
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -87,7 +94,9 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         if block is not None:
             notes = _plan(block, ds_json, bound.arguments["model"])
         original(self, *args, **kwargs)
-        if block is not None:
+        if block is None:
+            process.decline()
+        else:
             _attach(self, block, notes)
 
     return __init__
@@ -109,6 +118,7 @@ def _plan(block: CompressionConfig, ds_json: Any, model: Any) -> list[str]:
         "pipeline": isinstance(model, PipelineModule),
         "moe": any(type(module).__name__ in ("MoE", "MOELayer") for module in model.modules()),
         "world_size": dist.get_world_size(),
+        "layers": tp_groups.reached(),
     }
     notes = ds_config.check(block, ds_json, **job)
     return [*block.describe(ds_config.absent(ds_json, **job)), *notes]

@@ -22,14 +22,16 @@ def check(
     pipeline: bool | None = None,
     moe: bool | None = None,
     world_size: int | None = None,
+    layers: int | None = None,
 ) -> list[str]:
     """Sentences to print about keys of ``block`` that act differently than one may think.
 
     ``pipeline``, ``moe``: what the model is, None where it is not known; ``world_size``: ranks of
-    the job. Raises ConfigError for the first dimension that cannot act, unless the block says
-    ``"on_unsupported": "native"``; then the sentences say what stays native and why.
+    the job; ``layers``: ranks in the groups of its tensor-parallel layers. Raises ConfigError for
+    the first dimension that cannot act, unless the block says ``"on_unsupported": "native"``; then
+    the sentences say what stays native and why.
     """
-    job = Job(ds_config, pipeline, moe, world_size)
+    job = Job(ds_config, pipeline, moe, world_size, layers)
     sentences = _idle_keys(block)
     active = [name for name in DIMENSIONS if block.active(name)]
     for rule in RULES:
@@ -56,10 +58,10 @@ def _idle_keys(block: CompressionConfig) -> list[str]:
 
 
 def absent(
-    ds_config: Mapping[str, Any], *, pipeline: bool, moe: bool, world_size: int
+    ds_config: Mapping[str, Any], *, pipeline: bool, moe: bool, world_size: int, layers: int
 ) -> frozenset[Dimension]:
     """The dimensions of which such a job has no traffic, or none that a seam reaches."""
-    job = Job(ds_config, pipeline, moe, world_size)
+    job = Job(ds_config, pipeline, moe, world_size, layers)
     return frozenset(
         name
         for rule in RULES

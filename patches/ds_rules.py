@@ -29,6 +29,8 @@ class Job:
     pipeline: bool | None = None
     moe: bool | None = None
     world_size: int | None = None
+    #: ranks in the groups of tensor-parallel layers that a seam reaches (GPT-NeoX, megatron-core)
+    layers: int | None = None
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path; ``default`` for null and for "auto" (filled in later)."""
@@ -213,9 +215,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "absent", ("tp",), "DeepSpeed",
-        "this version has no seam for DeepSpeed's tensor parallelism (AutoTP, Domino)",
+        "this version has no seam for DeepSpeed's tensor parallelism (AutoTP, Domino), and the "
+        "model has no tensor-parallel layers of GPT-NeoX or megatron-core",
         "leave tp out",
-        lambda job: True, exists=lambda job: job.tensor_parallel > 1,
+        lambda job: (job.layers or 1) < 2, exists=lambda job: job.tensor_parallel > 1,
     ),
     Rule(
         "absent", ("cp",), "DeepSpeed",

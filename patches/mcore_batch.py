@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridcomp.channels import NAME
 from hybridcomp.feedback import Piece, cut
-from hybridcomp.patches.mcore_calls import Route, flat
+from hybridcomp.patches.calls import Route, flat
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 

@@ -32,13 +32,13 @@ from hybridcomp.collectives.native import (
     reduce_scatter_nbytes,
 )
 from hybridcomp.patches import mcore_refuse
-from hybridcomp.patches.mcore_attach import REQUIREMENT
-from hybridcomp.patches.mcore_batch import Batch, Call, Kind
-from hybridcomp.patches.mcore_calls import (
+from hybridcomp.patches.calls import (
     make_torch,
     route,
     torch_seam,
 )
+from hybridcomp.patches.mcore_attach import REQUIREMENT
+from hybridcomp.patches.mcore_batch import Batch, Call, Kind
 from hybridcomp.patches.mcore_groups import coordinates
 from hybridcomp.patches.process import current, next_chunk
 from hybridcomp.patching import Seam
@@ -247,7 +247,10 @@ PATCHES = (
     (INIT, make_init),
     (START_GRAD_SYNC, make_start_grad_sync),
     (MANAGER, make_coalescing_manager),
-    (torch_seam(MODULE), make_torch({"all_reduce": make_all_reduce, "all_gather": _gather_list})),
+    (
+        torch_seam(MODULE, REQUIREMENT),
+        make_torch({"all_reduce": make_all_reduce, "all_gather": _gather_list}),
+    ),
     (GATHER, make_all_gather_into_tensor),
     (SCATTER, make_reduce_scatter_tensor),
 )

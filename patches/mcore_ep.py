@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.collectives.native import all_to_all_nbytes, send_nbytes
-from hybridcomp.patches.mcore_attach import REQUIREMENT
-from hybridcomp.patches.mcore_calls import (
+from hybridcomp.patches.calls import (
     direction,
     flat,
     leave_native,
     make_backward,
     route,
 )
+from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.mcore_groups import dimension_of
 from hybridcomp.patching import Seam
 

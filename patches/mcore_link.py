@@ -15,7 +15,7 @@ from hybridcomp.collectives import transport
 from hybridcomp.collectives.handle import Pending
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.patches import mcore_refuse
-from hybridcomp.patches.mcore_calls import flat
+from hybridcomp.patches.calls import flat
 from hybridcomp.patches.process import say
 from hybridcomp.policy import Direction
 

@@ -114,6 +114,15 @@ def lend(engine: Any, channels: Channels) -> None:
                 )
 
 
+def decline() -> None:
+    """The ranks agreed, at an engine's construction, that there is no block for its messages.
+
+    So no layer has to ask: in a pipeline the first message of a stage comes only after the last
+    stage's neighbours sent theirs, and a question to all ranks would wait forever.
+    """
+    _holder.settled = True
+
+
 def borrowed() -> Channels | None:
     """The channels that a living engine lent, else None."""
     if _holder.lender is None or _holder.lender() is None:

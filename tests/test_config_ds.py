@@ -142,6 +142,12 @@ def test_keys_that_deepspeed_has_itself(key: str, settings: dict[str, Any], frag
     assert said.startswith(f"compression.{key} does nothing here") and fragment in said
 
 
+def test_tensor_parallel_layers_of_another_upstream_take_a_codec() -> None:
+    assert check(block(tp="blockint"), {}, world_size=4, layers=2) == []
+    with pytest.raises(ConfigError, match="no tensor-parallel layers of GPT-NeoX"):
+        check(block(tp="blockint"), {}, world_size=4, layers=1)
+
+
 def test_preset_is_silent_about_what_the_job_does_not_have() -> None:
     preset = block(preset="recommended")
     assert check(preset, {}, pipeline=False, moe=False, world_size=2) == []

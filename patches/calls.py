@@ -1,4 +1,4 @@
-"""What the megatron-core seams share: routing, direction, and a stand-in for ``torch``.
+"""What seams without an engine share: routing, direction, and a stand-in for ``torch``.
 
 Upstream modules call raw collectives as ``torch.distributed.all_reduce``: their name is looked up
 in the module's global ``torch`` at call time. A stand-in there reaches every such call, keeps the
@@ -22,7 +22,6 @@ from hybridcomp.channels import Channel
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle
 from hybridcomp.feedback import Piece
-from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.process import current
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
@@ -135,9 +134,9 @@ class _Namespace(types.ModuleType):
 Makers = Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
-def torch_seam(module: str) -> Seam:
+def torch_seam(module: str, requirement: str, source: Callable[[], str] | None = None) -> Seam:
     """The global ``torch`` of an upstream module."""
-    return Seam(requirement=REQUIREMENT, module=module, qualname="torch", parameters=None)
+    return Seam(requirement, module, "torch", None, source)
 
 
 def make_torch(makers: Makers) -> Callable[[Any], Any]:
