@@ -47,17 +47,25 @@ def agree(statement: Mapping[str, Any], *, what: str = "compression block") -> N
     Returns when all ranks said the same. Raises AgreementError on every rank, naming the ranks and
     the keys, as soon as all have spoken and two differ, or when a rank stays silent for PATIENCE_S.
     """
+    said = tell(statement, what=what)
+    differing = [r for r in range(len(said)) if said[r] != said[0]]
+    if differing:
+        raise AgreementError(_difference(said, differing, what))
+
+
+def tell(statement: Mapping[str, Any], *, what: str) -> list[dict[str, Any]]:
+    """What every rank of the default group stated, by rank; every rank calls it.
+
+    Raises AgreementError when a rank stays silent for PATIENCE_S.
+    """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:
-        return
+        return [dict(statement)]
     prefix = f"hybridcomp/agree/{next(_round)}"
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     store.set(str(rank), json.dumps(statement, sort_keys=True))
     _await_all(store, world_size, what)
-    said = [json.loads(text) for text in store.multi_get([str(r) for r in range(world_size)])]
-    differing = [r for r in range(world_size) if said[r] != said[0]]
-    if differing:
-        raise AgreementError(_difference(said, differing, what))
+    return [json.loads(text) for text in store.multi_get([str(r) for r in range(world_size)])]
 
 
 def _await_all(store: Store, world_size: int, what: str) -> None:

@@ -16,19 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp import collectives
+from hybridcomp import collectives, sums
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
     Handle,
+    Levels,
     OwnedRange,
     ReduceScatterHandle,
-    chunk_ranges,
-    plan_reduction,
+    hierarchy,
 )
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.config import CompressionConfig
-from hybridcomp.feedback import Hop, Piece, Residuals, cut
+from hybridcomp.feedback import Piece, Residuals
 from hybridcomp.ledger import Ledger
+from hybridcomp.nodes import Nodes, Reach
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction, Traffic
 
 H = TypeVar("H", Handle, ReduceScatterHandle)
@@ -37,6 +38,10 @@ H = TypeVar("H", Handle, ReduceScatterHandle)
 ATTRIBUTE = "_hybridcomp_channels"
 #: attribute of a parameter: its dotted name, unique in the job
 NAME = "_hybridcomp_name"
+#: dimensions whose groups are seen as nodes times local ranks
+TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
+#: where nothing is known of nodes
+NOWHERE = Reach(frozenset(), 0.0)
 #: elements of a message that the sampled error looks at
 SAMPLE_NUMEL = 65536
 
@@ -57,6 +62,7 @@ class Channels:
         codecs = {key: codec.spec for key, codec in self.policy.codecs.items() if codec}
         self.ledger = Ledger(codecs=codecs)
         self.residuals = Residuals()
+        self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
         self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
 
     def __getitem__(self, dimension: Dimension) -> Channel:
@@ -136,24 +142,9 @@ class Channel:
         async_op: bool = False,
     ) -> Handle:
         """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``."""
-        self.sample(tensor, codec, direction)
-        world_size = dist.get_world_size(group)
-        residual = owner = None
-        if self.error_feedback and pieces is not None:
-            residual = self._residual("sender", pieces, world_size, tensor)
-            start, stop = chunk_ranges(tensor.numel(), world_size)[dist.get_rank(group)]
-            owner = self._residual("owner", cut(pieces, start, stop), world_size, tensor)
-        meter = Meter()
-        handle = collectives.all_reduce(
-            tensor,
-            codec,
-            group,
-            meter=meter,
-            residual=residual,
-            owner_residual=owner,
-            async_op=async_op,
-        )
-        return self._recorded(handle, meter, raw_nbytes, direction)
+        spot = self._spot(codec, group, direction)
+        handle, meter = sums.all_reduce(tensor, codec, spot, pieces, async_op)
+        return self._recorded(handle, meter, raw_nbytes, direction, self._reach(group).ring)
 
     def reduce_scatter(
         self,
@@ -170,17 +161,9 @@ class Channel:
 
         ``wait()`` of the handle gives the sum, a new fp32 tensor.
         """
-        self.sample(max(shards, key=Tensor.numel), codec, direction)
-        residuals = None
-        if self.error_feedback and pieces is not None:
-            flat = [piece for shard in pieces for piece in shard]
-            residual = self._residual("sender", flat, len(shards), shards[0])
-            residuals = list(torch.split(residual, [shard.numel() for shard in shards]))
-        meter = Meter()
-        handle = collectives.reduce_scatter(
-            shards, codec, group, meter=meter, residuals=residuals, async_op=async_op
-        )
-        return self._recorded(handle, meter, raw_nbytes, direction)
+        spot = self._spot(codec, group, direction)
+        handle, meter = sums.reduce_scatter(shards, codec, spot, pieces, async_op)
+        return self._recorded(handle, meter, raw_nbytes, direction, self._reach(group).ring)
 
     def reduce_to_owners(
         self,
@@ -193,20 +176,10 @@ class Channel:
         pieces: Sequence[Piece] | None = None,
     ) -> list[Tensor]:
         """The fp32 sums over ``group`` of the ranges of ``tensor`` that this rank owns."""
-        self.sample(tensor, codec, "forward")
-        world_size = dist.get_world_size(group)
-        residual = owner = None
-        if self.error_feedback and pieces is not None:
-            residual = self._residual("sender", pieces, world_size, tensor)
-            if plan_reduction(ranges, world_size) == "balanced":
-                start, stop = chunk_ranges(tensor.numel(), world_size)[dist.get_rank(group)]
-                owner = self._residual("owner", cut(pieces, start, stop), world_size, tensor)
-        meter = Meter()
-        sums = collectives.reduce_to_owners(
-            tensor, ranges, codec, group, meter=meter, residual=residual, owner_residual=owner
-        )
-        self._channels.ledger.record((self.dimension, "forward"), raw_nbytes, meter)
-        return sums
+        spot = self._spot(codec, group, "forward")
+        found, meter = sums.reduce_to_owners(tensor, ranges, codec, spot, pieces)
+        self._record(meter, raw_nbytes, "forward", self._reach(group).ring)
+        return found
 
     def all_gather(
         self,
@@ -221,9 +194,16 @@ class Channel:
     ) -> Handle:
         """Gather the shards of all ranks into ``out``; every rank decodes the same bytes."""
         self.sample(shard, codec, direction)
-        meter = Meter()
-        handle = collectives.all_gather(shard, out, codec, group, meter=meter, async_op=async_op)
-        return self._recorded(handle, meter, raw_nbytes, direction)
+        levels, reach = self._levels(group), self._reach(group)
+        if levels is not None:
+            meter = Meter(remote=frozenset(range(levels.nodes)))
+            handle = hierarchy.all_gather(shard, out, codec, levels, meter=meter, async_op=async_op)
+        else:
+            meter = Meter(remote=reach.remote)
+            handle = collectives.all_gather(
+                shard, out, codec, group, meter=meter, async_op=async_op
+            )
+        return self._recorded(handle, meter, raw_nbytes, direction, reach.ring)
 
     def all_to_all(
         self,
@@ -240,7 +220,8 @@ class Channel:
     ) -> Handle:
         """Exchange parts of ``values`` between all ranks; splits in elements."""
         self.sample(values, codec, direction)
-        meter = Meter()
+        remote = self._reach(group).remote
+        meter = Meter(remote=remote)
         handle = collectives.all_to_all(
             out,
             values,
@@ -251,7 +232,8 @@ class Channel:
             in_splits=in_splits,
             async_op=async_op,
         )
-        return self._recorded(handle, meter, raw_nbytes, direction)
+        share = len(remote) / max(1, dist.get_world_size(group) - 1)
+        return self._recorded(handle, meter, raw_nbytes, direction, share)
 
     def send(
         self,
@@ -267,7 +249,10 @@ class Channel:
         self.sample(tensor, codec, direction)
         meter = Meter()
         collectives.send(tensor, dst, codec, group, meter=meter)
-        self._channels.ledger.record((self.dimension, direction), raw_nbytes, meter)
+        nodes = self._channels.nodes
+        crosses = nodes is not None and nodes.of_rank[dst] != nodes.of_rank[dist.get_rank()]
+        meter.inter_nbytes = crosses * meter.wire_nbytes
+        self._record(meter, raw_nbytes, direction, float(crosses))
 
     def recv(
         self,
@@ -288,14 +273,37 @@ class Channel:
         entry.codec_s += meter.codec_s
         entry.wait_s += meter.wait_s
 
-    def _residual(self, hop: Hop, pieces: Sequence[Piece], world_size: int, like: Tensor) -> Tensor:
-        return self._channels.residuals.get(hop, pieces, world_size, like)
+    def posts_once(self, codec: Codec, group: dist.ProcessGroup | None) -> bool:
+        """Whether the handle of an ``all_gather`` sends nothing in ``wait()``."""
+        return codec.fixed_size and self._levels(group) is None
 
-    def _recorded(self, handle: H, meter: Meter, raw_nbytes: int, direction: Direction) -> H:
-        def record() -> None:
-            self._channels.ledger.record((self.dimension, direction), raw_nbytes, meter)
+    def _spot(
+        self, codec: Codec, group: dist.ProcessGroup | None, direction: Direction
+    ) -> sums.Spot:
+        return sums.Spot(
+            group,
+            self._levels(group),
+            self._reach(group).remote,
+            self._channels.residuals if self.error_feedback else None,
+            lambda values: self.sample(values, codec, direction),
+        )
 
-        return handle.then(record)
+    def _levels(self, group: dist.ProcessGroup | None) -> Levels | None:
+        nodes = self._channels.nodes
+        return nodes.levels(group) if nodes is not None and self.dimension in TWO_LEVELS else None
+
+    def _reach(self, group: dist.ProcessGroup | None) -> Reach:
+        nodes = self._channels.nodes
+        return nodes.reach(group) if nodes is not None else NOWHERE
+
+    def _record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
+        self._channels.ledger.record((self.dimension, direction), raw_nbytes, meter, inter)
+
+    def _recorded(
+        self, handle: H, meter: Meter, raw_nbytes: int, direction: Direction, inter: float
+    ) -> H:
+        handle.then(lambda: self._record(meter, raw_nbytes, direction, inter))
+        return handle
 
     def sample(self, values: Tensor, codec: Codec, direction: Direction) -> None:
         """Measure the error of one encoding of the head of ``values`` on sampling steps."""

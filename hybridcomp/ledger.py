@@ -33,6 +33,8 @@ class Entry:
     wait_s: float = 0.0
     error_sq: float = 0.0  # sampled: squared L2 of (decoded - values)
     value_sq: float = 0.0  # sampled: squared L2 of values
+    inter_raw_nbytes: float = 0.0  # encoded messages: what native would have sent to other nodes
+    inter_nbytes: float = 0.0  # encoded messages: what was sent to other nodes
 
     def add(self, other: Entry) -> None:
         """Add ``other`` field by field."""
@@ -49,6 +51,11 @@ class Entry:
         """Sampled relative L2 error of one encoding, None where nothing was sampled."""
         return (self.error_sq / self.value_sq) ** 0.5 if self.value_sq else None
 
+    @property
+    def inter_ratio(self) -> float | None:
+        """Of what crosses nodes, native over encoded; None where nothing crossed."""
+        return self.inter_raw_nbytes / self.inter_nbytes if self.inter_nbytes else None
+
     def row(self, codec: str) -> dict[str, Any]:
         """The JSON form: megabytes (1e6), milliseconds."""
         return {
@@ -61,6 +68,9 @@ class Entry:
             "codec_ms": self.codec_s * 1e3,
             "wait_ms": self.wait_s * 1e3,
             "error": self.error,
+            "inter_raw_MB": self.inter_raw_nbytes / 1e6,
+            "inter_MB": self.inter_nbytes / 1e6,
+            "inter_ratio": self.inter_ratio,
         }
 
 
@@ -74,14 +84,16 @@ class Ledger:
     codecs: Mapping[Key, str] = field(default_factory=dict)  # specs, for the rows
     interval: dict[Key, Entry] = field(default_factory=lambda: {key: Entry() for key in KEYS})
 
-    def record(self, key: Key, raw_nbytes: int, meter: Meter) -> None:
-        """One encoded message."""
+    def record(self, key: Key, raw_nbytes: int, meter: Meter, inter: float = 0.0) -> None:
+        """One encoded message; ``inter``: the share of native's bytes that crosses nodes."""
         entry = self.interval[key]
         entry.messages += 1
         entry.raw_nbytes += raw_nbytes
         entry.wire_nbytes += meter.wire_nbytes
         entry.codec_s += meter.codec_s
         entry.wait_s += meter.wait_s
+        entry.inter_raw_nbytes += inter * raw_nbytes
+        entry.inter_nbytes += meter.inter_nbytes
 
     def record_native(self, key: Key, raw_nbytes: int) -> None:
         """One message left native."""
@@ -134,9 +146,16 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
             error = f", error {row['error']:.1e}" if row["error"] is not None else ""
             left = row["native_messages"]
             native = f", {left} of {row['messages']} messages native" if left else ""
+            between = ""
+            if row["inter_ratio"] is not None:
+                between = (
+                    f", between nodes {row['inter_ratio']:.2f}x "
+                    f"({row['inter_MB']:.2f} of {row['inter_raw_MB']:.2f} MB)"
+                )
             parts.append(
                 f"{name} {row['codec']} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB, "
-                f"codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms{error}{native})"
+                f"codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms"
+                f"{error}{native}{between})"
             )
     return f"[hybridcomp] step {step}: " + ("; ".join(parts) or "nothing was sent")
 

@@ -15,6 +15,10 @@ from hybridcomp.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
 
 #: name and figure, as DeepSpeed's monitors take them
 Event = tuple[str, float]
+#: figures of a row that monitors get, where the row has them
+FIGURES = (
+    "ratio", "raw_MB", "wire_MB", "codec_ms", "wait_ms", "error", "inter_ratio",
+)  # fmt: skip
 
 
 class Reporter:
@@ -81,7 +85,7 @@ def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) 
             name = f"{dimension}/{direction}" if both else dimension
             events += [
                 (f"Train/Compression/{name}/{figure}", float(row[figure]))
-                for figure in ("ratio", "raw_MB", "wire_MB", "codec_ms", "wait_ms", "error")
+                for figure in FIGURES
                 if row[figure] is not None
             ]
     if norm:

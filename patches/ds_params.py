@@ -176,14 +176,15 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
             channel.native(raw_nbytes)
             return original(input_tensor, output_tensor, group)
         # the modules' parameters are sets, so ranks wait in different orders: no handle may send
-        # anything in wait(), as that of a variable-size codec would after its sizes
+        # anything in wait(), as that of a variable-size codec would after its sizes, or that of
+        # two levels after the first
         return channel.all_gather(
             shard.view(-1),
             out.view(-1),
             codec,
             group,
             raw_nbytes=raw_nbytes,
-            async_op=codec.fixed_size,
+            async_op=channel.posts_once(codec, group),
         )
 
     return _dist_allgather_fn

@@ -28,14 +28,17 @@ ALLOWED: dict[str, set[str]] = {
     "patching": {"errors"},
     "agreement": {"errors"},
     "feedback": {"errors"},
+    "nodes": {"errors", "agreement", "collectives"},
+    "sums": {"codecs", "collectives", "feedback"},
     "ledger": {"errors", "policy", "collectives"},
     "channels": {
-        "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback",
+        "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "nodes",
+        "sums",
     },
     "monitor": {"errors", "ledger", "channels"},
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",
-        "monitor", "agreement", "patching", "patches",
+        "monitor", "agreement", "nodes", "patching", "patches",
     },
     "run": {""},
     "": {"config", "patches"},  # hybridcomp/__init__.py: the public names, imported late

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from hybridcomp.collectives.chunks import chunk_ranges
 from hybridcomp.collectives.handle import Handle, ReduceScatterHandle
+from hybridcomp.collectives.levels import Levels
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.moves import all_gather, all_to_all
 from hybridcomp.collectives.owners import reduce_to_owners
@@ -19,6 +20,7 @@ from hybridcomp.collectives.reductions import all_reduce, reduce_scatter
 
 __all__ = [
     "Handle",
+    "Levels",
     "Meter",
     "OwnedRange",
     "ReduceScatterHandle",

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_rank
 
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import transport
@@ -138,7 +138,7 @@ def exchange(
     in_splits = [sum(row) for row in sizes]
     out_splits = [sum(row) for row in arriving]
     recv_buffer = POOL.take(sum(out_splits), device)
-    meter.sent(sum(in_splits))
+    meter.sent_each(in_splits)
     yield from transport.all_to_all(
         recv_buffer[: sum(out_splits)],
         send_buffer[: sum(in_splits)],
@@ -182,7 +182,7 @@ def _exchange_sizes(
     mine = torch.tensor([size for row in sizes for size in row], dtype=torch.int64, device=device)
     counts = [len(row) for row in numels]
     theirs = torch.empty(sum(counts), dtype=torch.int64, device=device)
-    meter.sent(SIZE_NBYTES * mine.numel())
+    meter.sent_each([SIZE_NBYTES * len(row) for row in sizes])
     yield from transport.all_to_all(theirs, mine, counts, [len(row) for row in sizes], group)
     flat = theirs.tolist()
     ends = list(accumulate(counts))
@@ -218,16 +218,16 @@ def gather(
 
     Every slot is as long as the longest payload. Variable-size codecs exchange the sizes first.
     """
-    world_size, device = len(numels), payload.device
+    me, world_size, device = get_rank(group), len(numels), payload.device
     sizes = [codec.wire_nbytes(numel, dtype) for numel in numels]
     if not codec.fixed_size:
         mine = torch.tensor([used], dtype=torch.int64, device=device)
         theirs = torch.empty(world_size, dtype=torch.int64, device=device)
-        meter.sent(SIZE_NBYTES * (world_size - 1))
+        meter.sent_around(SIZE_NBYTES, me, world_size)
         yield from transport.all_gather(theirs, mine, group)
         sizes = theirs.tolist()
     slot = max(sizes)
     buffer = POOL.take(world_size * slot, device)
-    meter.sent((world_size - 1) * slot)
+    meter.sent_around(slot, me, world_size)
     yield from transport.all_gather(buffer[: world_size * slot], payload[:slot], group)
     return [buffer[rank * slot : rank * slot + size] for rank, size in enumerate(sizes)], buffer

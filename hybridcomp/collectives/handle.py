@@ -57,6 +57,14 @@ class Pending(Generic[T]):
             self._advance()
         return cast(T, self._result)
 
+    def rest(self) -> Steps[T]:
+        """``wait()`` as the steps of another collective, which does the waiting."""
+        while not self._completed:
+            assert self._work is not None
+            yield self._work
+            self._advance()
+        return cast(T, self._result)
+
     def is_completed(self) -> bool:
         """Whether ``wait()`` has run to its end. Asking makes no progress."""
         return self._completed

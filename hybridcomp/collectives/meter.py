@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,11 +22,24 @@ class Meter:
     wire_nbytes: int = 0
     codec_s: float = 0.0  # host seconds in encode and decode
     wait_s: float = 0.0  # host seconds blocked in torch.distributed
+    inter_nbytes: int = 0  # of wire_nbytes, to ranks on other nodes
+    remote: frozenset[int] = frozenset()  # ranks of the encoded message's group on other nodes
 
     def sent(self, nbytes: int) -> None:
         """Count one message of ``nbytes`` bytes to other ranks."""
         self.messages += 1
         self.wire_nbytes += nbytes
+
+    def sent_each(self, sizes: Sequence[int]) -> None:
+        """Count an all-to-all: ``sizes`` bytes to each rank of the group, 0 to oneself."""
+        self.sent(sum(sizes))
+        self.inter_nbytes += sum(sizes[rank] for rank in self.remote)
+
+    def sent_around(self, slot: int, rank: int, world_size: int) -> None:
+        """Count an all-gather of ``slot`` bytes by a ring: all goes to the next rank."""
+        self.sent((world_size - 1) * slot)
+        if (rank + 1) % world_size in self.remote:
+            self.inter_nbytes += (world_size - 1) * slot
 
     @contextmanager
     def coding(self) -> Iterator[None]:

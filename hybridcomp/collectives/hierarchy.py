@@ -1,0 +1,298 @@
+"""The collectives in two levels: native inside a node, encoded between nodes.
+
+With N nodes of L ranks the flat collectives send an encoded value from every rank to every other
+node; here a node sends the encoded sum of its ranks, 1/L of that. The in-node messages are native,
+for links that are faster than a codec.
+
+Bounds: what is encoded is a node's sum S_a, and by the triangle inequality the largest magnitude
+of a segment of S_a is at most the sum over the node's ranks of their M_r (plus the rounding of an
+fp32 sum). A codec that keeps ``error <= bound * sum_a M(S_a)`` over N senders therefore keeps
+``bound * sum_r M_r`` over all ranks: the bound of the flat collective holds as it is, with the
+codec's budget split for N senders and still two quantizations.
+
+Residuals belong to a node's sum: a rank holds those of its own stretch only, and over the ranks
+of a node every element is held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import moves, owners, reductions
+from hybridcomp.collectives.buffers import POOL
+from hybridcomp.collectives.chunks import chunk_ranges
+from hybridcomp.collectives.handle import Handle, Pending, ReduceScatterHandle, Steps
+from hybridcomp.collectives.levels import Levels, exchange_inside, gather_inside, sum_inside
+from hybridcomp.collectives.meter import Meter
+from hybridcomp.collectives.plan import OwnedRange
+
+#: is shown what is about to be encoded
+Probe = Callable[[Tensor], None]
+
+
+def stretch(numel: int, levels: Levels) -> tuple[int, int]:
+    """``[start, stop)`` of a flat tensor that this rank sums inside its node."""
+    return chunk_ranges(numel, levels.width)[levels.local]
+
+
+def all_reduce(
+    tensor: Tensor,
+    codec: Codec,
+    levels: Levels,
+    *,
+    meter: Meter,
+    residual: Tensor | None = None,
+    owner_residual: Tensor | None = None,
+    probe: Probe | None = None,
+    async_op: bool = False,
+) -> Handle:
+    """``collectives.all_reduce`` over nodes and inside them; the same bits on all ranks.
+
+    Args:
+        residual: fp32, as long as ``stretch``; owner_residual: as long as this rank's chunk of it
+            among the nodes (``chunk_ranges(len, levels.nodes)[levels.node]``).
+        probe: called with the node's sum before it is encoded.
+
+    The other arguments are those of ``collectives.all_reduce``.
+    """
+    steps = _all_reduce(tensor.detach(), codec, levels, meter, residual, owner_residual, probe)
+    return Handle(steps, meter, async_op)
+
+
+def _all_reduce(
+    tensor: Tensor,
+    codec: Codec,
+    levels: Levels,
+    meter: Meter,
+    residual: Tensor | None,
+    owner_residual: Tensor | None,
+    probe: Probe | None,
+) -> Steps[None]:
+    """1 sum my stretch inside the node, 2 all-reduce it between nodes, 3 gather inside."""
+    if not tensor.numel():
+        return
+    lengths = [stop - start for start, stop in chunk_ranges(tensor.numel(), levels.width)]
+    # 1
+    buffer, total = yield from sum_inside(tensor, lengths, levels, meter)
+    work = total.to(tensor.dtype) if codec.lossless else total
+    if probe is not None:
+        probe(work)
+    # 2
+    handle = reductions.all_reduce(
+        work,
+        codec,
+        levels.outer,
+        meter=meter,
+        residual=residual,
+        owner_residual=owner_residual,
+        async_op=True,
+    )
+    yield from handle.rest()
+    # 3
+    wire, rows = yield from gather_inside(work.to(tensor.dtype), lengths, levels, meter)
+    for place, row in zip(torch.split(tensor, lengths), rows, strict=True):
+        place.copy_(row)
+    POOL.give(buffer, wire)
+
+
+def reduce_scatter(
+    shards: Sequence[Tensor],
+    codec: Codec,
+    levels: Levels,
+    *,
+    meter: Meter,
+    residuals: Sequence[Tensor] | None = None,
+    probe: Probe | None = None,
+    async_op: bool = False,
+) -> ReduceScatterHandle:
+    """``collectives.reduce_scatter`` over nodes and inside them.
+
+    Args:
+        residuals: one for each node a, as long as ``shards[levels.grid[a][levels.local]]``.
+    """
+    steps = _reduce_scatter(
+        [shard.detach() for shard in shards], codec, levels, meter, residuals, probe
+    )
+    return ReduceScatterHandle(steps, meter, async_op)
+
+
+def _reduce_scatter(
+    shards: Sequence[Tensor],
+    codec: Codec,
+    levels: Levels,
+    meter: Meter,
+    residuals: Sequence[Tensor] | None,
+    probe: Probe | None,
+) -> Steps[Tensor]:
+    """1 sum inside the node what goes to my column of the grid, 2 reduce-scatter between nodes."""
+    columns = [[row[column] for row in levels.grid] for column in range(levels.width)]
+    lengths = [sum(shards[rank].numel() for rank in column) for column in columns]
+    # 1
+    values = torch.cat([shards[rank] for column in columns for rank in column])
+    if not values.numel():
+        return values.to(torch.float32)
+    buffer, total = yield from sum_inside(values, lengths, levels, meter)
+    work = total.to(values.dtype) if codec.lossless else total
+    if probe is not None:
+        probe(work)
+    # 2
+    mine = torch.split(work, [shards[rank].numel() for rank in columns[levels.local]])
+    handle = reductions.reduce_scatter(
+        mine, codec, levels.outer, meter=meter, residuals=residuals, async_op=True
+    )
+    result = yield from handle.rest()
+    POOL.give(buffer)
+    return result
+
+
+def reduce_to_owners(
+    tensor: Tensor,
+    ranges: Sequence[OwnedRange],
+    codec: Codec,
+    levels: Levels,
+    *,
+    meter: Meter,
+    residual: Tensor | None = None,
+    owner_residual: Tensor | None = None,
+    probe: Probe | None = None,
+) -> list[Tensor]:
+    """``collectives.reduce_to_owners`` over nodes and inside them.
+
+    Residuals as for ``all_reduce``; ``owner_residual`` is used where ``plan_reduction`` of
+    ``ranges_of_nodes`` is balanced.
+    """
+    steps = _reduce_to_owners(
+        tensor.detach(), ranges, codec, levels, meter, residual, owner_residual, probe
+    )
+    return Pending(steps, meter, False).wait()
+
+
+def _reduce_to_owners(
+    tensor: Tensor,
+    ranges: Sequence[OwnedRange],
+    codec: Codec,
+    levels: Levels,
+    meter: Meter,
+    residual: Tensor | None,
+    owner_residual: Tensor | None,
+    probe: Probe | None,
+) -> Steps[list[Tensor]]:
+    """1 sum my stretch inside the node, 2 send the sums to the owners' nodes, 3 hand them on."""
+    lengths = [stop - start for start, stop in chunk_ranges(tensor.numel(), levels.width)]
+    # 1
+    buffer, total = yield from sum_inside(tensor, lengths, levels, meter)
+    work = total.to(tensor.dtype) if codec.lossless else total
+    if probe is not None:
+        probe(work)
+    # 2
+    sums = owners.reduce_to_owners(
+        work,
+        ranges_of_nodes(ranges, stretch(tensor.numel(), levels), levels),
+        codec,
+        levels.outer,
+        meter=meter,
+        residual=residual,
+        owner_residual=owner_residual,
+    )
+    # 3
+    results = yield from _hand_on(ranges, tensor, sums, levels, meter)
+    POOL.give(buffer)
+    return results
+
+
+def ranges_of_nodes(
+    ranges: Sequence[OwnedRange], within: tuple[int, int], levels: Levels
+) -> list[OwnedRange]:
+    """The ranges inside the stretch ``within``, from its start, with nodes for owners."""
+    node_of = {rank: node for node, row in enumerate(levels.grid) for rank in row}
+    return [
+        OwnedRange(low - within[0], high - within[0], tuple(sorted({node_of[r] for r in owners})))
+        for low, high, owners in _inside(ranges, within)
+    ]
+
+
+def _inside(
+    ranges: Sequence[OwnedRange], within: tuple[int, int]
+) -> list[tuple[int, int, tuple[int, ...]]]:
+    cut = [(max(r.start, within[0]), min(r.stop, within[1]), r.ranks) for r in ranges]
+    return [part for part in cut if part[0] < part[1]]
+
+
+def _hand_on(
+    ranges: Sequence[OwnedRange],
+    tensor: Tensor,
+    sums: Sequence[Tensor],
+    levels: Levels,
+    meter: Meter,
+) -> Steps[list[Tensor]]:
+    """Send ``sums`` (of my stretch, needed on this node) to their owners here, in fp32.
+
+    Returns the sum of every range that this rank owns, in order.
+    """
+    mates = levels.grid[levels.node]
+    me = mates[levels.local]
+    stretches = chunk_ranges(tensor.numel(), levels.width)
+    #: by local rank: the parts of its stretch that this node needs
+    needed = [[p for p in _inside(ranges, s) if set(p[2]) & set(mates)] for s in stretches]
+    own = list(zip(needed[levels.local], sums, strict=True))
+    arrived = yield from exchange_inside(
+        [[total for part, total in own if mate in part[2]] for mate in mates],
+        [[high - low for low, high, ranks in row if me in ranks] for row in needed],
+        tensor.device,
+        levels,
+        meter,
+    )
+    results = [
+        (owned, tensor.new_empty(owned.stop - owned.start, dtype=torch.float32))
+        for owned in ranges
+        if me in owned.ranks
+    ]
+    parts = [(low, high) for row in needed for low, high, ranks in row if me in ranks]
+    for (low, high), total in zip(parts, (t for row in arrived for t in row), strict=True):
+        for owned, out in results:
+            if owned.start <= low and high <= owned.stop:
+                out[low - owned.start : high - owned.start].copy_(total)
+    return [out for _, out in results]
+
+
+def all_gather(
+    shard: Tensor,
+    out: Tensor,
+    codec: Codec,
+    levels: Levels,
+    *,
+    meter: Meter,
+    async_op: bool = False,
+) -> Handle:
+    """``collectives.all_gather`` over nodes and inside them; the same bits on all ranks.
+
+    A ring over all ranks carries every payload into N nodes, the way here into N - 1: what is
+    saved between the nodes is 1/N. Every rank decodes N shards instead of N * L.
+    ``wait()`` posts a second message, so handles must be waited for in one order on all ranks.
+    """
+    steps = _all_gather(shard.detach(), out.detach(), codec, levels, meter)
+    return Handle(steps, meter, async_op)
+
+
+def _all_gather(
+    shard: Tensor, out: Tensor, codec: Codec, levels: Levels, meter: Meter
+) -> Steps[None]:
+    """1 gather my column of the grid between nodes, encoded, 2 gather the columns inside."""
+    numel = shard.numel()
+    if not numel:
+        return
+    # 1
+    column = shard.new_empty(levels.nodes * numel)
+    handle = moves.all_gather(shard, column, codec, levels.outer, meter=meter, async_op=True)
+    yield from handle.rest()
+    # 2
+    wire, columns = yield from gather_inside(column, [column.numel()] * levels.width, levels, meter)
+    places = out.view(-1, numel)
+    for local, gathered in enumerate(columns):
+        for row, values in zip(levels.grid, torch.split(gathered, numel), strict=True):
+            places[row[local]].copy_(values)
+    POOL.give(wire)

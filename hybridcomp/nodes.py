@@ -1,0 +1,173 @@
+"""Which ranks share a node, and the process groups of a two-level reduction.
+
+DeepSpeed's launcher sets ``CROSS_RANK`` on every rank (its ``launch.py``), torchrun ``GROUP_RANK``
+(torch.distributed.elastic): the number of the node. Without either on all ranks, those with the
+same host name and boot id share a node, as NCCL sees it (its ``getHostHash``).
+
+Subgroups are made once, at start-up, by all ranks of the job in the same order: ``new_group`` is a
+collective over the whole job. They stay for as long as torch.distributed: every engine of a process
+that reduces over the same ranks uses the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from hybridcomp.agreement import tell
+from hybridcomp.collectives import Levels
+from hybridcomp.errors import ConfigError
+
+#: ``auto``, ``none``, or the number of consecutive ranks that share a node
+Hierarchy = Literal["auto", "none"] | int
+Ranks = tuple[int, ...]
+#: environment variables with the number of the node, by launcher
+VARIABLES = ("CROSS_RANK", "GROUP_RANK")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_made: dict[Ranks, dist.ProcessGroup] = {}
+_made_in: list[dist.ProcessGroup | None] = [None]  # the default group that they belong to
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How a group lies to the node of this rank."""
+
+    remote: frozenset[int]  # group ranks on other nodes
+    ring: float  # share of a ring's bytes that this rank sends to another node: 0 or 1
+
+
+class Nodes:
+    """Where every rank of the job is, and the two levels of the groups that span nodes."""
+
+    def __init__(self, of_rank: Sequence[int], source: str) -> None:
+        """``of_rank``: a number for the node of every global rank; ``source``: how it is known."""
+        self.of_rank = tuple(of_rank)
+        self.source = source
+        self._levels: dict[Ranks, Levels] = {}
+        self._reach: dict[Ranks, Reach] = {}
+
+    def __str__(self) -> str:
+        return f"{len(set(self.of_rank))} node(s) by {self.source}"
+
+    def levels(self, group: dist.ProcessGroup | None) -> Levels | None:
+        """The levels of a group that was prepared; None: its messages take the flat way."""
+        return self._levels.get(ranks_of(group)) if self._levels else None
+
+    def reach(self, group: dist.ProcessGroup | None) -> Reach:
+        """Which ranks of ``group`` are on other nodes."""
+        ranks = ranks_of(group)
+        if ranks not in self._reach:
+            here, me = self.of_rank[dist.get_rank()], ranks.index(dist.get_rank())
+            far = [self.of_rank[rank] != here for rank in ranks]
+            self._reach[ranks] = Reach(
+                frozenset(index for index, remote in enumerate(far) if remote),
+                float(far[(me + 1) % len(ranks)]),
+            )
+        return self._reach[ranks]
+
+    def prepare(self, groups: Iterable[Ranks]) -> list[str]:
+        """Make the subgroups of all groups of the job that have two levels; a collective.
+
+        ``groups``: those that this rank is in. Returns a sentence about every kind of group that
+        spans nodes and cannot be reduced in two levels, the same on all ranks.
+        """
+        own = {ranks for ranks in groups if ranks[0] == dist.get_rank()}  # the first one speaks
+        said = tell({"groups": sorted(own)}, what="data-parallel groups")
+        every = sorted({tuple(ranks) for statement in said for ranks in statement["groups"]})
+        notes: dict[str, None] = {}
+        for ranks in every:
+            grid = grid_of([self.of_rank[rank] for rank in ranks])
+            if isinstance(grid, str):
+                notes[grid] = None
+            elif grid is not None:
+                self._make(ranks, grid)
+        return list(notes)
+
+    def _make(self, ranks: Ranks, grid: tuple[Ranks, ...]) -> None:
+        inner = [_group(tuple(ranks[index] for index in row)) for row in grid]
+        columns = list(zip(*grid, strict=True))
+        outer = [_group(tuple(ranks[index] for index in column)) for column in columns]
+        if dist.get_rank() in ranks:
+            me = ranks.index(dist.get_rank())
+            node = next(index for index, row in enumerate(grid) if me in row)
+            local = grid[node].index(me)
+            self._levels[ranks] = Levels(grid, node, local, inner[node], outer[local])
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    """Global ranks of ``group``, by group rank."""
+    return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+
+
+def grid_of(nodes: Sequence[int]) -> tuple[Ranks, ...] | str | None:
+    """Group ranks by node, from the node of every group rank.
+
+    None where there are no two levels: one node, or one rank on each. A sentence where there are,
+    but the group cannot be seen as nodes times local ranks.
+    """
+    rows: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        rows.setdefault(node, []).append(rank)
+    counts = {len(row) for row in rows.values()}
+    if len(rows) < 2 or counts == {1}:
+        return None
+    if len(counts) > 1:
+        return (
+            f"a group has {' and '.join(map(str, sorted(counts)))} ranks on its nodes: two levels "
+            "need equally many, so every rank sends encoded messages to every other"
+        )
+    grid = tuple(tuple(row) for row in rows.values())
+    if any(list(column) != sorted(column) for column in zip(*grid, strict=True)):
+        return (
+            "the ranks of a group are dealt to its nodes in no regular order, so every rank sends "
+            "encoded messages to every other"
+        )
+    return grid
+
+
+def discover(hierarchy: Hierarchy) -> Nodes:
+    """The nodes of this job; a collective through the rendezvous store with ``auto``.
+
+    Raises ConfigError when the ranks are no multiple of the number that ``hierarchy`` gives.
+    """
+    world_size = dist.get_world_size()
+    if isinstance(hierarchy, int):
+        if world_size % hierarchy:
+            raise ConfigError(
+                "compression.hierarchy",
+                hierarchy,
+                f"the job has {world_size} ranks, no multiple of it; write the number of ranks "
+                'that share a node, or "auto"',
+            )
+        return Nodes([rank // hierarchy for rank in range(world_size)], "compression.hierarchy")
+    said = tell(
+        {**{name: os.environ.get(name) for name in VARIABLES}, "host": _host()}, what="node"
+    )
+    for name in (*VARIABLES, "host"):
+        values = [statement[name] for statement in said]
+        if None not in values:
+            numbers = {value: index for index, value in enumerate(dict.fromkeys(values))}
+            return Nodes([numbers[value] for value in values], name)
+    raise AssertionError("every rank has a host")
+
+
+def _host() -> str:
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def _group(ranks: Ranks) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if _made_in[0] is not world:  # torch.distributed was started anew
+        _made.clear()
+        _made_in[0] = world
+    if ranks not in _made:
+        _made[ranks] = dist.new_group(list(ranks))
+    return _made[ranks]

@@ -1,0 +1,190 @@
+"""The reductions of a channel: which residuals they take, in one level or in two.
+
+In two levels what is encoded is the sum of a node, cut into a stretch for each of its ranks. So a
+residual covers only this rank's stretch, and a sum of residuals that was loaded from another job is
+shared among the nodes, not among all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp import collectives
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import (
+    Handle,
+    Levels,
+    Meter,
+    OwnedRange,
+    ReduceScatterHandle,
+    chunk_ranges,
+    hierarchy,
+    plan_reduction,
+)
+from hybridcomp.collectives.hierarchy import Probe
+from hybridcomp.feedback import Hop, Piece, Residuals, cut
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a reduction takes place, and with what."""
+
+    group: dist.ProcessGroup | None
+    levels: Levels | None  # None: one level
+    remote: frozenset[int]  # group ranks on other nodes
+    residuals: Residuals | None  # None: no error feedback
+    probe: Probe  # is shown what this rank is about to encode
+
+    @property
+    def encoders(self) -> int:
+        """Ranks that encode one element and keep a residual of it."""
+        return dist.get_world_size(self.group) if self.levels is None else self.levels.nodes
+
+    @property
+    def index(self) -> int:
+        """Which of the encoders this rank is."""
+        return dist.get_rank(self.group) if self.levels is None else self.levels.node
+
+    def meter(self) -> Meter:
+        """Of a message; in two levels all other encoders are on other nodes."""
+        nodes = self.levels.nodes if self.levels is not None else 0
+        return Meter(remote=frozenset(range(nodes)) if nodes else self.remote)
+
+    def within(self, numel: int) -> tuple[int, int]:
+        """``[start, stop)`` of a message that this rank encodes."""
+        return (0, numel) if self.levels is None else hierarchy.stretch(numel, self.levels)
+
+    def feedback(self, pieces: Sequence[Piece] | None, like: Tensor) -> Feedback:
+        """The residuals of a message that consists of ``pieces``."""
+        return Feedback(self, None if self.residuals is None else pieces, like)
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """The residuals of one flat message; None without error feedback."""
+
+    spot: Spot
+    pieces: Sequence[Piece] | None
+    like: Tensor
+
+    def sender(self) -> Tensor | None:
+        """What was left out of this rank's values, or of its stretch of the node's sum."""
+        return self._get("sender", self._own())
+
+    def owner(self) -> Tensor | None:
+        """What was left out of the sum that this rank encodes again, its chunk of all."""
+        own = self._own()
+        numel = sum(piece.numel for piece in own)
+        chunks = chunk_ranges(numel, self.spot.encoders)
+        return self._get("owner", cut(own, *chunks[self.spot.index]))
+
+    def _own(self) -> list[Piece]:
+        pieces = self.pieces or ()
+        return cut(pieces, *self.spot.within(sum(piece.numel for piece in pieces)))
+
+    def _get(self, hop: Hop, pieces: Sequence[Piece]) -> Tensor | None:
+        if self.pieces is None or self.spot.residuals is None:
+            return None
+        return self.spot.residuals.get(hop, pieces, self.spot.encoders, self.like)
+
+
+def all_reduce(
+    tensor: Tensor, codec: Codec, spot: Spot, pieces: Sequence[Piece] | None, async_op: bool
+) -> tuple[Handle, Meter]:
+    """Sum ``tensor`` in place."""
+    feedback, meter = spot.feedback(pieces, tensor), spot.meter()
+    residual, owner = feedback.sender(), feedback.owner()
+    if spot.levels is not None:
+        handle = hierarchy.all_reduce(
+            tensor,
+            codec,
+            spot.levels,
+            meter=meter,
+            residual=residual,
+            owner_residual=owner,
+            probe=spot.probe,
+            async_op=async_op,
+        )
+    else:
+        spot.probe(tensor)
+        handle = collectives.all_reduce(
+            tensor,
+            codec,
+            spot.group,
+            meter=meter,
+            residual=residual,
+            owner_residual=owner,
+            async_op=async_op,
+        )
+    return handle, meter
+
+
+def reduce_scatter(
+    shards: Sequence[Tensor],
+    codec: Codec,
+    spot: Spot,
+    pieces: Sequence[Sequence[Piece]] | None,
+    async_op: bool,
+) -> tuple[ReduceScatterHandle, Meter]:
+    """The sum of the shard of this rank; ``shards`` and ``pieces`` by group rank."""
+    meter, levels = spot.meter(), spot.levels
+    encoded = range(len(shards)) if levels is None else [row[levels.local] for row in levels.grid]
+    residuals = None
+    if pieces is not None and spot.residuals is not None:
+        flat = [piece for rank in encoded for piece in pieces[rank]]
+        residual = spot.residuals.get("sender", flat, spot.encoders, shards[0])
+        residuals = list(torch.split(residual, [shards[rank].numel() for rank in encoded]))
+    if levels is not None:
+        handle = hierarchy.reduce_scatter(
+            shards,
+            codec,
+            levels,
+            meter=meter,
+            residuals=residuals,
+            probe=spot.probe,
+            async_op=async_op,
+        )
+    else:
+        spot.probe(max(shards, key=Tensor.numel))
+        handle = collectives.reduce_scatter(
+            shards, codec, spot.group, meter=meter, residuals=residuals, async_op=async_op
+        )
+    return handle, meter
+
+
+def reduce_to_owners(
+    tensor: Tensor,
+    ranges: Sequence[OwnedRange],
+    codec: Codec,
+    spot: Spot,
+    pieces: Sequence[Piece] | None,
+) -> tuple[list[Tensor], Meter]:
+    """The sums of the ranges that this rank owns."""
+    feedback, meter, levels = spot.feedback(pieces, tensor), spot.meter(), spot.levels
+    planned = ranges
+    if levels is not None:
+        planned = hierarchy.ranges_of_nodes(ranges, spot.within(tensor.numel()), levels)
+    balanced = plan_reduction(planned, spot.encoders) == "balanced"
+    residual, owner = feedback.sender(), feedback.owner() if balanced else None
+    if levels is not None:
+        sums = hierarchy.reduce_to_owners(
+            tensor,
+            ranges,
+            codec,
+            levels,
+            meter=meter,
+            residual=residual,
+            owner_residual=owner,
+            probe=spot.probe,
+        )
+    else:
+        spot.probe(tensor)
+        sums = collectives.reduce_to_owners(
+            tensor, ranges, codec, spot.group, meter=meter, residual=residual, owner_residual=owner
+        )
+    return sums, meter
