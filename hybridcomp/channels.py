@@ -8,7 +8,7 @@ collective and writes the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from hybridcomp.collectives.meter import Meter
 from hybridcomp.config import CompressionConfig
 from hybridcomp.feedback import Piece, Residuals
 from hybridcomp.ledger import Ledger
-from hybridcomp.nodes import Nodes, Reach
+from hybridcomp.nodes import Nodes, Ranks, Reach, discover
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction, Traffic
 
 H = TypeVar("H", Handle, ReduceScatterHandle)
@@ -70,6 +70,23 @@ class Channels:
 
     def __iter__(self) -> Iterator[Channel]:
         return iter(self._by_dimension.values())
+
+    def place(self, groups: Iterable[Ranks]) -> list[str]:
+        """Find the nodes and make the two levels of the groups of dp and zero; a collective.
+
+        ``groups``: those that this rank is in. Returns what to tell the user.
+        """
+        names = [name for name in TWO_LEVELS if self[name].active]
+        if self.config.hierarchy == "none" or not names:
+            return []
+        self.nodes = discover(self.config.hierarchy)
+        notes = self.nodes.prepare(groups)
+        return [f"{', '.join(names)}: {note}" for note in notes]
+
+    @property
+    def layout(self) -> list[int] | None:
+        """How residuals are spread over the ranks: the node of every rank, None in one level."""
+        return list(self.nodes.of_rank) if self.nodes is not None and self.nodes.deep else None
 
     @property
     def sampling(self) -> bool:

@@ -52,9 +52,12 @@ class Nodes:
         self.source = source
         self._levels: dict[Ranks, Levels] = {}
         self._reach: dict[Ranks, Reach] = {}
+        self._deep = False
 
-    def __str__(self) -> str:
-        return f"{len(set(self.of_rank))} node(s) by {self.source}"
+    @property
+    def deep(self) -> bool:
+        """Whether any group of the job has two levels."""
+        return self._deep
 
     def levels(self, group: dist.ProcessGroup | None) -> Levels | None:
         """The levels of a group that was prepared; None: its messages take the flat way."""
@@ -75,19 +78,30 @@ class Nodes:
     def prepare(self, groups: Iterable[Ranks]) -> list[str]:
         """Make the subgroups of all groups of the job that have two levels; a collective.
 
-        ``groups``: those that this rank is in. Returns a sentence about every kind of group that
-        spans nodes and cannot be reduced in two levels, the same on all ranks.
+        ``groups``: those that this rank is in. Returns sentences for the user about what spans
+        nodes and what does not, the same on all ranks.
         """
         own = {ranks for ranks in groups if ranks[0] == dist.get_rank()}  # the first one speaks
         said = tell({"groups": sorted(own)}, what="data-parallel groups")
         every = sorted({tuple(ranks) for statement in said for ranks in statement["groups"]})
+        count = len(set(self.of_rank))
         notes: dict[str, None] = {}
         for ranks in every:
             grid = grid_of([self.of_rank[rank] for rank in ranks])
             if isinstance(grid, str):
                 notes[grid] = None
             elif grid is not None:
+                self._deep = True
                 self._make(ranks, grid)
+                notes[
+                    f"two levels over {count} nodes (by {self.source}): native inside a node, "
+                    f"encoded between {len(grid)} nodes of {len(grid[0])} ranks"
+                ] = None
+        if not notes and count == 1 and len(self.of_rank) > 1:
+            notes[
+                f"all ranks share one node (by {self.source}), so nothing crosses nodes: "
+                "compressed between all ranks"
+            ] = None
         return list(notes)
 
     def _make(self, ranks: Ranks, grid: tuple[Ranks, ...]) -> None:

@@ -20,6 +20,7 @@ from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.monitor import Reporter
+from hybridcomp.nodes import ranks_of
 from hybridcomp.patches import (
     ds_config,
     ds_params,
@@ -136,6 +137,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     for module in modules_of("deepspeed"):
         if hasattr(module, "ATTACHED"):
             module.ATTACHED(engine, channels)
+    notes += channels.place(_data_parallel(engine))
     process.lend(engine, channels)
     jsonl = block.ledger.jsonl
     setattr(engine, REPORTER, Reporter(channels, Path(jsonl) if jsonl else None, engine.device))
@@ -143,6 +145,14 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
         dtypes = {parameter.dtype for parameter in engine.module.parameters()}
         for text in (*notes, *(note for dtype in dtypes for note in block.notes(dtype))):
             print(f"[hybridcomp] {text}", flush=True)
+
+
+def _data_parallel(engine: Any) -> set[tuple[int, ...]]:
+    """Ranks of the groups of this rank that reduce gradients or gather parameters."""
+    groups = [engine.data_parallel_group, engine.seq_data_parallel_group]
+    groups += (engine.expert_data_parallel_group or {}).values()
+    groups += [getattr(p, "ds_process_group", None) for p in engine.module.parameters()]
+    return {ranks_of(group) for group in groups if group is not None}
 
 
 def unique_name(engine: Any, name: str, parameter: Any) -> str:

@@ -1,7 +1,7 @@
 """Error-feedback residuals beside a DeepSpeed checkpoint: one file per rank.
 
 They are no part of upstream's files: client_state is written by one rank only, residuals differ on
-every rank. With another number of ranks their sum is kept.
+every rank. With another number of ranks, or other nodes under them, their sum is kept.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
         {
             "format": FORMAT,
             "world_size": dist.get_world_size(),
+            "layout": channels.layout,
             "loss_scale": loss_scale,
             "residuals": channels.residuals.state_dict(),
         },
@@ -45,11 +46,15 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
         return
     stored = _read(first)
     world_size = dist.get_world_size()
-    if stored["world_size"] == world_size:
+    if stored["world_size"] == world_size and stored.get("layout") == channels.layout:
         own = stored if dist.get_rank() == 0 else _read(_path(folder, dist.get_rank()))
         channels.residuals.load(own["residuals"])
     else:
-        _say(f"residuals of {stored['world_size']} ranks are summed and shared among {world_size}")
+        nodes = "" if stored.get("layout") == channels.layout else " on other nodes"
+        _say(
+            f"residuals of {stored['world_size']} ranks{nodes} are summed and shared among "
+            f"{world_size}"
+        )
         paths = (_path(folder, rank) for rank in range(stored["world_size"]))
         channels.residuals.load_sum(_read(path)["residuals"] for path in paths)
     channels.residuals.scale(loss_scale / stored["loss_scale"])

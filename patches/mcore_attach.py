@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridcomp.channels import Channels
-from hybridcomp.patches import process
+from hybridcomp.patches import mcore_groups, process
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "megatron-core >= 0.13, < 0.20"
@@ -54,7 +54,10 @@ def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        process.current()
+        channels = process.current()
+        if channels is not None and process.borrowed() is None:
+            for note in channels.place(mcore_groups.data_parallel()):
+                process.say(note)
 
     return initialize_model_parallel
 

@@ -16,6 +16,14 @@ GETTERS: tuple[tuple[str, Dimension], ...] = (
 )
 
 
+#: groups of a job with several instances of the distributed optimizer
+PARTIAL = (
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+)
+
+
 def dimension_of(group: dist.ProcessGroup | None, default: Dimension) -> Dimension | None:
     """The dimension whose messages ``group`` carries.
 
@@ -47,6 +55,22 @@ def sizes() -> dict[Dimension, int]:
         "dp": data,
         "zero": data,
     }
+
+
+def data_parallel() -> set[tuple[int, ...]]:
+    """Ranks of the groups of this rank that reduce gradients or gather parameters."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return set()
+    found = [
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_data_parallel_group(with_context_parallel=False),
+    ]
+    # of experts, and of the instances of a distributed optimizer: not in every release or job
+    for name in ("_EXPERT_DATA_PARALLEL_GROUP", *PARTIAL):
+        found.append(getattr(parallel_state, name, None))
+    return {tuple(dist.get_process_group_ranks(group)) for group in found if group is not None}
 
 
 def coordinates() -> str:

@@ -106,6 +106,10 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ),
     ({"dp": "bf16", "min_bytes": -1}, "compression.min_bytes", ("found -1", "equal to 0")),
     ({"dp": "bf16", "start_step": 1.5}, "compression.start_step", ("expected an integer",)),
+    ({"dp": "bf16", "hierarchy": "nodes"}, "compression.hierarchy", ('"auto", "none" or the',)),
+    ({"dp": "bf16", "hierarchy": True}, "compression.hierarchy", ("found true",)),
+    ({"dp": "bf16", "hierarchy": 0}, "compression.hierarchy", ("found 0",)),
+    ({"pp": "bf16", "hierarchy": 2}, "compression.hierarchy", ("only dp and zero",)),
     ({"dp": "bf16", "on_unsupported": "warn"}, "compression.on_unsupported", ("'native'",)),
     ({"dp": "bf16", "enabled": "yes"}, "compression.enabled", ("expected true or false",)),
     ({"dp": "bf16", "ledger": None}, "compression.ledger", ("found null", "expected an object")),
@@ -258,6 +262,14 @@ def test_ranks_agree_on_who_sends_and_when_to_report() -> None:
     assert any("pp, cut among tensor ranks" in line for line in shared.describe())
     lossy = parse({"preset": "recommended", "pp": {"scatter_gather": True}})
     assert any(line.endswith("bf16, cut among tensor ranks") for line in lossy.describe())
+
+
+def test_hierarchy() -> None:
+    assert parse({"dp": "bf16"}).hierarchy == "auto"
+    nodes_of_8 = parse({"dp": "bf16", "hierarchy": 8})
+    assert nodes_of_8.flat()["compression.hierarchy"] == 8
+    assert any("every 8 consecutive ranks" in line for line in nodes_of_8.describe())
+    assert parse({"pp": "bf16", "hierarchy": "none"}).hierarchy == "none"
 
 
 def test_describe_states_bits_and_ratios() -> None:

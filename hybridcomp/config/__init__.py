@@ -10,10 +10,10 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from hybridcomp.codecs.base import Codec
@@ -138,6 +138,14 @@ class CompressionConfig(Strict):
         ge=0,
         description="Optimizer steps that are native before compression starts; for a warm-up.",
     )
+    hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] = Field(
+        "auto",
+        description="Two levels for dp and zero where a group spans nodes: native inside a node, "
+        "encoded between nodes, which then carry the bytes of one rank instead of those of all "
+        "its ranks. auto: nodes as the launcher numbers them (CROSS_RANK, GROUP_RANK), else by "
+        "host. N: every N consecutive ranks share a node. none: one level. A group inside one "
+        "node, or with one rank on each, is always compressed in one level.",
+    )
     on_unsupported: Literal["error", "native"] = Field(
         "error",
         description="When a key cannot take effect. error: stop before training. native: say once "
@@ -146,6 +154,15 @@ class CompressionConfig(Strict):
     ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
 
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
+
+    @field_validator("hierarchy", mode="before")
+    @classmethod
+    def _one_of(cls, found: Any) -> Any:
+        number = isinstance(found, int) and not isinstance(found, bool) and found > 0
+        if not number and found not in ("auto", "none"):
+            todo = 'expected "auto", "none" or the number of consecutive ranks that share a node'
+            raise problem("", found, f"{todo}; correct it")
+        return found
 
     @model_validator(mode="wrap")
     @classmethod
@@ -168,6 +185,11 @@ class CompressionConfig(Strict):
         if preset is None and not config._explicit:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)}")
+        if data.get("hierarchy", "none") != "none" and not (
+            config.active("dp") or config.active("zero")
+        ):
+            todo = "only dp and zero have two levels, and neither is compressed; remove it"
+            raise problem("hierarchy", config.hierarchy, todo)
         return config
 
     @classmethod
@@ -207,7 +229,7 @@ class CompressionConfig(Strict):
         settings[f"{BLOCK}.dp.error_feedback"] = self.dp.error_feedback
         settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
-        for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):
+        for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
         return settings
 
@@ -239,6 +261,8 @@ class CompressionConfig(Strict):
             lines.append(f"{'native':13} {', '.join(native)}")
         if absent:
             lines.append(f"{'not here':13} {', '.join(n for n in DIMENSIONS if n in absent)}")
+        if isinstance(self.hierarchy, int):
+            lines.append(f"{'nodes':13} every {self.hierarchy} consecutive ranks share one")
         start = f"; all messages before step {self.start_step}" if self.start_step else ""
         lines.append(f"{'also native':13} messages under {self.min_bytes} bytes{start}")
         return lines

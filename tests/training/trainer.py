@@ -52,6 +52,8 @@ class Outcome:
     #: dimension -> (messages, native messages, raw bytes, wire bytes)
     ledger: dict[str, tuple[int, int, int, int]]
     residual: float  # norm of the error-feedback residuals
+    #: dimension -> bytes between nodes: what native would have sent, what was sent
+    between: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Tiny(nn.Module):
@@ -159,6 +161,7 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
             each(engine, step)
     channels = channels_of(engine)
     ledger: dict[str, tuple[int, int, int, int]] = {}
+    between: dict[str, tuple[int, int]] = {}
     residual = 0.0
     if channels is not None:
         for (dimension, _), entry in channels.ledger.interval.items():
@@ -166,8 +169,9 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
                 figures = entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes
                 messages, native, raw, wire = map(int, figures)
                 ledger[dimension] = (messages, native, raw, wire)
+                between[dimension] = (int(entry.inter_raw_nbytes), int(entry.inter_nbytes))
         residual = channels.residuals.norm()
-    outcome = Outcome(losses, digests(engine), skipped, ledger, residual)
+    outcome = Outcome(losses, digests(engine), skipped, ledger, residual, between)
     engine.destroy()
     return outcome
 

@@ -1,0 +1,102 @@
+"""Two levels under DeepSpeed: 4 ranks as 2 nodes, all stages of ZeRO, and another layout later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training.trainer import Job, make_engine, run, train_step
+
+DP = {"codec": "blockint", "bits": 4, "error_feedback": True}
+LEVELS = {"dp": DP, "zero": {"codec": "blockint", "bits": 8}, "min_bytes": 0, "hierarchy": 2}
+JOBS = {
+    "zero0": Job(0, steps=10),
+    "zero1": Job(1, "bf16", steps=10),
+    "zero2": Job(2, steps=10),
+    "zero3": Job(3, steps=10),
+    "bf16_optimizer": Job(1, "bf16", steps=10, bf16_optimizer=True),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def with_block(job: Job, hierarchy: int | str) -> Job:
+    block: dict[str, Any] = {**LEVELS, "hierarchy": hierarchy}
+    if job.stage == 0:
+        del block["zero"]
+    return replace(job, block=block)
+
+
+def test_training_in_two_levels(pool: RankPool) -> None:
+    """Replicas stay equal, the loss follows the native one, and less crosses the nodes."""
+    kinds: dict[str, Any] = {"native": None, "flat": 1, "levels": 2}  # 1: every rank is a node
+    jobs = [
+        job if width is None else with_block(job, width)
+        for job in JOBS.values()
+        for width in kinds.values()
+    ]
+    by_rank = iter(zip(*pool.run(run, jobs, timeout=400), strict=True))
+    for name, job in JOBS.items():
+        found = {kind: next(by_rank) for kind in kinds}
+        losses = {kind: sum(sum(o.losses[-4:]) for o in ranks) for kind, ranks in found.items()}
+        assert abs(losses["levels"] - losses["native"]) < 0.03 * losses["native"], (name, losses)
+        for ranks in found.values():
+            assert all(outcome.digests == ranks[0].digests for outcome in ranks), name
+        for dimension in ("dp", "zero") if job.stage else ("dp",):
+            flat, levels = (
+                [sum(o.between[dimension][i] for o in found[kind]) for i in (0, 1)]
+                for kind in ("flat", "levels")
+            )
+            assert flat[0] == 2 * levels[0] > 0, "a ring crosses at 4 or at 2 of its 4 links"
+            assert 0 < levels[1] < 0.67 * flat[1], (name, dimension, flat, levels)
+
+
+def residual_sum(job: Job, load: str | None, save: str | None) -> dict[str, float]:
+    """Per parameter the sum of this rank's residuals: after training, or as loaded."""
+    from hybridcomp.channels import channels_of
+
+    engine = make_engine(job)
+    if load is not None:
+        engine.load_checkpoint(load, tag="x")
+    for step in range(3 if load is None else 0):
+        train_step(engine, job, step)
+    if save is not None:
+        engine.save_checkpoint(save, tag="x")
+    channels = channels_of(engine)
+    assert channels is not None
+    sums: dict[str, float] = {}
+    for name, tensor in channels.residuals._shared.items():  # shared among those that encode
+        sums[name] = float(tensor.double().sum()) / 4
+    for hop in channels.residuals.state_dict().values() if load is None else ():
+        for name, stored in hop.items():
+            sums[name] = sums.get(name, 0.0) + sum(float(t.double().sum()) for _, t in stored)
+    engine.destroy()
+    return sums
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_residuals_survive_other_nodes(
+    pool: RankPool, before: int, after: int, tmp_path: Any
+) -> None:
+    """Their sum over the ranks is what the gradients still miss, whoever holds it."""
+    job = JOBS["zero2"]
+    saved = pool.run(residual_sum, with_block(job, before), None, str(tmp_path))
+    loaded = pool.run(residual_sum, with_block(job, after), str(tmp_path), None)
+    names = set().union(*saved)
+    assert len(names) == 8
+    for name in names:
+        total = sum(found.get(name, 0.0) for found in saved)
+        assert sum(found.get(name, 0.0) for found in loaded) == pytest.approx(total, rel=1e-3, abs=1e-6)
