@@ -99,4 +99,5 @@ def test_residuals_survive_other_nodes(
     assert len(names) == 8
     for name in names:
         total = sum(found.get(name, 0.0) for found in saved)
-        assert sum(found.get(name, 0.0) for found in loaded) == pytest.approx(total, rel=1e-3, abs=1e-6)
+        after_load = sum(found.get(name, 0.0) for found in loaded)
+        assert after_load == pytest.approx(total, rel=1e-3, abs=1e-6)
