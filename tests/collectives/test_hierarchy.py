@@ -33,7 +33,9 @@ def levels_of(width: int) -> Levels:
     """The two levels of the default group, made once on a kept rank."""
     if width not in _nodes:
         _nodes[width] = discover(width)
-        assert _nodes[width].prepare([tuple(range(dist.get_world_size()))]) == []
+        (note,) = _nodes[width].prepare([tuple(range(dist.get_world_size()))])
+        nodes = dist.get_world_size() // width
+        assert f"encoded between {nodes} nodes of {width} ranks" in note
     levels = _nodes[width].levels(None)
     assert levels is not None
     return levels
@@ -249,11 +251,11 @@ def test_nothing_is_lost(on_ranks: RunRanks, ranks: int, width: int) -> None:
 
 
 def _subsets() -> list[Any]:
-    """Data-parallel groups of two pipeline stages: (0, 1, 4, 5) and (2, 3, 6, 7) on nodes of 2."""
+    """Data-parallel groups of two pipeline stages, one over two nodes and one inside a node."""
     nodes, me = discover(2), dist.get_rank()
     stages = [(0, 1, 4, 5), (2, 3)]
     own = [stage for stage in stages if me in stage]
-    assert nodes.prepare(own) == []
+    assert [note.startswith("two levels over 3 nodes") for note in nodes.prepare(own)] == [True]
     groups = {stage: dist.new_group(list(stage)) for stage in stages}
     levels = nodes.levels(groups[own[0]])
     if own[0] == (2, 3):
@@ -305,7 +307,7 @@ def _discovered() -> list[Any]:
     finally:
         os.environ.pop("GROUP_RANK", None)
         os.environ.pop("CROSS_RANK", None)
-    with pytest.raises(ConfigError, match=r"compression.hierarchy: found 3, .* 4 ranks"):
+    with pytest.raises(ConfigError, match=r"compression.hierarchy: found 3; the job has 4 ranks"):
         discover(3)
     return [(nodes.of_rank, nodes.source) for nodes in found]
 
