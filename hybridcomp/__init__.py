@@ -2,6 +2,7 @@
 
 install(config=None) arm the patches: they act on engines whose config has a "compression" block
 uninstall()          put upstream back as it was
+resync(engine)       make the next gather of parameters exact, where deltas are sent
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model
 """
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["CompressionConfig", "__version__", "install", "load_config", "uninstall"]
+__all__ = ["CompressionConfig", "__version__", "install", "load_config", "resync", "uninstall"]
 
 
 def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = None) -> None:
@@ -49,6 +50,28 @@ def uninstall() -> None:
     from hybridcomp import patches
 
     patches.disarm()
+
+
+def resync(engine: Any = None) -> None:
+    """Make the next gather of parameters exact, with ``"delta": true`` under ``"zero"``.
+
+    After master weights were rewritten by hand: a large change takes several gathers to arrive by
+    deltas. Loading a checkpoint does it by itself. One rank that asks is enough, all may.
+
+    Args:
+        engine: the DeepSpeed engine; None for megatron-core, and for a process with one engine.
+
+    Raises ConfigError where nothing is compressed, which has nothing to resynchronize.
+    """
+    from hybridcomp.channels import channels_of
+    from hybridcomp.errors import ConfigError
+    from hybridcomp.patches import process
+
+    channels = process.current() if engine is None else channels_of(engine)
+    if channels is None:
+        whose = "this process" if engine is None else "this engine"
+        raise ConfigError("compression", "nothing", f"{whose} has no block; do not call resync")
+    channels.resync()
 
 
 def __getattr__(name: str) -> Any:

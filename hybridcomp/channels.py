@@ -63,6 +63,7 @@ class Channels:
         self.ledger = Ledger(codecs=codecs)
         self.residuals = Residuals()
         self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
+        self.generation = 0  # of the references that parameter deltas are added to
         self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
 
     def __getitem__(self, dimension: Dimension) -> Channel:
@@ -88,6 +89,10 @@ class Channels:
         """How residuals are spread over the ranks: the node of every rank, None in one level."""
         return list(self.nodes.of_rank) if self.nodes is not None and self.nodes.deep else None
 
+    def resync(self) -> None:
+        """Send exact parameters in the next gather. One rank that asks is enough."""
+        self.generation += 1
+
     @property
     def sampling(self) -> bool:
         """Whether messages of this step have their error measured."""
@@ -102,13 +107,30 @@ class Channel:
         self.dimension = dimension
         self._channels = channels
         self.error_feedback = channels.config.error_feedback(dimension)
-        self._suspended = False
+        self.delta = dimension == "zero" and channels.config.zero.delta
+        self.is_suspended = False
 
     @property
     def active(self) -> bool:
         """Whether any direction of this dimension has a codec."""
         codecs = self._channels.policy.codecs
         return any(codecs.get((self.dimension, way)) is not None for way in DIRECTIONS)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self._channels.step
+
+    @property
+    def generation(self) -> int:
+        """Of the references of deltas; see ``Channels.resync``."""
+        return self._channels.generation
+
+    @property
+    def exact_step(self) -> bool:
+        """Whether parameter deltas start anew in this step, by ``resync_every``."""
+        every = self._channels.config.zero.resync_every
+        return every > 0 and self.step % every == 0
 
     def codec(
         self,
@@ -121,7 +143,7 @@ class Channel:
 
         Depends on nothing that differs between the ranks of ``group``.
         """
-        if self._suspended:
+        if self.is_suspended:
             return None
         return self._channels.policy.choose(
             Traffic(
@@ -137,15 +159,19 @@ class Channel:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Everything is native inside; for what is saved. All ranks enter and leave together."""
-        self._suspended = True
+        self.is_suspended = True
         try:
             yield
         finally:
-            self._suspended = False
+            self.is_suspended = False
 
     def native(self, raw_nbytes: int, direction: Direction = "forward") -> None:
         """Write down a message that upstream sends itself."""
         self._channels.ledger.record_native((self.dimension, direction), raw_nbytes)
+
+    def extra(self, meter: Meter, direction: Direction = "forward") -> None:
+        """Write down what was sent beside a message of upstream."""
+        self._channels.ledger.record_extra((self.dimension, direction), meter)
 
     def all_reduce(
         self,
@@ -208,9 +234,13 @@ class Channel:
         raw_nbytes: int,
         direction: Direction = "forward",
         async_op: bool = False,
+        relative_to: Tensor | None = None,
     ) -> Handle:
-        """Gather the shards of all ranks into ``out``; every rank decodes the same bytes."""
-        self.sample(shard, codec, direction)
+        """Gather the shards of all ranks into ``out``; every rank decodes the same bytes.
+
+        ``relative_to``: what the sampled error is stated for, where ``shard`` is a part of it.
+        """
+        self.sample(shard, codec, direction, relative_to)
         levels, reach = self._levels(group), self._reach(group)
         if levels is not None:
             meter = Meter(remote=frozenset(range(levels.nodes)))
@@ -322,7 +352,13 @@ class Channel:
         handle.then(lambda: self._record(meter, raw_nbytes, direction, inter))
         return handle
 
-    def sample(self, values: Tensor, codec: Codec, direction: Direction) -> None:
+    def sample(
+        self,
+        values: Tensor,
+        codec: Codec,
+        direction: Direction,
+        relative_to: Tensor | None = None,
+    ) -> None:
         """Measure the error of one encoding of the head of ``values`` on sampling steps."""
         if codec.lossless or not self._channels.sampling or not values.numel():
             return
@@ -334,6 +370,7 @@ class Channel:
         codec.decode(payload[:used], decoded)
         exact = head.float()
         error_sq = float((decoded - exact).double().square().sum())
-        value_sq = float(exact.double().square().sum())
+        whole = exact if relative_to is None else relative_to.detach().reshape(-1)[:SAMPLE_NUMEL]
+        value_sq = float(whole.double().square().sum())
         if error_sq == error_sq and value_sq < float("inf"):  # an overflow step tells nothing
             self._channels.ledger.record_error((self.dimension, direction), error_sq, value_sq)

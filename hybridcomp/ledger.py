@@ -95,6 +95,12 @@ class Ledger:
         entry.inter_raw_nbytes += inter * raw_nbytes
         entry.inter_nbytes += meter.inter_nbytes
 
+    def record_extra(self, key: Key, meter: Meter) -> None:
+        """What was sent beside a message of upstream."""
+        entry = self.interval[key]
+        entry.wire_nbytes += meter.wire_nbytes
+        entry.wait_s += meter.wait_s
+
     def record_native(self, key: Key, raw_nbytes: int) -> None:
         """One message left native."""
         entry = self.interval[key]

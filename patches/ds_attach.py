@@ -23,7 +23,7 @@ from hybridcomp.monitor import Reporter
 from hybridcomp.nodes import ranks_of
 from hybridcomp.patches import (
     ds_config,
-    ds_params,
+    ds_exact,
     ds_residuals,
     modules_of,
     process,
@@ -225,12 +225,14 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         channels = channels_of(self)
-        if channels is not None and any(channel.error_feedback for channel in channels):
+        if channels is not None:
             bound = signature.bind(self, *args, **kwargs)
             tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
             folder = Path(bound.arguments["save_dir"]) / str(tag)
-            ds_residuals.save(folder, channels, loss_scale(self))
-        with ds_params.exact_parameters(self, channels):
+            if any(channel.error_feedback for channel in channels):
+                ds_residuals.save(folder, channels, loss_scale(self))
+            ds_exact.save(folder, self, channels)
+        with ds_exact.exact_parameters(self, channels):
             return original(self, *args, **kwargs)
 
     return save_checkpoint
@@ -241,7 +243,7 @@ def make_save_16bit_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ds_params.exact_parameters(self, channels_of(self)):
+        with ds_exact.exact_parameters(self, channels_of(self)):
             return original(self, *args, **kwargs)
 
     return save_16bit_model
@@ -261,13 +263,15 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
         if tag is None and (latest := Path(load_dir, "latest")).is_file():
             tag = latest.read_text().strip()
+        ds_exact.forget(self)
         result = original(self, *args, **kwargs)
         channels.step = self.global_steps
         channels.residuals.drop()
         whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
         if result[0] is not None and tag is not None and whole:
-            ds_residuals.load(Path(load_dir) / str(tag), channels, loss_scale(self))
-            ds_params.decode_parameters(self, channels)
+            folder = Path(load_dir) / str(tag)
+            ds_residuals.load(folder, channels, loss_scale(self))
+            ds_exact.resume(folder, self, channels)
         return result
 
     return load_checkpoint

@@ -11,11 +11,12 @@ Seams:
 
 Every rank, the owner included, computes with what the same bytes decode to. The fp32 master weights
 of the optimizer are a copy of their own at every stage and stay exact, so errors do not add up.
+With ``delta`` the bytes say what changed since the last gather (``hybridcomp.delta``).
 
 Exact, because written back or saved: ``GatheredParameters``, checkpoint consolidation and the
 refresh of persistent parameters (they call other functions); the first fetch of persistent
-parameters, so that a resumed run sees them as an unbroken one; and what is saved at stages 1 and 2,
-where the module's weights are gathered natively for ``save_checkpoint`` and encoded again after it.
+parameters, so that a resumed run sees them as an unbroken one; and what is saved at stages 1 and 2
+(``ds_exact``).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp import delta
 from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import native
 from hybridcomp.patching import Seam
 
@@ -92,10 +95,15 @@ def _gather(channel: Channel, flat: Tensor, partitions: Sequence[Tensor], group:
     flat = flat.detach()
     world_size = dist.get_world_size(group)
     shard = partitions[dist.get_rank(group)].detach()
+    raw_nbytes = native.all_gather_nbytes(shard.numel(), shard.dtype, world_size)
     codec = channel.codec(flat.numel(), flat.dtype, group)
     if codec is None:
-        channel.native(native.all_gather_nbytes(shard.numel(), shard.dtype, world_size))
+        if not channel.is_suspended:
+            delta.forget(flat)
+        channel.native(raw_nbytes)
         return False
+    if channel.delta:
+        return _gather_deltas(channel, flat, codec, group, raw_nbytes)
     chunk = max(1, GATHER_NUMEL // world_size // CHUNK_ALIGN) * CHUNK_ALIGN
     for part, place in zip(
         torch.split(shard, chunk), torch.split(flat.view(world_size, -1), chunk, 1), strict=True
@@ -106,6 +114,25 @@ def _gather(channel: Channel, flat: Tensor, partitions: Sequence[Tensor], group:
         channel.all_gather(part, out, codec, group, raw_nbytes=raw_nbytes).wait()
         if not whole:
             place.copy_(out.view(world_size, -1))
+    return True
+
+
+def _gather_deltas(
+    channel: Channel, flat: Tensor, codec: Codec, group: Any, raw_nbytes: int
+) -> bool:
+    """Gather what changed in ``flat``; False: all ranks leave it to upstream, which is exact."""
+    if not delta.agreed(channel, flat, codec, group):
+        delta.keep(channel, flat, group)
+        channel.native(raw_nbytes)
+        return False
+    world_size = dist.get_world_size(group)
+    numel = flat.numel() // world_size
+    # differences are fp32: chunks of half the values
+    chunk = max(1, GATHER_NUMEL // 2 // world_size // CHUNK_ALIGN) * CHUNK_ALIGN
+    for start in range(0, numel, chunk):
+        stop = min(start + chunk, numel)
+        raw = native.all_gather_nbytes(stop - start, flat.dtype, world_size)
+        delta.gather(channel, flat, codec, group, raw_nbytes=raw, columns=(start, stop)).wait()
     return True
 
 
@@ -188,37 +215,6 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return _dist_allgather_fn
-
-
-@contextmanager
-def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
-    """The module holds the exact weights inside, and what training computes with again after it.
-
-    Stage 3 needs nothing: what it saves are partitions, which were never encoded.
-    """
-    if channels is None or not _encodes_weights(engine, channels):
-        yield
-        return
-    with channels["zero"].suspended():
-        engine.optimizer.update_lp_params()
-    try:
-        yield
-    finally:
-        decode_parameters(engine, channels)
-
-
-def decode_parameters(engine: Any, channels: Channels) -> None:
-    """Give the module what the gather after the last step gave it, or would have given it."""
-    if _encodes_weights(engine, channels):
-        channels.step, step = channels.step - 1, channels.step
-        engine.optimizer.update_lp_params()
-        channels.step = step
-
-
-def _encodes_weights(engine: Any, channels: Channels) -> bool:
-    """Whether the module's weights came out of an encoded gather (stages 1 and 2, BF16)."""
-    gathers = hasattr(engine.optimizer, "update_lp_params")
-    return gathers and channels["zero"].active and channels.step > 0
 
 
 def attached(engine: Any, channels: Channels) -> None:

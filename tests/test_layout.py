@@ -35,13 +35,15 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "nodes",
         "sums",
     },
+    "delta": {"codecs", "collectives", "channels"},
     "monitor": {"errors", "ledger", "channels"},
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",
-        "monitor", "agreement", "nodes", "patching", "patches",
+        "monitor", "agreement", "nodes", "patching", "patches", "delta",
     },
     "run": {""},
-    "": {"config", "patches"},  # hybridcomp/__init__.py: the public names, imported late
+    # hybridcomp/__init__.py: the public names, imported late
+    "": {"errors", "channels", "config", "patches"},
 }  # fmt: skip
 FREE = {"cli"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}

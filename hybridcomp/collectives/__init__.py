@@ -12,7 +12,7 @@ from hybridcomp.collectives.chunks import chunk_ranges
 from hybridcomp.collectives.handle import Handle, ReduceScatterHandle
 from hybridcomp.collectives.levels import Levels
 from hybridcomp.collectives.meter import Meter
-from hybridcomp.collectives.moves import all_gather, all_to_all
+from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
 from hybridcomp.collectives.owners import reduce_to_owners
 from hybridcomp.collectives.p2p import recv, send
 from hybridcomp.collectives.plan import OwnedRange, plan_reduction
@@ -28,6 +28,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "chunk_ranges",
+    "gather_words",
     "plan_reduction",
     "recv",
     "reduce_scatter",

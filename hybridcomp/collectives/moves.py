@@ -1,4 +1,4 @@
-"""all_gather and all_to_all: values that are only moved, one quantization."""
+"""all_gather and all_to_all: values that are only moved, one quantization; words, none."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import transport
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.exchange import Job, check_values, exchange, gather
 from hybridcomp.collectives.handle import Handle, Steps
@@ -71,6 +72,16 @@ def _all_gather(
         for place, encoded in zip(torch.split(out, numel), payloads, strict=True):
             codec.decode(encoded, place)
     POOL.give(payload, gathered)
+
+
+def gather_words(words: Tensor, group: ProcessGroup | None, meter: Meter) -> list[list[int]]:
+    """The int64 ``words`` (1-D, equally many) of all ranks, by group rank; waits for them."""
+    world_size = get_world_size(group)
+    out = words.new_empty(world_size * words.numel())
+    meter.sent((world_size - 1) * words.numel() * words.itemsize)
+    Handle(transport.all_gather(out, words, group), meter, async_op=False)
+    rows: list[list[int]] = out.view(world_size, -1).tolist()
+    return rows
 
 
 def all_to_all(

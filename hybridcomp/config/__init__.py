@@ -227,6 +227,8 @@ class CompressionConfig(Strict):
             for (name, direction), codec in self._codecs().items()
         }
         settings[f"{BLOCK}.dp.error_feedback"] = self.dp.error_feedback
+        settings[f"{BLOCK}.zero.delta"] = self.zero.delta
+        settings[f"{BLOCK}.zero.resync_every"] = self.zero.resync_every
         settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
@@ -252,7 +254,9 @@ class CompressionConfig(Strict):
                 native.append(f"{name}{shared}")
             elif len(set(ways.values())) == 1:
                 feedback = ", error feedback" if self.error_feedback(name) else ""
-                lines.append(f"{name:13} {_figures(codecs[name, 'forward'])}{feedback}{shared}")
+                deltas = self._deltas() if name == "zero" else ""
+                codec = _figures(codecs[name, "forward"])
+                lines.append(f"{name:13} {codec}{feedback}{shared}{deltas}")
             else:
                 lines += [
                     f"{f'{name} {way}':13} {_figures(codec)}{shared}" for way, codec in ways.items()
@@ -266,6 +270,12 @@ class CompressionConfig(Strict):
         start = f"; all messages before step {self.start_step}" if self.start_step else ""
         lines.append(f"{'also native':13} messages under {self.min_bytes} bytes{start}")
         return lines
+
+    def _deltas(self) -> str:
+        if not self.zero.delta:
+            return ""
+        every = self.zero.resync_every
+        return ", of what changed" + (f", exact every {every} steps" if every else "")
 
     def notes(self, dtype: torch.dtype) -> list[str]:
         """Warnings about codecs that save nothing on messages of ``dtype``."""
