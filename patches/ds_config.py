@@ -36,7 +36,7 @@ def check(
     active = [name for name in DIMENSIONS if block.active(name)]
     for rule in RULES:
         names = [name for name in active if name in rule.dimensions]
-        if names and rule.applies(job):
+        if names and rule.settings(block) and rule.applies(job):
             sentences += _apply(rule, names, block, job)
     return sentences
 

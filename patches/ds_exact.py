@@ -134,6 +134,7 @@ def _stored(folder: Path) -> list[Tensor | None] | None:
     return shares
 
 
+@torch.no_grad()
 def _spread(engine: Any, channels: Channels) -> None:
     """Put together what all ranks hold, from the shares that they keep."""
     from deepspeed.runtime import utils

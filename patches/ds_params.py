@@ -92,18 +92,18 @@ def make_all_gather_into_tensor_dp_groups(original: Callable[..., None]) -> Call
 
 def _gather(channel: Channel, flat: Tensor, partitions: Sequence[Tensor], group: Any) -> bool:
     """Gather ``flat`` from this rank's partition, a view of it; False: left to upstream."""
-    flat = flat.detach()
+    buffer, flat = flat, flat.detach()
     world_size = dist.get_world_size(group)
     shard = partitions[dist.get_rank(group)].detach()
     raw_nbytes = native.all_gather_nbytes(shard.numel(), shard.dtype, world_size)
     codec = channel.codec(flat.numel(), flat.dtype, group)
     if codec is None:
         if not channel.is_suspended:
-            delta.forget(flat)
+            delta.forget(buffer)
         channel.native(raw_nbytes)
         return False
     if channel.delta:
-        return _gather_deltas(channel, flat, codec, group, raw_nbytes)
+        return _gather_deltas(channel, buffer, codec, group, raw_nbytes)
     chunk = max(1, GATHER_NUMEL // world_size // CHUNK_ALIGN) * CHUNK_ALIGN
     for part, place in zip(
         torch.split(shard, chunk), torch.split(flat.view(world_size, -1), chunk, 1), strict=True

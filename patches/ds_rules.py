@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import DIMENSIONS, Dimension
 
@@ -98,6 +99,10 @@ def _never(job: Job) -> bool:
     return False
 
 
+def _any_block(block: CompressionConfig) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Rule:
     """One thing that DeepSpeed does, and what it means for some dimensions."""
@@ -110,6 +115,8 @@ class Rule:
     applies: Callable[[Job], bool]
     #: for absent: the traffic exists all the same, so that a preset has to mention it
     exists: Callable[[Job], bool] = _never
+    #: which settings of the dimension it is about
+    settings: Callable[[CompressionConfig], bool] = _any_block
 
 
 RULES: tuple[Rule, ...] = (
@@ -141,6 +148,12 @@ RULES: tuple[Rule, ...] = (
         "MiCS gathers parameters and reduces gradients in subgroups on paths of its own",
         "remove mics_shard_size",
         lambda job: job.stage == 3 and job.zero("mics_shard_size", -1) > 0,
+    ),
+    Rule(
+        "refuse", ("zero",), '"delta": true with ZeRO stage 3',
+        "parameters are released after use, and keeping what deltas are added to would take the "
+        "memory that stage 3 saves", "use stage 1 or 2, or remove delta",
+        lambda job: job.stage == 3, settings=lambda block: block.zero.delta,
     ),
     Rule(
         "bypass", ("dp",), '"compile.deepcompile": true',

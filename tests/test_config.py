@@ -64,6 +64,27 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
         "compression.zero.error_feedback",
         ("only dp can have error_feedback",),
     ),
+    ({"dp": {**BLOCKINT, "delta": True}}, "compression.dp.delta", ("only zero can have delta",)),
+    (
+        {"zero": {"codec": "none", "delta": True}},
+        "compression.zero.delta",
+        ("none sends exact parameters",),
+    ),
+    (
+        {"zero": {"codec": "zfp", "rate": 4, "delta": True}},
+        "compression.zero.delta",
+        ("diverges with zfp below rate 6",),
+    ),
+    (
+        {"zero": {**BLOCKINT, "resync_every": 5}},
+        "compression.zero.resync_every",
+        ("found 5", "add delta"),
+    ),
+    (
+        {"zero": {**BLOCKINT, "delta": True, "resync_every": -1}},
+        "compression.zero.resync_every",
+        ("found -1",),
+    ),
     (
         {"tp": {**BLOCKINT, "scatter_gather": True}},
         "compression.tp.scatter_gather",
@@ -270,6 +291,20 @@ def test_hierarchy() -> None:
     assert nodes_of_8.flat()["compression.hierarchy"] == 8
     assert any("every 8 consecutive ranks" in line for line in nodes_of_8.describe())
     assert parse({"pp": "bf16", "hierarchy": "none"}).hierarchy == "none"
+
+
+def test_ranks_agree_on_deltas() -> None:
+    plain = parse({"preset": "recommended"})
+    deltas = parse({"preset": "recommended", "zero": {"delta": True, "resync_every": 100}})
+    assert deltas.policy().codecs == plain.policy().codecs, "the preset's codec stays"
+    assert deltas.flat()["compression.zero.delta"] is True
+    assert deltas.flat()["compression.zero.resync_every"] == 100
+    assert plain.digest() != deltas.digest()
+    assert any(
+        line.startswith("zero") and line.endswith(", of what changed, exact every 100 steps")
+        for line in deltas.describe()
+    )
+    assert not any("what changed" in line for line in plain.describe())
 
 
 def test_describe_states_bits_and_ratios() -> None:

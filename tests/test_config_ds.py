@@ -92,9 +92,19 @@ def test_on_unsupported_native_says_so_instead(
     except ConfigError as error:
         assert "on_unsupported" not in str(error), "what does not help must not be offered"
         job = Job(ds_json, **facts)
-        assert any(rule.verdict == "refuse" and rule.applies(job) for rule in RULES)
+        rules = [rule for rule in RULES if rule.settings(lenient) and rule.applies(job)]
+        assert any(rule.verdict == "refuse" for rule in rules)
     else:
         assert any(text.startswith(f"{dimension} native: ") for text in sentences)
+
+
+@pytest.mark.parametrize("policy", ["error", "native"])
+def test_deltas_need_parameters_that_stay(policy: str) -> None:
+    deltas = block(zero={"codec": "blockint", "delta": True}, on_unsupported=policy)
+    with pytest.raises(ConfigError, match=r"parameters are released after use.*remove delta"):
+        check(deltas, zero(3))
+    assert check(deltas, zero(1)) == check(deltas, zero(2)) == []
+    assert check(block(zero="blockint"), zero(3)) == []
 
 
 @pytest.mark.parametrize(("dimension", "ds_json", "facts", "fragment"), NOTES, ids=str)

@@ -112,6 +112,16 @@ class DimensionConfig(CodecSettings):
     def _check_codecs(self) -> None:
         build_codec(self.given(), "")
 
+    def _check_converges(self, codec: Codec, key: str) -> None:
+        """Refuse what loses more than it is given, where the next message makes up for it."""
+        if codec.name == "zfp" and self.rate is not None and self.rate < ZFP_FEEDBACK_RATE:
+            raise problem(
+                key,
+                True,
+                f"diverges with zfp below rate {ZFP_FEEDBACK_RATE:g}, and the rate is "
+                f"{self.rate:g}; raise it, or use blockint, which converges at every setting",
+            )
+
 
 class GradientConfig(DimensionConfig):
     """Gradient reduction over the data-parallel group."""
@@ -132,13 +142,7 @@ class GradientConfig(DimensionConfig):
                 True,
                 f"{codec or NONE} leaves nothing out to feed back; remove it",
             )
-        if codec.name == "zfp" and self.rate is not None and self.rate < ZFP_FEEDBACK_RATE:
-            raise problem(
-                "error_feedback",
-                True,
-                f"diverges with zfp below rate {ZFP_FEEDBACK_RATE:g}, and the rate is "
-                f"{self.rate:g}; raise it, or use blockint, which converges at every setting",
-            )
+        self._check_converges(codec, "error_feedback")
 
 
 class ParameterConfig(DimensionConfig):
@@ -159,8 +163,11 @@ class ParameterConfig(DimensionConfig):
 
     def _check_codecs(self) -> None:
         codec = build_codec(self.given(), "")
-        if self.delta and codec is None:
-            raise problem("delta", True, "none sends exact parameters; name a codec or remove it")
+        if self.delta:
+            if codec is None:
+                todo = "none sends exact parameters; name a codec or remove it"
+                raise problem("delta", True, todo)
+            self._check_converges(codec, "delta")
         if self.resync_every and not self.delta:
             todo = "only deltas are resynchronized; add delta or remove it"
             raise problem("resync_every", self.resync_every, todo)
