@@ -169,9 +169,12 @@ class Channel:
         """Write down a message that upstream sends itself."""
         self._channels.ledger.record_native((self.dimension, direction), raw_nbytes)
 
-    def extra(self, meter: Meter, direction: Direction = "forward") -> None:
-        """Write down what was sent beside a message of upstream."""
-        self._channels.ledger.record_extra((self.dimension, direction), meter)
+    def gather_words(self, words: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
+        """The int64 ``words`` of all ranks, sent beside a message of upstream; waits for them."""
+        meter = Meter(remote=self._reach(group).remote)
+        rows = collectives.gather_words(words, group, meter)
+        self._channels.ledger.record_extra((self.dimension, "forward"), meter)
+        return rows
 
     def all_reduce(
         self,

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hybridcomp.channels import Channel
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Handle, Meter, gather_words
+from hybridcomp.collectives import Handle
 
 #: attribute of a buffer that is gathered by deltas: its Reference
 ATTRIBUTE = "_hybridcomp_reference"
@@ -84,9 +84,7 @@ def agreed(channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGr
         return False
     found = _state(channel, buffer, codec, group)
     mine = torch.tensor(found, dtype=torch.int64, device=buffer.device)
-    meter = Meter()
-    states = gather_words(mine, group, meter)
-    channel.extra(meter)
+    states = channel.gather_words(mine, group)
     if not all(ready for ready, _ in states):
         return False
     usual, count = Counter(digest for _, digest in states).most_common(1)[0]
@@ -139,6 +137,7 @@ def gather(
         relative_to=own,
     )
 
+    @torch.no_grad()
     def add() -> None:
         own.copy_(held)
         _add(rows, out.view(rows.shape), codec)
@@ -154,7 +153,6 @@ def _difference(new: Tensor, old: Tensor, codec: Codec) -> Tensor:
     return new.float() - old.float()
 
 
-@torch.no_grad()
 def _add(rows: Tensor, decoded: Tensor, codec: Codec) -> None:
     if codec.lossless:
         integers = _INTEGERS[rows.dtype.itemsize]

@@ -99,6 +99,7 @@ class Ledger:
         """What was sent beside a message of upstream."""
         entry = self.interval[key]
         entry.wire_nbytes += meter.wire_nbytes
+        entry.inter_nbytes += meter.inter_nbytes
         entry.wait_s += meter.wait_s
 
     def record_native(self, key: Key, raw_nbytes: int) -> None:

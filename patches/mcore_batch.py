@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp import delta
 from hybridcomp.channels import NAME
 from hybridcomp.feedback import Piece, cut
 from hybridcomp.patches.calls import Route, flat
@@ -47,6 +48,9 @@ class Batch:
 
     def launch(self, manager: Callable[..., Any], device: torch.device | None) -> None:
         """Start everything; without ``async_ops`` also finish it."""
+        for call in self.calls:
+            if call.kind == "all_gather":
+                _settle(call, self.group)
         native = [call for call in self.calls if call.route is None]
         if native:
             with manager(self.group, device, self.async_ops) as coalesced:
@@ -65,11 +69,31 @@ class Batch:
             wait()
 
 
+def _settle(call: Call, group: dist.ProcessGroup) -> None:
+    """Leave parameters to upstream where deltas have to start anew; the same on all ranks."""
+    way = call.route
+    if way is None:
+        delta.forget(call.out)
+    elif way.channel.delta and not delta.agreed(way.channel, call.out, way.codec, group):
+        delta.keep(way.channel, call.out, group)
+        way.channel.native(way.raw_nbytes)
+        call.route = None
+
+
 def _start(call: Call, way: Route, batch: Batch) -> Callable[[], Any]:
     """Start an encoded collective; returns what waits for it."""
     group, async_op = batch.group, batch.async_ops
     world_size = dist.get_world_size(group)
     pieces = _pieces_of(call.values, batch.bucket_group) if way.channel.error_feedback else None
+    if call.kind == "all_gather" and way.channel.delta:
+        return delta.gather(
+            way.channel,
+            call.out,
+            way.codec,
+            group,
+            raw_nbytes=way.raw_nbytes,
+            async_op=async_op,
+        ).wait
     if call.kind == "all_gather":
         return way.channel.all_gather(
             flat(call.values),

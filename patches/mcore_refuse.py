@@ -48,6 +48,7 @@ class Job:
     homes: frozenset[str] = frozenset()  # packages that define the model's layers
     dtypes: frozenset[torch.dtype] = frozenset()
     lossy: frozenset[Dimension] = frozenset()
+    delta: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """A setting of the model or of DDP, ``default`` where this version has none."""
@@ -132,6 +133,12 @@ RULES: tuple[Rule, ...] = (
         and bool(job.get("use_distributed_optimizer", False)),
     ),
     Rule(
+        "refuse", ("zero",), '"delta": true with reuse_grad_buf_for_mxfp8_param_ag',
+        "gradients overwrite the gathered parameters, so that ranks keep nothing to add deltas to",
+        "remove delta",
+        lambda job: job.delta and bool(job.get("reuse_grad_buf_for_mxfp8_param_ag", False)),
+    ),
+    Rule(
         "bypass", ("dp", "zero"), "a data-parallel wrapper that is not DistributedDataParallel",
         "FSDP communicates on paths of its own", "use DistributedDataParallel",
         lambda job: job.wrapper != "DistributedDataParallel",
@@ -173,7 +180,7 @@ def check(block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: 
     }
     job = Job(
         config, ddp, type(wrapper).__name__, sizes(), frozenset(_homes(model)),
-        frozenset(p.dtype for p in model.parameters()), frozenset(lossy),
+        frozenset(p.dtype for p in model.parameters()), frozenset(lossy), block.zero.delta,
     )  # fmt: skip
     if block.pp.scatter_gather:
         _check_scatter_gather(block, job)

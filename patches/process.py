@@ -157,6 +157,11 @@ def _settle() -> None:
         say(line)
     if config.error_feedback("dp"):
         say("dp: Megatron's checkpoints do not hold residuals; they start at zero after a restart")
+    if config.zero.delta:
+        say(
+            "zero: Megatron's checkpoints do not hold what deltas are added to; the first gather "
+            "after a restart is exact"
+        )
 
 
 def reporter() -> Reporter | None:

@@ -78,7 +78,7 @@ def gather_words(words: Tensor, group: ProcessGroup | None, meter: Meter) -> lis
     """The int64 ``words`` (1-D, equally many) of all ranks, by group rank; waits for them."""
     world_size = get_world_size(group)
     out = words.new_empty(world_size * words.numel())
-    meter.sent((world_size - 1) * words.numel() * words.itemsize)
+    meter.sent_around(words.numel() * words.itemsize, get_rank(group), world_size)
     Handle(transport.all_gather(out, words, group), meter, async_op=False)
     rows: list[list[int]] = out.view(world_size, -1).tolist()
     return rows

@@ -91,6 +91,14 @@ def test_refused_whatever_the_block_says(
             check(monkeypatch, {dimension: B8, "on_unsupported": behaviour}, **job)
 
 
+def test_deltas_need_parameters_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    reused = {"reuse_grad_buf_for_mxfp8_param_ag": True}
+    with pytest.raises(ConfigError, match="gradients overwrite the gathered parameters"):
+        check(monkeypatch, {"zero": {**B8, "delta": True}, "on_unsupported": "native"}, **reused)
+    assert check(monkeypatch, {"zero": {**B8, "delta": True}}) == []
+    assert check(monkeypatch, {"zero": B8}, **reused) == []
+
+
 def test_lossless_parameters_may_be_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(monkeypatch, {"zero": "mpc"}, dtype=torch.float32) == []
 

@@ -23,6 +23,7 @@ Results = dict[str, list[Any]]  # job -> outcome of every rank
 
 HIDDEN = LENGTH * MICRO_BATCH * WIDTH  # elements of an activation
 B8: dict[str, Any] = {"codec": "blockint", "bits": 8}
+DELTA4: dict[str, Any] = {"codec": "blockint", "bits": 4, "delta": True}
 
 TP = Job(tp=2)
 SP = replace(TP, sequence_parallel=True)
@@ -86,6 +87,12 @@ def two() -> Results:
     both = {"codec": "blockint", "bits": 4, "backward": {"bits": 8}}
     jobs["TP2/directions"] = replace(TP, steps=6, block=block("tp", both))
     jobs["PP2/directions"] = replace(PP, steps=6, block=block("pp", both))
+    averaged = replace(TWO["DP2 averaged bf16"][0], steps=6)
+    jobs["deltas"] = replace(averaged, overlap=False, block=block("zero", DELTA4))
+    jobs["deltas overlapped"] = replace(averaged, block=block("zero", DELTA4))
+    jobs["deltas lossless"] = replace(
+        averaged, block=block("zero", {"codec": "mpc", "delta": True, "resync_every": 4})
+    )
     jobs["TP2/later"] = replace(TP, steps=6, block={**block("tp", B8), "start_step": 4})
     jobs["TP2/small"] = replace(TP, steps=2, block={"tp": B8})
     refused = replace(VPP, batch_p2p=True, steps=1, block=block("pp", B8))
@@ -163,6 +170,28 @@ def test_lossy_is_close(two: Results, name: str) -> None:
     steps = len(lossy.losses)
     assert lossy.losses == pytest.approx(unpatched.losses[:steps], rel=2e-3)
     assert lossy.losses != unpatched.losses[:steps]
+
+
+@pytest.mark.parametrize("name", ["deltas", "deltas overlapped"])
+def test_parameter_deltas(two: Results, name: str) -> None:
+    """Replicas stay equal, the first gather is exact, the others take 4.3 bits for 16."""
+    first, second = two[name]
+    assert first.parameters == second.parameters
+    unpatched = two["DP2 averaged bf16/unpatched"][-1]
+    assert first.parameters != unpatched.parameters
+    assert second.losses == pytest.approx(unpatched.losses[:6], rel=2e-3)
+    messages, native, raw, wire = entry(two[name], "zero", "forward")
+    # overlapped: once more before the first step, and once after the last
+    gathers = 7 if "overlapped" in name else 6
+    assert native * gathers == messages > 0
+    coded = raw * (gathers - 1) / gathers
+    assert wire - raw / gathers == pytest.approx(coded * 4.26 / 16, rel=0.05)
+
+
+def test_lossless_deltas_are_identical(two: Results) -> None:
+    assert same(two["DP2 averaged bf16/unpatched"], two["deltas lossless"])
+    messages, native, raw, wire = entry(two["deltas lossless"], "zero", "forward")
+    assert 0 < native < messages / 2 and wire < raw
 
 
 @pytest.mark.parametrize("name", ["TP2", "TP2 SP", "TP2 recompute"])
