@@ -32,6 +32,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds_pipe",
         "ds_tied",
         "ds_moe",
+        "ds_autotp",
+        "ds_ulysses",
     ),
     "megatron.core": (
         "mcore_attach",

@@ -22,12 +22,13 @@ from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.monitor import Reporter
 from hybridcomp.nodes import ranks_of
 from hybridcomp.patches import (
+    ds_calls,
     ds_config,
     ds_exact,
+    ds_facts,
     ds_residuals,
     modules_of,
     process,
-    tp_groups,
 )
 from hybridcomp.patching import Seam
 
@@ -93,10 +94,12 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         agree(_statement(block))
         notes: list[str] = []
         if block is not None:
-            notes = _plan(block, ds_json, bound.arguments["model"])
+            named = (bound.arguments.get(name) for name in ("model", "mpu", "mesh_device"))
+            notes = _plan(block, ds_json, *named)
         original(self, *args, **kwargs)
         if block is None:
             process.decline()
+            ds_calls.tag(self, None)
         else:
             _attach(self, block, notes)
 
@@ -108,19 +111,14 @@ def _statement(block: CompressionConfig | None) -> dict[str, Any]:
     return {**settings, **versions("deepspeed")}
 
 
-def _plan(block: CompressionConfig, ds_json: Any, model: Any) -> list[str]:
+def _plan(
+    block: CompressionConfig, ds_json: Any, model: Any, mpu: Any, mesh_device: Any
+) -> list[str]:
     """Check the block against the job; what rank 0 tells the user about it.
 
     Raises ConfigError when a key cannot act.
     """
-    from deepspeed.runtime.pipe.module import PipelineModule
-
-    job: dict[str, Any] = {
-        "pipeline": isinstance(model, PipelineModule),
-        "moe": any(type(module).__name__ in ("MoE", "MOELayer") for module in model.modules()),
-        "world_size": dist.get_world_size(),
-        "layers": tp_groups.reached(),
-    }
+    job = ds_facts.facts(model, mpu, mesh_device)
     notes = ds_config.check(block, ds_json, **job)
     return [*block.describe(ds_config.absent(ds_json, **job)), *notes]
 
@@ -133,7 +131,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
         setattr(engine.optimizer, ATTRIBUTE, channels)
     for name, parameter in engine.module.named_parameters():
         setattr(parameter, ATTRIBUTE, channels)
-        setattr(parameter, NAME, unique_name(engine, name, parameter))
+        setattr(parameter, NAME, ds_facts.unique_name(engine, name, parameter))
     for module in modules_of("deepspeed"):
         if hasattr(module, "ATTACHED"):
             module.ATTACHED(engine, channels)
@@ -153,22 +151,6 @@ def _data_parallel(engine: Any) -> set[tuple[int, ...]]:
     groups += (engine.expert_data_parallel_group or {}).values()
     groups += [getattr(p, "ds_process_group", None) for p in engine.module.parameters()]
     return {ranks_of(group) for group in groups if group is not None}
-
-
-def unique_name(engine: Any, name: str, parameter: Any) -> str:
-    """The parameter's name, with its rank where ranks hold different parameters under one name.
-
-    Residuals are summed by name when the number of ranks changes.
-    """
-    from deepspeed.moe.utils import is_moe_param
-    from deepspeed.utils import groups
-
-    if is_moe_param(parameter):
-        name += f"#ep{groups._get_expert_parallel_rank(parameter.group_name)}"
-    rank = getattr(engine.mpu, "get_model_parallel_rank", None)
-    if rank is not None and rank():
-        name += f"#tp{rank()}"
-    return name
 
 
 def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:

@@ -22,22 +22,24 @@ def check(
     pipeline: bool | None = None,
     moe: bool | None = None,
     world_size: int | None = None,
-    layers: int | None = None,
+    tensor: bool | None = None,
+    sequence: bool | None = None,
 ) -> list[str]:
     """Sentences to print about keys of ``block`` that act differently than one may think.
 
     ``pipeline``, ``moe``: what the model is, None where it is not known; ``world_size``: ranks of
-    the job; ``layers``: ranks in the groups of its tensor-parallel layers. Raises ConfigError for
-    the first dimension that cannot act, unless the block says ``"on_unsupported": "native"``; then
-    the sentences say what stays native and why.
+    the job; ``tensor``, ``sequence``: whether layers or the sequence are split over ranks already
+    (what AutoTP will split is read from ``ds_config``). Raises ConfigError for the first dimension
+    that cannot act, unless the block says ``"on_unsupported": "native"``; then the sentences say
+    what stays native and why.
     """
-    job = Job(ds_config, pipeline, moe, world_size, layers)
+    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence)
     sentences = _idle_keys(block)
     active = [name for name in DIMENSIONS if block.active(name)]
     for rule in RULES:
         names = [name for name in active if name in rule.dimensions]
         if names and rule.settings(block) and rule.applies(job):
-            sentences += _apply(rule, names, block, job)
+            sentences += _apply(rule, names, block)
     return sentences
 
 
@@ -58,10 +60,16 @@ def _idle_keys(block: CompressionConfig) -> list[str]:
 
 
 def absent(
-    ds_config: Mapping[str, Any], *, pipeline: bool, moe: bool, world_size: int, layers: int
+    ds_config: Mapping[str, Any],
+    *,
+    pipeline: bool,
+    moe: bool,
+    world_size: int,
+    tensor: bool,
+    sequence: bool,
 ) -> frozenset[Dimension]:
-    """The dimensions of which such a job has no traffic, or none that a seam reaches."""
-    job = Job(ds_config, pipeline, moe, world_size, layers)
+    """The dimensions of which such a job has no traffic."""
+    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence)
     return frozenset(
         name
         for rule in RULES
@@ -70,13 +78,13 @@ def absent(
     )
 
 
-def _apply(rule: Rule, names: list[Dimension], block: CompressionConfig, job: Job) -> list[str]:
+def _apply(rule: Rule, names: list[Dimension], block: CompressionConfig) -> list[str]:
     if rule.verdict == "note":
         return [f"{', '.join(names)}: {rule.found}: {rule.reason}"]
     if rule.verdict == "absent":
         written = [name for name in names if name in block.explicit]
         if not written:
-            return [_native(rule, names)] if rule.exists(job) else []
+            return []
         names = written
     if rule.verdict == "refuse" or block.on_unsupported == "error":
         native = "" if rule.verdict == "refuse" else ', or set "on_unsupported": "native"'

@@ -1,7 +1,7 @@
 """What DeepSpeed does with the traffic of each dimension: a table over the keys of a ds_config.
 
 Read from the sources of DeepSpeed 0.19.0 and 0.19.8. What only the model tells (DualPipeV, Domino,
-embeddings with sparse gradients) is not decided here.
+embeddings with sparse gradients, FPDT) is not decided here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Job:
     pipeline: bool | None = None
     moe: bool | None = None
     world_size: int | None = None
-    #: ranks in the groups of tensor-parallel layers that a seam reaches (GPT-NeoX, megatron-core)
-    layers: int | None = None
+    #: tensor-parallel layers that a seam reaches: split already, or of GPT-NeoX or megatron-core
+    tensor: bool | None = None
+    #: sequence-parallel groups or attention layers
+    sequence: bool | None = None
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path; ``default`` for null and for "auto" (filled in later)."""
@@ -80,9 +82,14 @@ class Job:
     @property
     def compiled(self) -> bool:
         """Whether DeepCompile takes over the collectives of ZeRO."""
-        passes = self.get("compile.passes", ())
-        only_parallel = "autosp" in passes or "autotp" in passes
+        only_parallel = self.compile_pass("autosp") or self.compile_pass("autotp")
         return bool(self.get("compile.deepcompile", False)) and self.stage > 0 and not only_parallel
+
+    def compile_pass(self, name: str) -> bool:
+        """Whether DeepCompile's pass ``name`` puts collectives into the graph."""
+        return bool(self.get("compile.deepcompile", False)) and name in self.get(
+            "compile.passes", ()
+        )
 
     @property
     def optimizer(self) -> str:
@@ -93,10 +100,6 @@ class Job:
     def tensor_parallel(self) -> int:
         """Size of AutoTP's groups."""
         return max(1, int(self.get("tensor_parallel.autotp_size", 1)))
-
-
-def _never(job: Job) -> bool:
-    return False
 
 
 def _any_block(block: CompressionConfig) -> bool:
@@ -113,8 +116,6 @@ class Rule:
     reason: str
     todo: str
     applies: Callable[[Job], bool]
-    #: for absent: the traffic exists all the same, so that a preset has to mention it
-    exists: Callable[[Job], bool] = _never
     #: which settings of the dimension it is about
     settings: Callable[[CompressionConfig], bool] = _any_block
 
@@ -227,17 +228,25 @@ RULES: tuple[Rule, ...] = (
         lambda job: job.moe is False and not job.get("expert_parallel.enabled", False),
     ),
     Rule(
-        "absent", ("tp",), "DeepSpeed",
-        "this version has no seam for DeepSpeed's tensor parallelism (AutoTP, Domino), and the "
-        "model has no tensor-parallel layers of GPT-NeoX or megatron-core",
-        "leave tp out",
-        lambda job: (job.layers or 1) < 2, exists=lambda job: job.tensor_parallel > 1,
+        "bypass", ("tp",), '"compile.passes": ["autotp"]',
+        "compiled code reduces activations in operators of its own, without a direction",
+        "remove autotp from compile.passes", lambda job: job.compile_pass("autotp"),
     ),
     Rule(
-        "absent", ("cp",), "DeepSpeed",
-        "this version has no seam for DeepSpeed's sequence parallelism (Ulysses, ALST)",
-        "leave cp out",
-        lambda job: True, exists=lambda job: job.get("sequence_parallel_size", 1) > 1,
+        "bypass", ("cp",), '"compile.passes": ["autosp"]',
+        "compiled code exchanges heads in operators of its own, without a direction",
+        "remove autosp from compile.passes", lambda job: job.compile_pass("autosp"),
+    ),
+    Rule(
+        "absent", ("tp",), "a job without tensor parallelism",
+        "no layer of AutoTP, GPT-NeoX or megatron-core is split over ranks",
+        "set tensor_parallel.autotp_size",
+        lambda job: job.tensor is False and job.tensor_parallel == 1,
+    ),
+    Rule(
+        "absent", ("cp",), "a job without sequence parallelism",
+        "no sequence is split over ranks", "use DeepSpeed Ulysses (sequence_parallel_size)",
+        lambda job: job.sequence is False and job.get("sequence_parallel_size", 1) == 1,
     ),
     Rule(
         "absent", ("dp", "zero"), "all ranks in one tensor-parallel group",

@@ -26,6 +26,10 @@ def auto_ep(**keys: Any) -> dict[str, Any]:
     return {"expert_parallel": {"enabled": True, "autoep_size": 2, **keys}}
 
 
+def compiled(name: str) -> dict[str, Any]:
+    return {"compile": {"deepcompile": True, "passes": [name]}}
+
+
 #: dimension, ds_config, facts about the job, fragment of the message; one row for every rule
 CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dp", zero(2), {"pipeline": True}, "a PipelineModule with ZeRO stage 2 or 3"),
@@ -50,8 +54,10 @@ CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("zero", {"bf16": {"enabled": True}}, {"pipeline": False}, "no parameters are gathered"),
     ("pp", {}, {"pipeline": False}, "build the model as a PipelineModule"),
     ("ep", {}, {"moe": False}, "a model without MoE layers"),
-    ("tp", {"tensor_parallel": {"autotp_size": 2}}, {}, "no seam for DeepSpeed's tensor"),
-    ("cp", {"sequence_parallel_size": 2}, {}, "no seam for DeepSpeed's sequence"),
+    ("tp", compiled("autotp"), {}, "reduces activations in operators of its own"),
+    ("cp", compiled("autosp"), {}, "exchanges heads in operators of its own"),
+    ("tp", {}, {"tensor": False}, "set tensor_parallel.autotp_size"),
+    ("cp", {}, {"sequence": False}, "use DeepSpeed Ulysses"),
     ("dp", {"tensor_parallel": {"autotp_size": 2}}, {"world_size": 2}, "one tensor-parallel group"),
 ]
 NOTES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
@@ -120,9 +126,7 @@ def test_note(
 def test_every_rule_is_met_by_a_row() -> None:
     jobs = [Job(ds_json, **facts) for _, ds_json, facts, _ in CANNOT + NOTES]
     assert [rule.reason for rule in RULES if not any(rule.applies(job) for job in jobs)] == []
-    assert [rule.reason for rule in RULES if all(map(rule.applies, jobs))] == [
-        rule.reason for rule in RULES if rule.found == "DeepSpeed"
-    ]
+    assert [rule.reason for rule in RULES if all(map(rule.applies, jobs))] == []
 
 
 @pytest.mark.parametrize(("ds_json", "reason"), FINE, ids=lambda v: str(v)[:60])
@@ -152,22 +156,18 @@ def test_keys_that_deepspeed_has_itself(key: str, settings: dict[str, Any], frag
     assert said.startswith(f"compression.{key} does nothing here") and fragment in said
 
 
-def test_tensor_parallel_layers_of_another_upstream_take_a_codec() -> None:
-    assert check(block(tp="blockint"), {}, world_size=4, layers=2) == []
-    with pytest.raises(ConfigError, match="no tensor-parallel layers of GPT-NeoX"):
-        check(block(tp="blockint"), {}, world_size=4, layers=1)
-
-
 def test_preset_is_silent_about_what_the_job_does_not_have() -> None:
     preset = block(preset="recommended")
-    assert check(preset, {}, pipeline=False, moe=False, world_size=2) == []
+    facts = {"pipeline": False, "moe": False, "tensor": False, "sequence": False}
+    assert check(preset, {}, **facts, world_size=2) == []
 
 
-def test_preset_says_what_the_job_has_and_is_not_compressed() -> None:
-    ds_json = {**zero(1), "tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2}
-    tp, cp = check(block(preset="recommended"), ds_json, world_size=8)
-    assert tp.startswith("tp native: ")
-    assert cp.startswith("cp native: ")
+def test_split_layers_and_sequences_have_traffic() -> None:
+    both = block(tp="blockint", cp="blockint")
+    sizes = {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2}
+    assert check(both, sizes, tensor=False, sequence=False, world_size=8) == []
+    assert check(both, {}, tensor=True, sequence=True, world_size=8) == []
+    assert check(both, {}) == []  # nothing is known
 
 
 def test_preset_does_not_hide_a_bypass() -> None:

@@ -1,0 +1,65 @@
+"""What the model and its process groups tell about a DeepSpeed job. No seam is here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.patches import tp_groups
+
+#: module whose layers reduce over tensor-parallel ranks themselves
+DOMINO = "deepspeed.runtime.domino"
+#: classes of attention layers that exchange heads for sequence
+SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention"})
+
+
+def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
+    """What ``ds_config.check`` wants to know, before an engine is built."""
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    kinds = {cls for module in model.modules() for cls in type(module).__mro__}
+    names = {cls.__name__ for cls in kinds}
+    domino = any(cls.__module__.startswith(DOMINO) for cls in kinds)
+    return {
+        "pipeline": isinstance(model, PipelineModule),
+        "moe": not names.isdisjoint({"MoE", "MOELayer"}),
+        "world_size": dist.get_world_size(),
+        "tensor": domino or "TensorParallel_Layer" in names or tp_groups.reached() > 1,
+        "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
+    }
+
+
+def sequence_size(mpu: Any, mesh_device: Any) -> int:
+    """Ranks over which the sequence is split."""
+    size = getattr(mpu, "get_sequence_parallel_world_size", None)
+    if size is not None:
+        return int(size())
+    if mesh_device is not None:
+        return dist.get_world_size(mesh_device.get_group(mesh_dim="sequence_parallel"))
+    return 1
+
+
+def unique_name(engine: Any, name: str, parameter: Any) -> str:
+    """The parameter's name, with its rank where ranks hold different parameters under one name.
+
+    Residuals are summed by name when the number of ranks changes. Ranks that share a sequence hold
+    the same parameters, and reduce their gradients in one group.
+    """
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.utils import groups
+
+    if is_moe_param(parameter):
+        name += f"#ep{groups._get_expert_parallel_rank(parameter.group_name)}"
+    rank = _tensor_rank(engine.mpu)
+    return f"{name}#tp{rank}" if rank else name
+
+
+def _tensor_rank(mpu: Any) -> int:
+    """Rank in the tensor-parallel group; 0 without one."""
+    rank = getattr(mpu, "get_tensor_model_parallel_rank", None)
+    if rank is None:
+        rank = getattr(mpu, "get_model_parallel_rank", None)
+        if rank is getattr(mpu, "get_sequence_parallel_rank", None):
+            return 0  # no such groups, or ALST's, which calls its sequence groups so
+    return int(rank())

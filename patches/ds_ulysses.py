@@ -1,0 +1,124 @@
+"""All-to-all of DeepSpeed Ulysses and its ALST attention, dimension ``cp``.
+
+Seams: the autograd functions of ``sequence.layer`` and the global ``dist`` through which they
+exchange heads for sequence. Not ``single_all_to_all``: its overlapped form keeps the handle, which
+has to decode in ``wait()``. Queries, keys, values and the context are direction forward, their
+gradients backward.
+
+ALST's exchange is an operator since 0.19.1, known by the name of its group, so that torch.compile
+keeps it: the direction travels in that name. Its attention is no part of the model: it reports to
+the channels of the process.
+
+With a number of heads that does not divide, lengths differ from rank to rank and ``min_bytes``
+does not apply. Exact: position ids, losses. Native: FPDT, whose own functions exchange chunks:
+refused; AutoSP, whose compiled graph does: refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from hybridcomp.channels import Channels
+from hybridcomp.patches.ds_calls import (
+    REQUIREMENT,
+    Directed,
+    make_all_to_all_single,
+    make_backward,
+    make_call,
+    make_dist,
+    make_forward,
+    refuse,
+    upstream_has,
+)
+from hybridcomp.patching import Seam
+
+LAYER = "deepspeed.sequence.layer"
+ALST = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+FPDT = "deepspeed.sequence.fpdt_layer"
+
+#: prefixes of a group's name in ALST's operator
+FORWARD, BACKWARD = "hybridcomp:forward:", "hybridcomp:backward:"
+
+_HEAD = ("ctx", "group", "input", "scatter_idx", "gather_idx", "batch_dim_idx", "stream", "handle")
+SEQ_FORWARD = (
+    (*_HEAD, "type", "is_fwd"),
+    (*_HEAD, "type", "is_fwd", "num_kv_heads"),
+)
+BACKWARD_PARAMETERS = ("ctx", "grad_output")
+
+
+def _seam(
+    module: str, qualname: str, parameters: tuple[str, ...] | tuple[tuple[str, ...], ...] | None
+) -> Seam:
+    return Seam(REQUIREMENT, module, qualname, parameters)
+
+
+def _name_directions() -> None:
+    """Make every group of ALST's operator reachable by a name for each direction."""
+    groups = sys.modules[LAYER]._all_to_all_groups
+    for name, group in list(groups.items()):
+        if not isinstance(group, Directed):
+            groups.setdefault(FORWARD + name, Directed(group, "forward"))
+            groups.setdefault(BACKWARD + name, Directed(group, "backward"))
+
+
+def make_register(original: Callable[..., str]) -> Callable[..., str]:
+    """``register_all_to_all_group``: a compiled region cannot add the directions later."""
+
+    @functools.wraps(original)
+    def register_all_to_all_group(group: Any) -> str:
+        name = original(group)
+        _name_directions()
+        return name
+
+    return register_all_to_all_group
+
+
+def make_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """ALST's operator: autograd hands the backward pass the name that forward had."""
+    _name_directions()  # groups that are registered already
+
+    def exchange(input: Tensor, group_name: str) -> Tensor:
+        if group_name.startswith(FORWARD):
+            return original(input, BACKWARD + group_name.removeprefix(FORWARD))
+        if group_name.startswith(BACKWARD):  # a gradient of a gradient
+            return original(input, group_name)
+        return original(input, FORWARD + group_name)
+
+    return exchange
+
+
+def attached(engine: Any, channels: Channels) -> None:
+    """Raises ConfigError where FPDT would bypass ``cp``. Layers were tagged by ``ds_autotp``."""
+    if any(type(module).__module__ == FPDT for module in engine.module.modules()):
+        reason = "FPDT exchanges chunks in functions of its own"
+        refuse(channels, "cp", "FPDT_Attention", reason, "use DistributedAttention")
+
+
+def _alst() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
+    if not upstream_has(LAYER, "_dim_zero_all_to_all_op"):
+        name = "_DimZeroAllToAll"
+        return (
+            (_seam(LAYER, f"{name}.forward", ("ctx", "group", "input")), make_forward),
+            (_seam(LAYER, f"{name}.backward", BACKWARD_PARAMETERS), make_backward),
+        )
+    return (
+        (_seam(ALST, "register_all_to_all_group", ("group",)), make_register),
+        (_seam(LAYER, "_dim_zero_all_to_all_op", None), make_exchange),
+    )
+
+
+COVERS = ("cp",)
+ATTACHED = attached
+PATCHES: tuple[tuple[Seam, Callable[..., Any]], ...] = (
+    (_seam(LAYER, "dist", None), make_dist({"all_to_all_single": make_all_to_all_single})),
+    (_seam(LAYER, "DistributedAttention.__call__", ("self", "args", "kwargs")), make_call),
+    (_seam(LAYER, "_SeqAllToAll.forward", SEQ_FORWARD), make_forward),
+    (_seam(LAYER, "_SeqAllToAll.backward", BACKWARD_PARAMETERS), make_backward),
+    *_alst(),
+)

@@ -1,0 +1,233 @@
+"""AutoTP and Ulysses: bit-identical with ``none`` and lossless, close with 8 bits, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from hybridcomp.codecs import make_codec
+from tests.ranks import RankPool
+from tests.training import split_trainer
+from tests.training.split_trainer import BATCH, LAYERS, LENGTH, VOCAB, WIDTH, Job, Outcome
+
+LATER = Version(version("deepspeed")) >= Version("0.19.8")
+SHORT = 6
+LONG = {"tp": Job(tp=2), "cp": Job(sp=2), "cp-alst": Job(sp=2, alst=True)}
+VARIANTS = {
+    **{f"tp-zero{stage}": Job(tp=2, stage=stage) for stage in (1, 2)},
+    "tp-bf16": Job(tp=2, stage=1, bf16=True),
+    "tp-overlap": Job(tp=2, overlap=True),
+    "tp-checkpoint": Job(tp=2, checkpoint=True),
+    "tp-accumulation": Job(tp=2, accumulation=2),
+    **{f"cp-zero{stage}": Job(sp=2, stage=stage) for stage in (1, 2, 3)},
+    "cp-bf16": Job(sp=2, stage=1, bf16=True),
+    "cp-checkpoint": Job(sp=2, checkpoint=True),
+    "cp-alst-checkpoint": Job(sp=2, alst=True, checkpoint=True),
+}
+if LATER:  # 0.19.0 gathers no logits, refuses ZeRO 3 with AutoTP, and remembers uneven heads
+    VARIANTS["tp-head"] = Job(tp=2, head=True)
+    VARIANTS["tp-zero3"] = Job(tp=2, stage=3)
+    VARIANTS["cp-heads"] = Job(sp=2, heads=3)
+VARIANTS = {name: replace(job, steps=SHORT) for name, job in VARIANTS.items()}
+BLOCKINT = {"codec": "blockint", "bits": 8}
+
+Train = Callable[[Job], list[Outcome]]
+
+
+def dimension(job: Job) -> str:
+    return "tp" if job.tp > 1 else "cp"
+
+
+def block(job: Job, settings: Any) -> dict[str, Any]:
+    return {dimension(job): settings, "min_bytes": 0}
+
+
+@pytest.fixture(scope="module")
+def train() -> Iterator[Train]:
+    """Train on two ranks, each job only once."""
+    known: dict[str, list[Outcome]] = {}
+    with RankPool(2) as pool:
+
+        def once(job: Job) -> list[Outcome]:
+            if repr(job) not in known:
+                ranks = pool.run(split_trainer.run, [job], timeout=280)
+                known[repr(job)] = [outcome for (outcome,) in ranks]
+            return known[repr(job)]
+
+        yield once
+
+
+def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
+    for mine, theirs in zip(base, other, strict=True):
+        assert theirs.losses == mine.losses
+        assert theirs.digests == mine.digests
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_none_is_bit_identical(train: Train, name: str) -> None:
+    """Patched with ``none``: 50 steps equal the unpatched run bit for bit."""
+    job = LONG[name]
+    base, none = train(job), train(replace(job, block=block(job, "none")))
+    assert_same(base, none)
+    assert len(base[0].losses) == 50 and base[0].losses[-1] < 0.9 * base[0].losses[0]
+    for outcome in none:
+        for way in ("forward", "backward"):
+            messages, native, raw, wire = outcome.ledger[dimension(job), way]
+            assert messages == native > 0 and raw == wire > 0
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_lossless_is_bit_identical(train: Train, name: str) -> None:
+    job = LONG[name]
+    lossless = train(replace(job, block=block(job, "mpc")))
+    assert_same(train(job), lossless)
+    assert_all_encoded(job, lossless)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_lossless_variants(train: Train, name: str) -> None:
+    job = VARIANTS[name]
+    lossless = train(replace(job, block=block(job, "mpc")))
+    assert_same(train(job), lossless)
+    assert_all_encoded(job, lossless)
+
+
+def assert_all_encoded(job: Job, outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        for way in ("forward", "backward"):
+            messages, native, _, wire = outcome.ledger[dimension(job), way]
+            assert messages > 0 and native == 0 and wire > 0
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_eight_bits_train_as_well(train: Train, name: str) -> None:
+    job = LONG[name]
+    base, lossy = train(job), train(replace(job, block=block(job, BLOCKINT)))
+    for mine, theirs in zip(base, lossy, strict=True):
+        assert theirs.losses != mine.losses
+        tails = (sum(outcome.losses[-10:]) for outcome in (mine, theirs))
+        assert next(tails) == pytest.approx(next(tails), rel=0.005)
+    if job.tp > 1:  # every rank of a tensor-parallel group sees the same sums
+        assert lossy[0].losses == lossy[1].losses
+        assert lossy[0].digests["norm.weight"] == lossy[1].digests["norm.weight"]
+
+
+def wire_nbytes(numel: int) -> int:
+    return make_codec("blockint", bits=8).wire_nbytes(numel, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["tp", "cp"])
+def test_bytes_equal_the_closed_form(train: Train, name: str) -> None:
+    """Bytes are layers x messages x message / ratio, of which half goes to the other rank."""
+    job = LONG[name]
+    message = BATCH * LENGTH * WIDTH // job.sp
+    # AutoTP: two sums forward, one for each of q, k, v, gate and up backward; in two hops
+    per_layer, hops = ({"forward": 2, "backward": 5}, 2) if job.tp > 1 else (
+        {"forward": 4, "backward": 4}, 1)  # fmt: skip
+    for outcome in train(replace(job, block=block(job, BLOCKINT))):
+        for way, each in per_layer.items():
+            count = job.steps * LAYERS * each
+            messages, native, raw, wire = outcome.ledger[name, way]
+            assert (messages, native) == (count, 0)
+            assert raw == count * hops * message * 4 // 2
+            assert wire == pytest.approx(count * hops * wire_nbytes(message // 2), rel=0.01)
+            assert raw / wire == pytest.approx(32 / 8.258, rel=0.04)
+
+
+def test_recomputation_takes_the_forward_codec(train: Train) -> None:
+    """It runs in the backward pass, and its layers have to see the same values again."""
+    for name in ("tp", "cp", "cp-alst"):
+        job = replace(LONG[name], steps=SHORT)
+        ways = {"forward": BLOCKINT, "backward": "none"}
+        plain = train(replace(job, block=block(job, ways)))
+        again = train(replace(job, checkpoint=True, block=block(job, ways)))
+        assert_same(plain, again)
+        for outcome in plain:
+            forward, backward = (outcome.ledger[dimension(job), way] for way in ways)
+            assert forward[1] == 0 and forward[3] < 0.3 * forward[2]
+            assert backward[0] == backward[1] and backward[2] == backward[3]
+        most = again[0].ledger[dimension(job), "forward"][0]
+        # upstream's all-reduce of the recomputed last layers is done, though nothing reads it
+        assert most == 2 * plain[0].ledger[dimension(job), "forward"][0]
+        reverse = {"forward": "none", "backward": BLOCKINT}
+        (found, _) = train(replace(job, block=block(job, reverse)))
+        assert found.losses[0] == train(job)[0].losses[0]
+        assert found.losses != train(job)[0].losses
+
+
+@pytest.mark.skipif(not LATER, reason="this DeepSpeed gathers no logits")
+def test_gathered_logits_are_counted(train: Train) -> None:
+    job = VARIANTS["tp-head"] if LATER else Job()
+    for outcome in train(replace(job, block=block(job, "none"))):
+        _, _, raw, _ = outcome.ledger["tp", "forward"]
+        sums = LAYERS * 2 * BATCH * LENGTH * WIDTH * 4
+        logits = BATCH * LENGTH * VOCAB // 2 * 4
+        assert raw == SHORT * (sums + logits)
+
+
+def test_small_messages_stay_native(train: Train) -> None:
+    job = replace(LONG["tp"], steps=2)
+    bound = {"tp": BLOCKINT, "min_bytes": BATCH * LENGTH * WIDTH * 4 + 1}
+    found = train(replace(job, block=bound))
+    assert_same(train(job), found)
+    assert found[0].ledger["tp", "forward"][0] == found[0].ledger["tp", "forward"][1]
+
+
+def test_residual_names(train: Train) -> None:
+    """Tensor-parallel ranks hold other parameters under the same names; sequence ranks do not."""
+    job = VARIANTS["tp-zero1"]
+    first, second = train(replace(job, block=block(job, "mpc")))
+    assert not set(first.names.values()) & set(second.names.values())
+    job = VARIANTS["cp-zero1"]
+    first, second = train(replace(job, block=block(job, "mpc")))
+    assert first.names == second.names
+    assert all(name == own for name, own in first.names.items())
+
+
+def test_an_engine_without_a_block_is_left_alone(train: Train) -> None:
+    for name in ("tp", "cp"):
+        job = replace(LONG[name], steps=SHORT)
+        bound = replace(job, block=block(job, BLOCKINT))
+        with RankPool(2) as pool:
+            ranks = pool.run(split_trainer.run_beside, bound)
+        for rank, (messages, losses) in enumerate(ranks):
+            assert messages == 0
+            assert losses == train(job)[rank].losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_tensor_and_data_parallel(stage: int) -> None:
+    """Four ranks: two replicas of two halves, with error feedback on the gradients."""
+    job = Job(tp=2, stage=stage, steps=SHORT)
+    zero = {"zero": BLOCKINT} if stage else {}
+    feedback = {"codec": "blockint", "bits": 4, "error_feedback": True}
+    blocks: list[dict[str, Any] | None] = [
+        None,
+        {"tp": "none", "dp": "none", **({"zero": "none"} if stage else {})},
+        {"tp": BLOCKINT, "dp": feedback, **zero, "min_bytes": 0},
+    ]
+    with RankPool(4) as pool:
+        ranks = pool.run(split_trainer.run, [replace(job, block=found) for found in blocks])
+    for base, none, lossy in ranks:
+        assert_same([base], [none])
+        assert lossy.losses != base.losses
+        assert lossy.losses[-1] == pytest.approx(base.losses[-1], rel=0.05)
+        for key in (("tp", "forward"), ("tp", "backward"), ("dp", "forward")):
+            messages, native, _, _ = lossy.ledger[key]
+            assert messages > 0 and native == 0
+    coded = [found[2] for found in ranks]
+    for half in (0, 1):
+        assert coded[half].digests == coded[half + 2].digests  # replicas did not drift
+        assert coded[half].names == coded[half + 2].names
+    assert not set(coded[0].names.values()) & set(coded[1].names.values())
+    assert coded[0].digests["norm.weight"] == coded[1].digests["norm.weight"]
