@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channel
+from hybridcomp.channels import Channel, Channels
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle
 from hybridcomp.feedback import Piece
@@ -65,9 +65,13 @@ def route(
     group: dist.ProcessGroup | None,
     raw_nbytes: int,
     direction: Direction = "forward",
+    whose: Callable[[], Channels | None] | None = None,
 ) -> Route | None:
-    """The route of a message; None: it is none of ours or stays native (then written down)."""
-    channels = current()
+    """The route of a message; None: it is none of ours or stays native (then written down).
+
+    ``whose``: gives the channels; without it they are those of the process.
+    """
+    channels = current() if whose is None else whose()
     if channels is None or dimension is None or dist.get_world_size(group) < 2:
         return None
     channel = channels[dimension]
@@ -76,18 +80,6 @@ def route(
         channel.native(raw_nbytes, direction)
         return None
     return Route(channel, codec, direction, raw_nbytes)
-
-
-def leave_native(
-    dimension: Dimension | None,
-    group: dist.ProcessGroup | None,
-    raw_nbytes: int,
-    direction: Direction = "forward",
-) -> None:
-    """Write down a message that no codec may touch."""
-    channels = current()
-    if channels is not None and dimension is not None and dist.get_world_size(group) > 1:
-        channels[dimension].native(raw_nbytes, direction)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -119,7 +111,7 @@ def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-class _Namespace(types.ModuleType):
+class Namespace(types.ModuleType):
     """A module with some names replaced; everything else is looked up in the real one."""
 
     def __init__(self, real: Any, replaced: Mapping[str, Any]) -> None:
@@ -134,6 +126,16 @@ class _Namespace(types.ModuleType):
 Makers = Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
+def make_stand_in(makers: Makers) -> Callable[[Any], Any]:
+    """A maker of a stand-in for a module of collectives, some of which ``makers`` wrap."""
+
+    def make(original: Any) -> Any:
+        wrapped = {name: make_one(getattr(original, name)) for name, make_one in makers.items()}
+        return Namespace(original, wrapped)
+
+    return make
+
+
 def torch_seam(module: str, requirement: str, source: Callable[[], str] | None = None) -> Seam:
     """The global ``torch`` of an upstream module."""
     return Seam(requirement, module, "torch", None, source)
@@ -142,9 +144,9 @@ def torch_seam(module: str, requirement: str, source: Callable[[], str] | None =
 def make_torch(makers: Makers) -> Callable[[Any], Any]:
     """A maker of a stand-in for ``torch``; ``makers`` wrap collectives of its ``distributed``."""
 
+    stand_in = make_stand_in(makers)
+
     def make(original: Any) -> Any:
-        real = original.distributed
-        replaced = {name: make_one(getattr(real, name)) for name, make_one in makers.items()}
-        return _Namespace(original, {"distributed": _Namespace(real, replaced)})
+        return Namespace(original, {"distributed": stand_in(original.distributed)})
 
     return make

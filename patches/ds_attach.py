@@ -75,6 +75,13 @@ LOAD = Seam(
     ),
 )  # fmt: skip
 
+DESTROY = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="DeepSpeedEngine.destroy",
+    parameters=("self",),
+)
+
 #: attribute of an attached engine: its Reporter
 REPORTER = "_hybridcomp_reporter"
 
@@ -259,10 +266,22 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_checkpoint
 
 
+def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
+    """A destroyed engine lends its channels no more."""
+
+    @functools.wraps(original)
+    def destroy(self: Any) -> None:
+        original(self)
+        process.release(self)
+
+    return destroy
+
+
 PATCHES = (
     (INIT, make_init),
     (STEP, make_take_model_step),
     (SAVE, make_save_checkpoint),
     (SAVE_16BIT, make_save_16bit_model),
     (LOAD, make_load_checkpoint),
+    (DESTROY, make_destroy),
 )

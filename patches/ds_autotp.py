@@ -16,23 +16,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from hybridcomp.channels import Channels
+from hybridcomp.patches.calls import make_stand_in
 from hybridcomp.patches.ds_calls import (
     REQUIREMENT,
-    make_all_gather_into_tensor,
-    make_all_reduce,
+    TENSOR,
     make_backward,
     make_call,
-    make_dist,
     make_forward,
     make_layer_forward,
     refuse,
     tag,
     upstream_has,
+    whose,
 )
 from hybridcomp.patches.ds_facts import DOMINO
+from hybridcomp.patches.tp_calls import make_all_gather_into_tensor, make_all_reduce
 from hybridcomp.patching import Seam
 
 LAYERS = "deepspeed.module_inject.layers"
@@ -53,10 +55,10 @@ LATER: dict[str, tuple[tuple[str, ...], bool]] = {
 }
 
 
-def _training() -> bool:
-    """Whether AutoTP builds and runs layers for training; inference has its own all-reduce."""
+def _in_training() -> Channels | None:
+    """Whose layer runs, if layers are built and run for training."""
     training: bool = sys.modules[LAYERS].is_autotp_training_mode()
-    return training
+    return whose() if training else None
 
 
 def _seam(qualname: str, parameters: tuple[str, ...] | None) -> Seam:
@@ -82,12 +84,12 @@ def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
     return (
         (
             _seam("dist", None),
-            make_dist(
+            make_stand_in(
                 {
-                    "all_reduce": make_all_reduce(),
+                    "all_reduce": make_all_reduce(TENSOR),
                     # how a row-parallel LM head of 0.19.0 reduces, in training too
-                    "inference_all_reduce": make_all_reduce(_training),
-                    "all_gather_into_tensor": make_all_gather_into_tensor,
+                    "inference_all_reduce": make_all_reduce(replace(TENSOR, whose=_in_training)),
+                    "all_gather_into_tensor": make_all_gather_into_tensor(TENSOR),
                 }
             ),
         ),

@@ -12,22 +12,15 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from hybridcomp.channels import ATTRIBUTE, Channel, Channels
-from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import native
+from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches import process
-from hybridcomp.patches.calls import _Namespace, flat
-from hybridcomp.patches.mcore_ep import ANY_NUMEL
+from hybridcomp.patches.tp_calls import Layers
 from hybridcomp.policy import Dimension, Direction
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -132,159 +125,18 @@ def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-@dataclass(frozen=True)
-class _Route:
-    """How one message travels encoded."""
-
-    channel: Channel
-    codec: Codec
-    group: dist.ProcessGroup | None
-    raw_nbytes: int
-    direction: Direction
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"raw_nbytes": self.raw_nbytes, "direction": self.direction}
+def _way() -> Direction:
+    return "forward" if _local.scope is None else _local.scope.direction
 
 
-def _route(
-    dimension: Dimension,
-    scope: Scope | None,
-    tensor: Tensor,
-    group: dist.ProcessGroup | None,
-    raw: Callable[[int, torch.dtype, int], int],
-    numel: int | None = None,
-) -> _Route | None:
-    """The route of ``tensor``; None: not ours, or native and then written down.
-
-    ``raw`` gives the bytes that upstream would send; ``numel`` is what the policy is asked with
-    where the ranks' lengths differ.
-    """
-    world_size = dist.get_world_size(group)
-    if scope is None or scope.channels is None or world_size < 2:
-        return None
-    channel = scope.channels[dimension]
-    raw_nbytes = raw(tensor.numel(), tensor.dtype, world_size)
-    asked = tensor.numel() if numel is None else numel
-    codec = channel.codec(asked, tensor.dtype, group, scope.direction)
-    if codec is None:
-        channel.native(raw_nbytes, scope.direction)
-        return None
-    return _Route(channel, codec, group, raw_nbytes, scope.direction)
+def whose() -> Channels | None:
+    """The channels of the collectives called now; None outside of a wrapped function."""
+    return None if _local.scope is None else _local.scope.channels
 
 
-def make_all_reduce(
-    applies: Callable[[], bool] = lambda: True,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``deepspeed.comm.all_reduce`` of dimension ``tp``, where ``applies()``."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def all_reduce(
-            tensor: Tensor, group: Any = None, async_op: bool = False, **kwargs: Any
-        ) -> Any:
-            # a call with an operation or anything else is none that we know
-            scope = _local.scope if not kwargs and applies() else None
-            found = _route("tp", scope, tensor, group, native.all_reduce_nbytes)
-            if found is None:
-                asynchronous = {"async_op": True} if async_op else {}
-                return original(tensor, group=group, **asynchronous, **kwargs)
-            values = flat(tensor)
-            handle = found.channel.all_reduce(
-                values, found.codec, group, **found.settings, async_op=async_op
-            )
-            if values.data_ptr() != tensor.data_ptr():
-                handle.then(lambda: _put(values, tensor))
-            return handle if async_op else None
-
-        return all_reduce
-
-    return make
-
-
-def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``deepspeed.comm.all_gather_into_tensor`` of dimension ``tp``."""
-
-    @functools.wraps(original)
-    def all_gather_into_tensor(
-        output: Tensor, tensor: Tensor, group: Any = None, **kwargs: Any
-    ) -> Any:
-        scope = None if kwargs else _local.scope
-        found = _route("tp", scope, tensor, group, native.all_gather_nbytes)
-        if found is None:
-            return original(output, tensor, group=group, **kwargs)
-        out = output.detach().view(-1)
-        found.channel.all_gather(flat(tensor), out, found.codec, group, **found.settings).wait()
-        return None
-
-    return all_gather_into_tensor
-
-
-@dataclass(frozen=True)
-class Directed:
-    """A process group on which messages of one direction travel."""
-
-    group: Any
-    direction: Direction
-
-
-def make_all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``deepspeed.comm.all_to_all_single`` of dimension ``cp``; splits count rows.
-
-    With splits the lengths differ from rank to rank and ``min_bytes`` does not count.
-    """
-
-    @functools.wraps(original)
-    def all_to_all_single(
-        output: Tensor,
-        tensor: Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        scope = _local.scope
-        if isinstance(group, Directed):
-            scope, group = Scope(owner(), group.direction), group.group
-        gives = _elements(tensor, input_split_sizes)
-        takes = _elements(output, output_split_sizes)
-        if gives is None:
-            found = _route("cp", scope, tensor, group, native.all_to_all_nbytes)
-        else:
-            away = sum(gives) - gives[dist.get_rank(group)]
-            raw_nbytes = native.send_nbytes(away, tensor.dtype)
-            found = _route("cp", scope, tensor, group, lambda *_: raw_nbytes, ANY_NUMEL)
-        if found is None:
-            splits: dict[str, Any] = {}
-            if gives is not None or takes is not None:
-                splits["output_split_sizes"] = output_split_sizes
-                splits["input_split_sizes"] = input_split_sizes
-            return original(output, tensor, **splits, group=group, async_op=async_op)
-        handle = found.channel.all_to_all(
-            output.detach().view(-1),
-            flat(tensor),
-            found.codec,
-            group,
-            **found.settings,
-            out_splits=takes,
-            in_splits=gives,
-            async_op=async_op,
-        )
-        return handle if async_op else None
-
-    return all_to_all_single
-
-
-def _elements(tensor: Tensor, splits: Sequence[int] | None) -> list[int] | None:
-    """Splits in elements of the flat tensor."""
-    if splits is None:
-        return None
-    row = tensor.shape[1:].numel()
-    return [int(split) * row for split in splits]
-
-
-def _put(values: Tensor, out: Tensor) -> None:
-    out.detach().copy_(values.view(out.shape))
+#: collectives inside a wrapped function: of tensor-parallel layers and of sequence-parallel ones
+TENSOR = Layers(lambda group: "tp", _way, whose)
+SEQUENCE = Layers(lambda group: "cp", _way, whose)
 
 
 def upstream_has(module: str, name: str) -> bool:
@@ -304,15 +156,3 @@ def refuse(channels: Channels, dimension: Dimension, found: str, reason: str, to
             f'{reason}; {todo}, set "{dimension}": "none", or set "on_unsupported": "native"',
         )
     process.say(f"{dimension} stays native in {found}: {reason}")
-
-
-def make_dist(
-    makers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]],
-) -> Callable[[Any], Any]:
-    """A maker of a stand-in for ``deepspeed.comm``; ``makers`` wrap collectives of it."""
-
-    def make(original: Any) -> Any:
-        wrapped = {name: make_one(getattr(original, name)) for name, make_one in makers.items()}
-        return _Namespace(original, wrapped)
-
-    return make

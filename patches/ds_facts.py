@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -57,9 +58,9 @@ def unique_name(engine: Any, name: str, parameter: Any) -> str:
 
 def _tensor_rank(mpu: Any) -> int:
     """Rank in the tensor-parallel group; 0 without one."""
-    rank = getattr(mpu, "get_tensor_model_parallel_rank", None)
+    rank: Callable[[], int] | None = getattr(mpu, "get_tensor_model_parallel_rank", None)
     if rank is None:
         rank = getattr(mpu, "get_model_parallel_rank", None)
         if rank is getattr(mpu, "get_sequence_parallel_rank", None):
-            return 0  # no such groups, or ALST's, which calls its sequence groups so
-    return int(rank())
+            return 0  # ALST calls its sequence groups so; None and None: there is no such group
+    return 0 if rank is None else rank()

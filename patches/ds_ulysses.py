@@ -19,23 +19,28 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from hybridcomp.channels import Channels
+from hybridcomp.patches.calls import make_stand_in
 from hybridcomp.patches.ds_calls import (
     REQUIREMENT,
-    Directed,
-    make_all_to_all_single,
+    SEQUENCE,
+    Scope,
+    inside,
     make_backward,
     make_call,
-    make_dist,
     make_forward,
+    owner,
     refuse,
     upstream_has,
 )
+from hybridcomp.patches.tp_calls import make_all_to_all_single
 from hybridcomp.patching import Seam
+from hybridcomp.policy import Direction
 
 LAYER = "deepspeed.sequence.layer"
 ALST = "deepspeed.runtime.sequence_parallel.ulysses_sp"
@@ -56,6 +61,29 @@ def _seam(
     module: str, qualname: str, parameters: tuple[str, ...] | tuple[tuple[str, ...], ...] | None
 ) -> Seam:
     return Seam(REQUIREMENT, module, qualname, parameters)
+
+
+@dataclass(frozen=True)
+class Directed:
+    """A process group on which ALST's messages of one direction travel."""
+
+    group: Any
+    direction: Direction
+
+
+def make_exchange_collective(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``deepspeed.comm.all_to_all_single``, also on a group with a direction."""
+    exchange = make_all_to_all_single(SEQUENCE)(original)
+
+    @functools.wraps(original)
+    def all_to_all_single(output: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group")
+        if not isinstance(group, Directed):
+            return exchange(output, tensor, *args, **kwargs)
+        with inside(Scope(owner(), group.direction)):
+            return exchange(output, tensor, *args, **{**kwargs, "group": group.group})
+
+    return all_to_all_single
 
 
 def _name_directions() -> None:
@@ -116,7 +144,7 @@ def _alst() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
 COVERS = ("cp",)
 ATTACHED = attached
 PATCHES: tuple[tuple[Seam, Callable[..., Any]], ...] = (
-    (_seam(LAYER, "dist", None), make_dist({"all_to_all_single": make_all_to_all_single})),
+    (_seam(LAYER, "dist", None), make_stand_in({"all_to_all_single": make_exchange_collective})),
     (_seam(LAYER, "DistributedAttention.__call__", ("self", "args", "kwargs")), make_call),
     (_seam(LAYER, "_SeqAllToAll.forward", SEQ_FORWARD), make_forward),
     (_seam(LAYER, "_SeqAllToAll.backward", BACKWARD_PARAMETERS), make_backward),

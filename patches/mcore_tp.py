@@ -21,13 +21,14 @@ import torch.distributed as dist
 
 from hybridcomp.patches.calls import make_backward, make_torch, torch_seam
 from hybridcomp.patches.mcore_attach import REQUIREMENT
-from hybridcomp.patches.mcore_ep import make_all_to_all_single
+from hybridcomp.patches.mcore_ep import TOKENS
 from hybridcomp.patches.mcore_groups import dimension_of
 from hybridcomp.patches.tp_calls import (
     Layers,
     make_all_gather_into_tensor,
     make_all_gather_list,
     make_all_reduce,
+    make_all_to_all_single,
     make_reduce_scatter_list,
     make_reduce_scatter_tensor,
 )
@@ -85,7 +86,7 @@ PATCHES = (
                 "all_reduce": make_all_reduce(MARKED),
                 "all_gather": make_all_gather_list(MARKED),
                 "reduce_scatter": make_reduce_scatter_list(MARKED),
-                "all_to_all_single": make_all_to_all_single,
+                "all_to_all_single": make_all_to_all_single(TOKENS),
             }
         ),
     ),

@@ -123,6 +123,12 @@ def decline() -> None:
     _holder.settled = True
 
 
+def release(engine: Any) -> None:
+    """``engine`` is destroyed: it lends no more, though something may still hold it."""
+    if _holder.lender is not None and _holder.lender() is engine:
+        configure(_holder.config)
+
+
 def borrowed() -> Channels | None:
     """The channels that a living engine lent, else None."""
     if _holder.lender is None or _holder.lender() is None:

@@ -1,12 +1,14 @@
-"""Collectives of tensor-parallel layers, encoded: replacements for what they call in torch.
+"""Collectives of layers, encoded: replacements for what they call in torch.
 
-megatron-core's layers and GPT-NeoX's call the same functions of torch.distributed; each seam module
-says which dimension a group carries there and which way its messages go. No seam is in here.
+megatron-core's layers, GPT-NeoX's and DeepSpeed's call the same functions of torch.distributed, or
+of modules with the same names; each seam module says which dimension a group carries there, which
+way its messages go and whose they are. No seam is in here.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.channels import Channels
 from hybridcomp.collectives.native import (
     all_gather_nbytes,
     all_reduce_nbytes,
+    all_to_all_nbytes,
     reduce_scatter_nbytes,
+    send_nbytes,
 )
 from hybridcomp.patches.calls import Route, direction, flat, route
+from hybridcomp.patches.process import current
 from hybridcomp.policy import Dimension, Direction
 
 Collective = Callable[..., Any]
 Maker = Callable[[Collective], Collective]
+
+#: stands for the unknown length of a message with splits: no ``min_bytes`` is above it
+ANY_NUMEL = sys.maxsize // 8
 
 
 @dataclass(frozen=True)
@@ -34,16 +43,25 @@ class Layers:
     Attributes:
         dimension: what a group carries; None for a group whose messages stay exact.
         way: the direction of the message that is being sent now.
+        whose: the channels that it goes through; without it those of the process.
     """
 
     dimension: Callable[[dist.ProcessGroup | None], Dimension | None]
     way: Callable[[], Direction] = direction
+    whose: Callable[[], Channels | None] | None = None
 
     def route(
         self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup | None, raw_nbytes: int
     ) -> Route | None:
         """How a message of ``numel`` elements travels; None: as upstream sends it."""
-        return route(self.dimension(group), numel, dtype, group, raw_nbytes, self.way())
+        return route(self.dimension(group), numel, dtype, group, raw_nbytes, self.way(), self.whose)
+
+    def leave_native(self, group: dist.ProcessGroup | None, raw_nbytes: int) -> None:
+        """Write down a message that no codec may touch."""
+        channels = current() if self.whose is None else self.whose()
+        dimension = self.dimension(group)
+        if channels is not None and dimension is not None and dist.get_world_size(group) > 1:
+            channels[dimension].native(raw_nbytes, self.way())
 
 
 def make_all_reduce(layers: Layers) -> Maker:
@@ -211,6 +229,72 @@ def make_reduce_scatter_list(layers: Layers) -> Maker:
         return reduce_scatter_list
 
     return make
+
+
+def make_all_to_all_single(layers: Layers) -> Maker:
+    """``torch.distributed.all_to_all_single``; splits count rows.
+
+    With splits the length of a message differs from rank to rank and must not decide its codec:
+    ``min_bytes`` does not count, and vectors stay native.
+    """
+
+    def make(original: Collective) -> Collective:
+        @functools.wraps(original)
+        def all_to_all_single(
+            output: Tensor,
+            input: Tensor,
+            output_split_sizes: Sequence[int] | None = None,
+            input_split_sizes: Sequence[int] | None = None,
+            group: dist.ProcessGroup | None = None,
+            async_op: bool = False,
+        ) -> Any:
+            gives = _elements(input, input_split_sizes)
+            takes = _elements(output, output_split_sizes)
+            uneven = gives is not None or takes is not None
+            raw = (
+                all_to_all_nbytes(input.numel(), input.dtype, dist.get_world_size(group))
+                if gives is None
+                else send_nbytes(sum(gives) - gives[dist.get_rank(group)], input.dtype)
+            )
+            found = None
+            if uneven and input.dim() < 2:
+                layers.leave_native(group, raw)
+            else:
+                numel = ANY_NUMEL if uneven else input.numel()
+                found = layers.route(numel, input.dtype, group, raw)
+            if found is None:
+                return original(
+                    output,
+                    input,
+                    output_split_sizes=output_split_sizes,
+                    input_split_sizes=input_split_sizes,
+                    group=group,
+                    async_op=async_op,
+                )
+            handle = found.channel.all_to_all(
+                output.detach().view(-1),
+                flat(input),
+                found.codec,
+                group,
+                raw_nbytes=raw,
+                out_splits=takes,
+                in_splits=gives,
+                direction=found.direction,
+                async_op=async_op,
+            )
+            return handle if async_op else None
+
+        return all_to_all_single
+
+    return make
+
+
+def _elements(tensor: Tensor, splits: Sequence[int] | None) -> list[int] | None:
+    """Splits in elements of the flat tensor."""
+    if splits is None:
+        return None
+    row = tensor.shape[1:].numel()
+    return [int(split) * row for split in splits]
 
 
 def _put(values: Tensor, out: Tensor) -> None:
