@@ -10,20 +10,6 @@
 namespace hybridcomp {
 namespace radix {
 
-struct Tables {
-    Class classes[RAW + 1];
-    u8 of_level[128];  // class of a largest |q| up to 127
-};
-
-constexpr Tables make_tables() {
-    Tables tables = {};
-    for (u32 c = 0; c <= RAW; ++c) tables.classes[c] = make_class(c);
-    for (u32 level = 0, c = 0; level < 128; ++level) {
-        if (tables.classes[c].levels < 2 * level + 1) ++c;
-        tables.of_level[level] = (u8)c;
-    }
-    return tables;
-}
 constexpr Tables TABLES = make_tables();
 
 constexpr bool divisors_are_exact() {

@@ -7,13 +7,6 @@ namespace hybridcomp {
 namespace radix {
 namespace {
 
-u32 class_of(u32 level, u32 last) {
-    if (level < 128) return TABLES.of_level[level];
-    u32 c = FIRST_PAIR;
-    while (c <= last && TABLES.classes[c].levels < 2 * level + 1) ++c;
-    return c <= last ? c : RAW;
-}
-
 u32 finite_absmax(const float* values, u32 count) {
     u32 largest = 0;
     for (u32 i = 0; i < count; ++i) {
@@ -96,7 +89,7 @@ HC_INLINE void encode_blocks(const float* values, const typename T::Stored* sour
     for (u32 b = 0; b < blocks; ++b) {
         tile.present[b] = tile.absmax[b] > limit;
         if (!tile.present[b]) continue;
-        u32 c = class_of(top_level(tile.absmax[b], step.inverse), last);
+        u32 c = class_of(top_level(tile.absmax[b], step.inverse), last, TABLES);
         u32* words = tile.words + b * BLOCK;
         if (c == RAW || !encode_block<T>(values + b * BLOCK, step, TABLES.classes[c], words)) {
             for (int i = 0; i < BLOCK; ++i) {

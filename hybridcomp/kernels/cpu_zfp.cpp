@@ -11,12 +11,6 @@ constexpr int GROUP = 64;
 constexpr int GROUP_VALUES = GROUP * BLOCK;
 constexpr int MAX_WORDS = 2 * GROUP;
 
-constexpr Tables make_tables() {
-    Tables tables = {};
-    for (u32 i = 0; i < ENCODE_ENTRIES; ++i) tables.encode[i] = encode_entry(i);
-    for (u32 i = 0; i < DECODE_ENTRIES; ++i) tables.decode[i] = i & 511 ? decode_entry(i) : 0;
-    return tables;
-}
 constexpr Tables TABLES = make_tables();
 
 // zfp's rule for a last block of 1, 2 or 3 values.

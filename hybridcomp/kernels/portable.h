@@ -6,9 +6,11 @@
 #pragma once
 
 #ifdef __CUDACC__
-#define HC_INLINE __host__ __device__ __forceinline__
+#define HC_INLINE static __host__ __device__ __forceinline__
+#define HC_INLINE_MEMBER __host__ __device__ __forceinline__
 #else
 #define HC_INLINE static inline __attribute__((always_inline))
+#define HC_INLINE_MEMBER inline __attribute__((always_inline))
 #endif
 
 namespace hybridcomp {

@@ -122,6 +122,29 @@ HC_INLINE constexpr Class make_class(u32 cls) {
     return made;
 }
 
+struct Tables {
+    Class classes[RAW + 1];
+    u8 of_level[128];  // class of a largest |q| up to 127
+};
+
+HC_INLINE constexpr Tables make_tables() {
+    Tables tables = {};
+    for (u32 c = 0; c <= RAW; ++c) tables.classes[c] = make_class(c);
+    for (u32 level = 0, c = 0; level < 128; ++level) {
+        if (tables.classes[c].levels < 2 * level + 1) ++c;
+        tables.of_level[level] = (u8)c;
+    }
+    return tables;
+}
+
+// Class of a block whose largest |q| is `level`; classes above `last` cost as much as raw.
+HC_INLINE u32 class_of(u32 level, u32 last, const Tables& tables) {
+    if (level < 128) return tables.of_level[level];
+    u32 c = FIRST_PAIR;
+    while (c <= last && tables.classes[c].levels < 2 * level + 1) ++c;
+    return c <= last ? c : RAW;
+}
+
 // Digits below 65536 are divided by L <= 255 with a multiplication of 32 bits: the product stays
 // below 2^32 for x < L * L, and x times the error of the inverse below 2^24.
 HC_INLINE constexpr u32 small_inverse(u32 levels) { return ((1u << 24) + levels - 1) / levels; }

@@ -216,6 +216,13 @@ struct Tables {
     u32 decode[DECODE_ENTRIES];
 };
 
+HC_INLINE constexpr Tables make_tables() {
+    Tables tables = {};
+    for (u32 i = 0; i < ENCODE_ENTRIES; ++i) tables.encode[i] = encode_entry(i);
+    for (u32 i = 0; i < DECODE_ENTRIES; ++i) tables.decode[i] = i & 511 ? decode_entry(i) : 0;
+    return tables;
+}
+
 // With up to SHORT_BITS bits the 16 highest planes are all that fits: at most four planes before the
 // first digit (some coefficient is at least 2^27), and two bits or more for every later one.
 constexpr u32 SHORT_BITS = 36;

@@ -1,0 +1,240 @@
+// CUDA kernels of blockint, for HC_BITS bits. A warp takes a tile: its 1024 values stay in registers, 32 in
+// each lane, and nothing is read twice. Eight lanes share a block of 32 values, four consecutive
+// values each, so that values move as 16 (bf16: 8) bytes a lane; a 4 x 4 transpose of bytes, two
+// shuffles, turns these into the words of blockint.h. An iteration handles four blocks.
+//
+// Lane 8 g + 2 m + h of iteration i has values 8 m + 4 h ... + 3 of block 4 i + g, and after the
+// transpose word 4 h + m of it.
+#include "cuda_device.h"
+
+#include "blockint.h"
+
+#ifndef HC_BITS
+#define HC_BITS 8
+#endif
+
+namespace hybridcomp {
+namespace blockint {
+
+constexpr int ROUNDS = 8;  // iterations of a tile
+
+struct Place {
+    u32 group, part, row, half;
+    HC_INLINE_MEMBER Place()
+        : group(lane_id() / 8), part(lane_id() % 8), row(lane_id() % 8 / 2), half(lane_id() % 2) {}
+    // of this lane's values in the tile
+    HC_INLINE_MEMBER u32 value(int round) const { return (round * 4 + group) * BLOCK + part * 4; }
+};
+
+struct Layout {
+    u64 blocks, tiles, scales, bases, used, total;
+    HC_INLINE_MEMBER explicit Layout(u64 numel)
+        : blocks(ceil_div(numel, BLOCK)), tiles(ceil_div(numel, TILE)),
+          scales(blocks * 4 * HC_BITS), bases(scales + blocks), used(bases + tiles),
+          total(align16(used)) {}
+};
+
+// Byte i of row m <-> byte m of row i, over lanes that differ in m; its own inverse.
+HC_INLINE u32 transpose_bytes(u32 word, u32 row) {
+    u32 other = other_lane<2>(word);
+    word = __byte_perm(word, other, row & 1 ? 0x3715 : 0x6240);
+    other = other_lane<4>(word);
+    return __byte_perm(word, other, row & 2 ? 0x3276 : 0x5410);
+}
+
+// The words of a field of WIDTH bits at SHIFT; `index` is which word of the levels this lane has.
+template <int WIDTH, int SHIFT>
+HC_INLINE void store_field(u32 word, u32 index, bool write, u32* out) {
+    u32 field = ((word >> SHIFT) & field_mask<WIDTH>()) << (index / WIDTH * WIDTH);
+    if constexpr (WIDTH == 4) field = union_of<1>(field);
+    if constexpr (WIDTH == 2) field = union_of<1, 4>(field);
+    if constexpr (WIDTH == 1) field = union_of<1, 2, 4>(field);
+    if (write && index < WIDTH) out[index] = field;
+}
+
+template <int WIDTH, int SHIFT>
+HC_INLINE u32 load_field(const u32* in, u32 index) {
+    return ((in[index % WIDTH] >> (index / WIDTH * WIDTH)) & field_mask<WIDTH>()) << SHIFT;
+}
+
+// Word `index` of a block's levels into its HC_BITS words at `out`, and back.
+HC_INLINE void store_word(u32 word, u32 index, bool write, u32* out) {
+    if constexpr (HC_BITS == 8) {
+        if (write) out[index] = word;
+    }
+    if constexpr ((HC_BITS & 4) != 0) store_field<4, HC_BITS & 3>(word, index, write, out);
+    if constexpr ((HC_BITS & 2) != 0) {
+        store_field<2, HC_BITS & 1>(word, index, write, out + (HC_BITS & 4));
+    }
+    if constexpr ((HC_BITS & 1) != 0) store_field<1, 0>(word, index, write, out + (HC_BITS & 6));
+}
+
+HC_INLINE u32 load_word(const u32* in, u32 index) {
+    u32 word = 0;
+    if constexpr (HC_BITS == 8) word = in[index];
+    if constexpr ((HC_BITS & 4) != 0) word |= load_field<4, HC_BITS & 3>(in, index);
+    if constexpr ((HC_BITS & 2) != 0) word |= load_field<2, HC_BITS & 1>(in + (HC_BITS & 4), index);
+    if constexpr ((HC_BITS & 1) != 0) word |= load_field<1, 0>(in + (HC_BITS & 6), index);
+    return word;
+}
+
+// A tile in registers -> its place in the payload. Lanes beyond the last block write nothing.
+HC_INLINE void encode_tile(const Four* values, u64 tile, const Layout& layout, u8* out) {
+    Place place;
+    u32 absmax[ROUNDS], largest = 0;
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        u32 top = magnitude_bits(values[i].x), next = magnitude_bits(values[i].y);
+        top = next > top ? next : top;
+        next = magnitude_bits(values[i].z);
+        top = next > top ? next : top;
+        next = magnitude_bits(values[i].w);
+        absmax[i] = largest_of<1, 2, 4>(next > top ? next : top);
+        if (absmax[i] < INF_BITS && absmax[i] > largest) largest = absmax[i];
+    }
+    u32 base = base_of(largest_of<8, 16>(largest));
+    u32 index = 4 * place.half + place.row;
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        u64 block = tile * TILE_BLOCKS + i * 4 + place.group;
+        u32 code = scale_code(absmax[i], base);
+        float inverse = inverse_step<HC_BITS>(code == NONFINITE_CODE ? 0 : code, base);
+        u32 word = quantize<HC_BITS>(values[i].x, inverse) |
+                   quantize<HC_BITS>(values[i].y, inverse) << 8 |
+                   quantize<HC_BITS>(values[i].z, inverse) << 16 |
+                   quantize<HC_BITS>(values[i].w, inverse) << 24;
+        word = transpose_bytes(code == NONFINITE_CODE ? 0 : word, place.row);
+        bool write = block < layout.blocks;
+        store_word(word, index, write, (u32*)out + block * HC_BITS);
+        if (write && place.part == 0) out[layout.scales + block] = (u8)code;
+    }
+    if (lane_id() == 0) out[layout.bases + tile] = (u8)base;
+    if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
+}
+
+// This lane's four values of one iteration.
+HC_INLINE Four decode_four(const u8* in, u64 block, u32 base, const Layout& layout,
+                           const Place& place) {
+    bool there = block < layout.blocks;
+    u32 code = there ? in[layout.scales + block] : 0;
+    u32 word = there ? load_word((const u32*)in + block * HC_BITS, 4 * place.half + place.row) : 0;
+    word = transpose_bytes(word, place.row);
+    float step = step_of<HC_BITS>(code, base);
+    bool overflow = 16 * base + 15 - code >= OVERFLOW_TOP && code != NONFINITE_CODE;
+    if (overflow) step = half_top(code, base) * (1.0f / (float)top_level(HC_BITS));
+    constexpr i32 middle = 1 << (HC_BITS - 1);
+    Four v = {(float)((i32)(word & 255u) - middle) * step,
+              (float)((i32)(word >> 8 & 255u) - middle) * step,
+              (float)((i32)(word >> 16 & 255u) - middle) * step,
+              (float)((i32)(word >> 24) - middle) * step};
+    if (overflow) {
+        v = Four{finite(v.x * 2.0f), finite(v.y * 2.0f), finite(v.z * 2.0f), finite(v.w * 2.0f)};
+    }
+    return v;
+}
+
+template <class T>
+HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u8* out) {
+    Chunk mine(numel, chunk, slot, skip);
+    Layout layout(mine.count);
+    u64 tile = warp_id();
+    if (tile >= layout.tiles) return;  // the whole warp
+    const auto* values = (const typename T::Stored*)source + mine.first;
+    bool vectors = vectorizable<T>(values);
+    Place place;
+    Four held[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        held[i] = read4<T>(values, tile * TILE + place.value(i), mine.count, vectors);
+    }
+    encode_tile(held, tile, layout, out + mine.payload);
+}
+
+template <class T, bool ADD>
+HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, void* target) {
+    Chunk mine(numel, chunk, slot, skip);
+    Layout layout(mine.count);
+    u64 tile = warp_id();
+    if (tile >= layout.tiles) return;
+    in += mine.payload;
+    auto* out = (typename T::Stored*)target + mine.first;
+    bool vectors = vectorizable<T>(out);
+    Place place;
+    u32 base = in[layout.bases + tile];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        u64 at = tile * TILE + place.value(i);
+        Four v = decode_four(in, tile * TILE_BLOCKS + i * 4 + place.group, base, layout, place);
+        if constexpr (ADD) v = sum(read4<T>(out, at, mine.count, vectors), v);
+        write4<T>(v, out, at, mine.count, vectors);
+    }
+}
+
+// The sum in rank order of `ranks` contributions to one chunk of `numel` values: this rank's own exact
+// values, and the payloads of the others, `slot` bytes apart in rank order. Kept in fp32 at `total`
+// unless that is null, and encoded into `out`.
+template <class T>
+HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
+                      float* total, u8* out) {
+    Layout layout(numel);
+    u64 tile = warp_id();
+    if (tile >= layout.tiles) return;
+    const auto* values = (const typename T::Stored*)own;
+    bool vectors = vectorizable<T>(values);
+    Place place;
+    Four held[ROUNDS];
+    for (u64 rank = 0; rank < ranks; ++rank) {
+        const u8* in = payloads + (rank - (rank > me)) * slot;
+        u32 base = rank == me ? 0 : in[layout.bases + tile];
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            Four next = rank == me
+                            ? read4<T>(values, tile * TILE + place.value(i), numel, vectors)
+                            : decode_four(in, tile * TILE_BLOCKS + i * 4 + place.group, base,
+                                          layout, place);
+            held[i] = rank == 0 ? next : sum(held[i], next);
+        }
+    }
+    if (total) {
+        bool whole = vectorizable<Fp32>(total);
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            write4<Fp32>(held[i], total, tile * TILE + place.value(i), numel, whole);
+        }
+    }
+    encode_tile(held, tile, layout, out);
+}
+
+}  // namespace blockint
+}  // namespace hybridcomp
+
+#define HC_KERNELS(NAME, T)                                                                      \
+    extern "C" __global__ void __launch_bounds__(256)                                            \
+    blockint_encode_##NAME(const void* values, unsigned long long numel,                         \
+                           unsigned long long chunk, unsigned long long slot,                    \
+                           unsigned long long skip, unsigned char* out) {                        \
+        hybridcomp::blockint::encode<hybridcomp::T>(values, numel, chunk, slot, skip, out);      \
+    }                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256)                                            \
+    blockint_decode_##NAME(const unsigned char* in, unsigned long long numel,                    \
+                           unsigned long long chunk, unsigned long long slot,                    \
+                           unsigned long long skip, void* out) {                                 \
+        hybridcomp::blockint::decode<hybridcomp::T, false>(in, numel, chunk, slot, skip, out);   \
+    }                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256)                                            \
+    blockint_reduce_##NAME(const unsigned char* payloads, const void* own,                       \
+                           unsigned long long numel, unsigned long long ranks,                   \
+                           unsigned long long me, unsigned long long slot, float* total,         \
+                           unsigned char* out) {                                                 \
+        hybridcomp::blockint::reduce<hybridcomp::T>(payloads, own, numel, ranks, me, slot,       \
+                                                    total, out);                                 \
+    }
+HC_KERNELS(fp32, Fp32)
+HC_KERNELS(bf16, BFloat16)
+HC_KERNELS(fp16, Float16)
+
+extern "C" __global__ void __launch_bounds__(256)
+blockint_add(const unsigned char* in, unsigned long long numel, unsigned long long chunk,
+             unsigned long long slot, unsigned long long skip, void* out) {
+    hybridcomp::blockint::decode<hybridcomp::Fp32, true>(in, numel, chunk, slot, skip, out);
+}

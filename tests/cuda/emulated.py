@@ -1,0 +1,67 @@
+"""Kernels of a ``.cu`` file, built for the emulator of ``emulator.h`` and called with pointers."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[1] / "hybridcomp" / "kernels"
+THREADS = 256
+ARGUMENTS = 12
+#: as the CPU kernels are built: the same bytes with and without fused multiply-add
+FLAGS = (
+    "-std=c++17", "-O1", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-shared",
+    "-Wno-unknown-pragmas", "-Wno-attributes", "-x", "c++", "-include", str(HERE / "emulator.h"),
+)  # fmt: skip
+
+
+class Emulated:
+    """One compiled ``.cu`` file."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._run = self._library.emulate
+        self._run.argtypes = [
+            ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p,
+            ctypes.c_uint64,
+        ]  # fmt: skip
+        self._seed = 1
+
+    def launch(
+        self, kernel: str, grid: tuple[int, int], *arguments: int, threads: int = THREADS
+    ) -> None:
+        """Run ``kernel`` over ``grid`` blocks; the order of the lanes differs at every call."""
+        pointer = ctypes.cast(getattr(self._library, kernel), ctypes.c_void_p)
+        padded = [*arguments, *[0] * (ARGUMENTS - len(arguments))]
+        words = (ctypes.c_uint64 * ARGUMENTS)(*(word % 2**64 for word in padded))
+        self._seed += 1
+        self._run(pointer, grid[0], grid[1], threads, ctypes.addressof(words), self._seed)
+
+
+@cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="hybridcomp-emulated-"))
+
+
+@cache
+def emulated(source: str, *defines: str) -> Emulated:
+    """``hybridcomp/kernels/<source>`` built with ``defines`` (``NAME=VALUE``), once a session."""
+    compiler = shutil.which("g++") or shutil.which(sysconfig.get_config_var("CXX").split()[0])
+    if compiler is None:
+        pytest.skip("no C++ compiler: the CUDA kernels cannot be emulated")
+    name = hashlib.sha256(repr((source, defines)).encode()).hexdigest()[:16]
+    library = _folder() / f"{name}.so"
+    macros = [f"-D{define}" for define in defines]
+    command = [compiler, *FLAGS, *macros, "-o", str(library), str(KERNELS / source)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return Emulated(library)

@@ -1,0 +1,219 @@
+// Runs CUDA kernels on the host, so that they can be tested without a GPU: every thread of a block is a
+// fiber; exchanges between the lanes of a warp and barriers switch to the next one. Lanes run in an
+// order that a seed shuffles, so that a missing barrier shows. Blocks run one after the other.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __restrict__
+
+struct dim3 {
+    unsigned x, y, z;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return uint2{x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+    return uint4{x, y, z, w};
+}
+
+namespace emulator {
+
+constexpr size_t STACK = 256 << 10;
+constexpr int WARP = 32;
+
+struct Barrier {
+    int arrived = 0, expected = 0;
+    unsigned generation = 0;
+};
+
+struct Warp {
+    Barrier barrier;
+    unsigned slots[2][WARP];
+};
+
+struct Fiber {
+    ucontext_t context;
+    char* stack = nullptr;
+    unsigned thread = 0, exchanges = 0;
+    bool finished = true;
+};
+
+struct State {
+    ucontext_t scheduler;
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    Barrier block;
+    Fiber* current = nullptr;
+    void (*kernel)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
+                   uint64_t, uint64_t, uint64_t, uint64_t) = nullptr;
+    uint64_t arguments[12];
+    dim3 thread, block_index, block_size, grid_size;
+    uint64_t random = 1;
+};
+inline State state;
+
+inline void yield() { swapcontext(&state.current->context, &state.scheduler); }
+
+inline void wait(Barrier& barrier) {
+    unsigned generation = barrier.generation;
+    if (++barrier.arrived == barrier.expected) {
+        barrier.arrived = 0;
+        ++barrier.generation;
+    }
+    while (barrier.generation == generation) yield();
+}
+
+inline Warp& warp() { return state.warps[state.current->thread / WARP]; }
+
+// A thread that returned takes part in nothing any more.
+inline void leave(Barrier& barrier) {
+    --barrier.expected;
+    if (barrier.expected && barrier.arrived == barrier.expected) {
+        barrier.arrived = 0;
+        ++barrier.generation;
+    }
+}
+
+inline void run_fiber() {
+    const uint64_t* a = state.arguments;
+    state.kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
+    leave(warp().barrier);
+    leave(state.block);
+    state.current->finished = true;
+    swapcontext(&state.current->context, &state.scheduler);
+}
+
+// The slots of this exchange, filled by all lanes. Two sets: who is ahead writes the other one.
+inline const unsigned* exchange(unsigned value) {
+    Warp& mine = warp();
+    unsigned* slots = mine.slots[state.current->exchanges++ % 2];
+    slots[state.current->thread % WARP] = value;
+    wait(mine.barrier);
+    return slots;
+}
+
+inline void run_block(unsigned threads) {
+    state.warps.assign((threads + WARP - 1) / WARP, Warp());
+    state.block = Barrier();
+    state.block.expected = (int)threads;
+    if (state.fibers.size() < threads) state.fibers.resize(threads);
+    std::vector<unsigned> order(threads);
+    for (unsigned t = 0; t < threads; ++t) {
+        Fiber& fiber = state.fibers[t];
+        if (!fiber.stack) fiber.stack = (char*)malloc(STACK);
+        fiber.thread = t, fiber.exchanges = 0, fiber.finished = false;
+        ++state.warps[t / WARP].barrier.expected;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack;
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, run_fiber, 0);
+        order[t] = t;
+    }
+    for (unsigned t = threads; t > 1; --t) {
+        state.random = state.random * 6364136223846793005ull + 1442695040888963407ull;
+        unsigned other = (unsigned)((state.random >> 33) % t), kept = order[t - 1];
+        order[t - 1] = order[other], order[other] = kept;
+    }
+    for (unsigned left = threads; left;) {
+        left = 0;
+        for (unsigned t : order) {
+            Fiber& fiber = state.fibers[t];
+            if (fiber.finished) continue;
+            state.current = &fiber;
+            state.thread.x = t;
+            swapcontext(&state.scheduler, &fiber.context);
+            left += !fiber.finished;
+        }
+    }
+}
+
+}  // namespace emulator
+
+#define threadIdx (emulator::state.thread)
+#define blockIdx (emulator::state.block_index)
+#define blockDim (emulator::state.block_size)
+#define gridDim (emulator::state.grid_size)
+
+inline void __syncthreads() { emulator::wait(emulator::state.block); }
+inline void __syncwarp(unsigned = ~0u) { emulator::exchange(0); }
+inline void __threadfence() {}
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
+    unsigned lane = emulator::state.current->thread % 32;
+    return emulator::exchange(value)[lane ^ (unsigned)mask];
+}
+inline unsigned __shfl_sync(unsigned, unsigned value, int lane) {
+    return emulator::exchange(value)[lane & 31];
+}
+inline unsigned __shfl_up_sync(unsigned, unsigned value, unsigned delta) {
+    unsigned lane = emulator::state.current->thread % 32;
+    const unsigned* slots = emulator::exchange(value);
+    return lane >= delta ? slots[lane - delta] : value;
+}
+inline unsigned __ballot_sync(unsigned, int predicate) {
+    const unsigned* slots = emulator::exchange(predicate != 0);
+    unsigned found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= slots[lane] << lane;
+    return found;
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
+    uint64_t bytes = (uint64_t)b << 32 | a;
+    unsigned found = 0;
+    for (int i = 0; i < 4; ++i) {
+        found |= (unsigned)(bytes >> (8 * (selectors >> (4 * i) & 7)) & 255) << (8 * i);
+    }
+    return found;
+}
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
+template <class V>
+inline V atomicAdd(V* at, V value) {
+    V before = *at;
+    *at += value;
+    return before;
+}
+template <class V>
+inline V atomicOr(V* at, V value) {
+    V before = *at;
+    *at |= value;
+    return before;
+}
+
+// Runs `kernel` over grid_x by grid_y blocks of `threads`.
+extern "C" inline __attribute__((used, visibility("default"))) void emulate(
+    void* kernel, unsigned grid_x, unsigned grid_y, unsigned threads, const uint64_t* arguments,
+    uint64_t seed) {
+    emulator::State& state = emulator::state;
+    memcpy(&state.kernel, &kernel, sizeof kernel);
+    memcpy(state.arguments, arguments, sizeof state.arguments);
+    state.block_size = dim3{threads, 1, 1};
+    state.grid_size = dim3{grid_x, grid_y, 1};
+    state.random = seed;
+    for (unsigned y = 0; y < grid_y; ++y) {
+        for (unsigned x = 0; x < grid_x; ++x) {
+            state.block_index = dim3{x, y, 0};
+            emulator::run_block(threads);
+        }
+    }
+}
