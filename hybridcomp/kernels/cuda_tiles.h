@@ -1,0 +1,136 @@
+// Variable-size messages on a GPU, in one pass: tiles are as long as their values make them, and each
+// block of threads learns where its tile begins by looking back at what those before have published
+// (decoupled look-back, Merrill and Garland 2016). So payloads have the same bytes as the CPU's.
+#pragma once
+
+#include "cuda_device.h"
+
+namespace hybridcomp {
+
+// Workspace of an encoder or decoder, zero before it starts: a ticket, then a word for each tile.
+struct Workspace {
+    u32 ticket, damage;
+    u64 states[1];
+};
+constexpr u64 AGGREGATE = 1ull << 32, PREFIX = 2ull << 32;
+
+HC_INLINE u64 load_state(const u64* at) { return *(const volatile u64*)at; }
+
+HC_INLINE void publish(u64* at, u64 state) {
+    __threadfence();
+    *(volatile u64*)at = state;
+}
+
+// Blocks start in no fixed order; the tickets' order is that of the tiles, so who waits for an earlier
+// tile waits for a block that runs.
+HC_INLINE u32 take_ticket(Workspace* work) {
+    __shared__ u32 ticket;
+    if (threadIdx.x == 0) ticket = atomicAdd(&work->ticket, 1u);
+    __syncthreads();
+    return ticket;
+}
+
+HC_INLINE u32 sum_of_lanes(u32 value) {
+    value += other_lane<1>(value);
+    value += other_lane<2>(value);
+    value += other_lane<4>(value);
+    value += other_lane<8>(value);
+    return value + other_lane<16>(value);
+}
+
+// Sum of `value` over the lanes up to this one.
+HC_INLINE u32 scan_lanes(u32 value) {
+    for (u32 step = 1; step < WARP; step *= 2) {
+        u32 before = __shfl_up_sync(FULL_WARP, value, step);
+        value += lane_id() >= step ? before : 0;
+    }
+    return value;
+}
+
+// What the tiles before `tile` add up to; by one whole warp. `mine` is what this tile adds.
+HC_INLINE u32 look_back(u64* states, u32 tile, u32 mine) {
+    u32 lane = lane_id(), total = 0;
+    if (lane == 0) publish(states + tile, (tile ? AGGREGATE : PREFIX) | mine);
+    for (u32 end = tile; end > 0;) {
+        u64 state = PREFIX;
+        if (lane < end) {
+            do state = load_state(states + end - 1 - lane);
+            while ((state >> 32) == 0);
+        }
+        u32 whole = __ballot_sync(FULL_WARP, (state >> 32) == 2);
+        u32 nearest = whole & (0u - whole);  // the lane of the nearest prefix, as a bit
+        bool counts = whole == 0 || (1u << lane) <= nearest;
+        total += sum_of_lanes(counts ? (u32)state : 0);
+        end = whole || end < WARP ? 0 : end - WARP;
+    }
+    if (lane == 0 && tile) publish(states + tile, PREFIX | (u64)(total + mine));
+    return total;
+}
+
+// Sum of `value` over all threads of the block before this one, and over all of them. 256 threads.
+struct Scan {
+    u32 before, total;
+};
+
+HC_INLINE Scan scan_block(u32 value) {
+    __shared__ u32 sums[8];
+    __syncthreads();  // the sums of the call before were read
+    u32 included = scan_lanes(value);
+    if (lane_id() == WARP - 1) sums[threadIdx.x / WARP] = included;
+    __syncthreads();
+    Scan found = {included - value, 0};
+    for (u32 w = 0; w < 8; ++w) {
+        if (w < threadIdx.x / WARP) found.before += sums[w];
+        found.total += sums[w];
+    }
+    return found;
+}
+
+// The largest of two numbers over all threads of the block. 256 threads.
+HC_INLINE void largest_in_block(u32& a, u32& b) {
+    __shared__ u32 tops[2][8];
+    __syncthreads();
+    a = largest_of<1, 2, 4, 8, 16>(a);
+    b = largest_of<1, 2, 4, 8, 16>(b);
+    if (lane_id() == 0) {
+        tops[0][threadIdx.x / WARP] = a;
+        tops[1][threadIdx.x / WARP] = b;
+    }
+    __syncthreads();
+    for (u32 w = 0; w < 8; ++w) {
+        a = tops[0][w] > a ? tops[0][w] : a;
+        b = tops[1][w] > b ? tops[1][w] : b;
+    }
+}
+
+// `count` bits, at most 32, into zeroed words that several threads write.
+HC_INLINE void put_word(u32* words, u32 position, u32 bits) {
+    u32 shift = position % 32;
+    atomicOr(words + position / 32, bits << shift);
+    u32 carry = (bits >> 1) >> (31 - shift);
+    if (carry) atomicOr(words + position / 32 + 1, carry);
+}
+
+// 32 bits from `position` on, of `count` words; after these there are zeros.
+HC_INLINE u32 get_word(const u32* words, u32 position, u32 count) {
+    u32 first = position / 32, shift = position % 32;
+    u32 low = first < count ? words[first] : 0, high = first + 1 < count ? words[first + 1] : 0;
+    return low >> shift | (high << 1) << (31 - shift);
+}
+
+// The header of kernels/shares.h, and the zeros behind the last tile; by the block of the last tile.
+// Writes the bytes of the whole payload to `size`.
+HC_INLINE void finish_message(u8* out, u64 data, u32 magic, u32 version, u32 dtype, u32 mode,
+                              u64 numel, u32 tile, u32 bound, u32 length, u64 tail, u64* size) {
+    u64 used = data + (u64)length * 4, nbytes = align16(used + tail);
+    if (threadIdx.x == 0) {
+        u32* words = (u32*)out;
+        words[0] = magic, words[1] = version | dtype << 8 | mode << 16;
+        words[2] = (u32)numel, words[3] = (u32)(numel >> 32);
+        words[4] = tile, words[5] = bound, words[6] = length, words[7] = 0;
+        *size = nbytes;
+    }
+    for (u64 at = used + threadIdx.x; at < nbytes; at += blockDim.x) out[at] = 0;
+}
+
+}  // namespace hybridcomp
