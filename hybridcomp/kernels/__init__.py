@@ -1,14 +1,15 @@
 """Kernels: one portable header per codec, and a loader for what was compiled around it.
 
-``<codec>.h`` encodes and decodes blocks, on a host and on a device; ``cpu*.cpp`` loop over it and
-are built at install into ``hybridcomp.kernels._cpu``. A back end is a set of functions on raw
-pointers, described by :class:`Kernels`; codecs ask :func:`kernels_of` for the one of their tensors.
+``<codec>.h`` encodes and decodes blocks, on a host and on a device. ``cpu*.cpp`` loop over it and
+are built at install into ``hybridcomp.kernels._cpu``; ``*.cu`` spread it over a grid and are
+compiled at first use (``cuda.py``). A back end is a set of functions on raw pointers, described by
+:class:`Kernels`; codecs ask :func:`kernels_of` for the one of their tensors.
 """
 
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Protocol, cast
 
 import torch
@@ -59,12 +60,29 @@ class Kernels(Protocol):
     raise ValueError when a buffer is too short or an argument is out of range.
     """
 
-    blockint_encode: FixedEncode  # setting: bits
-    blockint_decode: FixedDecode
-    fp8_encode: FixedEncode  # setting: 0 e4m3, 1 e5m2
-    fp8_decode: FixedDecode
-    zfp_encode: FixedEncode  # setting: bits of a block of 4 values
-    zfp_decode: FixedDecode
+    @property
+    def blockint_encode(self) -> FixedEncode:
+        """Setting: bits."""
+
+    @property
+    def blockint_decode(self) -> FixedDecode:
+        """Setting: bits."""
+
+    @property
+    def fp8_encode(self) -> FixedEncode:
+        """Setting: 0 e4m3, 1 e5m2."""
+
+    @property
+    def fp8_decode(self) -> FixedDecode:
+        """Setting: 0 e4m3, 1 e5m2."""
+
+    @property
+    def zfp_encode(self) -> FixedEncode:
+        """Setting: bits of a block of 4 values."""
+
+    @property
+    def zfp_decode(self) -> FixedDecode:
+        """Setting: bits of a block of 4 values."""
 
     def cast(
         self, source: int, to: int, values: int, out: int, numel: int, add: bool, threads: int, /
@@ -152,15 +170,24 @@ def _cpu_kernels() -> Kernels:
     return cast(Kernels, module)
 
 
+@cache
+def _cuda_kernels(index: int) -> Kernels:
+    from hybridcomp.kernels.cuda import CudaKernels, CupyLauncher
+
+    return CudaKernels(CupyLauncher(torch.device("cuda", index)))
+
+
 def kernels_of(device: torch.device) -> Kernels:
     """The back end for tensors on ``device``.
 
     Raises:
-        CodecError: the device has no back end, or the extension was not built.
+        CodecError: the device has no back end, CuPy is missing, or the extension was not built.
     """
     if device.type == "cpu":
         return _cpu_kernels()
+    if device.type == "cuda":
+        return _cuda_kernels(torch.cuda.current_device() if device.index is None else device.index)
     raise CodecError(
-        f"no codec kernels for device {str(device)!r}: this version has the CPU back end only; "
-        "move the tensor to the CPU or leave this dimension native"
+        f"no codec kernels for device {str(device)!r}: expected cpu or cuda; move the tensor there "
+        "or leave this dimension native"
     )

@@ -127,6 +127,7 @@ HC_INLINE Four decode_four(const u8* in, u64 block, u32 base, const Layout& layo
               (float)((i32)(word >> 8 & 255u) - middle) * step,
               (float)((i32)(word >> 16 & 255u) - middle) * step,
               (float)((i32)(word >> 24) - middle) * step};
+    if (!there) v = Four{0.0f, 0.0f, 0.0f, 0.0f};  // a sum of it would be encoded
     if (overflow) {
         v = Four{finite(v.x * 2.0f), finite(v.y * 2.0f), finite(v.z * 2.0f), finite(v.w * 2.0f)};
     }

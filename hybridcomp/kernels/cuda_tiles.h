@@ -7,9 +7,9 @@
 
 namespace hybridcomp {
 
-// Workspace of an encoder or decoder, zero before it starts: a ticket, then a word for each tile.
+// Workspace of a call, zero before it starts: a ticket, then a word for each tile.
 struct Workspace {
-    u32 ticket, damage;
+    u64 ticket;
     u64 states[1];
 };
 constexpr u64 AGGREGATE = 1ull << 32, PREFIX = 2ull << 32;
@@ -25,7 +25,7 @@ HC_INLINE void publish(u64* at, u64 state) {
 // tile waits for a block that runs.
 HC_INLINE u32 take_ticket(Workspace* work) {
     __shared__ u32 ticket;
-    if (threadIdx.x == 0) ticket = atomicAdd(&work->ticket, 1u);
+    if (threadIdx.x == 0) ticket = (u32)atomicAdd(&work->ticket, 1ull);
     __syncthreads();
     return ticket;
 }
@@ -116,6 +116,12 @@ HC_INLINE u32 get_word(const u32* words, u32 position, u32 count) {
     u32 first = position / 32, shift = position % 32;
     u32 low = first < count ? words[first] : 0, high = first + 1 < count ? words[first + 1] : 0;
     return low >> shift | (high << 1) << (31 - shift);
+}
+
+// Says that a payload is not what an encoder made. Nobody waits for the answer: the flag stays set until
+// the host looks at it.
+HC_INLINE void report_damage(u32* damage) {
+    if (threadIdx.x == 0) atomicOr(damage, 1u);
 }
 
 // The header of kernels/shares.h, and the zeros behind the last tile; by the block of the last tile.

@@ -335,7 +335,7 @@ HC_INLINE bool get_blocks(Shared& shared, const Body& body, u32 count, void* tar
 
 template <class F, class T, bool ADD>
 HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dtype, void* target,
-                      Workspace* work) {
+                      u32* damage) {
     __shared__ Shared shared;
     const u32* header = (const u32*)in;
     u32 tile = blockIdx.x, tiles = (u32)ceil_div(numel, TILE), length = header[6];
@@ -353,7 +353,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dtype, void* targ
     bool read = read_head<F>(shared, in + data + 4ull * (good ? begin : 0), span, blocks, body);
     auto* out = (u8*)target + first * (ADD ? 4 : F::ITEM_BYTES);
     if (empty || !read) {
-        if (!empty && threadIdx.x == 0) atomicOr(&work->damage, 1u);
+        if (!empty) report_damage(damage);
         for (u32 i = threadIdx.x; !ADD && i < count * F::ITEM_BYTES; i += THREADS) out[i] = 0;
         return;
     }
@@ -362,7 +362,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dtype, void* targ
     else if (body.coding.width == 3) whole = get_blocks<F, T, ADD, 3>(shared, body, count, out);
     else if (body.coding.width == 4) whole = get_blocks<F, T, ADD, 4>(shared, body, count, out);
     else whole = get_blocks<F, T, ADD, F::WIDEST>(shared, body, count, out);
-    if (!whole && threadIdx.x == 0) atomicOr(&work->damage, 1u);
+    if (!whole) report_damage(damage);
 }
 
 }  // namespace expcode
@@ -378,16 +378,16 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dtype, void* targ
     extern "C" __global__ void __launch_bounds__(256)                                            \
     expcode_decode_##NAME(const unsigned char* in, unsigned long long nbytes,                    \
                           unsigned long long numel, unsigned long long dtype, void* out,         \
-                          void* work) {                                                          \
+                          unsigned int* damage) {                                                \
         hybridcomp::expcode::decode<hybridcomp::expcode::F, hybridcomp::T, false>(               \
-            in, nbytes, numel, dtype, out, (hybridcomp::Workspace*)work);                        \
+            in, nbytes, numel, dtype, out, damage);                                              \
     }                                                                                            \
     extern "C" __global__ void __launch_bounds__(256)                                            \
     expcode_add_##NAME(const unsigned char* in, unsigned long long nbytes,                       \
                        unsigned long long numel, unsigned long long dtype, void* out,            \
-                       void* work) {                                                             \
+                       unsigned int* damage) {                                                   \
         hybridcomp::expcode::decode<hybridcomp::expcode::F, hybridcomp::T, true>(                \
-            in, nbytes, numel, dtype, out, (hybridcomp::Workspace*)work);                        \
+            in, nbytes, numel, dtype, out, damage);                                              \
     }
 HC_EXPCODE(fp32, Single, Fp32)
 HC_EXPCODE(bf16, Brain, BFloat16)

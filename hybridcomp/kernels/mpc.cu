@@ -138,7 +138,7 @@ HC_INLINE void add_word(u32 word, u64 index, u64 numel, u64 dtype, float* out) {
 
 template <bool ADD>
 HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, void* out,
-                      Workspace* work) {
+                      Workspace* work, u32* damage) {
     __shared__ u32 before;
     u32 tile = take_ticket(work), lane = lane_id();
     bool wide = dtype == 0;
@@ -157,7 +157,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, v
     __syncthreads();
     u64 at = data + before + __shfl_sync(FULL_WARP, scan.before, 0), end = nbytes / 4;
     good = good && data + before + scan.total <= end;
-    if (!good && threadIdx.x == 0) atomicOr(&work->damage, 1u);
+    if (!good) report_damage(damage);
     u32 sum = 0, carry = 0;
     for (u32 g = 0; g < GROUPS; ++g) {
         u32 mask = __shfl_sync(FULL_WARP, masks, g), d = 0;
@@ -185,9 +185,10 @@ mpc_encode(const void* values, unsigned long long numel, unsigned long long dim,
 #define HC_DECODE(NAME, ADD)                                                                     \
     extern "C" __global__ void __launch_bounds__(256)                                            \
     NAME(const unsigned char* in, unsigned long long nbytes, unsigned long long numel,           \
-         unsigned long long dim, unsigned long long dtype, void* out, void* work) {              \
+         unsigned long long dim, unsigned long long dtype, void* out, void* work,                \
+         unsigned int* damage) {                                                                 \
         hybridcomp::mpc::decode<ADD>(in, nbytes, numel, dim, dtype, out,                         \
-                                     (hybridcomp::Workspace*)work);                              \
+                                     (hybridcomp::Workspace*)work, damage);                      \
     }
 HC_DECODE(mpc_decode, false)
 HC_DECODE(mpc_add, true)

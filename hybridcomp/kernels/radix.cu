@@ -271,7 +271,7 @@ HC_INLINE bool read_head(const u32* words, u32 count, u32 blocks, u32 dtype, u32
 
 template <class T, bool ADD>
 HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 bound, u64 relative,
-                      void* target, Workspace* work) {
+                      void* target, u32* damage) {
     const u32* header = (const u32*)in;
     u32 tile = blockIdx.x, tiles = (u32)ceil_div(numel, segment), b = threadIdx.x;
     u64 first = tile * segment, count = numel - first < segment ? numel - first : segment;
@@ -287,7 +287,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 boun
     u32 blocks = (u32)ceil_div(count, BLOCK), cls = RAW + 1, position = 0;
     const u32* words = (const u32*)(in + data) + begin;
     if (good && begin < end) good = read_head(words, end - begin, blocks, dtype, cls, position);
-    if (!good && b == 0) atomicOr(&work->damage, 1u);
+    if (!good) report_damage(damage);
     float values[BLOCK];
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i) values[i] = 0.0f;
@@ -310,7 +310,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 boun
 }  // namespace hybridcomp
 
 #define HC_ENCODE(NAME, T)                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                         \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                      \
     radix_encode_##NAME(const void* values, unsigned long long numel,                         \
                         unsigned long long segment, unsigned long long bound,                 \
                         unsigned long long relative, unsigned long long dtype,                \
@@ -323,10 +323,9 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 boun
     extern "C" __global__ void __launch_bounds__(256)                                         \
     NAME(const unsigned char* in, unsigned long long nbytes, unsigned long long numel,        \
          unsigned long long segment, unsigned long long bound, unsigned long long relative,   \
-         void* out, void* work) {                                                             \
+         void* out, unsigned int* damage) {                                                   \
         hybridcomp::radix::decode<hybridcomp::T, ADD>(in, nbytes, numel, segment, bound,      \
-                                                      relative, out,                          \
-                                                      (hybridcomp::Workspace*)work);          \
+                                                      relative, out, damage);                 \
     }
 HC_ENCODE(fp32, Fp32)
 HC_ENCODE(bf16, BFloat16)

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "hybridcomp" / "kernels"
@@ -65,3 +67,17 @@ def emulated(source: str, *defines: str) -> Emulated:
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     return Emulated(library)
+
+
+class EmulatedLauncher:
+    """What ``cuda.CudaKernels`` launches with, on tensors of the CPU."""
+
+    def launch(
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int], *words: int
+    ) -> None:
+        """See ``cuda.Launcher``."""
+        emulated(source, *defines).launch(kernel, grid, *words)
+
+    def zeros(self, words: int) -> Tensor:
+        """See ``cuda.Launcher``."""
+        return torch.zeros(words, dtype=torch.int64)

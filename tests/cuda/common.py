@@ -1,0 +1,89 @@
+"""Comparing a back end with the CPU's: payloads, decoded values and sums, bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
+from hybridcomp.kernels import Kernels
+from tests.codecs import arrays
+
+#: where a codec looks its kernels up
+MODULES = ("blockint", "casts", "expcode", "mpc", "radix", "zfp")
+
+CODECS: list[Codec] = [
+    make_codec("bf16"),
+    make_codec("fp16"),
+    make_codec("fp8", format="e4m3"),
+    make_codec("fp8", format="e5m2"),
+    # fields of 8, of 4, of 2 and 1, of all three
+    *(make_codec("blockint", bits=bits) for bits in (8, 4, 3, 7)),
+    # whole words, short blocks, blocks across words
+    *(make_codec("zfp", rate=rate) for rate in (8, 16, 32, 2.5, 9, 12.75)),
+    make_codec("mpc", dim=1),
+    make_codec("mpc", dim=3),
+    make_codec("expcode"),
+    make_codec("radix"),
+    make_codec("radix", error_bound=1e-1, segment=256),
+    make_codec("radix", error_bound=1e-5, mode="abs"),
+]
+
+
+@contextmanager
+def kernels_replaced(kernels: Kernels) -> Iterator[None]:
+    """Every codec runs on ``kernels``, whatever the device."""
+    found = [importlib.import_module(f"hybridcomp.codecs.{name}") for name in MODULES]
+    patches = [mock.patch.object(module, "kernels_of", lambda device: kernels) for module in found]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def payload_of(codec: Codec, values: Tensor) -> Tensor:
+    """The payload, in a buffer that was full of something else."""
+    room = values.new_full(
+        (codec.wire_nbytes(values.numel(), values.dtype),), 0xA5, dtype=torch.uint8
+    )
+    return room[: codec.encode(values, room)]
+
+
+def decoded(codec: Codec, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Bit patterns of the values, as ``dtype``."""
+    out = torch.full((numel,), 3.0, dtype=dtype, device=payload.device)
+    codec.decode(payload, out)
+    return arrays.bits_of(out)
+
+
+def summed(codec: Codec, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Bit patterns of a sum, with ``dtype`` that of the message."""
+    out = torch.linspace(-1, 1, numel).to(payload.device)
+    codec.decode_add(payload, out, dtype)
+    return arrays.bits_of(out)
+
+
+def results(codec: Codec, values: Tensor) -> list[Tensor]:
+    """Everything that a codec makes of ``values``."""
+    payload, numel = payload_of(codec, values), values.numel()
+    dtypes = (values.dtype,) if codec.lossless else VALUE_DTYPES
+    found = [payload, summed(codec, payload, numel, values.dtype)]
+    return found + [decoded(codec, payload, numel, dtype) for dtype in dtypes]
+
+
+def assert_same(codec: Codec, values: Tensor, expected: list[Tensor], found: list[Tensor]) -> None:
+    """Compare ``results``; says where they differ first."""
+    names = ["payload", "sum", "decoded", "decoded", "decoded"]
+    for name, right, wrong in zip(names, expected, found, strict=False):
+        wrong = wrong.cpu()
+        assert right.shape == wrong.shape, f"{codec} {name}: {wrong.shape} for {right.shape}"
+        where = (right != wrong).nonzero().flatten()
+        assert not where.numel(), f"{codec} {values.dtype} {name}: differs first at {where[0]}"

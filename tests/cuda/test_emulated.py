@@ -1,0 +1,171 @@
+"""The CUDA kernels, run on the host: the CPU's bytes, and nothing touched beside the arrays."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
+from hybridcomp.errors import CodecError
+from hybridcomp.kernels.cuda import WHOLE, CudaKernels
+from tests.codecs import arrays, guarded
+from tests.cuda.common import CODECS, assert_same, kernels_replaced, payload_of, results
+from tests.cuda.emulated import EmulatedLauncher, emulated
+
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
+KERNELS = CudaKernels(EmulatedLauncher())
+
+
+def check(codec: Codec, values: Tensor) -> None:
+    expected = results(codec, values)
+    with kernels_replaced(KERNELS):
+        found = results(codec, values)
+    assert_same(codec, values, expected, found)
+    KERNELS.check()
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_bytes_are_the_cpus(codec: Codec, dtype: torch.dtype) -> None:
+    for seed, (kind, numel) in enumerate(
+        (
+            ("outliers", 1), ("normal", 31), ("sparse", 1025), ("nonfinite", 4099),
+            ("wide", 5000), ("subnormal", 2050), ("near max", 1024), ("bits", 9000),
+        )
+    ):  # fmt: skip
+        check(codec, arrays.make(kind, numel, seed, dtype))
+
+
+@pytest.mark.parametrize("bits", [2, 5, 6])
+def test_the_other_widths(bits: int) -> None:
+    if not NIGHTLY:
+        pytest.skip("their fields are those of other widths; HYBRIDCOMP_NIGHTLY=1 runs them")
+    for dtype in VALUE_DTYPES:
+        check(make_codec("blockint", bits=bits), arrays.make("nonfinite", 5000, bits, dtype))
+
+
+@settings(max_examples=400 if NIGHTLY else 30)
+@given(arrays.tensors())
+def test_arrays_of_hypothesis(values: Tensor) -> None:
+    for codec in CODECS:
+        check(codec, values)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_views_that_are_not_aligned(codec: Codec, offset: int) -> None:
+    check(codec, arrays.make("normal", 3001, offset)[offset:])
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_nothing_beside_the_arrays_is_touched(codec: Codec) -> None:
+    """Arrays that end where memory ends: one byte further is a crash."""
+    with kernels_replaced(KERNELS):
+        for dtype in VALUE_DTYPES:
+            values = guarded.copy(arrays.make("nonfinite", 2531, 1, dtype))
+            room = guarded.empty(codec.wire_nbytes(values.numel(), dtype))
+            payload = guarded.copy(room[: codec.encode(values, room)])
+            out = guarded.empty(values.numel() * dtype.itemsize, dtype)
+            codec.decode(payload, out)
+
+
+@pytest.mark.parametrize("name", ["mpc", "radix", "expcode"])
+def test_damaged_payloads_are_told_at_the_check(name: str) -> None:
+    codec, values = make_codec(name), arrays.make("normal", 5000, 1)
+    payload = payload_of(codec, values)
+    out = torch.empty_like(values)
+    for position, byte in ((0, 0), (24 if name != "mpc" else 4, 255), (9, 1)):
+        broken = payload.clone()
+        broken[position] ^= byte | 1
+        with kernels_replaced(KERNELS):
+            codec.decode(broken, out)
+        if (name, position) == ("mpc", 9):
+            KERNELS._damage.zero_()  # a byte of its bitmap: still a stream of some values
+            continue
+        with pytest.raises(CodecError, match="damaged"):
+            KERNELS.check()
+    KERNELS.check()
+
+
+def test_random_bytes_never_crash() -> None:
+    """Nothing in a payload is believed before it was compared with its length."""
+    generator = torch.Generator().manual_seed(0)
+    for name in ("mpc", "radix", "expcode"):
+        codec, values = make_codec(name), arrays.make("normal", 2500, 1)
+        payload = payload_of(codec, values)
+        for _ in range(200 if NIGHTLY else 20):
+            broken = guarded.copy(payload)
+            where = torch.randint(32, broken.numel(), (8,), generator=generator)
+            broken[where] = torch.randint(0, 256, (8,), generator=generator).to(torch.uint8)
+            with kernels_replaced(KERNELS):
+                codec.decode(broken, guarded.empty(values.numel() * 4, torch.float32))
+    KERNELS._damage.zero_()
+
+
+def test_payloads_that_are_not_aligned_are_refused() -> None:
+    values, room = torch.randn(64), torch.empty(256, dtype=torch.uint8)
+    start = -(-room.data_ptr() // 16) * 16 + 4
+    with pytest.raises(ValueError, match="multiple of 16"):
+        KERNELS.blockint_encode(8, 0, values.data_ptr(), 64, start, 100, 1)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_one_launch_for_all_chunks_of_an_all_reduce(bits: int, dtype: torch.dtype) -> None:
+    """Encode, sum and encode again, decode: three launches make what many calls make."""
+    codec, ranks, me, chunk = make_codec("blockint", bits=bits), 4, 2, 1536
+    numel = 3 * chunk + 700  # the last chunk is shorter
+    values = arrays.make("outliers", numel, 5, dtype)
+    library = emulated("blockint.cu", f"HC_BITS={bits}")
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    slot = codec.wire_nbytes(chunk, dtype)
+    sizes = [min(chunk, numel - start) for start in range(0, numel, chunk)]
+    # 1 every chunk but my own
+    sent = torch.zeros((ranks - 1) * slot, dtype=torch.uint8)
+    library.launch(
+        f"blockint_encode_{name}", (2, ranks - 1), values.data_ptr(), numel, chunk, slot, me,
+        sent.data_ptr(),
+    )  # fmt: skip
+    others = [rank for rank in range(ranks) if rank != me]
+    for row, rank in enumerate(others):
+        expected = payload_of(codec, values[rank * chunk :][: sizes[rank]].contiguous())
+        assert torch.equal(sent[row * slot :][: expected.numel()], expected)
+    # 2 my chunk: what the others sent, and my own values between them
+    arrived = [arrays.make("normal", chunk, 10 + rank, dtype) for rank in others]
+    payloads = torch.cat([payload_of(codec, part) for part in arrived])
+    own = values[me * chunk :][:chunk].contiguous()
+    total, out = torch.empty(chunk), torch.zeros(slot, dtype=torch.uint8)
+    library.launch(
+        f"blockint_reduce_{name}", (1, 1), payloads.data_ptr(), own.data_ptr(), chunk, ranks, me,
+        slot, total.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    exact = torch.zeros(chunk)
+    for rank in range(ranks):
+        if rank == me:
+            exact = exact + own.float() if rank else own.float()
+            continue
+        part = torch.empty(chunk)
+        codec.decode(payloads[others.index(rank) * slot :][:slot], part)
+        exact = exact + part if rank else part
+    assert torch.equal(arrays.bits_of(total), arrays.bits_of(exact))
+    assert torch.equal(out, payload_of(codec, exact))
+    # 3 all chunks at once
+    gathered = torch.zeros(ranks * slot, dtype=torch.uint8)
+    library.launch(
+        f"blockint_encode_{name}", (2, ranks), values.data_ptr(), numel, chunk, slot, WHOLE,
+        gathered.data_ptr(),
+    )  # fmt: skip
+    decoded = torch.empty(numel, dtype=dtype)
+    library.launch(
+        f"blockint_decode_{name}", (2, ranks), gathered.data_ptr(), numel, chunk, slot, WHOLE,
+        decoded.data_ptr(),
+    )  # fmt: skip
+    for rank in range(ranks):
+        part = torch.empty(sizes[rank], dtype=dtype)
+        codec.decode(gathered[rank * slot :][:slot], part)
+        found = decoded[rank * chunk :][: sizes[rank]]
+        assert torch.equal(arrays.bits_of(found), arrays.bits_of(part))
