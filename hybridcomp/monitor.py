@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
+from hybridcomp.codecs import check_payloads
 from hybridcomp.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
 
 #: name and figure, as DeepSpeed's monitors take them
@@ -40,8 +41,10 @@ class Reporter:
     def report(self, step: int) -> list[Event]:
         """Sum the interval over the job; rank 0 prints and writes.
 
-        Returns the events on every rank, for whichever has the reader.
+        Returns the events on every rank, for whichever has the reader. Raises CodecError where a
+        GPU has met a damaged payload since the last report: the one place that waits for it anyway.
         """
+        check_payloads()
         ledger = self._channels.ledger
         residual = self._channels.residuals.norm() ** 2
         vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])

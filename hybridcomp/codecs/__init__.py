@@ -10,6 +10,7 @@ from hybridcomp.codecs.mpc import Mpc
 from hybridcomp.codecs.radix import Radix
 from hybridcomp.codecs.zfp import Zfp
 from hybridcomp.errors import CodecError
+from hybridcomp.kernels import check_payloads
 
 #: every codec that a block may name
 CODECS: dict[str, type[Codec]] = {
@@ -47,5 +48,6 @@ __all__ = [
     "Radix",
     "Zfp",
     "align",
+    "check_payloads",
     "make_codec",
 ]

@@ -9,12 +9,15 @@ compiled at first use (``cuda.py``). A back end is a set of functions on raw poi
 from __future__ import annotations
 
 import importlib
-from functools import cache, lru_cache
-from typing import Protocol, cast
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
 from hybridcomp.errors import CodecError
+
+if TYPE_CHECKING:
+    from hybridcomp.kernels.cuda import CudaKernels
 
 #: dtype codes of the kernels (kernels/cpu.h, Dtype)
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -170,11 +173,25 @@ def _cpu_kernels() -> Kernels:
     return cast(Kernels, module)
 
 
-@cache
-def _cuda_kernels(index: int) -> Kernels:
-    from hybridcomp.kernels.cuda import CudaKernels, CupyLauncher
+#: by index of the device, once a codec has run there
+_on_cuda: dict[int, CudaKernels] = {}
 
-    return CudaKernels(CupyLauncher(torch.device("cuda", index)))
+
+def _cuda_kernels(index: int) -> Kernels:
+    if index not in _on_cuda:
+        from hybridcomp.kernels.cuda import CudaKernels, CupyLauncher
+
+        _on_cuda[index] = CudaKernels(CupyLauncher(torch.device("cuda", index)))
+    return _on_cuda[index]
+
+
+def check_payloads() -> None:
+    """Raise CodecError if a GPU met a damaged payload since the last check; waits for the GPUs.
+
+    Decoders on a CPU raise at once; on a GPU that would make every message wait for the host.
+    """
+    for kernels in _on_cuda.values():
+        kernels.check()
 
 
 def kernels_of(device: torch.device) -> Kernels:

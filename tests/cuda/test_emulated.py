@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from hybridcomp import kernels
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import WHOLE, CudaKernels
@@ -169,3 +170,15 @@ def test_one_launch_for_all_chunks_of_an_all_reduce(bits: int, dtype: torch.dtyp
         codec.decode(gathered[rank * slot :][:slot], part)
         found = decoded[rank * chunk :][: sizes[rank]]
         assert torch.equal(arrays.bits_of(found), arrays.bits_of(part))
+
+
+def test_the_ledgers_report_is_where_damage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, values = make_codec("radix"), arrays.make("normal", 5000, 1)
+    broken = payload_of(codec, values)
+    broken[0] ^= 1
+    monkeypatch.setitem(kernels._on_cuda, 0, KERNELS)
+    with kernels_replaced(KERNELS):
+        codec.decode(broken, torch.empty_like(values))
+    with pytest.raises(CodecError, match="damaged"):
+        kernels.check_payloads()
+    kernels.check_payloads()
