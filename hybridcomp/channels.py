@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp import collectives, sums
+from hybridcomp.codecs import Radix
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
     Handle,
@@ -25,6 +26,7 @@ from hybridcomp.collectives import (
     ReduceScatterHandle,
     hierarchy,
 )
+from hybridcomp.collectives.chunks import stretches
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.config import CompressionConfig
 from hybridcomp.feedback import Piece, Residuals
@@ -156,6 +158,10 @@ class Channel:
             )
         )
 
+    def wants_pieces(self, codec: Codec) -> bool:
+        """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""
+        return self.error_feedback or codec.bounded
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Everything is native inside; for what is saved. All ranks enter and leave together."""
@@ -243,7 +249,8 @@ class Channel:
 
         ``relative_to``: what the sampled error is stated for, where ``shard`` is a part of it.
         """
-        self.sample(shard, codec, direction, relative_to)
+        (only,) = codec.hops(1, 1, result=shard.dtype)
+        self.sample(shard, only, direction, relative_to=relative_to)
         levels, reach = self._levels(group), self._reach(group)
         if levels is not None:
             meter = Meter(remote=frozenset(range(levels.nodes)))
@@ -269,7 +276,7 @@ class Channel:
         async_op: bool = False,
     ) -> Handle:
         """Exchange parts of ``values`` between all ranks; splits in elements."""
-        self.sample(values, codec, direction)
+        self.sample(values, codec.hops(1, 1, result=values.dtype)[0], direction)
         remote = self._reach(group).remote
         meter = Meter(remote=remote)
         handle = collectives.all_to_all(
@@ -296,7 +303,7 @@ class Channel:
         direction: Direction = "forward",
     ) -> None:
         """Send ``tensor`` (1-D, contiguous) to the global rank ``dst``; blocking."""
-        self.sample(tensor, codec, direction)
+        self.sample(tensor, codec.hops(1, 1, result=tensor.dtype)[0], direction)
         meter = Meter()
         collectives.send(tensor, dst, codec, group, meter=meter)
         nodes = self._channels.nodes
@@ -335,7 +342,7 @@ class Channel:
             self._levels(group),
             self._reach(group).remote,
             self._channels.residuals if self.error_feedback else None,
-            lambda values: self.sample(values, codec, direction),
+            lambda values, first, cuts: self.sample(values, first, direction, cuts),
         )
 
     def _levels(self, group: dist.ProcessGroup | None) -> Levels | None:
@@ -360,20 +367,40 @@ class Channel:
         values: Tensor,
         codec: Codec,
         direction: Direction,
+        cuts: Sequence[int] = (),
         relative_to: Tensor | None = None,
     ) -> None:
-        """Measure the error of one encoding of the head of ``values`` on sampling steps."""
+        """Measure the error of one encoding of the head of ``values`` on sampling steps.
+
+        ``codec``: the one of the first quantization, ``cuts``: where it may not reach across. Of
+        radix every sampled value is held against its bound.
+        """
         if codec.lossless or not self._channels.sampling or not values.numel():
             return
         head = values.detach().reshape(-1)[:SAMPLE_NUMEL]
         nbytes = codec.wire_nbytes(head.numel(), head.dtype)
         payload = torch.empty(nbytes, dtype=torch.uint8, device=head.device)
-        used = codec.encode(head, payload)
         decoded = torch.empty(head.numel(), dtype=torch.float32, device=head.device)
-        codec.decode(payload[:used], decoded)
-        exact = head.float()
+        exact, outside = head.float(), 0
+        for low, high in stretches(0, head.numel(), cuts):
+            used = codec.encode(head[low:high], payload)
+            codec.decode(payload[:used], decoded[low:high])
+            if isinstance(codec, Radix):
+                outside += beyond(codec, exact[low:high], decoded[low:high])
         error_sq = float((decoded - exact).double().square().sum())
         whole = exact if relative_to is None else relative_to.detach().reshape(-1)[:SAMPLE_NUMEL]
         value_sq = float(whole.double().square().sum())
         if error_sq == error_sq and value_sq < float("inf"):  # an overflow step tells nothing
-            self._channels.ledger.record_error((self.dimension, direction), error_sq, value_sq)
+            key = (self.dimension, direction)
+            self._channels.ledger.record_error(key, error_sq, value_sq, outside)
+
+
+def beyond(codec: Radix, values: Tensor, decoded: Tensor) -> int:
+    """How many of the fp32 ``values`` are further from ``decoded`` than their segment allows."""
+    error = (decoded.double() - values.double()).abs()
+    if codec.mode == "abs":
+        return int((error > codec.error_bound).sum())
+    pad = -values.numel() % codec.segment
+    rows = torch.nn.functional.pad(values.double().abs(), (0, pad)).view(-1, codec.segment)
+    limits = rows.amax(1).repeat_interleave(codec.segment)[: values.numel()] * codec.error_bound
+    return int((error > limits).sum())

@@ -46,6 +46,18 @@ def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
     return found
 
 
+def borders(pieces: Iterable[Piece]) -> list[int]:
+    """Where another parameter begins in the flat tensor that ``pieces`` cover."""
+    found: list[int] = []
+    position, before = 0, None
+    for piece in pieces:
+        follows = before is not None and before.name == piece.name
+        if before is not None and not (follows and before.offset + before.numel == piece.offset):
+            found.append(position)
+        position, before = position + piece.numel, piece
+    return found
+
+
 @dataclass
 class _Stretch:
     """One flat residual and the pieces that it covers, in order."""

@@ -35,6 +35,7 @@ class Entry:
     value_sq: float = 0.0  # sampled: squared L2 of values
     inter_raw_nbytes: float = 0.0  # encoded messages: what native would have sent to other nodes
     inter_nbytes: float = 0.0  # encoded messages: what was sent to other nodes
+    outside: float = 0.0  # sampled: elements further off than their error bound; must stay 0
 
     def add(self, other: Entry) -> None:
         """Add ``other`` field by field."""
@@ -71,6 +72,7 @@ class Entry:
             "inter_raw_MB": self.inter_raw_nbytes / 1e6,
             "inter_MB": self.inter_nbytes / 1e6,
             "inter_ratio": self.inter_ratio,
+            "outside_bound": round(self.outside),
         }
 
 
@@ -82,6 +84,7 @@ class Ledger:
     """Counters of one engine on this rank: since the last ``take`` and in total."""
 
     codecs: Mapping[Key, str] = field(default_factory=dict)  # specs, for the rows
+    used: dict[Key, dict[str, None]] = field(default_factory=dict)  # specs of what was sent
     interval: dict[Key, Entry] = field(default_factory=lambda: {key: Entry() for key in KEYS})
 
     def record(self, key: Key, raw_nbytes: int, meter: Meter, inter: float = 0.0) -> None:
@@ -94,6 +97,7 @@ class Ledger:
         entry.wait_s += meter.wait_s
         entry.inter_raw_nbytes += inter * raw_nbytes
         entry.inter_nbytes += meter.inter_nbytes
+        self.used.setdefault(key, {}).update(meter.used)
 
     def record_extra(self, key: Key, meter: Meter) -> None:
         """What was sent beside a message of upstream."""
@@ -110,11 +114,12 @@ class Ledger:
         entry.raw_nbytes += raw_nbytes
         entry.wire_nbytes += raw_nbytes
 
-    def record_error(self, key: Key, error_sq: float, value_sq: float) -> None:
-        """One sample of the error of an encoding."""
+    def record_error(self, key: Key, error_sq: float, value_sq: float, outside: int = 0) -> None:
+        """One sample of the error of an encoding; ``outside``: elements beyond their bound."""
         entry = self.interval[key]
         entry.error_sq += error_sq
         entry.value_sq += value_sq
+        entry.outside += outside
 
     def vector(self) -> torch.Tensor:
         """The interval as one float64 vector of fixed layout, for a sum over ranks."""
@@ -132,7 +137,10 @@ class Ledger:
         rows: dict[str, dict[str, Any]] = {}
         for (dimension, direction), entry in entries.items():
             if entry.messages:
-                codec = self.codecs.get((dimension, direction), "none")
+                used = self.used.get((dimension, direction))
+                codec = (
+                    " + ".join(used) if used else self.codecs.get((dimension, direction), "none")
+                )
                 rows.setdefault(dimension, {})[direction] = entry.row(codec)
         return rows
 
@@ -152,6 +160,8 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
             ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
             error = f", error {row['error']:.1e}" if row["error"] is not None else ""
             left = row["native_messages"]
+            if row["outside_bound"]:
+                error += f", {row['outside_bound']} sampled values OUTSIDE THE BOUND"
             native = f", {left} of {row['messages']} messages native" if left else ""
             between = ""
             if row["inter_ratio"] is not None:

@@ -52,4 +52,7 @@ class Policy:
             return None
         if traffic.numel * traffic.dtype.itemsize < self.min_bytes:
             return None
-        return self.codecs.get((traffic.dimension, traffic.direction))
+        codec = self.codecs.get((traffic.dimension, traffic.direction))
+        if codec is None:
+            return None
+        return codec.for_message(traffic.numel, traffic.dtype, traffic.world_size)

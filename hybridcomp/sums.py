@@ -7,7 +7,7 @@ shared among the nodes, not among all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +26,10 @@ from hybridcomp.collectives import (
     hierarchy,
     plan_reduction,
 )
-from hybridcomp.collectives.hierarchy import Probe
-from hybridcomp.feedback import Hop, Piece, Residuals, cut
+from hybridcomp.feedback import Hop, Piece, Residuals, borders, cut
+
+#: is shown what is about to be encoded, with which codec, and where that may not reach across
+Probe = Callable[[Tensor, Codec, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Spot:
     levels: Levels | None  # None: one level
     remote: frozenset[int]  # group ranks on other nodes
     residuals: Residuals | None  # None: no error feedback
-    probe: Probe  # is shown what this rank is about to encode
+    probe: Probe
 
     @property
     def encoders(self) -> int:
@@ -58,6 +60,19 @@ class Spot:
     def within(self, numel: int) -> tuple[int, int]:
         """``[start, stop)`` of a message that this rank encodes."""
         return (0, numel) if self.levels is None else hierarchy.stretch(numel, self.levels)
+
+    def cuts(self, codec: Codec, pieces: Sequence[Piece] | None) -> list[int]:
+        """Where a bounded codec may not reach across, in what this rank encodes."""
+        if not codec.bounded or pieces is None:
+            return []
+        return borders(cut(pieces, *self.within(sum(piece.numel for piece in pieces))))
+
+    def shows(
+        self, codec: Codec, cuts: Sequence[int], hops: int, result: torch.dtype
+    ) -> Callable[[Tensor], None]:
+        """What to call with the values of the first of ``hops`` quantizations."""
+        first = codec.hops(hops, self.encoders, result=result, exact=1)[0]
+        return lambda values: self.probe(values, first, cuts)
 
     def feedback(self, pieces: Sequence[Piece] | None, like: Tensor) -> Feedback:
         """The residuals of a message that consists of ``pieces``."""
@@ -99,6 +114,8 @@ def all_reduce(
     """Sum ``tensor`` in place."""
     feedback, meter = spot.feedback(pieces, tensor), spot.meter()
     residual, owner = feedback.sender(), feedback.owner()
+    cuts = spot.cuts(codec, pieces)
+    probe = spot.shows(codec, cuts, 2, tensor.dtype)
     if spot.levels is not None:
         handle = hierarchy.all_reduce(
             tensor,
@@ -107,11 +124,12 @@ def all_reduce(
             meter=meter,
             residual=residual,
             owner_residual=owner,
-            probe=spot.probe,
+            cuts=cuts,
+            probe=probe,
             async_op=async_op,
         )
     else:
-        spot.probe(tensor)
+        probe(tensor)
         handle = collectives.all_reduce(
             tensor,
             codec,
@@ -119,6 +137,7 @@ def all_reduce(
             meter=meter,
             residual=residual,
             owner_residual=owner,
+            cuts=cuts,
             async_op=async_op,
         )
     return handle, meter
@@ -134,6 +153,9 @@ def reduce_scatter(
     """The sum of the shard of this rank; ``shards`` and ``pieces`` by group rank."""
     meter, levels = spot.meter(), spot.levels
     encoded = range(len(shards)) if levels is None else [row[levels.local] for row in levels.grid]
+    cuts = None
+    if codec.bounded and pieces is not None:
+        cuts = [borders(pieces[rank]) for rank in encoded]
     residuals = None
     if pieces is not None and spot.residuals is not None:
         flat = [piece for rank in encoded for piece in pieces[rank]]
@@ -146,13 +168,22 @@ def reduce_scatter(
             levels,
             meter=meter,
             residuals=residuals,
-            probe=spot.probe,
+            cuts=cuts,
+            probe=spot.shows(codec, (), 1, torch.float32),
             async_op=async_op,
         )
     else:
-        spot.probe(max(shards, key=Tensor.numel))
+        longest = max(range(len(shards)), key=lambda rank: shards[rank].numel())
+        shown = cuts[longest] if cuts else ()
+        spot.shows(codec, shown, 1, torch.float32)(shards[longest])
         handle = collectives.reduce_scatter(
-            shards, codec, spot.group, meter=meter, residuals=residuals, async_op=async_op
+            shards,
+            codec,
+            spot.group,
+            meter=meter,
+            residuals=residuals,
+            cuts=cuts,
+            async_op=async_op,
         )
     return handle, meter
 
@@ -171,6 +202,8 @@ def reduce_to_owners(
         planned = hierarchy.ranges_of_nodes(ranges, spot.within(tensor.numel()), levels)
     balanced = plan_reduction(planned, spot.encoders) == "balanced"
     residual, owner = feedback.sender(), feedback.owner() if balanced else None
+    cuts = spot.cuts(codec, pieces)
+    probe = spot.shows(codec, cuts, 2 if balanced else 1, torch.float32)
     if levels is not None:
         sums = hierarchy.reduce_to_owners(
             tensor,
@@ -180,11 +213,19 @@ def reduce_to_owners(
             meter=meter,
             residual=residual,
             owner_residual=owner,
-            probe=spot.probe,
+            cuts=cuts,
+            probe=probe,
         )
     else:
-        spot.probe(tensor)
+        probe(tensor)
         sums = collectives.reduce_to_owners(
-            tensor, ranges, codec, spot.group, meter=meter, residual=residual, owner_residual=owner
+            tensor,
+            ranges,
+            codec,
+            spot.group,
+            meter=meter,
+            residual=residual,
+            owner_residual=owner,
+            cuts=cuts,
         )
     return sums, meter

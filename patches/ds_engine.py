@@ -52,7 +52,7 @@ def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tens
             channel.native(raw_nbytes)
             return original(self, bucket, dp_group, dp_world_size)
         before, after = factors(self, world_size if dp_world_size is None else dp_world_size)
-        pieces = pieces_of(self, bucket) if channel.error_feedback else None
+        pieces = pieces_of(self, bucket) if channel.wants_pieces(codec) else None
         flat: Tensor = self.flatten(bucket)
         reduce(channel, flat, codec, dp_group, dtype, (before, after), raw_nbytes, pieces)
         return flat
@@ -120,7 +120,7 @@ def pieces_of(engine: Any, bucket: Sequence[Tensor]) -> list[Piece]:
     if missing:
         raise SeamError(
             f"{ALLREDUCE_BUCKET}: gradients of shapes {missing} belong to no parameter of the "
-            'engine; set "error_feedback": false under compression.dp'
+            "engine; use a codec without error_bound and error_feedback under compression.dp"
         )
     return [piece for grad in bucket for piece in found[grad.data_ptr()]]
 

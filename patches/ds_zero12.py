@@ -166,7 +166,7 @@ def _reduce(
         ranges.append(OwnedRange(position, position + part.values.numel(), part.ranks))
         position += part.values.numel()
     raw_nbytes = native.all_reduce_nbytes(flat.numel(), dtype, dist.get_world_size(group))
-    pieces = _pieces(optimizer, bucket_dtype, slices) if channel.error_feedback else None
+    pieces = _pieces(optimizer, bucket_dtype, slices) if channel.wants_pieces(codec) else None
     return channel.reduce_to_owners(
         flat, ranges, codec, group, raw_nbytes=raw_nbytes, pieces=pieces
     )

@@ -84,7 +84,8 @@ def _start(call: Call, way: Route, batch: Batch) -> Callable[[], Any]:
     """Start an encoded collective; returns what waits for it."""
     group, async_op = batch.group, batch.async_ops
     world_size = dist.get_world_size(group)
-    pieces = _pieces_of(call.values, batch.bucket_group) if way.channel.error_feedback else None
+    wanted = way.channel.wants_pieces(way.codec)
+    pieces = _pieces_of(call.values, batch.bucket_group) if wanted else None
     if call.kind == "all_gather" and way.channel.delta:
         return delta.gather(
             way.channel,

@@ -41,7 +41,7 @@ def test_validate_accepts_every_committed_file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "flags", "fragment"),
     [
-        ({"compression": {"dp": "radix"}}, [], "hybridcomp: compression.dp.codec: found"),
+        ({"compression": {"dp": "rdx"}}, [], "hybridcomp: compression.dp.codec: found"),
         ({"compression": {"pp": "mpc"}}, ["--no-pipeline"], "compression.pp: found a model that"),
         ({"compression": {"ep": "mpc"}}, ["--no-moe"], "compression.ep: found a model without"),
         ({"dp": "bf16", "min_bytes": -1}, [], "compression.min_bytes: found -1"),

@@ -37,10 +37,65 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"dp": {"bits": 4}}, "compression.dp.codec", ("found nothing", "blockint")),
     ({"dp": {"codec": 4}}, "compression.dp.codec", ("found 4", "expected a string")),
     ({"dp": "blokint"}, "compression.dp.codec", ("did you mean 'blockint'",)),
-    ({"dp": "radix"}, "compression.dp.codec", ("this version has no radix", "zfp")),
+    ({"dp": "radix"}, "compression.dp.error_bound", ("found nothing", "radix needs error_bound")),
+    ({"dp": "auto"}, "compression.dp.error_bound", ("found nothing", "auto needs error_bound")),
     ({"pp": {"codec": "expcode", "dim": 1}}, "compression.pp.dim", ("expcode has no settings",)),
-    ({"tp": "auto"}, "compression.tp.codec", ("this version has no auto",)),
-    ({"tp": {**BLOCKINT, "error_bound": 0.01}}, "compression.tp.error_bound", ("no error_bound",)),
+    ({"dp": {"error_bound": 1}}, "compression.dp.error_bound", ("found 1.0;", "below 1")),
+    ({"dp": {"error_bound": 0.0}}, "compression.dp.error_bound", ("found 0.0", "greater than 0")),
+    ({"dp": {"error_bound": float("inf")}}, "compression.dp.error_bound", ("a finite number",)),
+    ({"dp": {"error_bound": "1%"}}, "compression.dp.error_bound", ("expected a number",)),
+    (
+        {"dp": {"codec": "expcode", "error_bound": 0.01}},
+        "compression.dp.error_bound",
+        ("never used", "expcode is lossless"),
+    ),
+    (
+        {"dp": {"codec": "none", "error_bound": 0.01}},
+        "compression.dp.error_bound",
+        ("no settings",),
+    ),
+    ({"dp": {**BLOCKINT, "segment": 64}}, "compression.dp.segment", ("only with error_bound",)),
+    (
+        {"dp": {**BLOCKINT, "error_bound_mode": "abs"}},
+        "compression.dp.error_bound_mode",
+        ("only with error_bound",),
+    ),
+    (
+        {"dp": {"error_bound": 0.01, "segment": 100}},
+        "compression.dp.segment",
+        ("found 100", "multiple of 16 from 64 to 4096"),
+    ),
+    (
+        {"dp": {"codec": "blockint", "error_bound": 0.1, "segment": 512}},
+        "compression.dp.segment",
+        ("multiple of 1024 for blockint",),
+    ),
+    ({"dp": {"error_bound": 0.01, "bits": 8}}, "compression.dp.bits", ("auto takes error_bound",)),
+    (
+        {"dp": {"codec": "zfp", "error_bound": 0.1, "error_bound_mode": "abs"}},
+        "compression.dp.error_bound_mode",
+        ("must be rel for zfp", "radix keeps absolute"),
+    ),
+    (
+        {"dp": {"codec": "blockint", "error_bound": 0.005}},
+        "compression.dp.error_bound",
+        ("blockint at its finest guarantees 0.00839 over the two", '"auto"'),
+    ),
+    (
+        {"zero": {"codec": "blockint", "bits": 6, "error_bound": 0.01}},
+        "compression.zero.error_bound",
+        ("blockint(bits=6) guarantees 0.0171", "blockint(bits=7)"),
+    ),
+    (
+        {"pp": {"error_bound": 0.1, "backward": {"codec": "fp8", "error_bound": 0.01}}},
+        "compression.pp.backward.error_bound",
+        ("fp8 at its finest guarantees 0.0357",),
+    ),
+    (
+        {"tp": {"error_bound": 0.1, "forward": "mpc", "backward": {"error_bound": 0.2}}},
+        "compression.tp.error_bound",
+        ("never used",),
+    ),
     ({"dp": {"codec": "blockint", "bits": 9}}, "compression.dp.bits", ("found 9", "from 2 to 8")),
     ({"dp": {"codec": "blockint", "bits": 1}}, "compression.dp.bits", ("found 1", "from 2 to 8")),
     ({"dp": {"codec": "blockint", "bits": "4"}}, "compression.dp.bits", ('"4"', "an integer")),
@@ -158,7 +213,7 @@ def test_broken_block(block: Any, key: str, fragments: tuple[str, ...]) -> None:
 
 
 def test_several_errors_name_every_key() -> None:
-    block = {"dp": "radix", "tp": {"codec": "blockint", "bits": 9}, "min_bytes": -1}
+    block = {"dp": "rdx", "tp": {"codec": "blockint", "bits": 9}, "min_bytes": -1}
     with pytest.raises(ConfigError) as caught:
         parse(block)
     assert caught.value.key == "compression.dp.codec"
@@ -362,7 +417,7 @@ def test_no_block_and_disabled_block() -> None:
     assert load_config({"train_batch_size": 8}) is None
     assert load_config({"compression": {"enabled": False, "preset": "recommended"}}) is None
     with pytest.raises(ConfigError, match=r"compression\.dp\.codec"):
-        load_config({"compression": {"enabled": False, "dp": "radix"}})
+        load_config({"compression": {"enabled": False, "dp": "rdx"}})
 
 
 @pytest.mark.parametrize(

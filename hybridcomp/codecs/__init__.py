@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec, align
 from hybridcomp.codecs.blockint import BlockInt
+from hybridcomp.codecs.bounded import Bounded
 from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.mpc import Mpc
@@ -40,6 +41,7 @@ __all__ = [
     "VALUE_DTYPES",
     "Bf16",
     "BlockInt",
+    "Bounded",
     "Codec",
     "ExpCode",
     "Fp16",

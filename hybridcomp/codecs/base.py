@@ -42,6 +42,10 @@ class Codec(ABC):
     lossless: bool
     #: ``encode`` always writes ``wire_nbytes`` bytes, so no size has to be exchanged
     fixed_size: bool
+    #: ``element_bound`` takes the absmax of aligned stretches of this many values
+    span: ClassVar[int] = 1
+    #: limits the error of whole collectives, whose messages are then cut at parameters' borders
+    bounded: ClassVar[bool] = False
 
     @abstractmethod
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -81,6 +85,38 @@ class Codec(ABC):
         Holds for decoding to float32; decoding to a 16-bit dtype adds its rounding. 0.0 when
         lossless.
         """
+
+    def hops(
+        self,
+        count: int,
+        world_size: int,
+        *,
+        result: torch.dtype = torch.float32,
+        exact: int = 0,
+    ) -> tuple[Codec, ...]:
+        """The codecs of the ``count`` quantizations of one collective.
+
+        Args:
+            count: quantizations that every value goes through, 1 or 2.
+            world_size: ranks whose values are summed; 1 when values are only moved.
+            result: dtype in which the collective returns them.
+            exact: of these ranks, how many add their own values unquantized.
+        """
+        return (self,) * count
+
+    def summing(self, ranks: int, result: torch.dtype = torch.float32) -> Codec:
+        """This codec where every encoded value is an fp32 sum of ``ranks`` ranks already.
+
+        ``result``: dtype that the collective's fp32 result is rounded to afterwards.
+        """
+        return self
+
+    def for_message(self, numel: int, dtype: torch.dtype, world_size: int) -> Codec:
+        """The codec of a message of ``numel`` values of ``dtype`` on each of ``world_size`` ranks.
+
+        Depends on nothing else, so the ranks agree.
+        """
+        return self
 
     @property
     @abstractmethod

@@ -35,6 +35,7 @@ class BlockInt(FixedCodec):
     """
 
     name: ClassVar[str] = "blockint"
+    span: ClassVar[int] = TILE
 
     def __init__(self, bits: int = 8) -> None:
         if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:

@@ -107,6 +107,7 @@ class Fp8(FixedCodec):
     name: ClassVar[str] = "fp8"
     FORMATS: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")
     BLOCK: ClassVar[int] = 4096
+    span: ClassVar[int] = BLOCK
 
     def __init__(self, format: str = "e4m3") -> None:
         if format not in self.FORMATS:

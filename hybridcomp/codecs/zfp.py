@@ -59,6 +59,7 @@ class Zfp(FixedCodec):
     """
 
     name: ClassVar[str] = "zfp"
+    span: ClassVar[int] = BLOCK
 
     def __init__(self, rate: float = 16.0) -> None:
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 2.5 <= rate <= 32:

@@ -104,6 +104,25 @@ def encode_job(codec: Codec, job: Job, out: Tensor, dtype: torch.dtype) -> int:
     return used
 
 
+def encode_all(
+    codec: Codec, stretches: Sequence[Tensor], out: Tensor, dtype: torch.dtype
+) -> list[int]:
+    """Encode ``stretches`` as ``dtype`` into ``out``, one after the other; the bytes of each."""
+    used: list[int] = []
+    for values in stretches:
+        used.append(codec.encode(values.to(dtype), out[sum(used) :]))
+    return used
+
+
+def show_overflow(total: Tensor, dtype: torch.dtype) -> None:
+    """Make Inf (in place) of sums that ``dtype`` would round to Inf, as they come out natively.
+
+    Codecs saturate when they narrow what they decoded, and loss scaling lives on overflows.
+    """
+    if dtype == torch.float16:
+        total.copy_(torch.where(total.half().isinf(), total.half().float(), total))
+
+
 def exchange(
     codec: Codec,
     dtype: torch.dtype,
@@ -205,29 +224,38 @@ def gather(
     codec: Codec,
     dtype: torch.dtype,
     payload: Tensor,
-    used: int,
-    numels: Sequence[int],
+    used: Sequence[int],
+    numels: Sequence[Sequence[int]],
     group: ProcessGroup | None,
     meter: Meter,
-) -> Steps[tuple[list[Tensor], Tensor]]:
-    """All-gather one payload per rank: ``(payloads by rank, buffer to give back)``.
+) -> Steps[tuple[list[list[Tensor]], Tensor]]:
+    """All-gather the payloads of every rank: ``(payloads by rank, buffer to give back)``.
 
     Args:
-        payload: ``used`` bytes encoded, room for the worst case of the longest of ``numels``.
-        numels: elements behind the payload of each rank.
+        payload: the encoded payloads of this rank, one after the other, of ``used`` bytes each;
+            room for ``gather_capacity`` bytes.
+        numels: by rank, the elements behind each of its payloads.
 
-    Every slot is as long as the longest payload. Variable-size codecs exchange the sizes first.
+    Every rank's slot is as long as the longest. Variable-size codecs exchange the sizes first.
     """
     me, world_size, device = get_rank(group), len(numels), payload.device
-    sizes = [codec.wire_nbytes(numel, dtype) for numel in numels]
+    sizes = [[codec.wire_nbytes(numel, dtype) for numel in row] for row in numels]
     if not codec.fixed_size:
-        mine = torch.tensor([used], dtype=torch.int64, device=device)
-        theirs = torch.empty(world_size, dtype=torch.int64, device=device)
-        meter.sent_around(SIZE_NBYTES, me, world_size)
+        most = max(len(row) for row in numels)
+        mine = torch.tensor([*used, *[0] * (most - len(used))], dtype=torch.int64, device=device)
+        theirs = torch.empty(world_size * most, dtype=torch.int64, device=device)
+        meter.sent_around(SIZE_NBYTES * most, me, world_size)
         yield from transport.all_gather(theirs, mine, group)
-        sizes = theirs.tolist()
-    slot = max(sizes)
+        rows = theirs.view(world_size, most).tolist()
+        sizes = [row[: len(known)] for row, known in zip(rows, numels, strict=True)]
+    slot = max(sum(row) for row in sizes)
     buffer = POOL.take(world_size * slot, device)
     meter.sent_around(slot, me, world_size)
     yield from transport.all_gather(buffer[: world_size * slot], payload[:slot], group)
-    return [buffer[rank * slot : rank * slot + size] for rank, size in enumerate(sizes)], buffer
+    slots = [[*row, slot - sum(row)] for row in sizes]
+    return [row[:-1] for row in _cut(buffer, slots)], buffer
+
+
+def gather_capacity(codec: Codec, dtype: torch.dtype, numels: Sequence[Sequence[int]]) -> int:
+    """Most bytes that any rank's payloads may take in ``gather``."""
+    return max(sum(codec.wire_nbytes(numel, dtype) for numel in row) for row in numels)

@@ -6,9 +6,10 @@ for links that are faster than a codec.
 
 Bounds: what is encoded is a node's sum S_a, and by the triangle inequality the largest magnitude
 of a segment of S_a is at most the sum over the node's ranks of their M_r (plus the rounding of an
-fp32 sum). A codec that keeps ``error <= bound * sum_a M(S_a)`` over N senders therefore keeps
-``bound * sum_r M_r`` over all ranks: the bound of the flat collective holds as it is, with the
-codec's budget split for N senders and still two quantizations.
+fp32 sum, which ``Codec.summing`` leaves room for). A codec that keeps
+``error <= bound * sum_a M(S_a)`` over N senders therefore keeps ``bound * sum_r M_r`` over all
+ranks: the bound of the flat collective holds as it is, with the codec's budget split for N senders
+and still two quantizations.
 
 Residuals belong to a node's sum: a rank holds those of its own stretch only, and over the ranks
 of a node every element is held once.
@@ -47,6 +48,7 @@ def all_reduce(
     meter: Meter,
     residual: Tensor | None = None,
     owner_residual: Tensor | None = None,
+    cuts: Sequence[int] = (),
     probe: Probe | None = None,
     async_op: bool = False,
 ) -> Handle:
@@ -55,11 +57,15 @@ def all_reduce(
     Args:
         residual: fp32, as long as ``stretch``; owner_residual: as long as this rank's chunk of it
             among the nodes (``chunk_ranges(len, levels.nodes)[levels.node]``).
+        cuts: ascending elements of ``stretch`` where no codec block may reach across.
         probe: called with the node's sum before it is encoded.
 
     The other arguments are those of ``collectives.all_reduce``.
     """
-    steps = _all_reduce(tensor.detach(), codec, levels, meter, residual, owner_residual, probe)
+    codec = codec.summing(levels.width, tensor.dtype)
+    steps = _all_reduce(
+        tensor.detach(), codec, levels, meter, residual, owner_residual, cuts, probe
+    )
     return Handle(steps, meter, async_op)
 
 
@@ -70,6 +76,7 @@ def _all_reduce(
     meter: Meter,
     residual: Tensor | None,
     owner_residual: Tensor | None,
+    cuts: Sequence[int],
     probe: Probe | None,
 ) -> Steps[None]:
     """1 sum my stretch inside the node, 2 all-reduce it between nodes, 3 gather inside."""
@@ -89,6 +96,7 @@ def _all_reduce(
         meter=meter,
         residual=residual,
         owner_residual=owner_residual,
+        cuts=cuts,
         async_op=True,
     )
     yield from handle.rest()
@@ -106,6 +114,7 @@ def reduce_scatter(
     *,
     meter: Meter,
     residuals: Sequence[Tensor] | None = None,
+    cuts: Sequence[Sequence[int]] | None = None,
     probe: Probe | None = None,
     async_op: bool = False,
 ) -> ReduceScatterHandle:
@@ -113,9 +122,11 @@ def reduce_scatter(
 
     Args:
         residuals: one for each node a, as long as ``shards[levels.grid[a][levels.local]]``.
+        cuts: the same, of elements of that shard.
     """
+    codec = codec.summing(levels.width)
     steps = _reduce_scatter(
-        [shard.detach() for shard in shards], codec, levels, meter, residuals, probe
+        [shard.detach() for shard in shards], codec, levels, meter, residuals, cuts, probe
     )
     return ReduceScatterHandle(steps, meter, async_op)
 
@@ -126,6 +137,7 @@ def _reduce_scatter(
     levels: Levels,
     meter: Meter,
     residuals: Sequence[Tensor] | None,
+    cuts: Sequence[Sequence[int]] | None,
     probe: Probe | None,
 ) -> Steps[Tensor]:
     """1 sum inside the node what goes to my column of the grid, 2 reduce-scatter between nodes."""
@@ -142,7 +154,7 @@ def _reduce_scatter(
     # 2
     mine = torch.split(work, [shards[rank].numel() for rank in columns[levels.local]])
     handle = reductions.reduce_scatter(
-        mine, codec, levels.outer, meter=meter, residuals=residuals, async_op=True
+        mine, codec, levels.outer, meter=meter, residuals=residuals, cuts=cuts, async_op=True
     )
     result = yield from handle.rest()
     POOL.give(buffer)
@@ -158,15 +170,17 @@ def reduce_to_owners(
     meter: Meter,
     residual: Tensor | None = None,
     owner_residual: Tensor | None = None,
+    cuts: Sequence[int] = (),
     probe: Probe | None = None,
 ) -> list[Tensor]:
     """``collectives.reduce_to_owners`` over nodes and inside them.
 
-    Residuals as for ``all_reduce``; ``owner_residual`` is used where ``plan_reduction`` of
+    Residuals and cuts as for ``all_reduce``; ``owner_residual`` is used where ``plan_reduction`` of
     ``ranges_of_nodes`` is balanced.
     """
+    codec = codec.summing(levels.width)
     steps = _reduce_to_owners(
-        tensor.detach(), ranges, codec, levels, meter, residual, owner_residual, probe
+        tensor.detach(), ranges, codec, levels, meter, residual, owner_residual, cuts, probe
     )
     return Pending(steps, meter, False).wait()
 
@@ -179,6 +193,7 @@ def _reduce_to_owners(
     meter: Meter,
     residual: Tensor | None,
     owner_residual: Tensor | None,
+    cuts: Sequence[int],
     probe: Probe | None,
 ) -> Steps[list[Tensor]]:
     """1 sum my stretch inside the node, 2 send the sums to the owners' nodes, 3 hand them on."""
@@ -197,6 +212,7 @@ def _reduce_to_owners(
         meter=meter,
         residual=residual,
         owner_residual=owner_residual,
+        cuts=cuts,
     )
     # 3
     results = yield from _hand_on(ranges, tensor, sums, levels, meter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -24,6 +24,7 @@ class Meter:
     wait_s: float = 0.0  # host seconds blocked in torch.distributed
     inter_nbytes: int = 0  # of wire_nbytes, to ranks on other nodes
     remote: frozenset[int] = frozenset()  # ranks of the encoded message's group on other nodes
+    used: dict[str, None] = field(default_factory=dict)  # specs of the codecs, in order
 
     def sent(self, nbytes: int) -> None:
         """Count one message of ``nbytes`` bytes to other ranks."""
@@ -40,6 +41,10 @@ class Meter:
         self.sent((world_size - 1) * slot)
         if (rank + 1) % world_size in self.remote:
             self.inter_nbytes += (world_size - 1) * slot
+
+    def use(self, *specs: str) -> None:
+        """Remember which codecs the values went through."""
+        self.used.update(dict.fromkeys(specs))
 
     @contextmanager
     def coding(self) -> Iterator[None]:

@@ -60,16 +60,18 @@ def _all_gather(
         out.copy_(shard)
         return
     # 1
+    (codec,) = codec.hops(1, 1, result=shard.dtype)
+    meter.use(codec.spec)
     payload = POOL.take(codec.wire_nbytes(numel, shard.dtype), shard.device)
     with meter.coding():
         used = codec.encode(shard, payload)
     # 2
     payloads, gathered = yield from gather(
-        codec, shard.dtype, payload, used, [numel] * world_size, group, meter
+        codec, shard.dtype, payload, [used], [[numel]] * world_size, group, meter
     )
     # 3
     with meter.coding():
-        for place, encoded in zip(torch.split(out, numel), payloads, strict=True):
+        for place, (encoded,) in zip(torch.split(out, numel), payloads, strict=True):
             codec.decode(encoded, place)
     POOL.give(payload, gathered)
 
@@ -153,6 +155,8 @@ def _all_to_all(
     if len(places) == 1:
         return
     # 1
+    (codec,) = codec.hops(1, 1, result=values.dtype)
+    meter.use(codec.spec)
     payloads = yield from exchange(
         codec,
         values.dtype,

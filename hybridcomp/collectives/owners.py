@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.buffers import POOL
-from hybridcomp.collectives.chunks import chunk_ranges
+from hybridcomp.collectives.chunks import chunk_ranges, stretches
 from hybridcomp.collectives.exchange import (
     Job,
     check_residual,
@@ -43,6 +43,7 @@ def reduce_to_owners(
     meter: Meter,
     residual: Tensor | None = None,
     owner_residual: Tensor | None = None,
+    cuts: Sequence[int] = (),
 ) -> list[Tensor]:
     """Sum ``tensor`` over ``group``, each range at its owners only.
 
@@ -55,6 +56,7 @@ def reduce_to_owners(
         residual: fp32, ``tensor.numel()`` elements: error feedback of the first quantization.
         owner_residual: fp32, as long as this rank's chunk of ``chunk_ranges``: that of the second
             one; only the balanced plan uses it. Each is given on all ranks or on none.
+        cuts: ascending elements where no codec block may reach across; the same on all ranks.
         codec, group, meter: as for ``all_reduce``.
 
     Returns the fp32 sum of every range that this rank owns, in the order of ``ranges``; the
@@ -76,11 +78,11 @@ def reduce_to_owners(
         for start, out in sums.items():
             out.copy_(tensor[start : start + out.numel()])
     elif runs and plan_reduction(ranges, world_size) == "direct":
-        Pending(_direct(tensor, runs, sums, codec, group, meter, residual), meter, False)
+        Pending(_direct(tensor, runs, sums, codec, group, meter, residual, cuts), meter, False)
     elif runs:
         start, stop = chunk_ranges(tensor.numel(), world_size)[me]
         check_residual("owner_residual", owner_residual, stop - start)
-        steps = _balanced(tensor, runs, sums, codec, group, meter, residual, owner_residual)
+        steps = _balanced(tensor, runs, sums, codec, group, meter, residual, owner_residual, cuts)
         Pending(steps, meter, False)
     empty = tensor.new_empty(0, dtype=torch.float32)
     return [
@@ -111,6 +113,14 @@ def _place(sums: dict[int, Tensor], start: int, stop: int) -> Tensor:
     return sums[run][start - run : stop - run]
 
 
+def _cut(ranges: Sequence[OwnedRange], cuts: Sequence[int]) -> list[OwnedRange]:
+    return [
+        OwnedRange(low, high, owned.ranks)
+        for owned in ranges
+        for low, high in stretches(owned.start, owned.stop, cuts)
+    ]
+
+
 def _parts(tensor: Tensor, ranges: Sequence[OwnedRange], residual: Tensor | None) -> list[Part]:
     views = [slice(owned.start, owned.stop) for owned in ranges]
     return [
@@ -127,11 +137,18 @@ def _direct(
     group: ProcessGroup | None,
     meter: Meter,
     residual: Tensor | None,
+    cuts: Sequence[int],
 ) -> Steps[None]:
-    parts = _parts(tensor, runs, residual)
-    for part, run in zip(parts, runs, strict=True):
-        part.out = sums.get(run.start)
-    yield from sum_parts(parts, codec, group, meter)
+    me, world_size = get_rank(group), get_world_size(group)
+    sole = all(len(run.ranks) == 1 for run in runs)
+    (first,) = codec.hops(1, world_size, exact=int(sole))
+    meter.use(first.spec)
+    ranges = _cut(runs, cuts)
+    parts = _parts(tensor, ranges, residual)
+    for part, owned in zip(parts, ranges, strict=True):
+        if me in owned.ranks:
+            part.out = _place(sums, owned.start, owned.stop)
+    yield from sum_parts(parts, first, group, meter)
 
 
 def _balanced(
@@ -143,23 +160,36 @@ def _balanced(
     meter: Meter,
     residual: Tensor | None,
     owner_residual: Tensor | None,
+    cuts: Sequence[int],
 ) -> Steps[None]:
-    """1 sum my chunk of the even split, 2 send the sums on (``_spread``)."""
+    """1 sum my chunk of the even split, 2 send the sums on (``_spread``).
+
+    A bounded codec must see the same stretches in both, so it cuts where owners change as well.
+    """
     me, world_size = get_rank(group), get_world_size(group)
+    first, second = codec.hops(2, world_size, exact=1)
+    meter.use(first.spec, second.spec)
+    if codec.bounded:
+        cuts = sorted({*cuts, *(run.start for run in runs)})
     even = even_ranges(tensor.numel(), world_size)
     # 1
     buffer, total = None, owner_residual
     if total is None:
         buffer, total = POOL.take_fp32(even[me].stop - even[me].start, tensor.device)
-    parts = _parts(tensor, even, residual)
-    parts[me].out, parts[me].fresh = total, owner_residual is None
-    yield from sum_parts(parts, codec, group, meter)
+    parts = _parts(tensor, _cut(even, cuts), residual)
+    position = 0
+    for part in parts:
+        if part.owners == (me,):
+            part.out = total[position : position + part.values.numel()]
+            part.fresh = owner_residual is None
+            position += part.values.numel()
+    yield from sum_parts(parts, first, group, meter)
     # 2
-    dtype = sent_dtype(codec, tensor.dtype, wide=True)
-    pieces = cut_at_chunks(runs, world_size)
+    dtype = sent_dtype(second, tensor.dtype, wide=True)
+    pieces = cut_at_chunks(_cut(runs, cuts), world_size)
     mine = {p: total[p.start - even[me].start :][: p.numel] for p in pieces if p.source == me}
     feedback = owner_residual is not None
-    yield from _spread(pieces, mine, feedback, sums, codec, dtype, tensor.device, group, meter)
+    yield from _spread(pieces, mine, feedback, sums, second, dtype, tensor.device, group, meter)
     POOL.give(buffer)
 
 

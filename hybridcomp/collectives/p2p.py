@@ -97,6 +97,8 @@ def send(
 def _send(
     tensor: Tensor, dst: int, codec: Codec, group: ProcessGroup | None, meter: Meter
 ) -> Steps[None]:
+    (codec,) = codec.hops(1, 1, result=tensor.dtype)
+    meter.use(codec.spec)
     payload = POOL.take(codec.wire_nbytes(tensor.numel(), tensor.dtype), tensor.device)
     with meter.coding():
         used = codec.encode(tensor, payload) if tensor.numel() else 0
@@ -114,7 +116,8 @@ def recv(
 ) -> None:
     """Receive into ``tensor`` what the global rank ``src`` sent with ``send``; blocking.
 
-    Decodes to the dtype that was sent, then casts into ``tensor`` if its dtype differs. On a GPU
+    Decodes to the dtype that was sent, then casts into ``tensor`` if its dtype differs (an error
+    bound holds before that cast, whose rounding comes on top). On a GPU
     the host waits for the header, since the length of the payload depends on it.
 
     Args:
@@ -137,6 +140,7 @@ def _recv(
     packed = torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=tensor.device)
     yield from transport.recv(packed, src, group)
     header = Header.unpack(bytes(packed.tolist()))
+    (codec,) = codec.hops(1, 1, result=header.dtype)
     payload = POOL.take(header.nbytes, tensor.device)
     if header.nbytes:
         yield from transport.recv(payload[: header.nbytes], src, group)

@@ -17,6 +17,8 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.bounded import Bounded
+from hybridcomp.config.bounds import check_kept, figures
 from hybridcomp.config.dimension import (
     NONE,
     ActivationConfig,
@@ -192,6 +194,14 @@ class CompressionConfig(Strict):
             raise problem("hierarchy", config.hierarchy, todo)
         return config
 
+    @model_validator(mode="after")
+    def _keeps_bounds(self) -> CompressionConfig:
+        for (name, way), codec in self._codecs().items():
+            override = getattr(getattr(self, name), way, None)
+            there = override is not None and "error_bound" in override.given()
+            check_kept(name, codec, f"{name}.{way}.error_bound" if there else f"{name}.error_bound")
+        return self
+
     @classmethod
     def parse(cls, block: object) -> CompressionConfig:
         """The configuration of a bare block. Raises ConfigError in one line, naming the key."""
@@ -255,11 +265,12 @@ class CompressionConfig(Strict):
             elif len(set(ways.values())) == 1:
                 feedback = ", error feedback" if self.error_feedback(name) else ""
                 deltas = self._deltas() if name == "zero" else ""
-                codec = _figures(codecs[name, "forward"])
+                codec = _figures(name, codecs[name, "forward"])
                 lines.append(f"{name:13} {codec}{feedback}{shared}{deltas}")
             else:
                 lines += [
-                    f"{f'{name} {way}':13} {_figures(codec)}{shared}" for way, codec in ways.items()
+                    f"{f'{name} {way}':13} {_figures(name, codec)}{shared}"
+                    for way, codec in ways.items()
                 ]
         if native:
             lines.append(f"{'native':13} {', '.join(native)}")
@@ -281,7 +292,12 @@ class CompressionConfig(Strict):
         """Warnings about codecs that save nothing on messages of ``dtype``."""
         useless: dict[Codec, list[str]] = {}
         for (name, _), codec in self._codecs().items():
-            if codec and codec.fixed_size and _bits(codec, dtype) >= 8 * dtype.itemsize:
+            if (
+                codec
+                and codec.fixed_size
+                and not codec.bounded
+                and _bits(codec, dtype) >= 8 * dtype.itemsize
+            ):
                 names = useless.setdefault(codec, [])
                 names += [name] if name not in names else []
         advice = f"preset {self.preset} is made for fp32; " if self.preset in PAPER else ""
@@ -305,8 +321,8 @@ PAPER = frozenset(PRESETS) - {"recommended"}
 
 
 def _override(preset: Mapping[str, Any], written: Any) -> Any:
-    """A preset's dimension with what the user wrote for it."""
-    if not isinstance(written, Mapping) or "codec" in written:
+    """A preset's dimension with what the user wrote for it; a bound alone names codec auto."""
+    if not isinstance(written, Mapping) or "codec" in written or "error_bound" in written:
         return written
     ways = [written.get(way) for way in DIRECTIONS]
     if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):
@@ -319,9 +335,11 @@ def _bits(codec: Codec, dtype: torch.dtype) -> float:
     return codec.wire_nbytes(TYPICAL_NUMEL, dtype) * 8 / TYPICAL_NUMEL
 
 
-def _figures(codec: Codec | None) -> str:
+def _figures(dimension: Dimension, codec: Codec | None) -> str:
     if codec is None:
         return NONE
+    if isinstance(codec, Bounded):
+        return figures(dimension, codec)
     if not codec.fixed_size:
         return f"{codec.spec}{', lossless' if codec.lossless else ''}, size varies with the values"
     wide, narrow = _bits(codec, torch.float32), _bits(codec, torch.bfloat16)

@@ -11,15 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hybridcomp.codecs import CODECS, make_codec
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.bounded import AUTO, FAMILIES, LADDERS
+from hybridcomp.config.bounds import build_bounded, check_unbounded
 from hybridcomp.config.problems import NOTHING, problem
 from hybridcomp.errors import CodecError
 from hybridcomp.policy import DIRECTIONS, Direction
 
 #: the codec that means: leave it to upstream
 NONE = "none"
-#: names of the design that a later version brings; radix waits for the block's error_bound, which
-#: limits the result of a collective and not one encoding
-PLANNED = ("auto", "radix")
 #: zfp loses so much below this rate that error feedback runs away: over random and adversarial
 #: blocks of four the norm of the error reached 4x the norm of the values at rate 4, 1.9x at 5.5,
 #: 0.8x at 6 (below 1x the residual stays bounded)
@@ -28,7 +27,7 @@ ZFP_FEEDBACK_RATE = 6.0
 
 def codec_names() -> list[str]:
     """Every name that ``codec`` may have in this version."""
-    return [NONE, *sorted(set(CODECS) - set(PLANNED))]
+    return [NONE, *sorted({*CODECS, *FAMILIES})]
 
 
 class Strict(BaseModel):
@@ -45,7 +44,9 @@ def _codec_schema(schema: dict[str, Any]) -> None:
 _CODEC = (
     "How messages are encoded. none: native. bf16, fp16, fp8: casts. blockint: integers of `bits` "
     "bits with a scale for every 32 values, fixed size. zfp: 1-D fixed rate, bit-exact with the "
-    "zfp library. mpc, expcode: lossless, variable size; expcode saves more."
+    "zfp library. radix: fewest bits for an `error_bound`, variable size. mpc, expcode: lossless, "
+    "variable size; expcode saves more. auto (default with an `error_bound`): the cheapest of them "
+    "that keeps it."
 )
 
 
@@ -71,6 +72,25 @@ class CodecSettings(Strict):
         None,
         description="mpc: stride of the differences in 32-bit words, 1 (default) to 32: the number "
         "of fields where records are interleaved.",
+    )
+    error_bound: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Largest error of an element of the collective's result, over all its "
+        "quantizations. Relative (below 1): to the largest magnitude of the segment that it lies "
+        "in, of a sum to the sum of the ranks' largest. Larger: fewer bits, about 3.3 a factor of "
+        "ten. Without a codec: auto.",
+    )
+    error_bound_mode: Literal["rel", "abs"] | None = Field(
+        None,
+        description="rel (default), or abs: `error_bound` is a number in units of the values.",
+    )
+    segment: int | None = Field(
+        None,
+        description="With `error_bound`: consecutive values that share a largest magnitude, 64 to "
+        "4096 (default) in steps of 16. Fewer: small values beside large ones keep more digits; "
+        "more bits.",
     )
 
     @model_validator(mode="before")
@@ -194,11 +214,12 @@ class ActivationConfig(DimensionConfig):
 
     def _check_codecs(self) -> None:
         overrides = [getattr(self, direction) for direction in DIRECTIONS]
-        if self.given() and all(o is not None and o.codec is not None for o in overrides):
-            name, found = next(iter(self.given().items()))
-            raise problem(
-                name, found, "never used: forward and backward both name their codec; remove it"
-            )
+        for name, found in self.given().items():
+            if all(o is not None and (o.codec or name in o.given()) for o in overrides):
+                todo = (
+                    f"never used: forward and backward both name their codec or {name}; remove it"
+                )
+                raise problem(name, found, todo)
         for direction, override in zip(DIRECTIONS, overrides, strict=True):
             own = set() if override is None else set(override.given())
             build_codec(self.settings(direction), direction, own)
@@ -225,12 +246,15 @@ def build_codec(given: Mapping[str, Any], prefix: str, own: set[str] | None = No
     def at(key: str) -> str:
         return f"{prefix}.{key}" if own and key in own else key
 
-    name = given.get("codec")
+    name = given.get("codec", AUTO if "error_bound" in given else None)
     if name is None:
         raise problem("codec", NOTHING, f"expected one of {', '.join(codec_names())}; name one")
     settings = {key: value for key, value in given.items() if key != "codec"}
     if name not in codec_names():
         raise problem(at("codec"), name, _unknown_codec(name))
+    if name in FAMILIES and (name not in LADDERS or "error_bound" in settings):
+        return build_bounded(name, settings, at)
+    check_unbounded(name, settings, at)
     accepted = {} if name == NONE else dict(inspect.signature(CODECS[name]).parameters)
     for key, value in settings.items():
         if key not in accepted:
@@ -252,8 +276,6 @@ def build_codec(given: Mapping[str, Any], prefix: str, own: set[str] | None = No
 
 def _unknown_codec(name: str) -> str:
     names = ", ".join(codec_names())
-    if name in PLANNED:
-        return f"this version has no {name} yet; use one of {names}"
     near = difflib.get_close_matches(name.lower(), codec_names(), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"no such codec; {hint}expected one of {names}"

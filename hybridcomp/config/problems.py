@@ -16,7 +16,7 @@ from hybridcomp.errors import ConfigError
 #: longest rendering of a value that was found
 WIDTH = 60
 #: keys of the design that a later version brings
-PLANNED_KEYS = ("error_bound", "error_bound_mode", "segment", "offload")
+PLANNED_KEYS = ("offload",)
 
 _EXPECTED = {
     "bool_type": "expected true or false",

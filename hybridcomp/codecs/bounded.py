@@ -1,0 +1,321 @@
+"""bounded: a promise about the result of a collective, split over its quantizations.
+
+**The promise.** A message is cut where the collective cuts it for its ranks and, in gradient
+buckets, at the borders of parameters; each stretch is seen as segments of ``segment`` values, the
+last one shorter. M_r is the largest finite magnitude of a segment on rank r, A the sum of M_r over
+the ranks (of a message that is only moved: M of its sender). For every element that is finite on
+all ranks
+
+    rel    |result - exact sum| <= error_bound * A
+    abs    |result - exact sum| <= error_bound + (A + error_bound) * ((1 + g)(1 + u) - 1)
+
+``result`` is what the collective returns, before whoever called it divides; u is half a unit of the
+result's dtype (2^-8 bf16, 2^-11 fp16, 0 fp32, whose rounding the codecs count as their own error),
+g = (W + 2) 2^-24 / (1 - (W + 2) 2^-24) what fp32 arithmetic may add to a sum of W ranks. In
+absolute mode both come on top: they depend on the values, and native has them too. Conditions:
+
+* the sum fits: A * (1 + error_bound) is below the largest number of the result's dtype;
+* where a 16-bit sum is subnormal in its dtype, rounding it costs half of the smallest spacing
+  (2^-25 fp16, 2^-134 bf16) on top, as it does natively;
+* what no quantization can keep is sent lossless, and then is what native would be: a 16-bit sum
+  in two hops whose own rounding u is above the bound;
+* with error feedback x_r is what was to be sent: the values and their residual. The owner's
+  residual counts as the values of one more rank;
+* fixed-size codecs have absolute floors: with them M_r counts as at least ``FLOOR``. radix and
+  lossless codecs have none; ``auto`` takes fixed-size ones only for fp16, whose values lie above.
+
+**The budget.** Let every encoding keep e times the absmax of its segment. The ranks' decoded values
+are off by e A in sum and reach (1 + e) A; summing them in fp32 adds g times that. So the sum T has
+M_T <= (1 + g)(1 + e) A and is off by (1 + g)(1 + e) A - A. Encoding T adds e M_T, and rounding what
+was decoded to 16 bits u (1 + e) M_T, so that with n quantizations
+
+    |result - exact| <= ((1 + e)^n (1 + g)(1 + u) - 1) A
+    e = ((1 + error_bound) / ((1 + g)(1 + u)))^(1/n) - 1
+
+keeps the promise. Equal shares: a hop costs log2(1 / e) bits a value, and both carry as many. With
+an absolute bound E errors add up: k encoded summands keep E / k in one hop, E / 2k and E / 2 in
+two.
+
+Segments of both hops are the same stretches, or the first inequality would not hold; so where a
+message has owners it is cut where they change as well. Source of g: Higham, Accuracy and Stability
+of Numerical Algorithms, section 4.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.blockint import BlockInt
+from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
+from hybridcomp.codecs.expcode import ExpCode
+from hybridcomp.codecs.radix import BLOCK, LARGEST_SEGMENT, SMALLEST_SEGMENT, Mode, Radix
+from hybridcomp.codecs.zfp import Zfp
+from hybridcomp.errors import CodecError
+
+AUTO, RADIX = "auto", "radix"
+#: settings of the fixed-size codecs, cheapest first
+LADDERS: Mapping[str, tuple[Codec, ...]] = {
+    "blockint": tuple(BlockInt(bits) for bits in range(2, 9)),
+    "zfp": tuple(Zfp(quarter / 4) for quarter in range(10, 129)),
+    "fp8": (Fp8(),),
+    "bf16": (Bf16(),),
+    "fp16": (Fp16(),),
+}
+FAMILIES = (AUTO, RADIX, *LADDERS)
+#: magnitudes below count as this where a fixed-size codec carries them
+FLOOR = 2.0**-72
+#: half a unit of a result's own rounding, relative
+ROUNDING: Mapping[torch.dtype, float] = {
+    torch.float32: 0.0,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}
+#: error of one encoding below which expcode needs fewer bits than radix, from 2^20 Gaussian values:
+#: fp32 27.2 bits, where radix takes 21 at 5e-7 and keeps blocks raw from 2.4e-7 down; bf16 11.2,
+#: radix 11.1 at 5e-4; fp16 14.2, radix 13.5 at 1e-4
+LOSSLESS_BELOW: Mapping[torch.dtype, float] = {
+    torch.float32: 3e-7,
+    torch.bfloat16: 4.5e-4,
+    torch.float16: 7e-5,
+}
+#: elements of a message below which the exchange of sizes costs more than radix saves over
+#: blockint: 1 bit of a value, so 32 KiB, against the 0.1 ms that one more small message took on
+#: gloo over loopback; the two are equal at 2.6 Gbit/s
+SMALL_NUMEL = 1 << 18
+
+_LOSSLESS = ExpCode()
+
+
+class Bounded(Codec):
+    """An error bound for results of collectives, and the codecs that keep it.
+
+    Used as a codec itself it is the one for a message that is moved.
+
+    Args:
+        error_bound: relative to the segment's absmax, below 1; absolute with ``mode="abs"``.
+        mode: "rel" or "abs".
+        segment: values of a segment, a multiple of 16 from 64 to 4096.
+        family: "auto", "radix" or a fixed-size codec, whose smallest setting is taken that keeps
+            the bound. Where it has none that does, messages are lossless.
+        fixed: of a fixed-size codec: this setting or, where it does not keep the bound, lossless.
+        inner: fp32 additions that every encoded value has behind it.
+        rounding: what rounding the result afterwards costs, relative.
+
+    Raises:
+        CodecError: an argument is out of range, or the family never keeps such a bound.
+    """
+
+    name: ClassVar[str] = "bounded"
+    bounded: ClassVar[bool] = True
+    lossless = False
+
+    def __init__(
+        self,
+        error_bound: float,
+        mode: Mode = "rel",
+        segment: int = LARGEST_SEGMENT,
+        family: str = AUTO,
+        fixed: Codec | None = None,
+        inner: int = 0,
+        rounding: float = 0.0,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise CodecError(f"error_bound_mode must be one of {get_args(Mode)}, found {mode!r}")
+        limit = 1.0 if mode == "rel" else math.inf
+        if not 2.0**-100 <= error_bound < limit:
+            raise CodecError(
+                f"error_bound must be from 2^-100 to below {limit:g}, found {error_bound!r}"
+            )
+        if segment % BLOCK or not SMALLEST_SEGMENT <= segment <= LARGEST_SEGMENT:
+            raise CodecError(
+                f"segment must be a multiple of {BLOCK} from {SMALLEST_SEGMENT} to "
+                f"{LARGEST_SEGMENT}, found {segment!r}"
+            )
+        assert family in FAMILIES
+        self.error_bound = float(error_bound)
+        self.mode: Mode = mode
+        self.segment = segment
+        self.family = family
+        self.fixed = fixed
+        self.inner = inner
+        self.rounding = rounding
+        self.ladder = (fixed,) if fixed else LADDERS.get(family, ())
+        ladder = self.ladder
+        if ladder and mode == "abs":
+            raise CodecError(
+                f"error_bound_mode must be rel for {family}, whose error grows with the values; "
+                "radix keeps absolute bounds, found 'abs'"
+            )
+        if ladder and segment % ladder[0].span:
+            raise CodecError(
+                f"segment must be a multiple of {ladder[0].span} for {family}, which scales that "
+                f"many values together, found {segment!r}"
+            )
+        self.fixed_size = bool(ladder)
+
+    @property
+    def spec(self) -> str:
+        family = self.fixed.spec if self.fixed else self.family
+        where = f" of sums of {self.inner + 1}" if self.inner else ""
+        then = f", then rounded by {self.rounding:g}" if self.rounding else ""
+        return (
+            f"{family} within {self.error_bound:g} "
+            f"({self.mode}, segments of {self.segment} values{where}{then})"
+        )
+
+    def hops(
+        self,
+        count: int,
+        world_size: int,
+        *,
+        result: torch.dtype = torch.float32,
+        exact: int = 0,
+    ) -> tuple[Codec, ...]:
+        """See ``Codec.hops``; the codecs are made once and kept."""
+        return _hops(self, count, world_size, result, exact)
+
+    def for_message(self, numel: int, dtype: torch.dtype, world_size: int) -> Codec:
+        """``auto`` resolved: lossless, blockint or radix; see the constants above."""
+        return self if self.family == RADIX else _resolved(self, dtype, numel < SMALL_NUMEL)
+
+    def within(self, error_bound: float) -> Bounded:
+        """The same promise with another bound."""
+        return Bounded(
+            error_bound, self.mode, self.segment, self.family, self.fixed, self.inner, self.rounding
+        )
+
+    def summing(self, ranks: int, result: torch.dtype = torch.float32) -> Bounded:
+        """See ``Codec.summing``."""
+        return _summing(self, ranks - 1, ROUNDING[result])
+
+    def _moved(self, dtype: torch.dtype) -> Codec:
+        return self.hops(1, 1, result=dtype)[0]
+
+    def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        return self._moved(dtype).wire_nbytes(numel, dtype)
+
+    def encode(self, values: Tensor, out: Tensor) -> int:
+        return self._moved(values.dtype).encode(values, out)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        self._moved(out.dtype).decode(payload, out)
+
+    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+        self._moved(dtype).decode_add(payload, out, dtype)
+
+    def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
+        """Of a message that is moved; ``absmax`` of its segment."""
+        return self._moved(dtype).element_bound(absmax, dtype)
+
+
+def shares(
+    bound: float, mode: Mode, count: int, summands: int, sums: int, rounding: float
+) -> tuple[float, ...]:
+    """What each quantization may add, see the top of this module; 0.0 where nothing is left.
+
+    ``summands`` are encoded, ``sums`` fp32 operations may round.
+    """
+    if mode == "abs":
+        k = max(1, summands)
+        return (bound / k,) if count == 1 else (bound / (2 * k), bound / 2)
+    unit = sums * 2.0**-24
+    given_away = math.log1p(unit / (1 - unit)) + math.log1p(rounding)
+    share = math.expm1((math.log1p(bound) - given_away) / count)
+    return (max(0.0, share * (1 - 2.0**-40)),) * count  # the logarithms' own rounding
+
+
+def worst_ratio(codec: Codec, dtype: torch.dtype, smallest: float) -> float:
+    """Largest error of an element over its segment's absmax, for an absmax from ``smallest`` up.
+
+    Bounds of elements are a constant below some absmax and grow linearly above it, so that the ends
+    of the range tell.
+    """
+    ends = (smallest, 1.0, torch.finfo(dtype).max)
+    return max(codec.element_bound(absmax, dtype) / absmax for absmax in ends)
+
+
+def best_bound(ladder: tuple[Codec, ...], count: int) -> float:
+    """The smallest relative bound that ``count`` quantizations of fp32 messages of 8 ranks keep."""
+    ratio = min(worst_ratio(codec, torch.float32, FLOOR) for codec in ladder)
+    return (1 + ratio) ** count * (1 + 11 * 2.0**-24) - 1
+
+
+@lru_cache(maxsize=256)
+def _summing(bound: Bounded, inner: int, rounding: float) -> Bounded:
+    return Bounded(
+        bound.error_bound, bound.mode, bound.segment, bound.family, bound.fixed, inner, rounding
+    )
+
+
+@lru_cache(maxsize=4096)
+def _hops(
+    bound: Bounded, count: int, world_size: int, result: torch.dtype, exact: int
+) -> tuple[Codec, ...]:
+    ladder = bound.ladder
+    moved = count == 1 and world_size == 1
+    # radix checks what it decodes to a message's own dtype; the others' rounding comes on top
+    rounding = 0.0 if moved and not ladder else max(ROUNDING[result], bound.rounding)
+    sums = bound.inner + world_size + 2 if world_size > 1 else 0
+    errors = shares(bound.error_bound, bound.mode, count, world_size - exact, sums, rounding)
+    found = tuple(_member(bound, ladder, error, result) for error in errors)
+    # a lossless one beside a lossy one would take bits for an accuracy that nobody sees
+    return (_LOSSLESS,) * count if _LOSSLESS in found else found
+
+
+def _member(bound: Bounded, ladder: tuple[Codec, ...], error: float, dtype: torch.dtype) -> Codec:
+    """The cheapest codec that keeps ``error`` for one encoding."""
+    if ladder:
+        fitting = (c for c in ladder if worst_ratio(c, torch.float32, FLOOR) <= error)
+        return next(fitting, _LOSSLESS)
+    least = LOSSLESS_BELOW[dtype] if bound.family == AUTO and bound.mode == "rel" else 2.0**-126
+    if error < least:
+        return _LOSSLESS
+    return Radix(error, bound.segment, bound.mode)
+
+
+@lru_cache(maxsize=4096)
+def _resolved(bound: Bounded, dtype: torch.dtype, small: bool) -> Codec:
+    if bound.ladder:  # what is moved as bytes of a fixed size has to be
+        return bound if bound._moved(dtype).fixed_size else _LOSSLESS
+    if bound.mode == "rel" and bound.error_bound < LOSSLESS_BELOW[dtype]:
+        return _LOSSLESS
+    if small and dtype == torch.float16 and bound.mode == "rel":
+        fixed = _for_fp16(bound)
+        if fixed is not None:
+            return fixed
+    return bound
+
+
+def _for_fp16(bound: Bounded) -> Bounded | None:
+    """blockint with the fewest bits that keep ``bound`` for every fp16 message and collective."""
+    smallest = 2.0**-24
+    # two hops of a 16-bit sum; half of the bound for a move, where rounding to fp16 may double it
+    error = min(
+        shares(bound.error_bound, "rel", 2, 64, 66, ROUNDING[torch.float16])[0],
+        bound.error_bound / 2,
+    )
+    for codec in LADDERS["blockint"]:
+        fits = bound.segment % codec.span == 0
+        if fits and worst_ratio(codec, torch.float16, smallest) <= error:
+            return Bounded(bound.error_bound, "rel", bound.segment, "blockint", codec)
+    return None
+
+
+def make_bounded(family: str, settings: Mapping[str, Any], promise: Mapping[str, Any]) -> Bounded:
+    """``promise``: arguments of ``Bounded``; ``settings``: of the family's codec, where written.
+
+    Raises:
+        CodecError: a setting is out of range.
+    """
+    makers: Mapping[str, type[Codec]] = {
+        "blockint": BlockInt, "zfp": Zfp, "fp8": Fp8, "bf16": Bf16, "fp16": Fp16,
+    }  # fmt: skip
+    fixed = makers[family](**settings) if settings else None
+    return Bounded(**promise, family=family, fixed=fixed)

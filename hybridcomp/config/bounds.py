@@ -1,0 +1,113 @@
+"""Error bounds in the block: which codec keeps one, and what is wrong where none can."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hybridcomp.codecs import CODECS
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.bounded import (
+    LADDERS,
+    ROUNDING,
+    Bounded,
+    best_bound,
+    make_bounded,
+)
+from hybridcomp.config.problems import NOTHING, problem
+from hybridcomp.errors import CodecError
+from hybridcomp.policy import Dimension
+
+#: keys of a promise -> arguments of ``Bounded``
+PROMISE = {"error_bound": "error_bound", "error_bound_mode": "mode", "segment": "segment"}
+#: dimensions that sum, so that a value may be quantized twice; the others only move
+SUMMED: tuple[Dimension, ...] = ("dp", "tp")
+_USE = 'use "auto" or "radix", which keep every bound'
+
+
+def check_unbounded(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> None:
+    """Refuse keys of a promise beside a codec that keeps none. ``at``: the place of a key."""
+    if name not in CODECS:
+        return
+    if "error_bound" in settings:
+        todo = f"never used: {name} is lossless; remove it, or name another codec"
+        raise problem(at("error_bound"), settings["error_bound"], todo)
+    for key in PROMISE:
+        if key in settings:
+            raise problem(at(key), settings[key], "acts only with error_bound; write that, too")
+
+
+def build_bounded(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> Bounded:
+    """The codec ``name`` with a bound; raises as ``build_codec`` does."""
+    if "error_bound" not in settings:
+        field = at("codec").removesuffix("codec") + "error_bound"
+        raise problem(field, NOTHING, f"{name} needs error_bound; write it, such as 0.01")
+    own = {key: value for key, value in settings.items() if key not in PROMISE}
+    takes = inspect.signature(CODECS[name]).parameters if name in LADDERS else {}
+    for key, value in own.items():
+        if key not in takes:
+            listed = ", ".join([*takes, *PROMISE])
+            raise problem(at(key), value, f"{name} takes {listed}; remove {key}")
+    promise = {PROMISE[key]: value for key, value in settings.items() if key in PROMISE}
+    try:
+        return make_bounded(name, own, promise)
+    except CodecError as error:
+        named = [key for key in [*settings][::-1] if key in str(error)] or ["error_bound"]
+        said = str(error).partition(", found ")[0]
+        raise problem(at(named[0]), settings[named[0]], f"{said}; correct it") from None
+
+
+def check_kept(dimension: Dimension, codec: Codec | None, field: str) -> None:
+    """Refuse a fixed-size codec that cannot keep its bound even in fp32 messages."""
+    if not isinstance(codec, Bounded) or not codec.ladder:
+        return
+    count = 2 if dimension in SUMMED else 1
+    least = best_bound(codec.ladder, count)
+    if least <= codec.error_bound:
+        return
+    over = "the two quantizations of a sum" if count == 2 else "one quantization"
+    what = codec.fixed.spec if codec.fixed else f"{codec.family} at its finest"
+    finest = LADDERS[codec.family]
+    more = ""
+    if codec.fixed and best_bound(finest, count) <= codec.error_bound:
+        fit = next(c for c in finest if best_bound((c,), count) <= codec.error_bound)
+        more = f"leave its setting out to get {fit.spec}, or "
+    todo = f"{what} guarantees {least:.3g} over {over}; {more}{_USE}"
+    raise problem(field, codec.error_bound, todo)
+
+
+def figures(dimension: Dimension, codec: Bounded) -> str:
+    """What is used for messages of each dtype, for the line at start-up."""
+    kinds: dict[str, list[str]] = {}
+    for dtype in ROUNDING:
+        small = codec.for_message(0, dtype, 2)
+        found = codec.for_message(1 << 30, dtype, 2)
+        used = [_used(dimension, found, dtype)]
+        if small != found:
+            used.append(f"{_used(dimension, small, dtype)} for small ones")
+        kinds.setdefault(", ".join(used), []).append(str(dtype).removeprefix("torch."))
+    listed = "; ".join(f"{' and '.join(names)}: {used}" for used, names in kinds.items())
+    unit = "of the largest value" if codec.mode == "rel" else "absolute"
+    return f"errors within {codec.error_bound:g} {unit} in every {codec.segment}: {listed}"
+
+
+def _used(dimension: Dimension, codec: Codec, dtype: torch.dtype) -> str:
+    if dimension not in SUMMED:
+        (only,) = codec.hops(1, 1, result=dtype)
+        return _short(only)
+    hops = codec.hops(2, 2, result=dtype, exact=1)
+    (once,) = codec.hops(1, 2, exact=1)
+    twice = (
+        " + ".join(_short(hop) for hop in hops) if hops[0] != hops[1] else f"2 x {_short(hops[0])}"
+    )
+    return twice if once == hops[0] else f"{_short(once)} in one hop, {twice} in two"
+
+
+def _short(codec: Codec) -> str:
+    if codec.lossless:
+        return f"{codec.name} (lossless)"
+    bound = getattr(codec, "error_bound", None)
+    return codec.spec if bound is None else f"{codec.name} {bound:.3g}"

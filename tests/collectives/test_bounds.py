@@ -1,0 +1,257 @@
+"""No element outside its bound, ever: random groups, dtypes, distributions, collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import Bounded
+from hybridcomp.codecs.base import VALUE_DTYPES
+from hybridcomp.codecs.bounded import FLOOR
+from hybridcomp.collectives import (
+    Meter,
+    OwnedRange,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    chunk_ranges,
+    plan_reduction,
+    recv,
+    reduce_scatter,
+    reduce_to_owners,
+    send,
+)
+from tests.collectives import threads
+from tests.collectives.oracle import Promise, check
+
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
+#: groups of every kind; nightly: over a million blocks of 16 values each
+ROUNDS = 400 if NIGHTLY else 4
+FIRST = int(os.environ.get("HYBRIDCOMP_SEED", "0"))
+
+SHAPES = ("normal", "outliers", "heavy", "sparse", "levels", "zero", "same", "steps")
+
+
+def sample(rng: np.random.Generator, numel: int, dtype: torch.dtype, ranks: int) -> Tensor:
+    """Values of one rank: some shape at some scale, sometimes with what is not finite."""
+    info = torch.finfo(dtype)
+    shape = SHAPES[rng.integers(len(SHAPES))]
+    values = rng.standard_normal(numel)
+    if shape == "outliers":
+        values[rng.random(numel) < 0.01] *= 10.0 ** rng.integers(1, 7)
+    elif shape == "heavy":
+        values = rng.standard_t(1.2, numel)
+    elif shape == "sparse":
+        values[rng.random(numel) < 0.9] = 0.0
+    elif shape == "levels":
+        values = np.round(values * 2)
+    elif shape == "zero":
+        values[:] = 0.0
+    elif shape == "same":
+        values[:] = values[0] if numel else 0.0
+    elif shape == "steps":  # scales that change along the message
+        values *= 10.0 ** rng.integers(-12, 4, numel // 100 + 1).repeat(100)[:numel]
+    if rng.random() < 0.3:  # tiny, subnormal, huge
+        low, high = np.log2(info.smallest_normal * info.eps), np.log2(info.max / ranks / 8)
+        ends = (low + rng.uniform(0, 30), high - rng.uniform(0, 10), rng.uniform(low, high))
+        values *= 2.0 ** ends[rng.integers(3)]
+    with np.errstate(over="ignore"):
+        tensor = torch.from_numpy(np.clip(values, -info.max, info.max)).to(dtype)
+    if rng.random() < 0.2 and numel:
+        places = rng.integers(0, numel, rng.integers(1, 4))
+        tensor[places] = float(("nan", "inf", "-inf")[rng.integers(3)])
+    return tensor
+
+
+def values_of(rng: np.random.Generator, ranks: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """Of all ranks; sometimes they nearly cancel."""
+    values = [sample(rng, numel, dtype, ranks) for _ in range(ranks)]
+    if ranks > 1 and rng.random() < 0.15:
+        values[-1] = (-values[0].float() * (1 + 1e-3 * rng.standard_normal())).to(dtype)
+    return values
+
+
+def promises(rng: np.random.Generator) -> tuple[Bounded, Promise, bool]:
+    """A bound, what the oracle knows of it, and whether a NaN may take its neighbours along."""
+    family = ("auto", "auto", "radix", "blockint", "zfp", "fp8")[rng.integers(6)]
+    fixed = family in ("blockint", "zfp", "fp8")
+    low = {"blockint": -1.5, "fp8": -0.9, "zfp": -4.0}.get(family, -5.5)
+    bound = float(10 ** rng.uniform(low, -0.5))
+    segment = 4096 if fixed else int((64, 256, 1008, 4096)[rng.integers(4)])
+    if not fixed and rng.random() < 0.25:
+        absolute = float(10 ** rng.uniform(-6, 3))
+        found = Bounded(absolute, "abs", segment, family)
+        return found, Promise(absolute, "abs", segment), False
+    # auto takes blockint for fp16
+    return (
+        Bounded(bound, "rel", segment, family),
+        Promise(bound, "rel", segment, FLOOR if fixed else 0.0),
+        fixed or family == "auto",
+    )
+
+
+def cuts_of(rng: np.random.Generator, numel: int) -> list[int]:
+    """Borders of parameters."""
+    return sorted({int(c) for c in rng.integers(0, numel + 1, rng.integers(0, 6))})
+
+
+def numel_of(rng: np.random.Generator) -> int:
+    """From nothing to a few segments on every rank."""
+    return int((0, 1, 7, 33, 500, 5000, 30000)[rng.integers(7)] * rng.uniform(0.5, 1.5))
+
+
+def keeps(codec: Bounded, dtype: torch.dtype, count: int) -> bool:
+    """Whether a quantization is left at all: native has no better sums than these."""
+    hops = codec.for_message(1 << 20, dtype, 2).hops(count, 8, result=dtype)
+    return dtype == torch.float32 or count == 1 or not hops[0].lossless
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_process() -> Iterator[None]:
+    with threads.in_process():
+        yield
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    whole = torch.int32 if left.dtype == torch.float32 else torch.int16
+    return torch.equal(left.view(whole), right.view(whole))
+
+
+def cases(kind: int) -> Iterator[np.random.Generator]:
+    for seed in range(FIRST, FIRST + ROUNDS):
+        yield np.random.default_rng([seed, kind])
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_all_reduce(ranks: int, dtype: torch.dtype) -> None:
+    for rng in cases(ranks):
+        _all_reduce(rng, ranks, dtype)
+
+
+def _all_reduce(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> None:
+    codec, promise, vanish = promises(rng)
+    numel = numel_of(rng)
+    cuts, values = cuts_of(rng, numel), values_of(rng, ranks, numel, dtype)
+
+    def one(group: object, rank: int) -> Tensor:
+        tensor = values[rank].clone()
+        chosen = codec.for_message(numel, dtype, ranks)
+        all_reduce(tensor, chosen, group, meter=Meter(), cuts=cuts, async_op=True).wait()
+        return tensor
+
+    results = threads.run(ranks, one)
+    assert all(same_bits(r, results[0]) for r in results)
+    if keeps(codec, dtype, 2):
+        edges = [*cuts, *(start for start, _ in chunk_ranges(numel, ranks))]
+        check(results[0], values, edges, promise, blocks_may_vanish=vanish)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_reduce_scatter(ranks: int, dtype: torch.dtype) -> None:
+    for rng in cases(ranks):
+        _reduce_scatter(rng, ranks, dtype)
+
+
+def _reduce_scatter(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> None:
+    codec, promise, vanish = promises(rng)
+    numels = [numel_of(rng) for _ in range(ranks)]
+    cuts = [cuts_of(rng, numel) for numel in numels]
+    values = values_of(rng, ranks, sum(numels), dtype)
+
+    def one(group: object, rank: int) -> Tensor:
+        shards = torch.split(values[rank], numels)
+        chosen = codec.for_message(sum(numels), dtype, ranks)
+        return reduce_scatter(shards, chosen, group, meter=Meter(), cuts=cuts).wait()
+
+    for rank, total in enumerate(threads.run(ranks, one)):
+        parts = [torch.split(v, numels)[rank] for v in values]
+        check(total, parts, cuts[rank], promise, blocks_may_vanish=vanish)
+
+
+def ranges_of(rng: np.random.Generator, numel: int, ranks: int) -> list[OwnedRange]:
+    """Owners of stretches: few stretches are balanced, even ones direct; some have two owners."""
+    borders = sorted({0, numel, *rng.integers(0, numel + 1, rng.integers(0, 5)).tolist()})
+    if rng.random() < 0.5:
+        return [OwnedRange(a, b, (r,)) for r, (a, b) in enumerate(chunk_ranges(numel, ranks))]
+    return [
+        OwnedRange(a, b, tuple(sorted({int(o) for o in rng.integers(0, ranks, 2)})))
+        for a, b in pairwise(borders)
+    ]
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_reduce_to_owners(ranks: int, dtype: torch.dtype) -> None:
+    for rng in cases(ranks):
+        _reduce_to_owners(rng, ranks, dtype)
+
+
+def _reduce_to_owners(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> None:
+    codec, promise, vanish = promises(rng)
+    numel = max(1, numel_of(rng))
+    ranges, cuts = ranges_of(rng, numel, ranks), cuts_of(rng, numel)
+    values = values_of(rng, ranks, numel, dtype)
+
+    def one(group: object, rank: int) -> list[Tensor]:
+        chosen = codec.for_message(numel, dtype, ranks)
+        return reduce_to_owners(values[rank], ranges, chosen, group, meter=Meter(), cuts=cuts)
+
+    # neighbours of the same owners travel together
+    edges = [*cuts, *(b.start for a, b in pairwise(ranges) if a.ranks != b.ranks)]
+    if plan_reduction(ranges, ranks) == "balanced":
+        edges += [start for start, _ in chunk_ranges(numel, ranks)]
+    for rank, sums in enumerate(threads.run(ranks, one)):
+        owned = [o for o in ranges if rank in o.ranks]
+        for found, total in zip(owned, sums, strict=True):
+            check(total, values, edges, promise, start=found.start, blocks_may_vanish=vanish)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_moves(ranks: int, dtype: torch.dtype) -> None:
+    for rng in cases(ranks):
+        _moves(rng, ranks, dtype)
+
+
+def _moves(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> None:
+    codec, promise, vanish = promises(rng)
+    numel = numel_of(rng)
+    values = values_of(rng, ranks, numel, dtype)
+    splits = rng.multinomial(numel, np.full(ranks, 1 / ranks)).tolist()
+
+    def one(group: object, rank: int) -> tuple[Tensor, list[Tensor], Tensor]:
+        chosen = codec.for_message(numel, dtype, ranks)
+        gathered = torch.zeros(ranks * numel, dtype=dtype)
+        shard, meter = values[rank], Meter()
+        first = all_gather(shard, gathered, chosen, group, meter=meter, async_op=True)
+        swapped = torch.zeros(ranks * splits[rank], dtype=dtype)
+        takes = [splits[rank]] * ranks
+        second = all_to_all(
+            swapped, shard, chosen, group, meter=meter, out_splits=takes, in_splits=splits,
+            async_op=True,
+        )  # fmt: skip
+        first.wait()
+        second.wait()
+        passed = torch.zeros(numel, dtype=dtype)
+        send(shard, (rank + 1) % ranks, chosen, group, meter=meter)
+        recv(passed, (rank - 1) % ranks, chosen, group, meter=meter)
+        return gathered, list(torch.split(swapped, takes)), passed
+
+    results = threads.run(ranks, one)
+    for rank, (gathered, swapped, passed) in enumerate(results):
+        assert same_bits(gathered, results[0][0])
+        for source, part in enumerate(gathered.view(ranks, -1)):
+            check(part, [values[source]], [], promise, blocks_may_vanish=vanish)
+        for source, part in enumerate(swapped):
+            sent = torch.split(values[source], splits)[rank]
+            check(part, [sent], [], promise, blocks_may_vanish=vanish)
+        before = values[(rank - 1) % ranks]
+        check(passed, [before], [], promise, blocks_may_vanish=vanish)

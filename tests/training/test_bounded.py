@@ -1,0 +1,64 @@
+"""An error bound in a real training: it holds, it is on the wire, and the loss comes along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+
+if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training.trainer import Job, Outcome, final_loss, train
+
+BOUND = 1e-2
+BLOCK: dict[str, Any] = {
+    "dp": {"error_bound": BOUND, "error_feedback": True},
+    "min_bytes": 0,
+    "ledger": {"sample_every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def both(job: Job) -> tuple[Outcome, Outcome, dict[str, Any]]:
+    """The job without its block, with it, and the ledger's row of dp."""
+    from hybridcomp.channels import channels_of
+
+    rows: list[dict[str, Any]] = []
+
+    def look(engine: Any, step: int) -> None:
+        channels = channels_of(engine)
+        assert channels is not None
+        rows.append(channels.ledger.rows(channels.ledger.interval)["dp"]["forward"])
+
+    bounded = train(job, look)
+    plain = train(Job(job.stage, job.dtype, job.bf16_optimizer, steps=job.steps))
+    return plain, bounded, rows[-1]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [Job(0), Job(1), Job(2), Job(3), Job(1, "bf16"), Job(0, "bf16")],
+    ids=["zero0", "zero1", "zero2", "zero3", "zero1-bf16", "zero0-bf16"],
+)
+def test_bounded_gradients_train(pool: RankPool, job: Job) -> None:
+    job = Job(job.stage, job.dtype, steps=40, block=BLOCK)
+    outcomes = pool.run(both, job)
+    plain, bounded = ([o[i] for o in outcomes] for i in (0, 1))
+    assert bounded[0].digests == bounded[1].digests
+    assert final_loss(bounded) == pytest.approx(final_loss(plain), rel=0.03)
+    for *_, row in outcomes:
+        assert row["codec"].startswith("radix(error_bound=0.0")
+        assert row["native_messages"] == 0 and row["ratio"] > 1.5
+        assert row["outside_bound"] == 0
+        # of norms: most values are a few times smaller than the largest of their segment
+        assert 0 < row["error"] < 5 * BOUND
