@@ -30,6 +30,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds_zero3",
         "ds_params",
         "ds_pipe",
+        "ds_pipe_partition",
         "ds_tied",
         "ds_moe",
         "ds_autotp",

@@ -122,6 +122,12 @@ class Pipe:
 _running: ContextVar[Pipe | None] = ContextVar("hybridcomp_pipe", default=None)
 
 
+def running() -> Any:
+    """The attached engine whose pipeline schedule runs in this thread, None outside of one."""
+    pipe = _running.get()
+    return None if pipe is None else pipe.engine
+
+
 def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     """Say whose messages the following ones are; train_batch and eval_batch both come here."""
 

@@ -4,7 +4,8 @@
 deepspeed --num_gpus 2 scripts/train_gpt.py --deepspeed_config configs/ds_zero1_baseline.json
 
 Precision, ZeRO, optimizer, learning rate schedule, batch sizes: --deepspeed_config. Data: two
-datasets written by scripts/prepare_data.py. With --pp N the model is a PipelineModule of N stages.
+datasets written by scripts/prepare_data.py. With --pp N the model is a PipelineModule of N stages,
+with --tp N megatron-core cuts its layers over N ranks; the ranks that are left are replicas.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ from gpt import loop
 from gpt.apex import fused_adam, what_is_apex
 from gpt.data import Samples
 from gpt.indexed import DatasetError, IndexedTokens
-from gpt.model import GPT, ModelConfig, pipeline
+from gpt.model import GPT, ModelConfig, loss_of, pipeline
+
+
+class ParallelismError(ValueError):
+    """Ranks or packages that --tp and --pp need are not there."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,6 +55,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, default=128, help="tokens of one sample")
     add("--norm", choices=("rmsnorm", "layernorm"), default="rmsnorm")
     add("--tie-embeddings", action="store_true", help="one weight for embedding and output")
+    add("--tp", type=int, default=1, metavar="N",
+        help="tensor-parallel ranks; pip install 'hybridcomp[megatron]'")  # fmt: skip
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
     add("--lr", type=float, default=1e-3, help="only where the DeepSpeed file has no optimizer")
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
@@ -66,7 +73,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     found = parser.parse_args(arguments)
     if found.deepspeed_config is None:
         parser.error("--deepspeed_config FILE is needed")
-    for name in ("steps", "length", "pp", "print_every"):
+    for name in ("steps", "length", "tp", "pp", "print_every"):
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     return found
@@ -95,18 +102,43 @@ def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def build_engine(arguments: argparse.Namespace, vocabulary: int) -> Any:
+def lay_out(tp: int, pp: int) -> Any:
+    """DeepSpeed's topology of the ranks and megatron-core's groups; None without --tp.
+
+    Raises ParallelismError.
+    """
+    world_size = dist.get_world_size()
+    if world_size % (tp * pp):
+        raise ParallelismError(
+            f"--tp {tp} --pp {pp}: expected a multiple of {tp * pp} ranks, found {world_size}; "
+            "change --num_gpus"
+        )
+    if tp == 1:
+        return None
+    # Megatron overlaps the all-reduce of input gradients with matrix products on this condition
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    try:
+        from gpt import tensor_parallel
+    except ImportError as error:
+        raise ParallelismError(
+            f"--tp {tp}: expected megatron-core, found none that can be imported ({error}); "
+            "pip install 'hybridcomp[megatron]'"
+        ) from None
+    return tensor_parallel.start(tp, pp)
+
+
+def build_engine(arguments: argparse.Namespace, config: ModelConfig, topology: Any) -> Any:
     """Model and optimizer, given to ``deepspeed.initialize``."""
-    config = ModelConfig(
-        vocabulary=vocabulary,
-        layers=arguments.layers,
-        width=arguments.width,
-        heads=arguments.heads,
-        norm=arguments.norm,
-        tied=arguments.tie_embeddings,
-        seed=arguments.seed,
-    )
-    model = pipeline(config, arguments.pp) if arguments.pp > 1 else GPT(config)
+    mpu = None
+    if arguments.pp > 1:
+        cut = {"num_stages": arguments.pp} if topology is None else {"topology": topology}
+        model = pipeline(config, **cut)
+    else:
+        model = GPT(config)
+        if topology is not None:
+            from gpt.tensor_parallel import grid
+
+            mpu = grid(topology)
     settings = ds_settings(arguments)
     arguments.deepspeed_config = None  # DeepSpeed takes one or the other
     optimizer = None
@@ -118,14 +150,20 @@ def build_engine(arguments: argparse.Namespace, vocabulary: int) -> Any:
         model=model,
         model_parameters=list(model.parameters()),
         optimizer=optimizer,
+        mpu=mpu,
         config=settings,
     )
+    if topology is not None:
+        from gpt.tensor_parallel import check_groups
+
+        check_groups(engine.mpu)
     return engine
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Everything between the command line and the summary."""
     prepare_machine(arguments.seed)
+    topology = lay_out(arguments.tp, arguments.pp)
     folder, name = arguments.data.parent, arguments.data.name
     samples = Samples(IndexedTokens(folder / f"{name}_train"), arguments.length, arguments.seed)
     valid = None
@@ -133,14 +171,28 @@ def run(arguments: argparse.Namespace) -> None:
         valid = Samples(IndexedTokens(folder / f"{name}_valid"), arguments.length, 0)
     vocabulary = max(s.vocabulary for s in (samples, valid) if s is not None)
     config_path = arguments.deepspeed_config
-    engine = build_engine(arguments, vocabulary)
+    config = ModelConfig(
+        vocabulary=vocabulary,
+        layers=arguments.layers,
+        width=arguments.width,
+        heads=arguments.heads,
+        norm=arguments.norm,
+        tied=arguments.tie_embeddings,
+        seed=arguments.seed,
+        tp=arguments.tp,
+    )
+    engine = build_engine(arguments, config, topology)
     trainer: loop.Trainer
-    trainer = loop.PipeTrainer(engine) if arguments.pp > 1 else loop.PlainTrainer(engine)
+    if arguments.pp > 1:
+        trainer = loop.PipeTrainer(engine)
+    else:
+        trainer = loop.PlainTrainer(engine, loss_of(config))
     step, consumed = loop.load(engine, arguments.load) if arguments.load else (0, 0)
     header = {
         "deepspeed_config": config_path,
         "seed": arguments.seed,
         "world_size": dist.get_world_size(),
+        "tensor_parallel": arguments.tp,
         "pipeline_stages": arguments.pp,
         "tokens_per_step": trainer.share.global_batch * arguments.length,
         "apex": what_is_apex(),
@@ -168,7 +220,7 @@ def main() -> int:
     arguments = parse()
     try:
         run(arguments)
-    except (DatasetError, FileNotFoundError, json.JSONDecodeError) as error:
+    except (DatasetError, ParallelismError, FileNotFoundError, json.JSONDecodeError) as error:
         print(f"train_gpt: {error}", file=sys.stderr)
         return 1
     return 0

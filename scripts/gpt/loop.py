@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gpt.data import Batch, Samples, Share
-from gpt.model import lm_loss
 
 #: steps at the end that the final loss is the mean of
 LAST = 20
@@ -42,11 +42,12 @@ class PlainTrainer:
 
     writes_loss = False
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.engine, self._loss = engine, loss
+        grid = engine.mpu  # where layers are cut: several ranks then take the same samples
         self.share = Share(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
+            rank=grid.get_data_parallel_rank() if grid else dist.get_rank(),
+            world_size=engine.dp_world_size,
             micro_batch=engine.train_micro_batch_size_per_gpu(),
             micro_batches=engine.gradient_accumulation_steps(),
         )
@@ -55,7 +56,7 @@ class PlainTrainer:
         """Forward, backward and step for each micro-batch; DeepSpeed knows when to update."""
         losses = []
         for tokens, labels in batches:
-            loss = lm_loss(self.engine(tokens), labels)
+            loss = self._loss(self.engine(tokens), labels)
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.detach())
@@ -65,14 +66,14 @@ class PlainTrainer:
         """Forward only."""
         self.engine.eval()
         with torch.no_grad():
-            losses = [lm_loss(self.engine(tokens), labels) for tokens, labels in batches]
+            losses = [self._loss(self.engine(tokens), labels) for tokens, labels in batches]
         self.engine.train()
         return self._mean(losses)
 
-    def _mean(self, losses: list[torch.Tensor]) -> float:
+    def _mean(self, losses: list[Tensor]) -> float:
         total = torch.stack(losses).float().mean()
         dist.all_reduce(total)
-        return float(total) / self.share.world_size
+        return float(total) / dist.get_world_size()
 
 
 class PipeTrainer:

@@ -2,7 +2,7 @@
 
 One list of layers makes both forms, a plain module and a ``PipelineModule``. Every layer draws its
 weights from a generator of its own, seeded with the run's seed and the layer's number: both forms,
-and every way to cut the pipeline, begin with the same weights.
+and every way to cut the pipeline or the layers, begin with the same weights.
 
 Shapes: B samples, T tokens, C width, H heads, D = C / H, V vocabulary.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,8 +36,13 @@ class ModelConfig:
     norm: Norm = "rmsnorm"
     tied: bool = False  # one weight for embedding and output
     seed: int = 0
+    tp: int = 1  # ranks over which megatron-core cuts the layers
 
     def __post_init__(self) -> None:
+        if self.heads % self.tp:
+            raise ValueError(
+                f"heads {self.heads}: expected a multiple of the {self.tp} tensor-parallel ranks"
+            )
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width {self.width}, heads {self.heads}: expected a width that is a multiple of "
@@ -70,7 +77,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.width))
-        initialize(self, config, number)
+        Draw(config, number)(self.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up."""
@@ -82,15 +89,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
-        self.heads = config.heads
-        width = config.width
+        self.heads = config.heads // config.tp  # of this rank
+        self.head_width = config.width // config.heads
+        width, draw = config.width, Draw(config, number)
         self.norm1 = make_norm(config)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.attention_out = nn.Linear(width, width, bias=False)
+        self.qkv = column(config, width, 3 * width, draw, parts=3)
+        self.attention_out = row(config, width, width, draw)
         self.norm2 = make_norm(config)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-        initialize(self, config, number)
+        self.up = column(config, width, 4 * width, draw)
+        self.down = row(config, 4 * width, width, draw)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
@@ -99,13 +106,13 @@ class Block(nn.Module):
         return out
 
     def _attend(self, hidden: Tensor) -> Tensor:
-        batch, length, width = hidden.shape
-        qkv = self.qkv(hidden).view(batch, length, 3, self.heads, width // self.heads)
+        batch, length, _ = hidden.shape
+        qkv = self.qkv(hidden).view(batch, length, 3, self.heads, self.head_width)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-        cos, sin = rotary_table(length, width // self.heads, hidden.device)
+        cos, sin = rotary_table(length, self.head_width, hidden.device)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
         return out
 
 
@@ -128,7 +135,7 @@ class Output(nn.Module):
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.width))
-        initialize(self, config, number)
+        Draw(config, number)(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Project."""
@@ -148,7 +155,7 @@ def lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """The plain form: tokens (B, T) to logits (B, T, V)."""
+    """The plain form: tokens (B, T) to logits (B, T, V), of which a tensor rank has its part."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -165,21 +172,62 @@ class GPT(nn.Module):
         return hidden
 
 
-def pipeline(config: ModelConfig, stages: int) -> Any:
-    """The same layers as a ``PipelineModule`` of ``stages`` stages with ``lm_loss``."""
+def pipeline(config: ModelConfig, **cut: Any) -> Any:
+    """The same layers as a ``PipelineModule``; ``cut`` is its ``num_stages`` or ``topology``."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-    specs = [LayerSpec(kind, config, n) for n, kind in enumerate(_kinds(config))]
+    kinds = _kinds(config)
+    specs = [LayerSpec(kind, config, n) for n, kind in enumerate(kinds)]
     if config.tied:
-        specs[0] = TiedLayerSpec("embedding", Embedding, config, 0, tied_weight_attr="weight")
+        table = ("embedding", kinds[0], config, 0)
+        specs[0] = TiedLayerSpec(*table, tied_weight_attr="weight")
         specs[-1] = TiedLayerSpec(
-            "embedding", Embedding, config, 0, forward_fn=project, tied_weight_attr="weight"
+            *table, forward_fn=_vocabulary(config).project, tied_weight_attr="weight"
         )
-    return PipelineModule(specs, num_stages=stages, loss_fn=lm_loss, partition_method="parameters")
+    loss_fn = loss_of(config)
+    return PipelineModule(specs, loss_fn=loss_fn, partition_method="parameters", **cut)
+
+
+def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """``lm_loss`` of this model's logits."""
+    found: Callable[[Tensor, Tensor], Tensor] = _vocabulary(config).lm_loss
+    return found
 
 
 def _kinds(config: ModelConfig) -> list[type[nn.Module]]:
-    return [Embedding, *[Block] * config.layers, FinalNorm, Output]
+    ends = _vocabulary(config)
+    return [ends.Embedding, *[Block] * config.layers, FinalNorm, ends.Output]
+
+
+def _vocabulary(config: ModelConfig) -> Any:
+    """The module with this model's Embedding, Output, project and lm_loss."""
+    return sys.modules[__name__] if config.tp == 1 else _megatron()
+
+
+def _megatron() -> Any:
+    from gpt import tensor_parallel  # imports megatron-core, which few need
+
+    return tensor_parallel
+
+
+def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: int = 1) -> nn.Module:
+    """A linear layer; with tensor parallelism its outputs, ``parts`` matrices, are cut."""
+    if config.tp > 1:
+        cut: nn.Module = _megatron().Column(inputs, outputs, draw, parts)
+        return cut
+    layer = nn.Linear(inputs, outputs, bias=False)
+    draw(layer.weight)
+    return layer
+
+
+def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module:
+    """A linear layer that adds to the residual stream; tensor parallelism cuts its inputs."""
+    if config.tp > 1:
+        cut: nn.Module = _megatron().Row(inputs, outputs, draw.residual)
+        return cut
+    layer = nn.Linear(inputs, outputs, bias=False)
+    draw.residual(layer.weight)
+    return layer
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -192,13 +240,21 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(config.width)
 
 
-def initialize(layer: nn.Module, config: ModelConfig, number: int) -> None:
-    """Normal weights of deviation 0.02, smaller for what is added to the residual stream."""
-    generator = torch.Generator().manual_seed(1_000_003 * config.seed + number)
-    for name, parameter in layer.named_parameters():
-        if parameter.dim() < 2:
-            continue  # norms begin at one and zero
-        residual = name.startswith(("attention_out", "down"))
-        deviation = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
+class Draw:
+    """Draws the weights of one layer, one after the other: normal, of deviation 0.02."""
+
+    def __init__(self, config: ModelConfig, number: int) -> None:
+        self._generator = torch.Generator().manual_seed(1_000_003 * config.seed + number)
+        self._layers = config.layers
+
+    def __call__(self, weight: Tensor) -> None:
+        """Fill a whole weight in place."""
+        self._fill(weight, 0.02)
+
+    def residual(self, weight: Tensor) -> None:
+        """Smaller, for what is added to the residual stream."""
+        self._fill(weight, 0.02 / math.sqrt(2 * self._layers))
+
+    def _fill(self, weight: Tensor, deviation: float) -> None:
         with torch.no_grad():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+            weight.copy_(torch.randn(weight.shape, generator=self._generator) * deviation)

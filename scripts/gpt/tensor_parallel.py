@@ -1,0 +1,163 @@
+"""The tensor-parallel form of the example's layers, made of megatron-core's. Used from --tp 2 on.
+
+Every weight is drawn whole and cut afterwards, so that any number of ranks begins with the weights
+of one rank. Attention heads and the feed-forward layer are cut over the ranks (arXiv 1909.08053,
+section 3), so is the vocabulary of embedding, output and loss. Megatron's layers work on CPUs as
+they are; its optimizers and its pipeline would not, but those are DeepSpeed's here.
+
+Needs megatron-core: the extra ``[megatron]`` of hybridcomp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.model_parallel_config import ModelParallelConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpt.model import Draw, ModelConfig
+
+#: fills a whole weight, fp32, in place
+Fill = Callable[[Tensor], None]
+
+
+def start(tp: int, pp: int) -> Any:
+    """Make megatron-core's groups, and DeepSpeed's topology over the same ranks.
+
+    Raises ValueError when the ranks do not fit. Both count tensor ranks fastest, then data, then
+    stages: the default order "tp-cp-ep-dp-pp" of the one, the axes pipe, data, model of the other.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
+    )
+    replicas = dist.get_world_size() // (tp * pp)
+    return PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=replicas)
+
+
+def grid(topology: Any) -> Any:
+    """What ``deepspeed.initialize`` takes as ``mpu`` for a model that is no PipelineModule."""
+    return PipelineParallelGrid(topology=topology)
+
+
+def check_groups(mpu: Any) -> None:
+    """Raise RuntimeError where DeepSpeed and megatron-core would send to different ranks."""
+    pairs = {
+        "tensor": (
+            mpu.get_slice_parallel_group(),
+            parallel_state.get_tensor_model_parallel_group(),
+        ),
+        "data": (mpu.get_data_parallel_group(), parallel_state.get_data_parallel_group()),
+        "pipeline": (
+            mpu.get_pipe_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        ),
+        "model": (mpu.get_model_parallel_group(), parallel_state.get_model_parallel_group()),
+    }
+    for name, groups in pairs.items():
+        theirs, megatrons = (dist.get_process_group_ranks(group) for group in groups)
+        if theirs != megatrons:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: its {name} group is {theirs} for DeepSpeed and "
+                f"{megatrons} for megatron-core; both must count ranks in one order"
+            )
+
+
+def _settings() -> Any:
+    return ModelParallelConfig(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        use_cpu_initialization=True,  # whole weights from our generator; DeepSpeed moves them
+        params_dtype=torch.float32,
+        gradient_accumulation_fusion=False,  # needs apex and Megatron's optimizers
+    )
+
+
+class Column(nn.Module):
+    """A linear layer whose outputs are cut over the ranks, without a bias.
+
+    The weight is ``parts`` matrices above each other, each cut for itself: query, key and value of
+    a rank belong to the same heads.
+    """
+
+    def __init__(self, inputs: int, outputs: int, draw: Fill, parts: int = 1) -> None:
+        super().__init__()
+        self.linear = tensor_parallel.ColumnParallelLinear(
+            inputs, outputs, config=_settings(), init_method=draw, bias=False,
+            gather_output=False, stride=parts,
+        )  # fmt: skip
+
+    def forward(self, values: Tensor) -> Tensor:
+        """(..., inputs) to (..., outputs / ranks)."""
+        out: Tensor = self.linear(values)[0]
+        return out
+
+
+class Row(nn.Module):
+    """A linear layer whose inputs are cut over the ranks, without a bias."""
+
+    def __init__(self, inputs: int, outputs: int, draw: Fill) -> None:
+        super().__init__()
+        self.linear = tensor_parallel.RowParallelLinear(
+            inputs, outputs, config=_settings(), init_method=draw, bias=False,
+            input_is_parallel=True, skip_bias_add=True,
+        )  # fmt: skip
+
+    def forward(self, values: Tensor) -> Tensor:
+        """(..., inputs / ranks) to (..., outputs), summed over the ranks."""
+        out: Tensor = self.linear(values)[0]
+        return out
+
+
+class _Vocabulary(nn.Module):
+    """A weight (V / ranks, C): this rank's rows, the last rank's filled up with zeros."""
+
+    def __init__(self, config: ModelConfig, number: int) -> None:
+        super().__init__()
+        rows = -(-config.vocabulary // config.tp)
+        self.start = rows * parallel_state.get_tensor_model_parallel_rank()
+        whole = torch.zeros(rows * config.tp, config.width)
+        Draw(config, number)(whole[: config.vocabulary])
+        self.weight = nn.Parameter(whole[self.start : self.start + rows].clone())
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        self.vocabulary = config.vocabulary
+
+
+class Embedding(_Vocabulary):
+    """Tokens (B, T) to hidden states (B, T, C)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up where the rows are, and add up."""
+        local = tokens - self.start
+        elsewhere = (local < 0) | (local >= len(self.weight))
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        out: Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(found)
+        return out
+
+
+class Output(_Vocabulary):
+    """Hidden states (B, T, C) to this rank's logits (B, T, V / ranks)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Project."""
+        return project(self, hidden)
+
+
+def project(layer: nn.Module, hidden: Tensor) -> Tensor:
+    """This rank's logits with the weight of ``layer``, which may be the embedding."""
+    assert isinstance(layer, _Vocabulary)
+    hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+    logits = F.linear(hidden, layer.weight)
+    beyond = torch.arange(len(layer.weight), device=logits.device) + layer.start >= layer.vocabulary
+    return logits.masked_fill(beyond, torch.finfo(logits.dtype).min)
+
+
+def lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, fp32, of this rank's logits (B, T, V / ranks) and labels."""
+    losses: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
+    return losses.mean()

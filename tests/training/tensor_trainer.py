@@ -1,0 +1,170 @@
+"""The example's model on several ranks, cut by megatron-core and DeepSpeed, for the tests of 3D.
+
+``run(jobs)`` is to be called on every rank (``tests.ranks.run_ranks``): importing DeepSpeed and
+megatron-core takes longer than all of these trainings, so one launch does many of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.training.pipe_trainer import digest, start_deepspeed
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 3, 32, 4, 16, 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training. ``block`` is the compression block, None runs unpatched."""
+
+    tp: int = 2
+    pp: int = 2
+    steps: int = 6
+    micro_batches: int = 2
+    bf16: bool = False
+    tied: bool = False
+    partitioned: bool = True  # pipeline sends in pieces, one for each tensor rank
+    same_data: bool = False  # for all replicas: any number of them then trains alike
+    folder: str | None = None  # of a checkpoint
+    save: int = 0  # after this step
+    load: bool = False
+    block: dict[str, Any] | None = None
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    losses: list[float] = field(default_factory=list)
+    parameters: dict[str, str] = field(default_factory=dict)  # digest of the bytes, by name
+    whole: dict[str, str] = field(default_factory=dict)  # of parameters that no rank cuts
+    ledger: dict[tuple[str, str], tuple[int, int, int, int]] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)  # under which residuals are kept
+    step: int = 0  # as the channels count
+    lent: bool = False  # whether layers that know no engine find the engine's channels
+
+
+def run(jobs: Sequence[Job]) -> list[Outcome | str]:
+    """Every job in turn, unpatched ones with all patches reverted; an error of ours as its text."""
+    import hybridcomp
+    from hybridcomp.errors import HybridcompError
+    from hybridcomp.patches import process
+
+    start_deepspeed()
+    sys.path.insert(0, str(SCRIPTS))
+    outcomes: list[Outcome | str] = []
+    for job in jobs:
+        if job.block is None:
+            hybridcomp.uninstall()
+        else:
+            hybridcomp.install()
+        try:
+            outcomes.append(train(job))
+        except HybridcompError as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+        finally:
+            process.configure(None)  # autograd keeps engines of the last stage alive
+            _forget_groups()
+    hybridcomp.uninstall()
+    return outcomes
+
+
+def _forget_groups() -> None:
+    """End every group but the world: each has threads that poll."""
+    from deepspeed.runtime.pipe import p2p
+    from megatron.core import parallel_state
+
+    dist.barrier()  # a rank may still be in its last message
+    parallel_state.destroy_model_parallel()
+    p2p._groups = None
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def ds_config(job: Job) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": job.micro_batches,
+        "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": job.bf16},
+        "pipeline": {"pipe_partitioned": job.partitioned, "grad_partitioned": job.partitioned},
+    }
+    return config if job.block is None else {**config, "compression": job.block}
+
+
+def batches(job: Job, replica: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The micro-batches of a step, of a sequence that can be learned."""
+    for number in range(job.micro_batches):
+        seed = 1000 * (0 if job.same_data else replica) + 10 * step + number
+        start = torch.randint(
+            VOCAB, (MICRO_BATCH, 1), generator=torch.Generator().manual_seed(seed)
+        )
+        ids = (start + 7 * torch.arange(LENGTH + 1)) % VOCAB
+        yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def build(job: Job) -> Any:
+    """The engine and its trainer, built as scripts/train_gpt.py does."""
+    import deepspeed
+    from gpt import loop, model, tensor_parallel
+
+    topology = tensor_parallel.start(job.tp, job.pp)
+    config = model.ModelConfig(
+        vocabulary=VOCAB, layers=LAYERS, width=WIDTH, heads=HEADS, tied=job.tied, tp=job.tp
+    )
+    if job.pp > 1:
+        module, mpu = model.pipeline(config, topology=topology), None
+    else:
+        module, mpu = model.GPT(config), tensor_parallel.grid(topology)
+    engine, *_ = deepspeed.initialize(model=module, mpu=mpu, config=ds_config(job))
+    tensor_parallel.check_groups(engine.mpu)
+    if job.pp > 1:
+        return engine, loop.PipeTrainer(engine)
+    return engine, loop.PlainTrainer(engine, model.loss_of(config))
+
+
+def train(job: Job) -> Outcome:
+    """One training on this rank."""
+    from hybridcomp.channels import NAME, channels_of
+    from hybridcomp.patches import process
+
+    torch.manual_seed(0)
+    engine, trainer = build(job)
+    found, first = Outcome(), 0
+    if job.load:
+        _, state = engine.load_checkpoint(job.folder)
+        first = state["step"]
+    for step in range(first, job.steps):
+        found.losses.append(trainer.step(batches(job, trainer.share.rank, step)))
+        if step + 1 == job.save:
+            engine.save_checkpoint(job.folder, client_state={"step": step + 1})
+    named = dict(engine.module.named_parameters())
+    found.parameters = {name: digest(parameter) for name, parameter in named.items()}
+    cut = [name for name, p in named.items() if getattr(p, "tensor_model_parallel", False)]
+    found.whole = {name: text for name, text in found.parameters.items() if name not in cut}
+    channels = channels_of(engine)
+    if channels is not None:
+        entries = channels.ledger.interval.items()
+        found.ledger = {
+            key: (int(e.messages), int(e.native), int(e.raw_nbytes), int(e.wire_nbytes))
+            for key, e in entries
+            if e.messages
+        }
+        found.names = [getattr(parameter, NAME) for parameter in named.values()]
+        found.step, found.lent = channels.step, process.current() is channels
+    engine.destroy()
+    return found
