@@ -172,8 +172,9 @@ class Channel:
             self.is_suspended = False
 
     def native(self, raw_nbytes: int, direction: Direction = "forward") -> None:
-        """Write down a message that upstream sends itself."""
-        self._channels.ledger.record_native((self.dimension, direction), raw_nbytes)
+        """Write down a message that upstream sends itself; a group of one sends nothing."""
+        if raw_nbytes:
+            self._channels.ledger.record_native((self.dimension, direction), raw_nbytes)
 
     def gather_words(self, words: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
         """The int64 ``words`` of all ranks, sent beside a message of upstream; waits for them."""

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 
 from hybridcomp.collectives.meter import Meter
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension, Direction
 
 Key = tuple[Dimension, Direction]
 KEYS: tuple[Key, ...] = tuple((dim, way) for dim in DIMENSIONS for way in DIRECTIONS)
@@ -156,7 +156,7 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     parts = []
     for dimension, ways in rows.items():
         for direction, row in ways.items():
-            name = dimension if len(ways) == 1 else f"{dimension}.{direction}"
+            name = dimension if dimension in ONE_WAY else f"{dimension}.{direction}"
             ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
             error = f", error {row['error']:.1e}" if row["error"] is not None else ""
             left = row["native_messages"]

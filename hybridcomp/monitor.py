@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import check_payloads
 from hybridcomp.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
+from hybridcomp.policy import ONE_WAY
 
 #: name and figure, as DeepSpeed's monitors take them
 Event = tuple[str, float]
@@ -84,8 +85,7 @@ def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) 
     events: list[Event] = []
     for dimension, ways in rows.items():
         for direction, row in ways.items():
-            both = dimension not in ("dp", "zero")
-            name = f"{dimension}/{direction}" if both else dimension
+            name = dimension if dimension in ONE_WAY else f"{dimension}/{direction}"
             events += [
                 (f"Train/Compression/{name}/{figure}", float(row[figure]))
                 for figure in FIGURES

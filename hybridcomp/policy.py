@@ -22,6 +22,8 @@ Direction = Literal["forward", "backward"]
 
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+#: dimensions whose messages have one direction
+ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "sums",
     },
     "delta": {"codecs", "collectives", "channels"},
-    "monitor": {"errors", "codecs", "ledger", "channels"},
+    "monitor": {"errors", "codecs", "policy", "ledger", "channels"},
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",
         "monitor", "agreement", "nodes", "patching", "patches", "delta",

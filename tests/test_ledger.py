@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridcomp.collectives.meter import Meter
+from hybridcomp.config import CompressionConfig
 from hybridcomp.ledger import KEYS, JsonLines, Ledger, entries_of, line
 from hybridcomp.monitor import events_of
 
@@ -66,6 +67,24 @@ def test_events() -> None:
     assert events["Train/Compression/pp/backward/wire_MB"] == pytest.approx(50e-6)
     assert events["Train/Compression/dp/residual_norm"] == 2.0
     assert "Train/Compression/pp/backward/error" not in events
+
+
+def test_each_direction_has_its_own_codec() -> None:
+    """What {"tp": {"codec": "blockint", "bits": 4, "backward": {"bits": 8}}} looks like."""
+    block = {"tp": {"codec": "blockint", "bits": 4, "backward": {"bits": 8}}}
+    codecs = CompressionConfig.parse(block).policy().codecs
+    ledger = Ledger(codecs={key: codec.spec for key, codec in codecs.items() if codec})
+    ledger.record(("tp", "forward"), 8_000_000, Meter(1, 1_000_000))
+    forward_only = ledger.rows(ledger.interval)
+    assert "tp.forward blockint(bits=4) 8.00x" in line(1, forward_only)
+    ledger.record(("tp", "backward"), 8_000_000, Meter(1, 2_000_000))
+    rows = ledger.rows(ledger.interval)
+    assert [row["codec"] for row in rows["tp"].values()] == ["blockint(bits=4)", "blockint(bits=8)"]
+    assert [row["wire_MB"] for row in rows["tp"].values()] == [1.0, 2.0]
+    assert "tp.backward blockint(bits=8) 4.00x (2.00 of 8.00 MB" in line(1, rows)
+    events = dict(events_of(rows, 0.0))
+    assert events["Train/Compression/tp/forward/ratio"] == 8.0
+    assert events["Train/Compression/tp/backward/ratio"] == 4.0
 
 
 def test_jsonl_is_whole_at_any_time(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from hybridcomp.config.presets import PRESETS
 from hybridcomp.config.problems import NOTHING, near_key, problem, show, translate
 from hybridcomp.config.sources import read_source
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction, Policy
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension, Direction, Policy
 
 __all__ = [
     "BLOCK",
@@ -54,8 +54,6 @@ __all__ = [
 
 #: the key of the block in a ds_config.json
 BLOCK = "compression"
-#: dimensions whose messages have one direction
-ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
 #: models that may be written as the bare name of a codec
 SHORTHAND = frozenset(
     model.__name__
