@@ -129,6 +129,9 @@ def subjects_of(values: Tensor) -> list[Subject]:
     codecs = [
         make_codec("blockint", bits=8),
         make_codec("blockint", bits=4),
+        make_codec("blockint", bits=4, rotate=True),
+        make_codec("blockint", bits=4, levels="gaussian"),
+        make_codec("blockint", bits=4, rotate=True, levels="gaussian"),
         *(make_codec("blockint", bits=bits) for bits in (2, 3, 5, 6, 7)),
         make_codec("bf16"),
         make_codec("fp16"),
@@ -202,6 +205,8 @@ def missed_targets(rows: list[Row]) -> list[str]:
         for phase in ("encode", "decode_add"):
             expect(f"blockint(bits={bits})", phase, 0.8)
             expect(f"blockint(bits={bits})", phase, 3.0, f"eager torch int{bits}")
+            expect("blockint(bits=4, rotate=True)", phase, 0.4)
+            expect("blockint(bits=4, levels=gaussian)", phase, 0.7)
     for phase in ("encode", "decode"):
         expect("zfp(rate=8)", phase, 4.0, "zfpy rate 8")
         expect("mpc(dim=1)", phase, 0.08)
@@ -240,7 +245,7 @@ def main() -> int:
     bench_distortion.add_arguments(parser)
     arguments = parser.parse_args()
     if arguments.distortion:
-        return bench_distortion.report(arguments.steps, arguments.seed, arguments.check)
+        return bench_distortion.report(arguments)
     if arguments.check and (arguments.dtype != "fp32" or arguments.threads != 1):
         parser.error("--check needs --dtype fp32 and --threads 1: the targets are stated for those")
     torch.set_num_threads(arguments.threads)

@@ -55,30 +55,33 @@ def missed_lossless(rows: dict[str, list[float]], names: list[str]) -> list[str]
     return missed
 
 
-def run(steps: int, seed: int) -> list[str]:
+def run(steps: int, seed: int, layers: int, width: int) -> list[str]:
     """Capture, print all tables; returns the targets that were missed."""
-    tensors, loss = capture(steps, seed)
-    print(f"tensors of step {steps}, loss {loss:.2f} nats, seed {seed}")
+    tensors, loss = capture(steps, seed, layers, width)
+    print(f"tensors of step {steps}, {layers=}, {width=}, loss {loss:.2f} nats, {seed=}")
     curves = {name: tables.curves_of(values) for name, values in tensors.items()}
     extra = tables.lossy_tables(curves, [name for name in tensors if name != SPARSE])
     tables.segment_table(curves)
+    tables.variant_table(curves)
     rows = tables.lossless_table(tensors)
     return missed_lossy(extra) + missed_lossless(rows, list(tensors))
 
 
-def report(steps: int, seed: int, check: bool) -> int:
+def report(arguments: argparse.Namespace) -> int:
     """Run on one thread, name what was missed; the exit status."""
     torch.set_num_threads(1)
-    missed = run(steps, seed)
+    missed = run(arguments.steps, arguments.seed, arguments.layers, arguments.width)
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
-    return 1 if missed and check else 0
+    return 1 if missed and arguments.check else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What bench_codecs.py takes as well."""
     parser.add_argument("--steps", type=int, default=60, help="before the capture (--distortion)")
     parser.add_argument("--seed", type=int, default=0, help="of model and data (--distortion)")
+    parser.add_argument("--layers", type=int, default=4, help="of the model (--distortion)")
+    parser.add_argument("--width", type=int, default=256, help="of the model (--distortion)")
 
 
 def main() -> int:
@@ -86,8 +89,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
-    arguments = parser.parse_args()
-    return report(arguments.steps, arguments.seed, arguments.check)
+    return report(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -102,6 +102,21 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"dp": {"codec": "blockint", "bits": 4.5}}, "compression.dp.bits", ("4.5", "an integer")),
     ({"dp": {"codec": "blockint", "bits": True}}, "compression.dp.bits", ("true", "an integer")),
     (
+        {"tp": {"codec": "blockint", "bits": 5, "rotate": True}},
+        "compression.tp.rotate",
+        ("found true", "4 bits and fewer"),
+    ),
+    (
+        {"tp": {"codec": "blockint", "bits": 4, "rotate": True, "error_bound": 0.5}},
+        "compression.tp.rotate",
+        ("keeps no bound", "error_bound"),
+    ),
+    (
+        {"tp": {"codec": "blockint", "levels": "gaussian"}},
+        "compression.tp.levels",
+        ('"gaussian"', "for 4 bits and not 8"),
+    ),
+    (
         {"dp": {"codec": "blockint", "rate": 8}},
         "compression.dp.rate",
         ("takes bits", "remove rate"),
@@ -323,6 +338,8 @@ def test_policy_resolves_directions_sizes_and_steps() -> None:
 def test_flat_names_every_dimension() -> None:
     flat = parse({"dp": {"codec": "blockint", "bits": 4}}).flat()
     assert flat["compression.dp.forward"] == "blockint(bits=4)"
+    rotated = parse({"tp": {**BLOCKINT, "bits": 4, "rotate": True, "levels": "gaussian"}}).flat()
+    assert rotated["compression.tp.backward"] == "blockint(bits=4, rotate=True, levels=gaussian)"
     assert flat["compression.pp.backward"] == "none"
     assert "compression.dp.backward" not in flat
     json.dumps(flat)

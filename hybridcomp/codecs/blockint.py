@@ -5,7 +5,8 @@ The format and the argument for its bound are at the top of ``kernels/blockint.h
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -19,36 +20,71 @@ BLOCK = 32
 TILE = 1024
 #: smallest top of a block: what lies under half a step of it becomes zero
 SMALLEST_TOP = 1.125 * 2.0**-110
+#: values that are rotated together (kernels/rotation.h)
+ROTATION = 64
+#: most bits with a rotation: above, one more bit costs less than the rotation
+ROTATION_BITS = 4
+#: bits of the Gaussian levels
+GAUSSIAN_BITS = 4
+
+#: how the levels of a block are spaced
+Levels = Literal["uniform", "gaussian"]
 
 
 class BlockInt(FixedCodec):
     """``bits`` + 0.26 bits a value; on Gaussian values 0.6 % relative error at 8 bits, 10 % at 4.
 
-    A NaN or Inf makes its block of 32 values NaN. Errors are bounded by the absmax of the aligned
-    tile of 1024 values, see :meth:`element_bound`.
+    A NaN or Inf makes its block of 32 values NaN, with ``rotate`` its group of 64. Errors are
+    bounded by the absmax of the aligned tile of 1024 values, see :meth:`element_bound`.
 
     Args:
         bits: bits of a level, 2..8.
+        rotate: Walsh-Hadamard rotation of every 64 values; for 4 bits and fewer. Spreads outliers:
+            with channels that are 30 times larger the relative error at 4 bits falls from 16 % to
+            7 %. Near-Gaussian values lose nothing at 4 bits, 4 % at 3 and 8 % at 2 bits (where
+            outliers lose more); sparse ones lose their zeros.
+        levels: "gaussian" for sixteen levels where Gaussian values gather; 4 bits only. The
+            relative error at 4 bits is 8 % on Gaussian values, and 17 % smaller than that of
+            uniform levels on average over training tensors. Zeros beside other values come back
+            as 5 % of their block's absmax.
 
     Raises:
-        CodecError: ``bits`` is not an integer from 2 to 8.
+        CodecError: a setting is out of range, or does not go with ``bits``.
     """
 
     name: ClassVar[str] = "blockint"
     span: ClassVar[int] = TILE
 
-    def __init__(self, bits: int = 8) -> None:
+    def __init__(self, bits: int = 8, rotate: bool = False, levels: Levels = "uniform") -> None:
         if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
             raise CodecError(f"blockint: bits must be an integer from 2 to 8, found {bits!r}")
+        if not isinstance(rotate, bool):
+            raise CodecError(f"blockint: rotate must be true or false, found {rotate!r}")
+        if rotate and bits > ROTATION_BITS:
+            raise CodecError(
+                f"blockint: rotate gains only at {ROTATION_BITS} bits and fewer and the message "
+                f"has {bits}; remove it, found True"
+            )
+        if levels not in get_args(Levels):
+            raise CodecError(f"blockint: levels must be one of {get_args(Levels)}, found {levels}")
+        if levels == "gaussian" and bits != GAUSSIAN_BITS:
+            raise CodecError(
+                f"blockint: levels gaussian are {2**GAUSSIAN_BITS}, for {GAUSSIAN_BITS} bits and "
+                f"not {bits}, found 'gaussian'"
+            )
         self.bits = bits
+        self.rotate = rotate
+        self.levels = levels
 
     @property
     def spec(self) -> str:
-        return f"blockint(bits={self.bits})"
+        rotate = ", rotate=True" if self.rotate else ""
+        levels = f", levels={self.levels}" if self.levels != "uniform" else ""
+        return f"blockint(bits={self.bits}{rotate}{levels})"
 
     @property
     def _setting(self) -> int:
-        return self.bits
+        return self.bits + 16 * self.rotate + 32 * (self.levels == "gaussian")
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         check_dtype(self.spec, dtype)
@@ -62,8 +98,17 @@ class BlockInt(FixedCodec):
         return kernels_of(device).blockint_decode
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        """Largest error of an element whose aligned tile of 1024 values has this finite absmax."""
+        """Largest error of an element whose aligned tile of 1024 values has this finite absmax.
+
+        With ``rotate`` that is the worst case over all 64 values of a group, 45 times the bound
+        without and far above what happens: no promise to build on.
+        """
         check_dtype(self.spec, dtype)
         # half a step; the last digit covers the roundings of the scale, its inverse and products
         levels: int = 2 ** (self.bits - 1) - 1
-        return 0.5001 / levels * max(absmax * 17 / 16, SMALLEST_TOP)
+        share = 0.0925 if self.levels == "gaussian" else 0.5001 / levels
+        top = absmax * 17 / 16
+        if self.rotate:
+            # H D errors of two blocks of 32, whose tops' squares sum up to the group's
+            return share * (math.sqrt(32 * ROTATION) * top + ROTATION * SMALLEST_TOP)
+        return share * max(top, SMALLEST_TOP)

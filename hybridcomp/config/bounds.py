@@ -51,6 +51,9 @@ def build_bounded(name: str, settings: Mapping[str, Any], at: Callable[[str], st
         if key not in takes:
             listed = ", ".join([*takes, *PROMISE])
             raise problem(at(key), value, f"{name} takes {listed}; remove {key}")
+    if own.get("rotate"):
+        todo = "spreads errors over 64 values and keeps no bound; remove it, or error_bound"
+        raise problem(at("rotate"), True, todo)
     promise = {PROMISE[key]: value for key, value in settings.items() if key in PROMISE}
     try:
         return make_bounded(name, own, promise)

@@ -65,11 +65,11 @@ class Kernels(Protocol):
 
     @property
     def blockint_encode(self) -> FixedEncode:
-        """Setting: bits."""
+        """Setting: bits, + 16 rotated, + 32 with Gaussian levels."""
 
     @property
     def blockint_decode(self) -> FixedDecode:
-        """Setting: bits."""
+        """Setting: bits, + 16 rotated, + 32 with Gaussian levels."""
 
     @property
     def fp8_encode(self) -> FixedEncode:

@@ -1,4 +1,4 @@
-// CUDA kernels of blockint, for HC_BITS bits. A warp takes a tile: its 1024 values stay in registers, 32 in
+// CUDA kernels of blockint, for HC_BITS bits, HC_GAUSSIAN levels or not, HC_ROTATE or not. A warp takes a tile: its 1024 values stay in registers, 32 in
 // each lane, and nothing is read twice. Eight lanes share a block of 32 values, four consecutive
 // values each, so that values move as 16 (bf16: 8) bytes a lane; a 4 x 4 transpose of bytes, two
 // shuffles, turns these into the words of blockint.h. An iteration handles four blocks.
@@ -8,15 +8,23 @@
 #include "cuda_device.h"
 
 #include "blockint.h"
+#include "rotation.h"
 
 #ifndef HC_BITS
 #define HC_BITS 8
+#endif
+#ifndef HC_GAUSSIAN
+#define HC_GAUSSIAN 0
+#endif
+#ifndef HC_ROTATE
+#define HC_ROTATE 0
 #endif
 
 namespace hybridcomp {
 namespace blockint {
 
 constexpr int ROUNDS = 8;  // iterations of a tile
+constexpr bool GAUSSIAN = HC_GAUSSIAN;
 
 struct Place {
     u32 group, part, row, half;
@@ -78,9 +86,57 @@ HC_INLINE u32 load_word(const u32* in, u32 index) {
     return word;
 }
 
+// A stage of rotation.h over lanes that differ in MASK.
+template <int MASK>
+HC_INLINE Four stage_lanes(Four v) {
+    Four other = {bits_float(other_lane<MASK>(float_bits(v.x))),
+                  bits_float(other_lane<MASK>(float_bits(v.y))),
+                  bits_float(other_lane<MASK>(float_bits(v.z))),
+                  bits_float(other_lane<MASK>(float_bits(v.w)))};
+    if ((lane_id() & MASK) == 0) return sum(v, other);
+    return Four{other.x - v.x, other.y - v.y, other.z - v.z, other.w - v.w};
+}
+
+// rotation::transform: sixteen lanes hold a group, this one the four values from 4 * (lane % 16) on.
+HC_INLINE Four transform_lanes(Four v) {
+    v = Four{v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w};
+    v = Four{v.x + v.z, v.y + v.w, v.x - v.z, v.y - v.w};
+    return stage_lanes<8>(stage_lanes<4>(stage_lanes<2>(stage_lanes<1>(v))));
+}
+
+HC_INLINE Four with_signs(Four v) {
+    int first = 4 * (int)(lane_id() % 16);
+    return Four{rotation::with_sign(v.x, first), rotation::with_sign(v.y, first + 1),
+                rotation::with_sign(v.z, first + 2), rotation::with_sign(v.w, first + 3)};
+}
+
+HC_INLINE Four scaled(Four v, float by) { return Four{v.x * by, v.y * by, v.z * by, v.w * by}; }
+
+// Whether the group of 64 values around value `at` of the message is whole.
+HC_INLINE bool in_group(u64 at, u64 count) { return at / 64 * 64 + 64 <= count; }
+
+HC_INLINE Four rotated(Four v, bool whole) {
+    if constexpr (!HC_ROTATE) return v;
+    Four y = transform_lanes(scaled(with_signs(v), rotation::FORWARD_SCALE));
+    return whole ? y : v;
+}
+
+HC_INLINE Four rotated_back(Four v, bool whole) {
+    if constexpr (!HC_ROTATE) return v;
+    Four x = with_signs(transform_lanes(scaled(v, rotation::BACK_SCALE)));
+    x = scaled(x, 1.0f / rotation::BACK_SCALE);
+    return whole ? Four{finite(x.x), finite(x.y), finite(x.z), finite(x.w)} : v;
+}
+
 // A tile in registers -> its place in the payload. Lanes beyond the last block write nothing.
-HC_INLINE void encode_tile(const Four* values, u64 tile, const Layout& layout, u8* out) {
+HC_INLINE void encode_tile(Four* values, u64 tile, u64 count, const Layout& layout, u8* out) {
     Place place;
+    if constexpr (HC_ROTATE) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            values[i] = rotated(values[i], in_group(tile * TILE + place.value(i), count));
+        }
+    }
     u32 absmax[ROUNDS], largest = 0;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -97,12 +153,12 @@ HC_INLINE void encode_tile(const Four* values, u64 tile, const Layout& layout, u
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         u64 block = tile * TILE_BLOCKS + i * 4 + place.group;
-        u32 code = scale_code(absmax[i], base);
-        float inverse = inverse_step<HC_BITS>(code == NONFINITE_CODE ? 0 : code, base);
-        u32 word = quantize<HC_BITS>(values[i].x, inverse) |
-                   quantize<HC_BITS>(values[i].y, inverse) << 8 |
-                   quantize<HC_BITS>(values[i].z, inverse) << 16 |
-                   quantize<HC_BITS>(values[i].w, inverse) << 24;
+        u32 code = scale_code<GAUSSIAN>(absmax[i], base);
+        float inverse = inverse_step<HC_BITS, GAUSSIAN>(code == NONFINITE_CODE ? 0 : code, base);
+        u32 word = quantize<HC_BITS, GAUSSIAN>(values[i].x, inverse) |
+                   quantize<HC_BITS, GAUSSIAN>(values[i].y, inverse) << 8 |
+                   quantize<HC_BITS, GAUSSIAN>(values[i].z, inverse) << 16 |
+                   quantize<HC_BITS, GAUSSIAN>(values[i].w, inverse) << 24;
         word = transpose_bytes(code == NONFINITE_CODE ? 0 : word, place.row);
         bool write = block < layout.blocks;
         store_word(word, index, write, (u32*)out + block * HC_BITS);
@@ -112,26 +168,25 @@ HC_INLINE void encode_tile(const Four* values, u64 tile, const Layout& layout, u
     if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
 }
 
-// This lane's four values of one iteration.
-HC_INLINE Four decode_four(const u8* in, u64 block, u32 base, const Layout& layout,
+// This lane's four values of one iteration, of `count` in the message.
+HC_INLINE Four decode_four(const u8* in, u64 block, u32 base, const Layout& layout, u64 count,
                            const Place& place) {
     bool there = block < layout.blocks;
     u32 code = there ? in[layout.scales + block] : 0;
     u32 word = there ? load_word((const u32*)in + block * HC_BITS, 4 * place.half + place.row) : 0;
     word = transpose_bytes(word, place.row);
-    float step = step_of<HC_BITS>(code, base);
+    float step = step_of<HC_BITS, GAUSSIAN>(code, base);
     bool overflow = 16 * base + 15 - code >= OVERFLOW_TOP && code != NONFINITE_CODE;
-    if (overflow) step = half_top(code, base) * (1.0f / (float)top_level(HC_BITS));
-    constexpr i32 middle = 1 << (HC_BITS - 1);
-    Four v = {(float)((i32)(word & 255u) - middle) * step,
-              (float)((i32)(word >> 8 & 255u) - middle) * step,
-              (float)((i32)(word >> 16 & 255u) - middle) * step,
-              (float)((i32)(word >> 24) - middle) * step};
+    if (overflow) step = half_top(code, base) * (GAUSSIAN ? 1.0f : 1.0f / (float)top_level(HC_BITS));
+    Four v = {dequantize<HC_BITS, GAUSSIAN>(word & 255u, step),
+              dequantize<HC_BITS, GAUSSIAN>(word >> 8 & 255u, step),
+              dequantize<HC_BITS, GAUSSIAN>(word >> 16 & 255u, step),
+              dequantize<HC_BITS, GAUSSIAN>(word >> 24, step)};
     if (!there) v = Four{0.0f, 0.0f, 0.0f, 0.0f};  // a sum of it would be encoded
     if (overflow) {
         v = Four{finite(v.x * 2.0f), finite(v.y * 2.0f), finite(v.z * 2.0f), finite(v.w * 2.0f)};
     }
-    return v;
+    return rotated_back(v, in_group(block * BLOCK, count));
 }
 
 template <class T>
@@ -148,7 +203,7 @@ HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 sk
     for (int i = 0; i < ROUNDS; ++i) {
         held[i] = read4<T>(values, tile * TILE + place.value(i), mine.count, vectors);
     }
-    encode_tile(held, tile, layout, out + mine.payload);
+    encode_tile(held, tile, mine.count, layout, out + mine.payload);
 }
 
 template <class T, bool ADD>
@@ -165,7 +220,8 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         u64 at = tile * TILE + place.value(i);
-        Four v = decode_four(in, tile * TILE_BLOCKS + i * 4 + place.group, base, layout, place);
+        u64 block = tile * TILE_BLOCKS + i * 4 + place.group;
+        Four v = decode_four(in, block, base, layout, mine.count, place);
         if constexpr (ADD) v = sum(read4<T>(out, at, mine.count, vectors), v);
         write4<T>(v, out, at, mine.count, vectors);
     }
@@ -192,7 +248,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
             Four next = rank == me
                             ? read4<T>(values, tile * TILE + place.value(i), numel, vectors)
                             : decode_four(in, tile * TILE_BLOCKS + i * 4 + place.group, base,
-                                          layout, place);
+                                          layout, numel, place);
             held[i] = rank == 0 ? next : sum(held[i], next);
         }
     }
@@ -203,7 +259,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
             write4<Fp32>(held[i], total, tile * TILE + place.value(i), numel, whole);
         }
     }
-    encode_tile(held, tile, layout, out);
+    encode_tile(held, tile, numel, layout, out);
 }
 
 }  // namespace blockint

@@ -19,13 +19,16 @@ void check(int dtype, bool add = false) {
     require(!add || dtype == FP32, "sums are accumulated in fp32");
 }
 
-// The fixed-size codecs have one setting each: its range is all that differs.
+template <int FIRST, int LAST>
+bool in_range(int setting) { return setting >= FIRST && setting <= LAST; }
+
+// The fixed-size codecs have one setting each: which ones are possible is all that differs.
 template <size_t (*SIZE)(size_t, int), void (*ENCODE)(int, int, const void*, size_t, u8*, int),
-          void (*DECODE)(int, int, const u8*, void*, size_t, bool, int), int FIRST, int LAST>
+          void (*DECODE)(int, int, const u8*, void*, size_t, bool, int), bool (*POSSIBLE)(int)>
 void bind_fixed(py::module_& m, const char* encode_name, const char* decode_name) {
     m.def(encode_name, [](int setting, int dtype, uintptr_t in, size_t numel, uintptr_t out,
                           size_t nbytes, int threads) {
-        require(setting >= FIRST && setting <= LAST, "setting is out of range");
+        require(POSSIBLE(setting), "setting is out of range");
         require(nbytes >= SIZE(numel, setting), "out is too short");
         check(dtype);
         py::gil_scoped_release release;
@@ -33,7 +36,7 @@ void bind_fixed(py::module_& m, const char* encode_name, const char* decode_name
     });
     m.def(decode_name, [](int setting, int dtype, uintptr_t payload, size_t nbytes, uintptr_t out,
                           size_t numel, bool add, int threads) {
-        require(setting >= FIRST && setting <= LAST, "setting is out of range");
+        require(POSSIBLE(setting), "setting is out of range");
         require(nbytes >= SIZE(numel, setting), "payload is too short");
         check(dtype, add);
         py::gil_scoped_release release;
@@ -125,8 +128,10 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("radix_decode", &radix_decode);
     m.def("expcode_encode", &expcode_encode);
     m.def("expcode_decode", &expcode_decode);
-    bind_fixed<fp8_nbytes, fp8::encode, fp8::decode, 0, 1>(m, "fp8_encode", "fp8_decode");
-    bind_fixed<blockint::wire_nbytes, blockint::encode, blockint::decode, 2, 8>(
+    bind_fixed<fp8_nbytes, fp8::encode, fp8::decode, in_range<0, 1>>(m, "fp8_encode",
+                                                                     "fp8_decode");
+    bind_fixed<blockint::wire_nbytes, blockint::encode, blockint::decode, blockint::possible>(
         m, "blockint_encode", "blockint_decode");
-    bind_fixed<zfp::wire_nbytes, zfp::encode, zfp::decode, 10, 128>(m, "zfp_encode", "zfp_decode");
+    bind_fixed<zfp::wire_nbytes, zfp::encode, zfp::decode, in_range<10, 128>>(m, "zfp_encode",
+                                                                              "zfp_decode");
 }

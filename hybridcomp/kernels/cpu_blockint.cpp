@@ -4,6 +4,7 @@
 #include "blockint.h"
 #include "cpu.h"
 #include "level_lanes.h"
+#include "rotation_lanes.h"
 
 namespace hybridcomp {
 namespace blockint {
@@ -26,42 +27,46 @@ inline u32 finite_absmax(const u32* absmax, int blocks) {
 }
 
 // encode_block for a finite block.
-template <int BITS>
+template <int BITS, bool GAUSSIAN>
 HC_INLINE void encode_lanes(const float* values, float inverse, u8* out) {
     constexpr float magic = 12582912.0f + (float)(1 << (BITS - 1));
     U8 levels = {};
     for (int b = 0; b < 4; ++b) {
         F8 scaled = load_lanes<F8>(values + 8 * b) * inverse;
+        if (GAUSSIAN) scaled = gaussian_cell(scaled) - 0.5f;
         levels |= ((U8)(scaled + magic) & 255u) << (8 * b);
     }
     pack_level_lanes<BITS>(levels, out);
 }
 
 // decode_block for a step that cannot overflow.
-template <int BITS, class T, bool ADD>
+template <int BITS, bool GAUSSIAN, class T, bool ADD>
 HC_INLINE void decode_lanes(const u8* in, float step, typename T::Stored* out) {
     U8 levels = unpack_level_lanes<BITS>(in);
     for (int b = 0; b < 4; ++b) {
-        I8 level = (I8)((levels >> (8 * b)) & 255u) - (1 << (BITS - 1));
-        F8 value = __builtin_convertvector(level, F8) * step;
+        I8 level = (I8)((levels >> (8 * b)) & 255u);
+        level = GAUSSIAN ? 2 * level - 15 : level - (1 << (BITS - 1));
+        F8 value = __builtin_convertvector(level, F8);
+        if (GAUSSIAN) value = gaussian_value(value);
+        value *= step;
         if (ADD) value += load_lanes<F8>(out + 8 * b);
         T::store8(value, out + 8 * b);
     }
 }
 
-template <int BITS>
+template <int BITS, bool GAUSSIAN>
 void encode_nonfinite_tile(const float* values, const u32* absmax, int blocks, u8* levels,
                            u8* scales, u8* base_out) {
     u32 base = base_of(finite_absmax(absmax, blocks)), words[BITS];
     for (int b = 0; b < blocks; ++b) {
-        scales[b] = (u8)scale_code(absmax[b], base);
-        encode_block<BITS>(values + b * BLOCK, scales[b], base, words);
+        scales[b] = (u8)scale_code<GAUSSIAN>(absmax[b], base);
+        encode_block<BITS, GAUSSIAN>(values + b * BLOCK, scales[b], base, words);
         memcpy(levels + b * 4 * BITS, words, 4 * BITS);
     }
     *base_out = (u8)base;
 }
 
-template <int BITS>
+template <int BITS, bool GAUSSIAN>
 HC_INLINE void encode_tile(const float* values, int blocks, u8* levels, u8* scales, u8* base_out) {
     u32 absmax[TILE_BLOCKS] = {};
     float inverse[TILE_BLOCKS];
@@ -69,42 +74,53 @@ HC_INLINE void encode_tile(const float* values, int blocks, u8* levels, u8* scal
     for (int b = 0; b < blocks; ++b) absmax[b] = absmax_bits(values + b * BLOCK);
     for (int b = 0; b < TILE_BLOCKS; ++b) largest = absmax[b] > largest ? absmax[b] : largest;
     if (largest >= INF_BITS) {
-        encode_nonfinite_tile<BITS>(values, absmax, blocks, levels, scales, base_out);
+        encode_nonfinite_tile<BITS, GAUSSIAN>(values, absmax, blocks, levels, scales, base_out);
         return;
     }
     u32 base = base_of(largest);
     for (int b = 0; b < TILE_BLOCKS; ++b) {
-        absmax[b] = scale_code(absmax[b], base);
-        inverse[b] = inverse_step<BITS>(absmax[b], base);
+        absmax[b] = scale_code<GAUSSIAN>(absmax[b], base);
+        inverse[b] = inverse_step<BITS, GAUSSIAN>(absmax[b], base);
     }
     for (int b = 0; b < blocks; ++b) {
         scales[b] = (u8)absmax[b];
-        encode_lanes<BITS>(values + b * BLOCK, inverse[b], levels + b * 4 * BITS);
+        encode_lanes<BITS, GAUSSIAN>(values + b * BLOCK, inverse[b], levels + b * 4 * BITS);
     }
     *base_out = (u8)base;
 }
 
-template <int BITS, class T>
-HC_INLINE void encode_tiles(const void* source, size_t numel, u8* out, size_t begin, size_t end) {
+HC_INLINE void rotate_tile(float* values, size_t count) {
+    for (size_t i = 0; i + rotation::LENGTH <= count; i += rotation::LENGTH) {
+        rotation::forward_lanes(values + i);
+    }
+}
+
+HC_INLINE void rotate_back(float* values, size_t count) {
+    for (size_t i = 0; i + rotation::LENGTH <= count; i += rotation::LENGTH) {
+        rotation::back_lanes(values + i);
+    }
+}
+
+template <int BITS, bool GAUSSIAN, class T>
+HC_INLINE void encode_tiles(const void* source, size_t numel, bool rotate, u8* out, size_t begin,
+                            size_t end) {
     const auto* values = (const typename T::Stored*)source;
     Layout layout(numel, BITS);
     for (size_t tile = begin; tile < end; ++tile) {
         size_t first = tile * TILE, block = tile * TILE_BLOCKS;
+        size_t count = numel - first < (size_t)TILE ? numel - first : (size_t)TILE;
         u8* levels = out + block * 4 * BITS;
         u8* scales = out + layout.scales + block;
         u8* base = out + layout.bases + tile;
-        float buffer[TILE];
-        if (first + TILE > numel) {
-            int count = (int)(numel - first);
-            for (int i = 0; i < count; ++i) buffer[i] = T::load(values[first + i]);
-            for (int i = count; i < TILE; ++i) buffer[i] = 0.0f;
-            encode_tile<BITS>(buffer, (int)ceil_div(count, BLOCK), levels, scales, base);
-        } else if (sizeof(typename T::Stored) == 4) {
-            encode_tile<BITS>((const float*)source + first, TILE_BLOCKS, levels, scales, base);
-        } else {
-            for (int i = 0; i < TILE; ++i) buffer[i] = T::load(values[first + i]);
-            encode_tile<BITS>(buffer, TILE_BLOCKS, levels, scales, base);
+        if (sizeof(typename T::Stored) == 4 && count == TILE && !rotate) {
+            encode_tile<BITS, GAUSSIAN>((const float*)source + first, TILE_BLOCKS, levels, scales, base);
+            continue;
         }
+        float buffer[TILE];
+        for (size_t i = 0; i < count; ++i) buffer[i] = T::load(values[first + i]);
+        for (size_t i = count; i < (size_t)TILE; ++i) buffer[i] = 0.0f;
+        if (rotate) rotate_tile(buffer, count);
+        encode_tile<BITS, GAUSSIAN>(buffer, (int)ceil_div(count, BLOCK), levels, scales, base);
     }
 }
 
@@ -114,92 +130,127 @@ HC_INLINE void put_values(const float* values, int count, typename T::Stored* ou
     for (int i = 0; i < count; ++i) out[i] = T::store(ADD ? T::load(out[i]) + values[i] : values[i]);
 }
 
-template <int BITS, class T, bool ADD>
+template <int BITS, bool GAUSSIAN, class T, bool ADD>
 HC_INLINE void decode_tile(const u8* levels, const u8* scales, u32 base, typename T::Stored* out) {
     float steps[TILE_BLOCKS];
-    for (int b = 0; b < TILE_BLOCKS; ++b) steps[b] = step_of<BITS>(scales[b], base);
+    for (int b = 0; b < TILE_BLOCKS; ++b) steps[b] = step_of<BITS, GAUSSIAN>(scales[b], base);
     for (int b = 0; b < TILE_BLOCKS; ++b) {
-        decode_lanes<BITS, T, ADD>(levels + b * 4 * BITS, steps[b], out + b * BLOCK);
+        decode_lanes<BITS, GAUSSIAN, T, ADD>(levels + b * 4 * BITS, steps[b], out + b * BLOCK);
     }
 }
 
-template <int BITS, class T, bool ADD>
-HC_INLINE void decode_tiles(const u8* in, size_t numel, void* target, size_t begin, size_t end) {
+// A tile that is short, or whose steps may overflow.
+template <int BITS, bool GAUSSIAN, class T, bool ADD>
+HC_INLINE void decode_blocks(const u8* levels, const u8* scales, u32 base, size_t count,
+                             typename T::Stored* out) {
+    for (size_t i = 0; i < count; i += BLOCK) {
+        u32 packed[BITS];
+        float values[BLOCK];
+        memcpy(packed, levels + i / BLOCK * 4 * BITS, 4 * BITS);
+        decode_block<BITS, GAUSSIAN>(packed, scales[i / BLOCK], base, values);
+        put_values<T, ADD>(values, count - i < BLOCK ? (int)(count - i) : BLOCK, out + i);
+    }
+}
+
+template <int BITS, bool GAUSSIAN, class T, bool ADD>
+HC_INLINE void decode_tiles(const u8* in, size_t numel, bool rotate, void* target, size_t begin,
+                            size_t end) {
     Layout layout(numel, BITS);
     for (size_t tile = begin; tile < end; ++tile) {
         size_t first = tile * TILE, block = tile * TILE_BLOCKS;
+        size_t count = numel - first < (size_t)TILE ? numel - first : (size_t)TILE;
         auto* out = (typename T::Stored*)target + first;
         const u8* levels = in + block * 4 * BITS;
         const u8* scales = in + layout.scales + block;
         u32 base = in[layout.bases + tile];
-        if (base < OVERFLOW_TOP >> 4 && first + TILE <= numel) {
-            decode_tile<BITS, T, ADD>(levels, scales, base, out);
-            continue;
-        }
-        size_t count = numel - first < (size_t)TILE ? numel - first : (size_t)TILE;
-        for (size_t i = 0; i < count; i += BLOCK) {
-            u32 packed[BITS];
-            float values[BLOCK];
-            memcpy(packed, levels + i / BLOCK * 4 * BITS, 4 * BITS);
-            decode_block<BITS>(packed, scales[i / BLOCK], base, values);
-            put_values<T, ADD>(values, count - i < BLOCK ? (int)(count - i) : BLOCK, out + i);
+        bool whole = base < OVERFLOW_TOP >> 4 && count == TILE;
+        if (!rotate && whole) {
+            decode_tile<BITS, GAUSSIAN, T, ADD>(levels, scales, base, out);
+        } else if (!rotate) {
+            decode_blocks<BITS, GAUSSIAN, T, ADD>(levels, scales, base, count, out);
+        } else {
+            float buffer[TILE];
+            if (whole) decode_tile<BITS, GAUSSIAN, Fp32, false>(levels, scales, base, buffer);
+            else decode_blocks<BITS, GAUSSIAN, Fp32, false>(levels, scales, base, count, buffer);
+            rotate_back(buffer, count);
+            size_t lanes = count / 8 * 8;
+            for (size_t i = 0; i < lanes; i += 8) {
+                F8 value = load_lanes<F8>(buffer + i);
+                if (ADD) value = load_lanes<F8>(out + i) + value;
+                T::store8(value, out + i);
+            }
+            put_values<T, ADD>(buffer + lanes, (int)(count - lanes), out + lanes);
         }
     }
 }
 
-typedef void Encode(const void*, size_t, u8*, size_t, size_t);
-typedef void Decode(const u8*, size_t, void*, size_t, size_t);
+typedef void Encode(const void*, size_t, bool, u8*, size_t, size_t);
+typedef void Decode(const u8*, size_t, bool, void*, size_t, size_t);
 
-#define HC_BLOCKINT(BITS, T)                                                                    \
-    HC_CLONES void encode_##BITS##_##T(const void* values, size_t numel, u8* out, size_t begin, \
-                                       size_t end) {                                            \
-        encode_tiles<BITS, T>(values, numel, out, begin, end);                                  \
+#define HC_BLOCKINT(NAME, BITS, GAUSSIAN, T)                                                    \
+    HC_CLONES void encode_##NAME##_##T(const void* values, size_t numel, bool rotate, u8* out,  \
+                                       size_t begin, size_t end) {                              \
+        encode_tiles<BITS, GAUSSIAN, T>(values, numel, rotate, out, begin, end);                \
     }                                                                                           \
-    HC_CLONES void decode_##BITS##_##T(const u8* in, size_t numel, void* out, size_t begin,     \
-                                       size_t end) {                                            \
-        decode_tiles<BITS, T, false>(in, numel, out, begin, end);                               \
+    HC_CLONES void decode_##NAME##_##T(const u8* in, size_t numel, bool rotate, void* out,      \
+                                       size_t begin, size_t end) {                              \
+        decode_tiles<BITS, GAUSSIAN, T, false>(in, numel, rotate, out, begin, end);             \
     }
-#define HC_BLOCKINT_BITS(BITS)                                                               \
-    HC_BLOCKINT(BITS, Fp32)                                                                  \
-    HC_BLOCKINT(BITS, BFloat16)                                                              \
-    HC_BLOCKINT(BITS, Float16)                                                               \
-    HC_CLONES void add_##BITS(const u8* in, size_t numel, void* out, size_t begin, size_t end) { \
-        decode_tiles<BITS, Fp32, true>(in, numel, out, begin, end);                          \
+#define HC_BLOCKINT_BITS(NAME, BITS, GAUSSIAN)                                                  \
+    HC_BLOCKINT(NAME, BITS, GAUSSIAN, Fp32)                                                     \
+    HC_BLOCKINT(NAME, BITS, GAUSSIAN, BFloat16)                                                 \
+    HC_BLOCKINT(NAME, BITS, GAUSSIAN, Float16)                                                  \
+    HC_CLONES void add_##NAME(const u8* in, size_t numel, bool rotate, void* out, size_t begin, \
+                              size_t end) {                                                     \
+        decode_tiles<BITS, GAUSSIAN, Fp32, true>(in, numel, rotate, out, begin, end);           \
     }
-HC_BLOCKINT_BITS(2)
-HC_BLOCKINT_BITS(3)
-HC_BLOCKINT_BITS(4)
-HC_BLOCKINT_BITS(5)
-HC_BLOCKINT_BITS(6)
-HC_BLOCKINT_BITS(7)
-HC_BLOCKINT_BITS(8)
+HC_BLOCKINT_BITS(2, 2, false)
+HC_BLOCKINT_BITS(3, 3, false)
+HC_BLOCKINT_BITS(4, 4, false)
+HC_BLOCKINT_BITS(5, 5, false)
+HC_BLOCKINT_BITS(6, 6, false)
+HC_BLOCKINT_BITS(7, 7, false)
+HC_BLOCKINT_BITS(8, 8, false)
+HC_BLOCKINT_BITS(gaussian, 4, true)
 
-#define HC_ROW(BITS, NAME) {NAME##_##BITS##_Fp32, NAME##_##BITS##_BFloat16, NAME##_##BITS##_Float16}
-Encode* const ENCODE[7][3] = {HC_ROW(2, encode), HC_ROW(3, encode), HC_ROW(4, encode),
-                              HC_ROW(5, encode), HC_ROW(6, encode), HC_ROW(7, encode),
-                              HC_ROW(8, encode)};
-Decode* const DECODE[7][3] = {HC_ROW(2, decode), HC_ROW(3, decode), HC_ROW(4, decode),
-                              HC_ROW(5, decode), HC_ROW(6, decode), HC_ROW(7, decode),
-                              HC_ROW(8, decode)};
-Decode* const ADD[7] = {add_2, add_3, add_4, add_5, add_6, add_7, add_8};
+// By bits - 2; the Gaussian levels last.
+#define HC_ROW(NAME, KIND) {NAME##_##KIND##_Fp32, NAME##_##KIND##_BFloat16, NAME##_##KIND##_Float16}
+#define HC_ROWS(NAME)                                                                     \
+    HC_ROW(NAME, 2), HC_ROW(NAME, 3), HC_ROW(NAME, 4), HC_ROW(NAME, 5), HC_ROW(NAME, 6),  \
+        HC_ROW(NAME, 7), HC_ROW(NAME, 8), HC_ROW(NAME, gaussian)
+Encode* const ENCODE[8][3] = {HC_ROWS(encode)};
+Decode* const DECODE[8][3] = {HC_ROWS(decode)};
+Decode* const ADD[8] = {add_2, add_3, add_4, add_5, add_6, add_7, add_8, add_gaussian};
+
+// A setting is bits + 16 when rotated + 32 with Gaussian levels.
+int bits_of(int setting) { return setting & 15; }
+bool rotated(int setting) { return (setting & 16) != 0; }
+int row_of(int setting) { return (setting & 32) != 0 ? 7 : bits_of(setting) - 2; }
 
 }  // namespace
 
-size_t wire_nbytes(size_t numel, int bits) { return Layout(numel, bits).total; }
+bool possible(int setting) {
+    int bits = bits_of(setting);
+    bool gaussian = (setting & 32) != 0;
+    return (setting & ~63) == 0 && bits >= 2 && bits <= (rotated(setting) ? 4 : 8) &&
+           (!gaussian || bits == 4);
+}
 
-void encode(int bits, int dtype, const void* values, size_t numel, u8* out, int threads) {
-    Encode* loop = ENCODE[bits - 2][dtype];
-    Layout layout(numel, bits);
+size_t wire_nbytes(size_t numel, int setting) { return Layout(numel, bits_of(setting)).total; }
+
+void encode(int setting, int dtype, const void* values, size_t numel, u8* out, int threads) {
+    Encode* loop = ENCODE[row_of(setting)][dtype];
+    Layout layout(numel, bits_of(setting));
     parallel_ranges(layout.tiles, TILE, threads, [&](size_t begin, size_t end) {
-        loop(values, numel, out, begin, end);
+        loop(values, numel, rotated(setting), out, begin, end);
     });
     pad(out, layout.used, layout.total);
 }
 
-void decode(int bits, int dtype, const u8* in, void* out, size_t numel, bool add, int threads) {
-    Decode* loop = add ? ADD[bits - 2] : DECODE[bits - 2][dtype];
+void decode(int setting, int dtype, const u8* in, void* out, size_t numel, bool add, int threads) {
+    Decode* loop = add ? ADD[row_of(setting)] : DECODE[row_of(setting)][dtype];
     parallel_ranges(ceil_div(numel, TILE), TILE, threads, [&](size_t begin, size_t end) {
-        loop(in, numel, out, begin, end);
+        loop(in, numel, rotated(setting), out, begin, end);
     });
 }
 

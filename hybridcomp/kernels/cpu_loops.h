@@ -16,9 +16,11 @@ void decode(int format, int dtype, const u8* in, void* out, size_t numel, bool a
 }  // namespace fp8
 
 namespace blockint {
-size_t wire_nbytes(size_t numel, int bits);
-void encode(int bits, int dtype, const void* in, size_t numel, u8* out, int threads);
-void decode(int bits, int dtype, const u8* in, void* out, size_t numel, bool add, int threads);
+// A setting is bits + 16 when rotated + 32 with Gaussian levels; the others require a possible one.
+bool possible(int setting);
+size_t wire_nbytes(size_t numel, int setting);
+void encode(int setting, int dtype, const void* in, size_t numel, u8* out, int threads);
+void decode(int setting, int dtype, const u8* in, void* out, size_t numel, bool add, int threads);
 }  // namespace blockint
 
 namespace zfp {

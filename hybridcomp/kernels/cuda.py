@@ -73,21 +73,22 @@ class CudaKernels:
             raise CodecError("a payload decoded on the GPU since the last check is damaged")
 
     def blockint_encode(
-        self, bits: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
-    ) -> None:
+        self, setting: int, dtype: int, values: int, numel: int, out: int, nbytes: int,
+        threads: int, /,
+    ) -> None:  # fmt: skip
         """One warp a tile of 1024 values."""
         self._fixed(
-            "blockint.cu", (f"HC_BITS={bits}",), f"blockint_encode_{DTYPES[dtype]}", out,
+            "blockint.cu", _blockint(setting), f"blockint_encode_{DTYPES[dtype]}", out,
             _ceil_div(numel, 1024 * WARPS), (values, numel, numel, 0, WHOLE, out),
         )  # fmt: skip
 
     def blockint_decode(
-        self, bits: int, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
-        threads: int, /,
+        self, setting: int, dtype: int, payload: int, nbytes: int, out: int, numel: int,
+        add: bool, threads: int, /,
     ) -> None:  # fmt: skip
         """One warp a tile."""
         self._fixed(
-            "blockint.cu", (f"HC_BITS={bits}",),
+            "blockint.cu", _blockint(setting),
             "blockint_add" if add else f"blockint_decode_{DTYPES[dtype]}", payload,
             _ceil_div(numel, 1024 * WARPS), (payload, numel, numel, 0, WHOLE, out),
         )  # fmt: skip
@@ -222,6 +223,13 @@ class CudaKernels:
         nbytes = int(work[0])  # waits
         self.check()
         return nbytes
+
+
+def _blockint(setting: int) -> tuple[str, ...]:
+    """The macros of one setting: bits, + 16 rotated, + 32 with Gaussian levels."""
+    rotate = ("HC_ROTATE=1",) if setting & 16 else ()
+    gaussian = ("HC_GAUSSIAN=1",) if setting & 32 else ()
+    return (f"HC_BITS={setting & 15}", *rotate, *gaussian)
 
 
 def _float_bits(value: float) -> int:

@@ -14,13 +14,11 @@ from pathlib import Path
 import torch
 from gpt.model import GPT, Block, ModelConfig, lm_loss
 from prepare_data import standard_library
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 VOCABULARY = 4096
-CONFIG = ModelConfig(vocabulary=VOCABULARY, layers=4, width=256, heads=8)
 SAMPLES, LENGTH = 8, 128
-WATCHED = 2  # the block whose tensors are taken
 #: values of a tensor that are kept
 KEPT = 2**18
 
@@ -50,7 +48,8 @@ def batches(tokens: Tensor, seed: int) -> Iterator[Tensor]:
 class Watch:
     """Keeps what goes through one block: outputs by name, with their gradients."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: Block) -> None:
+        self.block = block
         self.outputs: dict[str, Tensor] = {}
         for name, module in (("block", block), *block.named_children()):
             module.register_forward_hook(lambda _, __, out, name=name: self._keep(name, out))
@@ -74,8 +73,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _take(model: GPT, watch: Watch, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    block = model.layers[WATCHED]
-    assert isinstance(block, Block)
+    block = watch.block
     seen = watch.outputs
     _, key, value = seen["qkv"].chunk(3, dim=-1)
     embedding, output = model.layers[0].weight, model.layers[-1].weight
@@ -100,11 +98,16 @@ def _take(model: GPT, watch: Watch, before: dict[str, Tensor]) -> dict[str, Tens
     }
 
 
-def capture(steps: int, seed: int = 0) -> tuple[dict[str, Tensor], float]:
-    """Train ``steps`` steps; the tensors of the last one, flat fp32, and its loss."""
+def capture(
+    steps: int, seed: int = 0, layers: int = 4, width: int = 256
+) -> tuple[dict[str, Tensor], float]:
+    """Train ``steps`` steps; the tensors of the last one, flat fp32, and its loss.
+
+    Most are taken of a block in the middle.
+    """
     torch.manual_seed(seed)
-    model = GPT(CONFIG)
-    block = model.layers[WATCHED]
+    model = GPT(ModelConfig(vocabulary=VOCABULARY, layers=layers, width=width, heads=8))
+    block = model.layers[layers // 2]
     assert isinstance(block, Block)
     watch = Watch(block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))

@@ -15,6 +15,17 @@ from hybridcomp.codecs import Radix, make_codec
 BOUNDS = tuple(2.0 ** (-k / 2) for k in range(2, 27))
 #: relative L2 errors between which codecs are compared
 WORST, BEST = 0.2, 1.5e-3
+#: settings of blockint for 4 bits and fewer
+VARIANTS: dict[str, dict[str, object]] = {
+    "int4": {"bits": 4},
+    "int4 rot": {"bits": 4, "rotate": True},
+    "int4 gauss": {"bits": 4, "levels": "gaussian"},
+    "int4 rot gauss": {"bits": 4, "rotate": True, "levels": "gaussian"},
+    "int3": {"bits": 3},
+    "int3 rot": {"bits": 3, "rotate": True},
+    "int2": {"bits": 2},
+    "int2 rot": {"bits": 2, "rotate": True},
+}
 Curves = dict[str, list[Point]]
 
 
@@ -34,6 +45,10 @@ def curves_of(values: Tensor) -> Curves:
         "radix tensor": radix_curve(values, None),
         "cuSZp fixed": [cuszp_point(values, bound, 4096) for bound in BOUNDS],
         "blockint": [codec_point(make_codec("blockint", bits=b), values) for b in range(2, 9)],
+        **{
+            name: [codec_point(make_codec("blockint", **settings), values)]
+            for name, settings in VARIANTS.items()
+        },
         "zfp": [codec_point(make_codec("zfp", rate=rate / 2), values) for rate in range(8, 33)],
         "fp8 e4m3": [codec_point(make_codec("fp8", format="e4m3"), values)],
         "fp8 e5m2": [codec_point(make_codec("fp8", format="e5m2"), values)],
@@ -65,11 +80,13 @@ def mean(cells: Sequence[float]) -> float:
     return statistics.mean(found) if found else math.nan
 
 
-def print_table(title: str, columns: Sequence[str], rows: dict[str, list[float]]) -> None:
-    """Rows of numbers with two digits, their mean last."""
+def print_table(
+    title: str, columns: Sequence[str], rows: dict[str, list[float]], digits: int = 2
+) -> None:
+    """Rows of numbers, their mean last."""
     print(f"\n{title}\n{'':16}" + "".join(f"{column:>12}" for column in (*columns, "mean")))
     for name, cells in rows.items():
-        print(f"{name:16}" + "".join(f"{cell:>12.2f}" for cell in (*cells, mean(cells))))
+        print(f"{name:16}" + "".join(f"{cell:>12.{digits}f}" for cell in (*cells, mean(cells))))
 
 
 def lossy_tables(curves: dict[str, Curves], dense: Sequence[str]) -> dict[str, list[float]]:
@@ -85,6 +102,12 @@ def lossy_tables(curves: dict[str, Curves], dense: Sequence[str]) -> dict[str, l
     extra = {name: [extra_bits(curves[c], name) for c in dense] for name in names}
     print_table("bits per value more than radix at its own error, dense classes", dense, extra)
     return extra
+
+
+def variant_table(curves: dict[str, Curves]) -> None:
+    """What rotation and Gaussian levels gain."""
+    rows = {name: [c[name][0][1] for c in curves.values()] for name in VARIANTS}
+    print_table("relative L2 of blockint at fixed bits", list(curves), rows, digits=3)
 
 
 def error_ratios(curves: dict[str, Curves], name: str, bits: float) -> list[float]:

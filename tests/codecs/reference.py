@@ -50,9 +50,61 @@ def _half_top(code: int, base: int) -> np.float32:
     return F((1 + mantissa / 16) * 2.0 ** (exponent - 128))  # exponent is biased by 127
 
 
-def blockint_encode(values: Floats, bits: int) -> bytes:
+def _signs() -> Floats:
+    """The diagonal D of kernels/rotation.h."""
+    return np.array([-1 if 0x9E3779B97F4A7C15 >> i & 1 else 1 for i in range(64)], F)
+
+
+def _hadamard(groups: Floats) -> Floats:
+    """H of each row of 64, pairs of neighbours first."""
+    x = groups.copy()
+    for stage in range(6):
+        x = x.reshape(len(groups), 32 >> stage, 2, 2**stage)
+        x = np.stack([x[:, :, 0] + x[:, :, 1], x[:, :, 0] - x[:, :, 1]], axis=2)
+    return x.reshape(len(groups), 64)
+
+
+def rotated(values: Floats) -> Floats:
+    """H D x / 64 of every whole group of 64 values; the rest as it is."""
+    whole, out = len(values) // 64 * 64, values.copy()
+    with np.errstate(invalid="ignore"):
+        out[:whole] = _hadamard(values[:whole].reshape(-1, 64) * _signs() * F(1 / 64)).reshape(-1)
+    return out
+
+
+def rotated_back(values: Floats) -> Floats:
+    """D H y of every whole group of 64 values, overflow as the largest float."""
+    whole, out = len(values) // 64 * 64, values.copy()
+    with np.errstate(over="ignore"):
+        x = _hadamard(values[:whole].reshape(-1, 64) * F(1 / 128)) * _signs() * F(128)
+    out[:whole] = np.clip(x, -np.finfo(F).max, np.finfo(F).max).reshape(-1)
+    return out
+
+
+def _gaussian_levels(scaled: Floats) -> list[int]:
+    """Level of each value of at most 1."""
+    square = scaled * scaled
+    cell = scaled * ((square * F(2.1503) - F(4.5472)) * square + F(10.3521))
+    return [int(level) for level in np.rint(cell - F(0.5)) + 8]
+
+
+def _gaussian_value(level: int) -> np.float32:
+    j = F(2 * level - 15)
+    return F(j * (j * j * F(6.594e-5) + F(0.04768)))
+
+
+def _levels(block: Floats, half_top: np.float32, bits: int, gaussian: bool) -> list[int]:
+    if gaussian:
+        return _gaussian_levels(block * (F(0.5) / half_top))
+    inverse = F((2 ** (bits - 1) - 1) / 2) / half_top
+    return [int(level) for level in np.rint(block * inverse) + 2 ** (bits - 1)]
+
+
+def blockint_encode(
+    values: Floats, bits: int, rotate: bool = False, gaussian: bool = False
+) -> bytes:
     """The payload of blockint."""
-    blocks = _blocks(values)
+    blocks = _blocks(rotated(values) if rotate else values)
     absmax = np.abs(blocks).max(axis=1, initial=0)
     finite: Flags = np.asarray(np.isfinite(blocks).all(axis=1))
     tops = (absmax.view(np.uint32).astype(np.int64) + 0x7FFFF) >> 19
@@ -60,7 +112,6 @@ def blockint_encode(values: Floats, bits: int) -> bytes:
         max(32, int(np.where(finite, tops, 0)[t : t + 32].max()) >> 4)
         for t in range(0, len(blocks), 32)
     ]
-    levels_top = 2 ** (bits - 1) - 1
     codes, words = [], np.zeros((len(blocks), bits), np.uint32)
     for number, block in enumerate(blocks):
         if not finite[number]:
@@ -68,19 +119,20 @@ def blockint_encode(values: Floats, bits: int) -> bytes:
             continue
         base = bases[number // 32]
         code = min(253, 16 * base + 15 - int(tops[number]))
-        codes.append(code)
-        inverse = F(levels_top / 2) / _half_top(code, base)
-        levels = np.rint(block * inverse).astype(np.int64) + 2 ** (bits - 1)
-        assert levels.min() >= 1 and levels.max() <= 2**bits - 1
+        codes.append(254 if gaussian and absmax[number] == 0 else code)
+        levels = _levels(block, _half_top(code, base), bits, gaussian)
+        assert min(levels) >= (0 if gaussian else 1) and max(levels) <= 2**bits - 1
         for width, shift, first in _fields(bits):
             for index, level in enumerate(levels):
                 word, bit = _place(index, width)
-                field = (int(level) >> shift) & (2**width - 1)
+                field = (level >> shift) & (2**width - 1)
                 words[number, first + word] |= np.uint32(field << bit)
     return padded(words.tobytes() + bytes(codes) + bytes(bases))
 
 
-def blockint_decode(payload: bytes, numel: int, bits: int) -> Floats:
+def blockint_decode(
+    payload: bytes, numel: int, bits: int, rotate: bool = False, gaussian: bool = False
+) -> Floats:
     """The values of a payload of blockint."""
     blocks, tiles = -(-numel // 32), -(-numel // 1024)
     words = np.frombuffer(payload, np.uint32, blocks * bits).reshape(blocks, bits)
@@ -89,20 +141,22 @@ def blockint_decode(payload: bytes, numel: int, bits: int) -> Floats:
     out = np.zeros((blocks, 32), F)
     for number in range(blocks):
         code, base = codes[number], bases[number // 32]
-        if code == 255:
-            out[number] = np.nan
+        if code == 255 or (gaussian and code == 254):
+            out[number] = np.nan if code == 255 else 0
             continue
-        half_step = _half_top(code, base) * (F(1) / F(2 ** (bits - 1) - 1))
+        half_step = _half_top(code, base) * (F(1) if gaussian else F(1) / F(2 ** (bits - 1) - 1))
         for index in range(32):
             level = 0
             for width, shift, first in _fields(bits):
                 word, bit = _place(index, width)
                 field = (int(words[number, first + word]) >> bit) & (2**width - 1)
                 level |= field << shift
+            relative = _gaussian_value(level) if gaussian else F(level - 2 ** (bits - 1))
             with np.errstate(over="ignore"):
-                value = F(level - 2 ** (bits - 1)) * half_step * F(2)
+                value = relative * half_step * F(2)
             out[number, index] = np.clip(value, -np.finfo(F).max, np.finfo(F).max)
-    return out.reshape(-1)[:numel]
+    flat = out.reshape(-1)[:numel]
+    return rotated_back(flat) if rotate else flat
 
 
 # mpc: kernels/mpc.h; fp32 is the study's model of v1.2

@@ -14,6 +14,17 @@ from hybridcomp.errors import CodecError
 from tests.codecs import arrays, reference
 
 BITS = tuple(range(2, 9))
+#: bits, rotate, Gaussian levels
+VARIANTS = (
+    *((bits, False, False) for bits in BITS),
+    *((bits, True, False) for bits in (2, 3, 4)),
+    (4, False, True),
+    (4, True, True),
+)
+
+
+def codec_of(bits: int, rotate: bool, gaussian: bool) -> BlockInt:
+    return BlockInt(bits, rotate, "gaussian" if gaussian else "uniform")
 
 
 def encoded(codec: BlockInt, values: Tensor) -> Tensor:
@@ -26,34 +37,32 @@ def as_bytes(payload: Tensor) -> bytes:
     return payload.numpy().tobytes()
 
 
-@given(values=arrays.tensors(), bits=st.sampled_from(BITS))
-@settings(max_examples=150, deadline=None)
-def test_bytes_and_values_are_those_of_the_reference(values: Tensor, bits: int) -> None:
-    codec = BlockInt(bits=bits)
-    floats = values.float().numpy()
+def check_against_reference(values: Tensor, bits: int, rotate: bool, gaussian: bool) -> None:
+    codec, floats = codec_of(bits, rotate, gaussian), values.float().numpy()
     payload = encoded(codec, values)
-    expected = reference.blockint_encode(floats, bits)
+    expected = reference.blockint_encode(floats, bits, rotate, gaussian)
     assert as_bytes(payload) == expected
 
     decoded = torch.empty(values.numel())
     codec.decode(payload, decoded)
     np.testing.assert_array_equal(
-        decoded.numpy(), reference.blockint_decode(expected, len(floats), bits)
+        decoded.numpy(),
+        reference.blockint_decode(expected, len(floats), bits, rotate, gaussian),
     )
 
 
-@pytest.mark.parametrize("bits", BITS)
+@given(values=arrays.tensors(), variant=st.sampled_from(VARIANTS))
+@settings(max_examples=200, deadline=None)
+def test_bytes_and_values_are_those_of_the_reference(
+    values: Tensor, variant: tuple[int, bool, bool]
+) -> None:
+    check_against_reference(values, *variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", arrays.KINDS)
-def test_whole_tiles_of_every_kind(kind: str, bits: int) -> None:
-    values = arrays.make(kind, 2048 + 40, seed=bits)
-    payload = encoded(BlockInt(bits=bits), values)
-    expected = reference.blockint_encode(values.numpy(), bits)
-    assert as_bytes(payload) == expected
-    decoded = torch.empty(values.numel())
-    BlockInt(bits=bits).decode(payload, decoded)
-    np.testing.assert_array_equal(
-        decoded.numpy(), reference.blockint_decode(expected, values.numel(), bits)
-    )
+def test_whole_tiles_of_every_kind(kind: str, variant: tuple[int, bool, bool]) -> None:
+    check_against_reference(arrays.make(kind, 2048 + 104, seed=variant[0]), *variant)
 
 
 def test_nan_spoils_its_block_of_32_and_nothing_else() -> None:
@@ -67,6 +76,52 @@ def test_nan_spoils_its_block_of_32_and_nothing_else() -> None:
         lost[32:64] = lost[96:128] = True
         assert torch.equal(decoded.isnan(), lost)
         assert torch.equal(decoded[~lost], torch.ones(1024)[~lost])
+
+
+def test_rotated_nan_spoils_its_group_of_64_and_nothing_else() -> None:
+    values = torch.ones(1024 + 100)
+    values[70] = float("nan")
+    values[200] = -float("inf")
+    values[1024 + 90] = float("nan")  # after the last whole group: its block of 32
+    for bits, rotate, gaussian in VARIANTS:
+        if rotate:
+            codec, decoded = codec_of(bits, rotate, gaussian), torch.empty(len(values))
+            codec.decode(encoded(codec, values), decoded)
+            lost = torch.zeros(len(values), dtype=torch.bool)
+            lost[64:128] = lost[192:256] = lost[1024 + 64 : 1024 + 96] = True
+            assert torch.equal(decoded.isnan(), lost)
+
+
+def test_rotation_spreads_an_outlier() -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    values[::32] *= 30
+    plain, rotated = relative_error(BlockInt(4), values), relative_error(BlockInt(4, True), values)
+    assert rotated < plain
+    # the neighbours of an outlier vanish without the rotation
+    small = torch.arange(4096) % 32 != 0
+    for codec, low, high in ((BlockInt(4), 0.7, 0.8), (BlockInt(4, True), 0.25, 0.4)):
+        decoded = torch.empty_like(values)
+        codec.decode(encoded(codec, values), decoded)
+        assert low < float((decoded - values)[small].norm() / values[small].norm()) < high
+    # constants would gather in one coefficient without the signs
+    assert relative_error(BlockInt(4, True), torch.ones(4096)) < 0.15
+
+
+def test_gaussian_levels_fit_gaussian_values_and_keep_blocks_of_zeros() -> None:
+    values = torch.randn(2**16, generator=torch.Generator().manual_seed(0))
+    plain = relative_error(BlockInt(4), values)
+    assert relative_error(BlockInt(4, levels="gaussian"), values) < 0.083 < 0.098 < plain
+    values[64:96] = 0
+    decoded = torch.empty_like(values)
+    codec = BlockInt(4, levels="gaussian")
+    codec.decode(encoded(codec, values), decoded)
+    assert not decoded[64:96].any()
+
+
+def relative_error(codec: BlockInt, values: Tensor) -> float:
+    decoded = torch.empty_like(values)
+    codec.decode(encoded(codec, values), decoded)
+    return float((decoded - values).norm() / values.norm())
 
 
 def test_a_small_block_keeps_its_precision_beside_a_large_one() -> None:
@@ -90,8 +145,8 @@ def test_fp16_and_bf16_saturate_instead_of_becoming_inf() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         largest = torch.finfo(dtype).max
         values = torch.full((64,), largest, dtype=dtype)
-        for bits in BITS:
-            codec, decoded = BlockInt(bits=bits), torch.empty(64, dtype=dtype)
+        for variant in VARIANTS:
+            codec, decoded = codec_of(*variant), torch.empty(64, dtype=dtype)
             codec.decode(encoded(codec, values), decoded)
             assert decoded.isfinite().all()
 
@@ -100,3 +155,19 @@ def test_fp16_and_bf16_saturate_instead_of_becoming_inf() -> None:
 def test_impossible_bits_are_refused(bits: object) -> None:
     with pytest.raises(CodecError, match="bits"):
         BlockInt(bits=bits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"bits": 5, "rotate": True}, "rotate.*4 bits and fewer"),
+        ({"bits": 4, "rotate": 1}, "rotate must be true or false"),
+        ({"bits": 3, "levels": "gaussian"}, "levels gaussian.*4 bits"),
+        ({"bits": 4, "levels": "normal"}, "levels must be one of"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    settings: dict[str, object], words: str
+) -> None:
+    with pytest.raises(CodecError, match=words):
+        BlockInt(**settings)  # type: ignore[arg-type]

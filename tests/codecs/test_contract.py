@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridcomp.codecs import CODECS, PAYLOAD_ALIGN, VALUE_DTYPES, Codec, Radix, make_codec
+from hybridcomp.codecs import (
+    CODECS,
+    PAYLOAD_ALIGN,
+    VALUE_DTYPES,
+    BlockInt,
+    Codec,
+    Radix,
+    make_codec,
+)
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays, guarded
 
@@ -21,6 +29,8 @@ ALL: list[Codec] = [
     make_codec("fp8", format="e4m3"),
     make_codec("fp8", format="e5m2"),
     *(make_codec("blockint", bits=bits) for bits in range(2, 9)),
+    *(make_codec("blockint", bits=bits, rotate=True) for bits in (2, 3, 4)),
+    *(make_codec("blockint", bits=4, rotate=rotate, levels="gaussian") for rotate in (False, True)),
     *(make_codec("zfp", rate=rate) for rate in (2.5, 4, 8, 9, 9.25, 13.75, 16, 24, 32)),
     make_codec("mpc", dim=1),
     make_codec("mpc", dim=3),
@@ -40,6 +50,11 @@ codecs = st.sampled_from(ALL)
 
 def bound_block(codec: Codec) -> int:
     return codec.segment if isinstance(codec, Radix) else BOUND_BLOCK.get(codec.name, 1)
+
+
+def nan_block(codec: Codec) -> int:
+    rotated = isinstance(codec, BlockInt) and codec.rotate
+    return 64 if rotated else NAN_BLOCK.get(codec.name, 1)
 
 
 def encoded(codec: Codec, values: Tensor) -> Tensor:
@@ -87,7 +102,7 @@ def test_element_bound(values: Tensor, codec: Codec) -> None:
         return
     result = decoded(codec, encoded(codec, values), values.numel(), torch.float32).double()
     exact, block = values.double(), bound_block(codec)
-    good = ~any_in_block(~exact.isfinite(), NAN_BLOCK.get(codec.name, 1))
+    good = ~any_in_block(~exact.isfinite(), nan_block(codec))
     for start in range(0, values.numel(), block):
         here = slice(start, start + block)
         finite = exact[here][exact[here].isfinite()].abs()
@@ -102,7 +117,7 @@ def test_non_finite_stays_and_does_not_spread(values: Tensor, codec: Codec) -> N
     out = decoded(codec, encoded(codec, values), values.numel(), values.dtype)
     bad = ~values.isfinite()
     assert not out[bad].isfinite().any()
-    assert out[~any_in_block(bad, NAN_BLOCK.get(codec.name, 1))].isfinite().all()
+    assert out[~any_in_block(bad, nan_block(codec))].isfinite().all()
 
 
 @given(values=arrays.tensors(), codec=codecs, seed=st.integers(0, 99))

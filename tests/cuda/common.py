@@ -24,6 +24,9 @@ CODECS: list[Codec] = [
     make_codec("fp8", format="e5m2"),
     # fields of 8, of 4, of 2 and 1, of all three
     *(make_codec("blockint", bits=bits) for bits in (8, 4, 3, 7)),
+    make_codec("blockint", bits=2, rotate=True),
+    make_codec("blockint", bits=4, levels="gaussian"),
+    make_codec("blockint", bits=4, rotate=True, levels="gaussian"),
     # whole words, short blocks, blocks across words
     *(make_codec("zfp", rate=rate) for rate in (8, 16, 32, 2.5, 9, 12.75)),
     make_codec("mpc", dim=1),

@@ -18,6 +18,7 @@ ARCHITECTURES = (75, 80, 90, 100)
 WIDTHS = range(2, 9) if NIGHTLY else (4, 8)
 SOURCES: list[tuple[str, tuple[str, ...]]] = [
     *(("blockint.cu", (f"HC_BITS={bits}",)) for bits in WIDTHS),
+    ("blockint.cu", ("HC_BITS=4", "HC_ROTATE=1", "HC_GAUSSIAN=1")),
     *((path.name, ()) for path in sorted(cuda.FOLDER.glob("*.cu")) if path.name != "blockint.cu"),
 ]
 #: registers of a thread with which two blocks of 256 fit a multiprocessor
