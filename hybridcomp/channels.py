@@ -8,7 +8,8 @@ collective and writes the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from hybridcomp.collectives.chunks import stretches
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.config import CompressionConfig
 from hybridcomp.feedback import Piece, Residuals
+from hybridcomp.guard import Guard
 from hybridcomp.ledger import Ledger
 from hybridcomp.nodes import Nodes, Ranks, Reach, discover
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction, Traffic
@@ -64,6 +66,7 @@ class Channels:
         codecs = {key: codec.spec for key, codec in self.policy.codecs.items() if codec}
         self.ledger = Ledger(codecs=codecs)
         self.residuals = Residuals()
+        self.guard = Guard(config.limits())
         self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
         self.generation = 0  # of the references that parameter deltas are added to
         self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
@@ -85,6 +88,27 @@ class Channels:
         self.nodes = discover(self.config.hierarchy)
         notes = self.nodes.prepare(groups)
         return [f"{', '.join(names)}: {note}" for note in notes]
+
+    def close_step(self, sampled: bool, device: torch.device) -> list[str]:
+        """After an optimizer step, with ``step`` counted on: let the guard decide.
+
+        ``sampled``: whether that step was a ``sampling`` one; then this is a collective. Returns
+        what to tell the user, the same on all ranks.
+        """
+        if self.guard.flushed("dp", self.step):
+            self.residuals.clear()
+        if not sampled or not self.guard.watching:
+            return []
+        return self._fall_back(self.guard.decide(self.step, device))
+
+    def resume_guard(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Take over the guard of a checkpoint; returns what to tell the user."""
+        return self._fall_back(self.guard.restore(state))
+
+    def _fall_back(self, names: Iterable[Dimension]) -> list[str]:
+        fallen = {name: self.guard.trips[name] for name in names}
+        self.ledger.native_since.update({name: trip.step for name, trip in fallen.items()})
+        return [trip.told(name) for name, trip in fallen.items()]
 
     @property
     def layout(self) -> list[int] | None:
@@ -147,16 +171,20 @@ class Channel:
         """
         if self.is_suspended:
             return None
-        return self._channels.policy.choose(
+        step, guard = self._channels.step, self._channels.guard
+        codec = self._channels.policy.choose(
             Traffic(
                 dimension=self.dimension,
                 direction=direction,
                 dtype=dtype,
                 numel=numel,
                 world_size=dist.get_world_size(group),
-                step=self._channels.step,
+                step=step,
             )
         )
+        if codec is not None and guard.native(self.dimension, step):
+            return guard.flush(self.dimension, step) if self.error_feedback else None
+        return codec
 
     def wants_pieces(self, codec: Codec) -> bool:
         """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""
@@ -343,7 +371,9 @@ class Channel:
             self._levels(group),
             self._reach(group).remote,
             self._channels.residuals if self.error_feedback else None,
-            lambda values, first, cuts: self.sample(values, first, direction, cuts),
+            lambda values, first, cuts, residual: self.sample(
+                values, first, direction, cuts, residual=residual
+            ),
         )
 
     def _levels(self, group: dist.ProcessGroup | None) -> Levels | None:
@@ -370,11 +400,13 @@ class Channel:
         direction: Direction,
         cuts: Sequence[int] = (),
         relative_to: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:
         """Measure the error of one encoding of the head of ``values`` on sampling steps.
 
         ``codec``: the one of the first quantization, ``cuts``: where it may not reach across. Of
-        radix every sampled value is held against its bound.
+        radix every sampled value is held against its bound. ``relative_to``: what the error is
+        relative to, None for ``values``; ``residual``: what error feedback holds for them.
         """
         if codec.lossless or not self._channels.sampling or not values.numel():
             return
@@ -388,12 +420,15 @@ class Channel:
             codec.decode(payload[:used], decoded[low:high])
             if isinstance(codec, Radix):
                 outside += beyond(codec, exact[low:high], decoded[low:high])
-        error_sq = float((decoded - exact).double().square().sum())
         whole = exact if relative_to is None else relative_to.detach().reshape(-1)[:SAMPLE_NUMEL]
-        value_sq = float(whole.double().square().sum())
-        if error_sq == error_sq and value_sq < float("inf"):  # an overflow step tells nothing
-            key = (self.dimension, direction)
-            self._channels.ledger.record_error(key, error_sq, value_sq, outside)
+        error_sq, value_sq = _square(decoded - exact), _square(whole)
+        if not math.isfinite(value_sq):
+            return  # an overflow step tells nothing
+        error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite
+        key = (self.dimension, direction)
+        self._channels.ledger.record_error(key, error_sq, value_sq, outside)
+        held = 0.0 if residual is None else _square(residual[: head.numel()])
+        self._channels.guard.sample(key, error_sq, value_sq, held)
 
 
 def beyond(codec: Radix, values: Tensor, decoded: Tensor) -> int:
@@ -405,3 +440,8 @@ def beyond(codec: Radix, values: Tensor, decoded: Tensor) -> int:
     rows = torch.nn.functional.pad(values.double().abs(), (0, pad)).view(-1, codec.segment)
     limits = rows.amax(1).repeat_interleave(codec.segment)[: values.numel()] * codec.error_bound
     return int((error > limits).sum())
+
+
+def _square(values: Tensor) -> float:
+    """Squared L2 norm."""
+    return float(values.double().square().sum())

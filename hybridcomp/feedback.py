@@ -127,6 +127,11 @@ class Residuals:
         self._restored.clear()
         self._shared.clear()
 
+    def clear(self) -> None:
+        """Forget everything and free the memory: nothing will be encoded any more."""
+        self.drop()
+        self._stretches.clear()
+
     def _tensors(self) -> Iterator[Tensor]:
         yield from (stretch.flat for stretch in self._stretches.values())
         yield from (tensor for stored in self._restored.values() for _, tensor in stored)

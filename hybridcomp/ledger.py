@@ -86,6 +86,8 @@ class Ledger:
     codecs: Mapping[Key, str] = field(default_factory=dict)  # specs, for the rows
     used: dict[Key, dict[str, None]] = field(default_factory=dict)  # specs of what was sent
     interval: dict[Key, Entry] = field(default_factory=lambda: {key: Entry() for key in KEYS})
+    #: dimensions that the guard has made native: the first step without their codec
+    native_since: dict[Dimension, int] = field(default_factory=dict)
 
     def record(self, key: Key, raw_nbytes: int, meter: Meter, inter: float = 0.0) -> None:
         """One encoded message; ``inter``: the share of native's bytes that crosses nodes."""
@@ -141,7 +143,8 @@ class Ledger:
                 codec = (
                     " + ".join(used) if used else self.codecs.get((dimension, direction), "none")
                 )
-                rows.setdefault(dimension, {})[direction] = entry.row(codec)
+                row = {**entry.row(codec), "native_since": self.native_since.get(dimension)}
+                rows.setdefault(dimension, {})[direction] = row
         return rows
 
 
@@ -163,6 +166,8 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
             if row["outside_bound"]:
                 error += f", {row['outside_bound']} sampled values OUTSIDE THE BOUND"
             native = f", {left} of {row['messages']} messages native" if left else ""
+            since = row["native_since"]
+            codec = row["codec"] if since is None else f"{row['codec']}, native since step {since}"
             between = ""
             if row["inter_ratio"] is not None:
                 between = (
@@ -170,7 +175,7 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
                     f"({row['inter_MB']:.2f} of {row['inter_raw_MB']:.2f} MB)"
                 )
             parts.append(
-                f"{name} {row['codec']} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB, "
+                f"{name} {codec} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB, "
                 f"codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms"
                 f"{error}{native}{between})"
             )

@@ -20,6 +20,7 @@ Event = tuple[str, float]
 #: figures of a row that monitors get, where the row has them
 FIGURES = (
     "ratio", "raw_MB", "wire_MB", "codec_ms", "wait_ms", "error", "inter_ratio",
+    "native_since",
 )  # fmt: skip
 
 

@@ -39,6 +39,18 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Of the guard of one dimension; None: not looked at."""
+
+    error: float | None  # relative L2 error of one encoding
+    residual: float | None  # norm of the residuals over the norm of the values
+
+    @property
+    def any(self) -> bool:
+        return self.error is not None or self.residual is not None
+
+
+@dataclass(frozen=True)
 class Policy:
     """The codecs of a block, resolved. ``None`` means native."""
 

@@ -28,8 +28,9 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.feedback import Hop, Piece, Residuals, borders, cut
 
-#: is shown what is about to be encoded, with which codec, and where that may not reach across
-Probe = Callable[[Tensor, Codec, Sequence[int]], None]
+#: is shown what is about to be encoded, with which codec, where that may not reach across, and
+#: the residual of the same values
+Probe = Callable[[Tensor, Codec, Sequence[int], Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,16 @@ class Spot:
         return borders(cut(pieces, *self.within(sum(piece.numel for piece in pieces))))
 
     def shows(
-        self, codec: Codec, cuts: Sequence[int], hops: int, result: torch.dtype
+        self,
+        codec: Codec,
+        cuts: Sequence[int],
+        hops: int,
+        result: torch.dtype,
+        residual: Tensor | None,
     ) -> Callable[[Tensor], None]:
         """What to call with the values of the first of ``hops`` quantizations."""
         first = codec.hops(hops, self.encoders, result=result, exact=1)[0]
-        return lambda values: self.probe(values, first, cuts)
+        return lambda values: self.probe(values, first, cuts, residual)
 
     def feedback(self, pieces: Sequence[Piece] | None, like: Tensor) -> Feedback:
         """The residuals of a message that consists of ``pieces``."""
@@ -115,7 +121,7 @@ def all_reduce(
     feedback, meter = spot.feedback(pieces, tensor), spot.meter()
     residual, owner = feedback.sender(), feedback.owner()
     cuts = spot.cuts(codec, pieces)
-    probe = spot.shows(codec, cuts, 2, tensor.dtype)
+    probe = spot.shows(codec, cuts, 2, tensor.dtype, residual)
     if spot.levels is not None:
         handle = hierarchy.all_reduce(
             tensor,
@@ -156,7 +162,7 @@ def reduce_scatter(
     cuts = None
     if codec.bounded and pieces is not None:
         cuts = [borders(pieces[rank]) for rank in encoded]
-    residuals = None
+    residual = residuals = None
     if pieces is not None and spot.residuals is not None:
         flat = [piece for rank in encoded for piece in pieces[rank]]
         residual = spot.residuals.get("sender", flat, spot.encoders, shards[0])
@@ -169,13 +175,14 @@ def reduce_scatter(
             meter=meter,
             residuals=residuals,
             cuts=cuts,
-            probe=spot.shows(codec, (), 1, torch.float32),
+            probe=spot.shows(codec, (), 1, torch.float32, residual),
             async_op=async_op,
         )
     else:
         longest = max(range(len(shards)), key=lambda rank: shards[rank].numel())
         shown = cuts[longest] if cuts else ()
-        spot.shows(codec, shown, 1, torch.float32)(shards[longest])
+        held = residuals[longest] if residuals is not None else None
+        spot.shows(codec, shown, 1, torch.float32, held)(shards[longest])
         handle = collectives.reduce_scatter(
             shards,
             codec,
@@ -203,7 +210,7 @@ def reduce_to_owners(
     balanced = plan_reduction(planned, spot.encoders) == "balanced"
     residual, owner = feedback.sender(), feedback.owner() if balanced else None
     cuts = spot.cuts(codec, pieces)
-    probe = spot.shows(codec, cuts, 2 if balanced else 1, torch.float32)
+    probe = spot.shows(codec, cuts, 2 if balanced else 1, torch.float32, residual)
     if levels is not None:
         sums = hierarchy.reduce_to_owners(
             tensor,

@@ -29,11 +29,12 @@ ALLOWED: dict[str, set[str]] = {
     "agreement": {"errors"},
     "feedback": {"errors"},
     "nodes": {"errors", "agreement", "collectives"},
+    "guard": {"codecs", "policy"},
     "sums": {"codecs", "collectives", "feedback"},
     "ledger": {"errors", "policy", "collectives"},
     "channels": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "nodes",
-        "sums",
+        "sums", "guard",
     },
     "delta": {"codecs", "collectives", "channels"},
     "monitor": {"errors", "codecs", "policy", "ledger", "channels"},

@@ -34,7 +34,7 @@ from hybridcomp.config.presets import PRESETS
 from hybridcomp.config.problems import NOTHING, near_key, problem, show, translate
 from hybridcomp.config.sources import read_source
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension, Direction, Policy
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension, Direction, Limits, Policy
 
 __all__ = [
     "BLOCK",
@@ -216,6 +216,13 @@ class CompressionConfig(Strict):
     def error_feedback(self, dimension: Dimension) -> bool:
         """Whether ``dimension`` keeps residuals; only dp can."""
         return dimension == "dp" and self.dp.error_feedback
+
+    def limits(self) -> dict[Dimension, Limits]:
+        """What the guard looks at, by dimension; nothing without samples."""
+        if not self.ledger.sample_every:
+            return {}
+        found: dict[Dimension, Limits] = {n: getattr(self, n).limits() for n in DIMENSIONS}
+        return {name: limits for name, limits in found.items() if limits.any}
 
     def policy(self) -> Policy:
         """The codecs, built, by dimension and direction."""

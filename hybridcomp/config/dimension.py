@@ -15,7 +15,7 @@ from hybridcomp.codecs.bounded import AUTO, FAMILIES, LADDERS
 from hybridcomp.config.bounds import build_bounded, check_unbounded
 from hybridcomp.config.problems import NOTHING, problem
 from hybridcomp.errors import CodecError
-from hybridcomp.policy import DIRECTIONS, Direction
+from hybridcomp.policy import DIRECTIONS, Direction, Limits
 
 #: the codec that means: leave it to upstream
 NONE = "none"
@@ -121,12 +121,46 @@ class CodecSettings(Strict):
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
+class GuardConfig(Strict):
+    """When a dimension falls back to native for the rest of the run; looked at in samples."""
+
+    error: float | None = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Largest relative L2 error of one encoding, over the job. At 1 a message "
+        "arrives as wrong as if zeros had been sent. null: not looked at.",
+    )
+    residual: float | None = Field(
+        20.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="dp with error feedback: largest norm of what is left out, over the norm of "
+        "the gradients. Residuals that grow without end pass it. null: not looked at.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, data: Any) -> Any:
+        if data == NONE:
+            return {"error": None, "residual": None}
+        if not isinstance(data, (Mapping, GuardConfig)):
+            raise problem("", data, 'expected limits, such as {"error": 0.5}, or "none"')
+        return data
+
+
 class DirectionConfig(CodecSettings):
     """What differs in one direction. Without ``codec`` the dimension's codec is kept."""
 
 
 class DimensionConfig(CodecSettings):
     """A dimension with one direction (dp, zero)."""
+
+    guard: GuardConfig = Field(
+        GuardConfig(),
+        description="Limits of the sampled error and of the residuals; beyond one of them the "
+        'dimension is native for the rest of the run, on all ranks. "none": no limits.',
+    )
 
     def settings(self, direction: Direction) -> dict[str, Any]:
         """Codec and codec settings that hold in ``direction``."""
@@ -139,7 +173,31 @@ class DimensionConfig(CodecSettings):
     @model_validator(mode="after")
     def _can_act(self) -> DimensionConfig:
         self._check_codecs()
+        if "guard" in self.model_fields_set:
+            self._check_guard()
         return self
+
+    def limits(self) -> Limits:
+        """What the guard looks at here: nothing where nothing is lost."""
+        if not self._lossy():
+            return Limits(None, None)
+        return Limits(self.guard.error, self.guard.residual if self._feedback() else None)
+
+    def _lossy(self) -> bool:
+        codecs = [self.codec_of(direction) for direction in DIRECTIONS]
+        return any(codec is not None and not codec.lossless for codec in codecs)
+
+    def _feedback(self) -> bool:
+        return False
+
+    def _check_guard(self) -> None:
+        written = self.guard.model_fields_set
+        if not self._lossy() and (self.guard.error or self.guard.residual):
+            todo = f"{self.codec or NONE} loses nothing, there is nothing to guard; remove it"
+            raise problem("guard", self.guard.model_dump(exclude_unset=True), todo)
+        if "residual" in written and self.guard.residual and not self._feedback():
+            todo = "only dp with error_feedback keeps residuals; remove it"
+            raise problem("guard.residual", self.guard.residual, todo)
 
     def _check_codecs(self) -> None:
         build_codec(self.given(), "")
@@ -163,6 +221,9 @@ class GradientConfig(DimensionConfig):
         description="Add what one reduction left out to the next one. Costs one fp32 value a "
         "gradient element of memory; makes 4 bits and fewer usable.",
     )
+
+    def _feedback(self) -> bool:
+        return self.error_feedback
 
     def _check_codecs(self) -> None:
         codec = build_codec(self.given(), "")
