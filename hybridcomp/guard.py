@@ -1,7 +1,7 @@
 """The guard: a dimension whose samples leave their limits is native for the rest of the run.
 
-Every rank adds up its samples. After a step that was sampled they are summed over the job, 36 numbers
-in one all-reduce, so all ranks decide on the same figures and change at the same step.
+Every rank adds up its samples. After a step that was sampled they are summed over the job, in one
+all-reduce of 36 numbers, so all ranks decide on the same figures and change at the same step.
 
 What error feedback still holds then is not lost: in the first step of the fallback the messages
 travel losslessly with their residuals added, ``original == sent + residual`` with nothing left out;
@@ -11,7 +11,7 @@ from the next step on upstream sends them itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class Guard:
         rows = dict(zip(KEYS, samples.tolist(), strict=True))
         fallen = []
         for name, limits in self._limits.items():
-            trips = [_held(limits, *rows[name, way], step) for way in DIRECTIONS]
+            trips = [_held(limits, rows[name, way], step) for way in DIRECTIONS]
             trip = next((found for found in trips if found is not None), None)
             if trip is not None and name not in self.trips:
                 self.trips[name] = trip
@@ -115,9 +115,8 @@ class Guard:
         return added
 
 
-def _held(
-    limits: Limits, error_sq: float, value_sq: float, residual_sq: float, step: int
-) -> Trip | None:
+def _held(limits: Limits, sums: Sequence[float], step: int) -> Trip | None:
+    error_sq, value_sq, residual_sq = sums
     if not value_sq:
         return None  # nothing was sampled, or only zeros
     for figure, limit, square in (

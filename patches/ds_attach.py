@@ -169,13 +169,14 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
         if channels is None:
             original(self, *args, **kwargs)
             return
-        before = loss_scale(self)
+        before, sampled = loss_scale(self), channels.sampling
         original(self, *args, **kwargs)
         channels.step = self.global_steps
         if getattr(self.optimizer, "overflow", False):
             channels.residuals.drop()
         elif (after := loss_scale(self)) != before:
             channels.residuals.scale(after / before)
+        ds_residuals.say(channels.close_step(sampled, self.device))
         every = self.steps_per_print()
         if every and self.global_steps % every == 0:
             _report(self)
@@ -218,7 +219,7 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             bound = signature.bind(self, *args, **kwargs)
             tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
             folder = Path(bound.arguments["save_dir"]) / str(tag)
-            if any(channel.error_feedback for channel in channels):
+            if ds_residuals.needed(channels):
                 ds_residuals.save(folder, channels, loss_scale(self))
             ds_exact.save(folder, self, channels)
         with ds_exact.exact_parameters(self, channels):

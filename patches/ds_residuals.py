@@ -1,4 +1,4 @@
-"""Error-feedback residuals beside a DeepSpeed checkpoint: one file per rank.
+"""Error-feedback residuals and the guard beside a DeepSpeed checkpoint: one file per rank.
 
 They are no part of upstream's files: client_state is written by one rank only, residuals differ on
 every rank. With another number of ranks, or other nodes under them, their sum is kept.
@@ -6,6 +6,7 @@ every rank. With another number of ranks, or other nodes under them, their sum i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ def _path(folder: Path, rank: int) -> Path:
     return folder / f"hybridcomp_residuals_rank_{rank:05d}.pt"
 
 
+def needed(channels: Channels) -> bool:
+    """Whether there is anything to save; equal on every rank."""
+    return bool(channels.guard.trips) or any(channel.error_feedback for channel in channels)
+
+
 def save(folder: Path, channels: Channels, loss_scale: float) -> None:
     """Write this rank's residuals into the checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,6 +37,7 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
             "layout": channels.layout,
             "loss_scale": loss_scale,
             "residuals": channels.residuals.state_dict(),
+            "guard": channels.guard.state(),
         },
         _path(folder, dist.get_rank()),
     )
@@ -38,11 +45,13 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
 
 def load(folder: Path, channels: Channels, loss_scale: float) -> None:
     """Restore what ``save`` wrote; without such files the residuals start at zero, said once."""
+    if channels.guard.watching:
+        say(channels.resume_guard(_guard_of(_path(folder, 0))))
     if not any(channel.error_feedback for channel in channels):
         return
     first = _path(folder, 0)
     if not first.is_file():
-        _say(f"{folder} holds no error-feedback residuals; they start at zero")
+        say([f"{folder} holds no error-feedback residuals; they start at zero"])
         return
     stored = _read(first)
     world_size = dist.get_world_size()
@@ -51,13 +60,20 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
         channels.residuals.load(own["residuals"])
     else:
         nodes = "" if stored.get("layout") == channels.layout else " on other nodes"
-        _say(
-            f"residuals of {stored['world_size']} ranks{nodes} are summed and shared among "
-            f"{world_size}"
-        )
+        count = stored["world_size"]
+        say([f"residuals of {count} ranks{nodes} are summed and shared among {world_size}"])
         paths = (_path(folder, rank) for rank in range(stored["world_size"]))
         channels.residuals.load_sum(_read(path)["residuals"] for path in paths)
     channels.residuals.scale(loss_scale / stored["loss_scale"])
+
+
+def _guard_of(path: Path) -> dict[str, Any]:
+    """What rank 0 reads there, told to all ranks: they fall back together or not at all."""
+    state: list[dict[str, Any]] = [{}]
+    if dist.get_rank() == 0 and path.is_file():
+        state = [_read(path).get("guard", {})]
+    dist.broadcast_object_list(state, src=0)
+    return state[0]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -65,6 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
     return stored
 
 
-def _say(text: str) -> None:
-    if dist.get_rank() == 0:
+def say(texts: Sequence[str]) -> None:
+    """Tell the user, on rank 0."""
+    for text in texts if dist.get_rank() == 0 else ():
         print(f"[hybridcomp] {text}", flush=True)

@@ -72,6 +72,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self)
         feedback = any(channel.error_feedback for channel in channels)
         before = float(self.get_loss_scale()) if feedback else 1.0
+        sampled = channels.sampling
         _progress.stepping = True
         try:
             result = original(self)
@@ -80,6 +81,8 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         channels.step += 1
         if feedback:
             _follow(channels, bool(result[0]), before, float(self.get_loss_scale()))
+        for text in channels.close_step(sampled, process.device()):
+            process.say(f"{text}; Megatron's checkpoints do not hold this")
         if channels.step % channels.config.ledger.interval == 0:
             _report(channels.step)
         return result

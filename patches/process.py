@@ -158,7 +158,7 @@ def _settle() -> None:
         return
     _holder.channels = Channels(config)
     jsonl = config.ledger.jsonl
-    _holder.reporter = Reporter(_holder.channels, Path(jsonl) if jsonl else None, _device())
+    _holder.reporter = Reporter(_holder.channels, Path(jsonl) if jsonl else None, device())
     for line in config.describe():
         say(line)
     if config.error_feedback("dp"):
@@ -175,7 +175,8 @@ def reporter() -> Reporter | None:
     return _holder.reporter
 
 
-def _device() -> torch.device:
+def device() -> torch.device:
+    """Where the default group reduces."""
     if "nccl" in str(dist.get_backend()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -185,6 +185,7 @@ class CompressionConfig(Strict):
         if preset is None and not config._explicit:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)}")
+        config._check_samples(data)
         if data.get("hierarchy", "none") != "none" and not (
             config.active("dp") or config.active("zero")
         ):
@@ -199,6 +200,14 @@ class CompressionConfig(Strict):
             there = override is not None and "error_bound" in override.given()
             check_kept(name, codec, f"{name}.{way}.error_bound" if there else f"{name}.error_bound")
         return self
+
+    def _check_samples(self, written: Mapping[str, Any]) -> None:
+        """The guard looks at samples: a guard that was written down needs them."""
+        for name in DIMENSIONS if not self.ledger.sample_every else ():
+            settings: DimensionConfig = getattr(self, name)
+            if name in written and "guard" in settings.model_fields_set and settings.limits().any:
+                todo = f'{name}.guard looks at samples; set it above 0, or that guard to "none"'
+                raise problem("ledger.sample_every", 0, todo)
 
     @classmethod
     def parse(cls, block: object) -> CompressionConfig:
@@ -248,6 +257,9 @@ class CompressionConfig(Strict):
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
+        for name, limits in self.limits().items():
+            settings[f"{BLOCK}.{name}.guard"] = [limits.error, limits.residual]
+            settings[f"{BLOCK}.ledger.sample_every"] = self.ledger.sample_every
         return settings
 
     def digest(self) -> str:
@@ -281,6 +293,7 @@ class CompressionConfig(Strict):
             lines.append(f"{'native':13} {', '.join(native)}")
         if absent:
             lines.append(f"{'not here':13} {', '.join(n for n in DIMENSIONS if n in absent)}")
+        lines += self._guarded()
         if isinstance(self.hierarchy, int):
             lines.append(f"{'nodes':13} every {self.hierarchy} consecutive ranks share one")
         start = f"; all messages before step {self.start_step}" if self.start_step else ""
@@ -292,6 +305,14 @@ class CompressionConfig(Strict):
             return ""
         every = self.zero.resync_every
         return ", of what changed" + (f", exact every {every} steps" if every else "")
+
+    def _guarded(self) -> list[str]:
+        parts = []
+        for name, limits in self.limits().items():
+            figures = [("error", limits.error), ("residual", limits.residual)]
+            told = " or ".join(f"{figure} {limit:g}" for figure, limit in figures if limit)
+            parts.append(f"{name} {told}")
+        return [f"{'guard':13} native for good beyond {'; '.join(parts)}"] if parts else []
 
     def notes(self, dtype: torch.dtype) -> list[str]:
         """Warnings about codecs that save nothing on messages of ``dtype``."""
