@@ -1,4 +1,7 @@
-"""One tensor between two pipeline stages, as bytes; see ``mcore_pp``. No seam is in here."""
+"""One tensor between two pipeline stages, as bytes; see ``mcore_pp``. No seam is in here.
+
+A payload whose size varies has a header in front (``collectives.p2p``), which says its length.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,19 @@ from torch import Tensor
 from hybridcomp.channels import Channels
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import transport
+from hybridcomp.collectives.exchange import gather
 from hybridcomp.collectives.handle import Pending
 from hybridcomp.collectives.meter import Meter
+from hybridcomp.collectives.p2p import HEADER_NBYTES, Header, check_match, spec_digest
 from hybridcomp.patches import mcore_refuse
 from hybridcomp.patches.calls import flat
 from hybridcomp.patches.process import say
 from hybridcomp.policy import Direction
 
 VARIABLE = mcore_refuse.Rule(
-    "bypass", ("pp",), "a codec whose size varies with the values",
-    "megatron-core posts receives before the sender has encoded, so their length must be known",
+    "bypass", ("pp",), "a codec whose size varies with the values, and no gloo",
+    "megatron-core posts receives before the sender has encoded, and only gloo takes a message "
+    "that is shorter than its receive",
     "use a codec of fixed size, such as blockint or zfp", lambda job: True,
 )  # fmt: skip
 
@@ -36,6 +42,11 @@ class Link:
     parts: int = 1
     tensor_group: dist.ProcessGroup | None = None
 
+    @property
+    def headed(self) -> bool:
+        """Whether a header stands in front, because only the sender knows the length."""
+        return self.codec is not None and not self.codec.fixed_size
+
     def send(self, tensor: Tensor) -> Outgoing:
         """Encode the part of this tensor rank."""
         values = flat(tensor)
@@ -43,61 +54,75 @@ class Link:
         if self.parts > 1:
             part = values.chunk(self.parts)[dist.get_rank(self.tensor_group)]
         meter = Meter()
+        nbytes = tensor.numel() * tensor.element_size()
         if self.codec is None:
-            payload = part.view(torch.uint8)
-        else:
-            self.channels["pp"].sample(part, self.codec, self.direction)
-            payload = self._room(part.numel(), part)
-            with meter.coding():
-                self.codec.encode(part, payload)
-        meter.sent(payload.numel())
-        return Outgoing(self, payload, tensor.numel() * tensor.element_size(), meter)
+            return Outgoing(self, part.view(torch.uint8), nbytes, meter)
+        self.channels["pp"].sample(part, self.codec, self.direction)
+        room = self._room(part.numel(), part)
+        start = HEADER_NBYTES if self.headed else 0
+        with meter.coding():
+            used = self.codec.encode(part, room[start:])
+        if self.headed:
+            header = Header(spec_digest(self.codec.spec), part.dtype, part.numel(), used)
+            room[:start] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        return Outgoing(self, room[: start + used], nbytes, meter)
 
-    def recv(self, tensor: Tensor) -> Incoming:
-        """Room for a payload that will be decoded into ``tensor``."""
+    def recv(self, tensor: Tensor, src: int) -> Incoming:
+        """Room for a message of rank ``src`` that will be decoded into ``tensor``."""
         values = tensor.detach().view(-1)
-        return Incoming(self, self._room(values.numel() // self.parts, values), values)
+        return Incoming(self, self._room(values.numel() // self.parts, values), values, src)
 
     def _room(self, numel: int, like: Tensor) -> Tensor:
         nbytes = numel * like.element_size()
         if self.codec is not None:
             nbytes = self.codec.wire_nbytes(numel, like.dtype)
+        nbytes += HEADER_NBYTES if self.headed else 0
         return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 
 
 @dataclass
 class Outgoing:
-    """A payload under way; alive until ``done``."""
+    """A message under way; alive until ``done``."""
 
     link: Link
-    payload: Tensor
+    message: Tensor
     raw_nbytes: int
     meter: Meter
 
     def done(self) -> None:
         """Write the message down."""
+        self.meter.sent(self.message.numel())
         key = ("pp", self.link.direction)
         self.link.channels.ledger.record(key, self.raw_nbytes, self.meter)  # type: ignore[arg-type]
 
 
 @dataclass
 class Incoming:
-    """A payload that is awaited."""
+    """A message that is awaited. ``message`` has room for the longest."""
 
     link: Link
-    payload: Tensor
+    message: Tensor
     values: Tensor
+    src: int
     meter: Meter = field(default_factory=Meter)
+
+    @property
+    def payload(self) -> Tensor:
+        """What has arrived behind the header, if there is one."""
+        link = self.link
+        if link.codec is None or not link.headed:
+            return self.message
+        header = Header.unpack(bytes(self.message[:HEADER_NBYTES].tolist()))
+        numel = self.values.numel() // link.parts
+        check_match(header, self.src, numel, self.values.dtype, link.codec)
+        return self.message[HEADER_NBYTES : HEADER_NBYTES + header.nbytes]
 
     def decode(self) -> None:
         """Gather the parts if there are parts, and decode into ``values``."""
-        link, payload = self.link, self.payload
-        if link.parts > 1:
-            payload = self._gathered()
+        link = self.link
+        payloads = [self.payload] if link.parts == 1 else self._gathered()
         with self.meter.coding():
-            for part, place in zip(
-                payload.chunk(link.parts), self.values.chunk(link.parts), strict=True
-            ):
+            for part, place in zip(payloads, self.values.chunk(link.parts), strict=True):
                 if link.codec is None:
                     place.copy_(part.view(place.dtype))
                 else:
@@ -106,14 +131,24 @@ class Incoming:
         entry.codec_s += self.meter.codec_s
         entry.wait_s += self.meter.wait_s
 
-    def _gathered(self) -> Tensor:
-        link = self.link
-        out = self.payload.new_empty(link.parts * self.payload.numel())
-        steps = transport.all_gather(out, self.payload, link.tensor_group)
-        Pending(steps, self.meter, async_op=False)
-        nbytes = (link.parts - 1) * self.payload.numel()
-        link.channels["tp"].native(nbytes, link.direction)
-        return out
+    def _gathered(self) -> list[Tensor]:
+        """The payloads of all tensor ranks: native traffic of ``tp``, of bytes."""
+        link, meter, own = self.link, Meter(), self.payload
+        if link.codec is None:
+            out = own.new_empty(link.parts * own.numel())
+            Pending(transport.all_gather(out, own, link.tensor_group), meter, async_op=False)
+            meter.sent((link.parts - 1) * own.numel())
+            payloads = list(out.chunk(link.parts))
+        else:
+            room = self.message[HEADER_NBYTES if link.headed else 0 :]
+            numels = [self.values.numel() // link.parts] * link.parts
+            steps = gather(
+                link.codec, self.values.dtype, room, own.numel(), numels, link.tensor_group, meter
+            )
+            payloads, _ = Pending(steps, meter, async_op=False).wait()
+        self.meter.wait_s += meter.wait_s
+        link.channels["tp"].native(meter.wire_nbytes, link.direction)
+        return payloads
 
 
 def link(
@@ -121,7 +156,7 @@ def link(
 ) -> Link | None:
     """How ``tensor`` travels to or from a neighbouring stage; None: as upstream sends it."""
     codec = channels["pp"].codec(tensor.numel(), tensor.dtype, group, direction)
-    if codec is not None and not codec.fixed_size:
+    if codec is not None and not codec.fixed_size and dist.get_backend(group) != "gloo":
         mcore_refuse.apply(VARIABLE, ["pp"], channels.config)
         codec = None
     tensor_group = _tensor_group(channels, tensor, config)

@@ -8,6 +8,12 @@ shapes go another way. ``torch.distributed.isend`` must not be replaced: ``P2POp
 What goes to the next stage is ``forward``, what goes back is ``backward``. Payloads are encoded
 when they are posted, since upstream empties a tensor that was sent, and decoded in ``wait()``.
 
+Codecs whose size varies: only the sender knows the length, but upstream posts both sides at once
+and in overlapped schedules computes before it waits. A size ahead would have to be waited for in
+between, where another rank may be waiting for us. So there is one message as before: a header with
+the length, then the payload, received into room for the longest. gloo delivers a message that is
+shorter than its receive; NCCL does not, and there such a codec is refused.
+
 ``"scatter_gather": true`` (Narayanan et al. 2021, section 4.1): without sequence parallelism all
 tensor ranks hold the same message, so each sends its part, and the receivers gather the payloads
 over their tensor group. Those bytes are written down as native ones of ``tp``.
@@ -116,10 +122,10 @@ def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
                     channels["pp"].native(tensor.numel() * tensor.element_size(), way)
             elif key.startswith("send"):
                 outgoing[key] = found.send(tensor)
-                payloads[slot] = outgoing[key].payload
+                payloads[slot] = outgoing[key].message
             else:
-                incoming[key] = found.recv(tensor)
-                payloads[slot] = incoming[key].payload
+                incoming[key] = found.recv(tensor, kwargs[f"{key[5:]}_pipeline_rank"])
+                payloads[slot] = incoming[key].message
         if not outgoing and not incoming:
             return original(**kwargs)
         rest = {name: value for name, value in kwargs.items() if name not in payloads}

@@ -144,7 +144,7 @@ def _recv(
     payload = POOL.take(header.nbytes, tensor.device)
     if header.nbytes:
         yield from transport.recv(payload[: header.nbytes], src, group)
-    _check_match(header, src, tensor, codec)
+    check_match(header, src, tensor.numel(), tensor.dtype, codec)
     if header.nbytes:
         with meter.coding():
             if header.dtype == tensor.dtype:
@@ -156,14 +156,15 @@ def _recv(
     POOL.give(payload)
 
 
-def _check_match(header: Header, src: int, tensor: Tensor, codec: Codec) -> None:
+def check_match(header: Header, src: int, numel: int, dtype: torch.dtype, codec: Codec) -> None:
+    """Raise CodecError that names both sides unless ``header`` is of what this rank expects."""
     digest = spec_digest(codec.spec)
-    if header.spec_digest == digest and header.numel == tensor.numel():
+    if header.spec_digest == digest and header.numel == numel:
         return
     me = dist.get_rank()
     sent = "the same codec" if header.spec_digest == digest else "another codec"
     raise CodecError(
         f"rank {src} sent {header.numel} {header.dtype} elements with {sent} (spec digest "
-        f"{header.spec_digest.hex()}); rank {me} expects {tensor.numel()} {tensor.dtype} elements "
+        f"{header.spec_digest.hex()}); rank {me} expects {numel} {dtype} elements "
         f"with {codec.spec} (spec digest {digest.hex()}); both must run the same block and shapes"
     )

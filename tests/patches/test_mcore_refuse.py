@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches import mcore_link, mcore_pp, mcore_refuse, process
@@ -155,14 +156,23 @@ def test_two_interleaved_stages_need_single_sends(monkeypatch: pytest.MonkeyPatc
     mcore_pp._refuse_two_stages(config, None)
 
 
-def test_variable_size_on_the_pipeline(
+def link_of(block: CompressionConfig) -> mcore_link.Link | None:
+    """How four values travel to another stage."""
+    return mcore_link.link(Channels(block), torch.ones(4), None, "forward", None)
+
+
+def test_variable_size_on_the_pipeline_needs_gloo(
     capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
     with pytest.raises(ConfigError, match="size varies"):
-        mcore_refuse.apply(mcore_link.VARIABLE, ["pp"], CompressionConfig.parse({"pp": "mpc"}))
-    native = CompressionConfig.parse({"pp": "mpc", "on_unsupported": "native"})
+        link_of(CompressionConfig.parse({"pp": "mpc", "min_bytes": 0}))
+    native = CompressionConfig.parse({"pp": "mpc", "min_bytes": 0, "on_unsupported": "native"})
     process.configure(None)
     for _ in range(2):
-        mcore_refuse.apply(mcore_link.VARIABLE, ["pp"], native)
+        assert link_of(native) is None
     assert capsys.readouterr().out.count("pp native") == 1
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
+    assert link_of(native) is not None

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hybridcomp.codecs import make_codec
+from hybridcomp.collectives.p2p import HEADER_NBYTES
 from tests.ranks import run_ranks
 from tests.training.mcore_trainer import LENGTH, MICRO_BATCH, WIDTH, Job, Outcome, run
 
@@ -51,6 +52,8 @@ TWO: dict[str, tuple[Job, str]] = {
 }
 #: the ones that are held over 50 steps; the others take the same paths
 LONG = ("TP2", "TP2 SP", "PP2", "PP2 interleaved", "EP2")
+#: pipelines on which the size of a message varies with its values
+VARYING = ("PP2", "PP2 interleaved", "PP2 interleaved overlapped")
 LONG_OPTIMIZER = ("DP2 distributed optimizer", "DP2 distributed optimizer overlapped")
 
 
@@ -60,7 +63,7 @@ def block(dimensions: str, codec: Any) -> dict[str, Any]:
 
 def launch(world_size: int, jobs: dict[str, Job]) -> Results:
     """All jobs in one launch."""
-    by_rank = run_ranks(world_size, run, list(jobs.values()), timeout=280)
+    by_rank = run_ranks(world_size, run, list(jobs.values()), timeout=900)
     return {name: [found[i] for found in by_rank] for i, name in enumerate(jobs)}
 
 
@@ -97,7 +100,13 @@ def two() -> Results:
     jobs["TP2/small"] = replace(TP, steps=2, block={"tp": B8})
     refused = replace(VPP, batch_p2p=True, steps=1, block=block("pp", B8))
     jobs["two stages"] = refused
-    jobs["variable"] = replace(PP, steps=1, block=block("pp", "mpc"))
+    for name in VARYING:
+        jobs[f"{name}/mpc"] = replace(TWO[name][0], steps=6, block=block("pp", "mpc"))
+    mixed = {"codec": "expcode", "backward": {"codec": "blockint", "bits": 8}}
+    jobs["PP2 bf16/unpatched"] = replace(PP, steps=6, bf16=True)
+    jobs["PP2 bf16/expcode"] = replace(PP, steps=6, bf16=True, block=block("pp", "expcode"))
+    jobs["PP2/mixed"] = replace(PP, steps=6, block=block("pp", mixed))
+    jobs["PP2 interleaved/mixed"] = replace(VPP, steps=6, block=block("pp", mixed))
     jobs["fp32 parameters"] = replace(OPTIMIZER, steps=1, block=block("zero", B8))
     jobs["no such group"] = replace(PP, steps=1, block=block("tp", B8))
     return launch(2, jobs)
@@ -114,6 +123,14 @@ def four() -> Results:
     jobs["shared/raw"] = replace(shared, raw=True)
     none = {"codec": "none", "scatter_gather": True}
     jobs["shared/none"] = replace(shared, block=block("pp", none))
+    jobs["shared/mpc"] = replace(
+        shared, block=block("pp", {"codec": "mpc", "scatter_gather": True})
+    )
+    # all four neighbours in one batch: sends and receives of both directions at once
+    deep = Job(layers=8, pp=4, virtual=2, micro_batches=4, steps=3)
+    for name, pipeline in {"PP4": replace(deep, virtual=None), "PP4 interleaved": deep}.items():
+        jobs[f"{name}/unpatched"] = pipeline
+        jobs[f"{name}/mpc"] = replace(pipeline, block=block("pp", "mpc"))
     jobs["shared/SP"] = replace(
         shared, sequence_parallel=True, block={**shared.block, "on_unsupported": "native"}
     )
@@ -229,6 +246,45 @@ def test_pipeline_bytes(two: Results, name: str, forward: int, backward: int) ->
         assert wire == pytest.approx(raw / (32 / 8.375), rel=0.01)
 
 
+def check_varying(exact: list[Outcome], lossless: list[Outcome]) -> None:
+    """Identical, every message encoded, and the bytes are those of no other size."""
+    assert same(exact, lossless)
+    for direction in ("forward", "backward"):
+        messages, native, raw, wire = entry(lossless, "pp", direction)
+        assert native == 0 < messages
+        worst = make_codec("mpc").wire_nbytes(HIDDEN, torch.float32)
+        assert raw == messages * HIDDEN * 4
+        assert 0.5 * raw < wire <= messages * (HEADER_NBYTES + worst)
+        assert wire not in (raw, messages * worst)
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_sizes_that_vary(two: Results, name: str) -> None:
+    check_varying(two[f"{name}/unpatched"], two[f"{name}/mpc"])
+
+
+@pytest.mark.parametrize("name", ["PP4", "PP4 interleaved"])
+def test_sizes_that_vary_in_a_deep_pipeline(four: Results, name: str) -> None:
+    check_varying(four[f"{name}/unpatched"], four[f"{name}/mpc"])
+
+
+def test_short_exponents_on_bf16(two: Results) -> None:
+    assert same(two["PP2 bf16/unpatched"], two["PP2 bf16/expcode"])
+    messages, native, raw, wire = entry(two["PP2 bf16/expcode"], "pp", "forward")
+    assert native == 0 < messages
+    assert wire < 0.85 * raw
+
+
+def test_a_size_that_varies_one_way_only(two: Results) -> None:
+    for name in ("PP2", "PP2 interleaved"):
+        mixed = two[f"{name}/mixed"]
+        assert mixed[-1].losses == pytest.approx(two[f"{name}/unpatched"][-1].losses[:6], rel=2e-3)
+        messages, _, _, wire = entry(mixed, "pp", "backward")
+        assert wire == messages * make_codec("blockint", bits=8).wire_nbytes(HIDDEN, torch.float32)
+        messages, _, raw, wire = entry(mixed, "pp", "forward")
+        assert 0.5 * raw < wire < raw
+
+
 @pytest.mark.parametrize("name", ["DP2", "DP2 distributed optimizer"])
 def test_gradient_bytes(two: Results, name: str) -> None:
     messages, native, raw, wire = entry(two[f"{name}/blockint"], "dp", "forward")
@@ -263,7 +319,6 @@ def test_start_step_and_min_bytes(two: Results) -> None:
     ("name", "words"),
     [
         ("two stages", "batch_p2p_comm"),
-        ("variable", "size varies"),
         ("fp32 parameters", "fp32 parameters"),
         ("no such group", "one rank in each tensor-parallel group"),
     ],
@@ -287,6 +342,9 @@ def test_tensor_and_pipeline(four: Results) -> None:
 def test_scatter_gather(four: Results) -> None:
     """Each of two tensor ranks sends half, raw too; sequence parallelism has its own halves."""
     reference = four["TP2xPP2/unpatched"]
+    assert same(reference, four["shared/mpc"])
+    messages, _, raw, wire = entry(four["shared/mpc"], "pp", "forward")
+    assert 0.5 * raw < 2 * wire < raw + 2 * HEADER_NBYTES * messages
     for name in ("shared/raw", "shared/none"):
         assert same(reference, four[name])
         *_, raw, wire = entry(four[name], "pp", "forward")
