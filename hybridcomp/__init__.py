@@ -2,6 +2,8 @@
 
 install(config=None) arm the patches: they act on engines whose config has a "compression" block
 uninstall()          put upstream back as it was
+save_state(folder)   keep residuals and step beside a checkpoint of megatron-core
+load_state(folder)   take them over
 resync(engine)       make the next gather of parameters exact, where deltas are sent
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model
@@ -18,7 +20,16 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["CompressionConfig", "__version__", "install", "load_config", "resync", "uninstall"]
+__all__ = [
+    "CompressionConfig",
+    "__version__",
+    "install",
+    "load_config",
+    "load_state",
+    "resync",
+    "save_state",
+    "uninstall",
+]
 
 
 def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = None) -> None:
@@ -50,6 +61,40 @@ def uninstall() -> None:
     from hybridcomp import patches
 
     patches.disarm()
+
+
+def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
+    """Write the residuals of error feedback and the step, for jobs on megatron-core.
+
+    Every rank calls it, where the job saves its own checkpoint; folders of a restart must hold the
+    files of all ranks. DeepSpeed's checkpoints hold all this themselves: nothing is written there.
+
+    Args:
+        folder: one for each checkpoint.
+        loss_scale: the factor on the gradients; None: that of the last optimizer step.
+
+    Raises ConfigError in a process without a block.
+    """
+    from hybridcomp.patches import state
+
+    state.save_state(folder, loss_scale)
+
+
+def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
+    """Take over what ``save_state`` wrote; every rank calls it, before the first step.
+
+    On another number of data-parallel ranks the sum of the residuals is kept; with other tensor,
+    pipeline or expert groups, or without such files, they start at zero, which is said.
+
+    Args:
+        folder: as for ``save_state``.
+        loss_scale: the factor on the gradients from now on; None: what it was when saved.
+
+    Raises ConfigError in a process without a block.
+    """
+    from hybridcomp.patches import state
+
+    state.load_state(folder, loss_scale)
 
 
 def resync(engine: Any = None) -> None:

@@ -1,6 +1,7 @@
 """When the channels of a megatron-core job are made, and following its optimizer steps.
 
 Megatron has no engine object: it uses the channels of the process (``process``).
+``load_state_dict`` only to notice a restart: what we keep beside a checkpoint is in ``state``.
 ``initialize_model_parallel`` and not a constructor: every rank calls it, once torch.distributed is
 up and before the first message. The concrete ``step`` methods and not ``MegatronOptimizer.step``,
 which is abstract; they call each other, so only the outermost counts.
@@ -35,6 +36,26 @@ STEPS = tuple(
         parameters=("self",),
     )
     for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+)
+LOADS = tuple(
+    Seam(
+        requirement=REQUIREMENT,
+        module=f"megatron.core.optimizer.{module}",
+        qualname=f"{name}.load_state_dict",
+        parameters=("self", "state_dict"),
+    )
+    for module, name in (
+        ("optimizer", "Float16OptimizerWithFloat16Params"),
+        ("optimizer", "FP32Optimizer"),
+        ("optimizer", "ChainedOptimizer"),
+        ("distrib_optimizer", "DistributedOptimizer"),
+    )
+)
+LACKS_STATE = (
+    "WARNING: Megatron's optimizer was restored from a checkpoint, and hybridcomp was not: steps "
+    "count from zero and error feedback has forgotten what was left out; call "
+    "hybridcomp.save_state(folder) where Megatron saves, hybridcomp.load_state(folder) where it "
+    "loads"
 )
 
 
@@ -73,6 +94,10 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         feedback = any(channel.error_feedback for channel in channels)
         before = float(self.get_loss_scale()) if feedback else 1.0
         sampled = channels.sampling
+        if process.lacks_state() and (
+            feedback or channels.guard.watching or channels.config.start_step
+        ):
+            process.say(LACKS_STATE)
         _progress.stepping = True
         try:
             result = original(self)
@@ -80,14 +105,27 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
             _progress.stepping = False
         channels.step += 1
         if feedback:
-            _follow(channels, bool(result[0]), before, float(self.get_loss_scale()))
+            after = float(self.get_loss_scale())
+            _follow(channels, bool(result[0]), before, after)
+            process.note_loss_scale(after)
         for text in channels.close_step(sampled, process.device()):
-            process.say(f"{text}; Megatron's checkpoints do not hold this")
+            process.say(f"{text}; only hybridcomp.save_state keeps this over a restart")
         if channels.step % channels.config.ledger.interval == 0:
             _report(channels.step)
         return result
 
     return step
+
+
+def make_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember that a checkpoint was loaded: what we keep beside it has to be, too."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        process.note_restored()
+        return original(self, state_dict)
+
+    return load_state_dict
 
 
 def _follow(channels: Channels, success: bool, before: float, after: float) -> None:
@@ -113,4 +151,5 @@ def _report(step: int) -> None:
 PATCHES = (
     (INITIALIZE, make_initialize_model_parallel),
     *((seam, make_step) for seam in STEPS),
+    *((seam, make_load_state_dict) for seam in LOADS),
 )

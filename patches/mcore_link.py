@@ -141,11 +141,12 @@ class Incoming:
             payloads = list(out.chunk(link.parts))
         else:
             room = self.message[HEADER_NBYTES if link.headed else 0 :]
-            numels = [self.values.numel() // link.parts] * link.parts
+            numels = [[self.values.numel() // link.parts]] * link.parts
             steps = gather(
-                link.codec, self.values.dtype, room, own.numel(), numels, link.tensor_group, meter
+                link.codec, self.values.dtype, room, [own.numel()], numels, link.tensor_group, meter
             )
-            payloads, _ = Pending(steps, meter, async_op=False).wait()
+            rows, _ = Pending(steps, meter, async_op=False).wait()
+            payloads = [payload for (payload,) in rows]
         self.meter.wait_s += meter.wait_s
         link.channels["tp"].native(meter.wire_nbytes, link.direction)
         return payloads

@@ -42,6 +42,9 @@ class _Holder:
     reporter: Reporter | None = None
     settled: bool = False  # the ranks agreed, with or without a block
     chunks: int = 0  # Megatron's model chunks wrapped for data parallelism so far
+    loss_scale: float = 1.0  # of Megatron's last step
+    restored: bool = False  # a Megatron optimizer was, since the channels were made
+    state_loaded: bool = False  # hybridcomp's own state was
     said: set[str] = field(default_factory=set)
 
 
@@ -162,7 +165,10 @@ def _settle() -> None:
     for line in config.describe():
         say(line)
     if config.error_feedback("dp"):
-        say("dp: Megatron's checkpoints do not hold residuals; they start at zero after a restart")
+        say(
+            "dp: Megatron's checkpoints do not hold residuals; call hybridcomp.save_state(folder) "
+            "where it saves and hybridcomp.load_state(folder) where it loads"
+        )
     if config.zero.delta:
         say(
             "zero: Megatron's checkpoints do not hold what deltas are added to; the first gather "
@@ -186,6 +192,31 @@ def next_chunk() -> int:
     """The number of the model chunk that is being wrapped."""
     _holder.chunks += 1
     return _holder.chunks - 1
+
+
+def loss_scale() -> float:
+    """The loss scale that the residuals are in."""
+    return _holder.loss_scale
+
+
+def note_loss_scale(scale: float) -> None:
+    """Megatron's loss scale after a step."""
+    _holder.loss_scale = scale
+
+
+def note_restored() -> None:
+    """A Megatron optimizer has loaded a checkpoint."""
+    _holder.restored = True
+
+
+def note_state_loaded(scale: float) -> None:
+    """What belongs to that checkpoint is loaded, in units of this loss scale."""
+    _holder.state_loaded, _holder.loss_scale = True, scale
+
+
+def lacks_state() -> bool:
+    """Whether a checkpoint was loaded and what belongs to it was not."""
+    return _holder.restored and not _holder.state_loaded
 
 
 def say(text: str) -> None:

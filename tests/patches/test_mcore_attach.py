@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import hybridcomp
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
@@ -159,3 +163,90 @@ def test_reports_go_to_the_file_and_to_the_rank_with_the_run(tmp_path: Path) -> 
     record = json.loads(jsonl.read_text().splitlines()[0])
     assert record["step"] == EVERY
     assert record["dimensions"]["tp"]["backward"]["messages"] == 2
+
+
+def forget(restored: bool, loaded: bool, block: dict[str, Any]) -> str:
+    """What is said at the first step after a restart."""
+
+    process.configure({"min_bytes": 0, **block})
+    said = io.StringIO()
+    optimizer = Optimizer()
+    load = mcore_attach.make_load_state_dict(lambda self, state_dict: None)
+    step = mcore_attach.make_step(Optimizer.outer)
+    with contextlib.redirect_stdout(said):
+        if restored:
+            load(optimizer, {})
+        if loaded:
+            with tempfile.TemporaryDirectory() as folder:
+                hybridcomp.save_state(folder)
+                hybridcomp.load_state(folder)
+        step(optimizer)
+        step(optimizer)
+    return said.getvalue()
+
+
+FEEDBACK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}}
+
+
+@pytest.mark.parametrize(
+    ("restored", "loaded", "block", "times"),
+    [
+        (True, False, FEEDBACK, 1),
+        (True, True, FEEDBACK, 0),
+        (False, False, FEEDBACK, 0),
+        (True, False, BLOCK, 0),
+        (True, False, {**BLOCK, "start_step": 3}, 1),
+    ],
+)
+def test_a_restart_without_our_state_is_said_once(
+    restored: bool, loaded: bool, block: dict[str, Any], times: int
+) -> None:
+    (said,) = run_ranks(1, forget, restored, loaded, block)
+    assert said.count("WARNING: Megatron's optimizer was restored") == times
+
+
+def carry(folder: str, block: dict[str, Any], scale: float | None) -> tuple[int, float, str]:
+    """Save in one process's life, load in the next; step, residuals, what was said."""
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        process.configure({"min_bytes": 0, **block})
+        channels = process.current()
+        assert channels is not None
+        channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4)).fill_(1.0)
+        mcore_attach.make_step(Optimizer.outer)(Optimizer())  # loss scale 8
+        hybridcomp.save_state(folder)
+        process.configure({"min_bytes": 0, **block})
+        hybridcomp.load_state(folder, scale)
+        channels = process.current()
+        assert channels is not None
+        residual = channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4))
+    return channels.step, float(residual.sum()), said.getvalue()
+
+
+def test_residuals_follow_a_loss_scale_that_changed_in_between(tmp_path: Path) -> None:
+    assert run_ranks(1, carry, str(tmp_path), FEEDBACK, None)[0][:2] == (1, 4.0)
+    assert run_ranks(1, carry, str(tmp_path), FEEDBACK, 2.0)[0][:2] == (1, 1.0)
+
+
+def missing(folder: str) -> tuple[int, str]:
+
+    process.configure({"min_bytes": 0, **FEEDBACK})
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        hybridcomp.load_state(folder)
+    channels = process.current()
+    assert channels is not None
+    return channels.step, said.getvalue()
+
+
+def test_a_folder_without_state_is_said(tmp_path: Path) -> None:
+    ((step, said),) = run_ranks(1, missing, str(tmp_path))
+    assert step == 0 and "holds no state" in said
+
+
+def test_state_needs_a_block() -> None:
+
+    for call in (hybridcomp.save_state, hybridcomp.load_state):
+        with pytest.raises(ConfigError, match="no block"):
+            call("anywhere")

@@ -6,6 +6,7 @@ takes longer than most of these trainings, so one launch does many of them.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -40,6 +41,8 @@ class Job:
     micro_batches: int = 2
     lr: float = 4e-3
     seed: int = 0
+    restart: int | None = None  # before this step everything is saved, forgotten and loaded
+    folder: str = ""  # for that
     raw: bool = False  # a lossless codec of fixed size on every dimension of the block
     block: dict[str, Any] | None = None
 
@@ -115,6 +118,8 @@ def _train(job: Job) -> Outcome:
     schedule = get_forward_backward_func()
     losses: list[float] = []
     for step in range(job.steps):
+        if step == job.restart:
+            chunks, optimizer = _restart(job, chunks, optimizer)
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -137,6 +142,26 @@ def _train(job: Job) -> Outcome:
             chunk.start_param_sync(force_sync=True)
     channels = process.current() if job.block is not None else None
     return Outcome(losses, _digests(chunks), *_counts(channels))
+
+
+def _restart(job: Job, chunks: Sequence[Any], optimizer: Any) -> tuple[list[Any], Any]:
+    """As a job that is cut off and goes on: checkpoint, new objects, checkpoint loaded."""
+    import hybridcomp
+    from hybridcomp.patches import process
+
+    model = [copy.deepcopy(chunk.module.state_dict()) for chunk in chunks]
+    adam = copy.deepcopy(optimizer.state_dict())
+    if job.folder:
+        hybridcomp.save_state(job.folder)
+    process.configure({"ledger": {"every": 1_000_000}, **(job.block or {})})
+    torch.manual_seed(99)
+    chunks, optimizer = build(job)
+    for chunk, state in zip(chunks, model, strict=True):
+        chunk.module.load_state_dict(state)
+    optimizer.load_state_dict(adam)
+    if job.folder:
+        hybridcomp.load_state(job.folder)
+    return chunks, optimizer
 
 
 def _adjust(job: Job) -> None:
