@@ -29,6 +29,7 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.collectives.chunks import stretches
 from hybridcomp.collectives.meter import Meter
+from hybridcomp.common import Exact, stretches_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.feedback import Piece, Residuals
 from hybridcomp.guard import Guard
@@ -68,6 +69,8 @@ class Channels:
         self.residuals = Residuals()
         self.guard = Guard(config.limits())
         self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
+        #: names of small parameters that tensor-parallel ranks have in common; see ``common``
+        self.common: frozenset[str] = frozenset()
         self.generation = 0  # of the references that parameter deltas are added to
         self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
 
@@ -188,7 +191,8 @@ class Channel:
 
     def wants_pieces(self, codec: Codec) -> bool:
         """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""
-        return self.error_feedback or codec.bounded
+        common = bool(self._channels.common) and not codec.lossless
+        return self.error_feedback or codec.bounded or common
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -224,7 +228,11 @@ class Channel:
     ) -> Handle:
         """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``."""
         spot = self._spot(codec, group, direction)
+        exact = self._take([tensor], None if pieces is None else [pieces], codec, group)
         handle, meter = sums.all_reduce(tensor, codec, spot, pieces, async_op)
+        if exact is not None:
+            exact.count(meter, self._reach(group).ring)
+            handle.then(lambda: exact.put(tensor))
         return self._recorded(handle, meter, raw_nbytes, direction, self._reach(group).ring)
 
     def reduce_scatter(
@@ -243,7 +251,11 @@ class Channel:
         ``wait()`` of the handle gives the sum, a new fp32 tensor.
         """
         spot = self._spot(codec, group, direction)
+        exact = self._take(shards, pieces, codec, group)
         handle, meter = sums.reduce_scatter(shards, codec, spot, pieces, async_op)
+        if exact is not None:
+            exact.count(meter, self._reach(group).ring)
+            handle.then(lambda: exact.put(handle.wait(), dist.get_rank(group)))
         return self._recorded(handle, meter, raw_nbytes, direction, self._reach(group).ring)
 
     def reduce_to_owners(
@@ -258,7 +270,14 @@ class Channel:
     ) -> list[Tensor]:
         """The fp32 sums over ``group`` of the ranges of ``tensor`` that this rank owns."""
         spot = self._spot(codec, group, "forward")
+        exact = self._take([tensor], None if pieces is None else [pieces], codec, group)
         found, meter = sums.reduce_to_owners(tensor, ranges, codec, spot, pieces)
+        if exact is not None:
+            exact.count(meter, self._reach(group).ring)
+            rank = dist.get_rank(group)
+            owned = [part for part in ranges if rank in part.ranks]
+            for part, total in zip(owned, found, strict=True):
+                exact.put(total, start=part.start)
         self._record(meter, raw_nbytes, "forward", self._reach(group).ring)
         return found
 
@@ -362,6 +381,20 @@ class Channel:
     def posts_once(self, codec: Codec, group: dist.ProcessGroup | None) -> bool:
         """Whether the handle of an ``all_gather`` sends nothing in ``wait()``."""
         return codec.fixed_size and self._levels(group) is None
+
+    def _take(
+        self,
+        tensors: Sequence[Tensor],
+        pieces: Sequence[Sequence[Piece]] | None,
+        codec: Codec,
+        group: dist.ProcessGroup | None,
+    ) -> Exact | None:
+        """Take what has to be summed exactly out of a message; None where it is nothing."""
+        names = self._channels.common
+        if pieces is None or codec.lossless or not names:
+            return None
+        stretches = stretches_of(pieces, names)
+        return Exact(tensors, stretches, group) if stretches else None
 
     def _spot(
         self, codec: Codec, group: dist.ProcessGroup | None, direction: Direction

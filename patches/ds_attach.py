@@ -139,6 +139,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     for name, parameter in engine.module.named_parameters():
         setattr(parameter, ATTRIBUTE, channels)
         setattr(parameter, NAME, ds_facts.unique_name(engine, name, parameter))
+    channels.common = ds_facts.common_names(engine)
     for module in modules_of("deepspeed"):
         if hasattr(module, "ATTACHED"):
             module.ATTACHED(engine, channels)

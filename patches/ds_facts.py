@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridcomp.channels import NAME
 from hybridcomp.patches import tp_groups
 
 #: module whose layers reduce over tensor-parallel ranks themselves
@@ -67,3 +68,22 @@ def _tensor_rank(mpu: Any) -> int:
         if rank is getattr(mpu, "get_sequence_parallel_rank", None):
             return 0  # ALST calls its sequence groups so; None and None: there is no such group
     return 0 if rank is None else rank()
+
+
+def common_names(engine: Any) -> frozenset[str]:
+    """Names of vectors (norms, biases) that tensor-parallel ranks have in common.
+
+    By upstream's own marks, which its gradient norm depends on. A vector that lacks the mark though
+    it is cut is only sent exactly without need; common matrices, such as experts, are too large.
+    """
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    size = getattr(engine.mpu, "get_tensor_model_parallel_world_size", tp_groups.reached)
+    if size() < 2:
+        return frozenset()
+    return frozenset(
+        getattr(parameter, NAME)
+        for parameter in engine.module.parameters()
+        if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+        and not is_model_parallel_parameter(parameter)
+    )

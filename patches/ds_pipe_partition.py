@@ -55,7 +55,8 @@ def make_full(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         channel.all_gather(
             piece.contiguous(), out, codec, self.group, raw_nbytes=raw, direction=way
         ).wait()
-        return out.view(self.full_size())
+        whole: Tensor = out.view(self.full_size())
+        return whole
 
     return full
 

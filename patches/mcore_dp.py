@@ -39,7 +39,7 @@ from hybridcomp.patches.calls import (
 )
 from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.mcore_batch import Batch, Call, Kind
-from hybridcomp.patches.mcore_groups import coordinates
+from hybridcomp.patches.mcore_groups import coordinates, sizes
 from hybridcomp.patches.process import current, next_chunk
 from hybridcomp.patching import Seam
 
@@ -108,6 +108,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         chunk = next_chunk()
         for name, parameter in given["module"].named_parameters():
             setattr(parameter, NAME, _name(chunk, name, parameter))
+        channels.common |= _common(given["module"])
 
     return __init__
 
@@ -117,6 +118,22 @@ def _name(chunk: int, name: str, parameter: Tensor) -> str:
     shared = getattr(parameter, "allreduce", True)  # False: an expert's
     where = coordinates()
     return f"{where.rpartition('.')[0] if shared else where}.chunk{chunk}.{name}"
+
+
+def _common(model: Any) -> frozenset[str]:
+    """Names of vectors that tensor ranks have in common and reduce each for itself.
+
+    With sequence parallelism upstream sums the gradients of norms over the tensor ranks after this.
+    """
+    if sizes().get("tp", 1) < 2:
+        return frozenset()
+    return frozenset(
+        getattr(parameter, NAME)
+        for parameter in model.parameters()
+        if parameter.dim() < 2
+        and not getattr(parameter, "tensor_model_parallel", False)
+        and not getattr(parameter, "sequence_parallel", False)
+    )
 
 
 def make_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:

@@ -31,10 +31,11 @@ ALLOWED: dict[str, set[str]] = {
     "nodes": {"errors", "agreement", "collectives"},
     "guard": {"codecs", "policy"},
     "sums": {"codecs", "collectives", "feedback"},
+    "common": {"collectives", "feedback"},
     "ledger": {"errors", "policy", "collectives"},
     "channels": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "nodes",
-        "sums", "guard",
+        "sums", "guard", "common",
     },
     "delta": {"codecs", "collectives", "channels"},
     "monitor": {"errors", "codecs", "policy", "ledger", "channels"},

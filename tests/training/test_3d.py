@@ -104,7 +104,7 @@ def test_compressed_is_close(block: str, four: Results) -> None:
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize("job", ["3d", "tied bf16"])
+@pytest.mark.parametrize("job", ["3d", "tied bf16", "data"])
 def test_what_no_rank_cuts_stays_equal(job: str, four: Results) -> None:
     """Norms: every tensor rank of a stage has its own copy and updates it alone."""
     found = four[job, "recommended"]
