@@ -94,9 +94,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         feedback = any(channel.error_feedback for channel in channels)
         before = float(self.get_loss_scale()) if feedback else 1.0
         sampled = channels.sampling
-        if process.lacks_state() and (
-            feedback or channels.guard.watching or channels.config.start_step
-        ):
+        if process.lacks_state() and (feedback or channels.config.start_step):
             process.say(LACKS_STATE)
         _progress.stepping = True
         try:
