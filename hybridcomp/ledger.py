@@ -133,16 +133,21 @@ class Ledger:
     def restart(self) -> None:
         """Begin a new interval."""
         self.interval = {key: Entry() for key in KEYS}
+        self.used = {}
 
-    def rows(self, entries: Mapping[Key, Entry]) -> dict[str, dict[str, Any]]:
-        """``{dimension: {direction: row}}`` of the entries that moved anything."""
+    def rows(
+        self, entries: Mapping[Key, Entry], used: Mapping[Key, Mapping[str, None]] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """``{dimension: {direction: row}}`` of the entries that moved anything.
+
+        ``used``: specs of what was sent in their time, None for this interval's.
+        """
+        specs = self.used if used is None else used
         rows: dict[str, dict[str, Any]] = {}
         for (dimension, direction), entry in entries.items():
             if entry.messages:
-                used = self.used.get((dimension, direction))
-                codec = (
-                    " + ".join(used) if used else self.codecs.get((dimension, direction), "none")
-                )
+                key = (dimension, direction)
+                codec = " + ".join(specs.get(key, ())) or self.codecs.get(key, "none")
                 row = {**entry.row(codec), "native_since": self.native_since.get(dimension)}
                 rows.setdefault(dimension, {})[direction] = row
         return rows

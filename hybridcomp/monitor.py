@@ -34,6 +34,7 @@ class Reporter:
         self._channels = channels
         self._device = device
         self._totals: dict[Key, Entry] = {key: Entry() for key in KEYS}
+        self._used: dict[Key, dict[str, None]] = {}
         self._step = 0
         self._untaken: list[Event] = []
         self._jsonl = JsonLines(jsonl) if jsonl is not None and dist.get_rank() == 0 else None
@@ -50,6 +51,7 @@ class Reporter:
         ledger = self._channels.ledger
         residual = self._channels.residuals.norm() ** 2
         vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])
+        used = ledger.used
         ledger.restart()
         vector = vector.to(self._device)
         dist.all_reduce(vector)
@@ -57,8 +59,9 @@ class Reporter:
         interval = entries_of(vector[:-1])
         for key, entry in interval.items():
             self._totals[key].add(entry)
+            self._used.setdefault(key, {}).update(used.get(key, {}))
         self._step = step
-        rows = ledger.rows(interval)
+        rows = ledger.rows(interval, used)
         norm = float(vector[-1]) ** 0.5
         if dist.get_rank() == 0:
             print(line(step, rows), flush=True)
@@ -75,7 +78,7 @@ class Reporter:
     def close(self) -> None:
         """Write the totals as the last record; harmless when called twice."""
         if self._jsonl is not None:
-            rows = self._channels.ledger.rows(self._totals)
+            rows = self._channels.ledger.rows(self._totals, self._used)
             self._jsonl.write({"summary": True, "step": self._step, "dimensions": rows})
             self._jsonl.close()
             self._jsonl = None

@@ -7,7 +7,7 @@ on every rank that takes part in the message, so the ranks always agree without 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -51,12 +51,22 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Rung:
+    """One level of a ramp."""
+
+    stop: int  # steps after ``start_step`` at which it ends
+    codec: Codec
+
+
+@dataclass(frozen=True)
 class Policy:
     """The codecs of a block, resolved. ``None`` means native."""
 
     codecs: Mapping[tuple[Dimension, Direction], Codec | None]
     min_bytes: int
     start_step: int
+    #: what comes before the codec that stays, in order
+    ramps: Mapping[tuple[Dimension, Direction], tuple[Rung, ...]] = field(default_factory=dict)
 
     def choose(self, traffic: Traffic) -> Codec | None:
         """The codec for this message, or None when it stays native."""
@@ -66,7 +76,10 @@ class Policy:
             return None
         if traffic.numel * traffic.dtype.itemsize < self.min_bytes:
             return None
-        codec = self.codecs.get((traffic.dimension, traffic.direction))
+        key = (traffic.dimension, traffic.direction)
+        codec = self.codecs.get(key)
         if codec is None:
             return None
+        taken = traffic.step - self.start_step
+        codec = next((rung.codec for rung in self.ramps.get(key, ()) if taken < rung.stop), codec)
         return codec.for_message(traffic.numel, traffic.dtype, traffic.world_size)

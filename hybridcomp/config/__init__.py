@@ -34,7 +34,16 @@ from hybridcomp.config.presets import PRESETS
 from hybridcomp.config.problems import NOTHING, near_key, problem, show, translate
 from hybridcomp.config.sources import read_source
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension, Direction, Limits, Policy
+from hybridcomp.policy import (
+    DIMENSIONS,
+    DIRECTIONS,
+    ONE_WAY,
+    Dimension,
+    Direction,
+    Limits,
+    Policy,
+    Rung,
+)
 
 __all__ = [
     "BLOCK",
@@ -199,6 +208,9 @@ class CompressionConfig(Strict):
             override = getattr(getattr(self, name), way, None)
             there = override is not None and "error_bound" in override.given()
             check_kept(name, codec, f"{name}.{way}.error_bound" if there else f"{name}.error_bound")
+        for (name, _), rungs in self._ramps().items():
+            for rung in rungs:
+                check_kept(name, rung.codec, f"{name}.ramp.from")
         return self
 
     def _check_samples(self, written: Mapping[str, Any]) -> None:
@@ -235,7 +247,7 @@ class CompressionConfig(Strict):
 
     def policy(self) -> Policy:
         """The codecs, built, by dimension and direction."""
-        return Policy(codecs=self._codecs(), min_bytes=self.min_bytes, start_step=self.start_step)
+        return Policy(self._codecs(), self.min_bytes, self.start_step, self._ramps())
 
     def active(self, dimension: Dimension) -> bool:
         """Whether any direction of ``dimension`` has a codec."""
@@ -257,6 +269,9 @@ class CompressionConfig(Strict):
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
+        for (name, direction), rungs in self._ramps().items():
+            levels = [[rung.stop, rung.codec.spec] for rung in rungs]
+            settings[f"{BLOCK}.{name}.{direction}.ramp"] = levels
         for name, limits in self.limits().items():
             settings[f"{BLOCK}.{name}.guard"] = [limits.error, limits.residual]
             settings[f"{BLOCK}.ledger.sample_every"] = self.ledger.sample_every
@@ -293,6 +308,13 @@ class CompressionConfig(Strict):
             lines.append(f"{'native':13} {', '.join(native)}")
         if absent:
             lines.append(f"{'not here':13} {', '.join(n for n in DIMENSIONS if n in absent)}")
+        for (name, way), rungs in self._ramps().items():
+            told = name if name in ONE_WAY else f"{name} {way}"
+            first, last = rungs[0].codec.spec, rungs[-1].stop + self.start_step
+            levels = f"{len(rungs)} levels" if len(rungs) > 1 else "1 level"
+            lines.append(
+                f"{'ramp':13} {told}: from {first} in {levels}, as written from step {last}"
+            )
         lines += self._guarded()
         if isinstance(self.hierarchy, int):
             lines.append(f"{'nodes':13} every {self.hierarchy} consecutive ranks share one")
@@ -333,6 +355,10 @@ class CompressionConfig(Strict):
             'use fewer bits, or preset "recommended"'
             for codec, names in useless.items()
         ]
+
+    def _ramps(self) -> dict[tuple[Dimension, Direction], tuple[Rung, ...]]:
+        ways = {key: getattr(self, key[0]).rungs_of(key[1]) for key in self._codecs()}
+        return {key: rungs for key, rungs in ways.items() if rungs}
 
     def _codecs(self) -> dict[tuple[Dimension, Direction], Codec | None]:
         return {

@@ -14,8 +14,9 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.bounded import AUTO, FAMILIES, LADDERS
 from hybridcomp.config.bounds import build_bounded, check_unbounded
 from hybridcomp.config.problems import NOTHING, problem
+from hybridcomp.config.ramp import moving, rungs
 from hybridcomp.errors import CodecError
-from hybridcomp.policy import DIRECTIONS, Direction, Limits
+from hybridcomp.policy import DIRECTIONS, Direction, Limits, Rung
 
 #: the codec that means: leave it to upstream
 NONE = "none"
@@ -149,6 +150,21 @@ class GuardConfig(Strict):
         return data
 
 
+class RampConfig(Strict):
+    """A setting that starts mild and reaches its value after some steps."""
+
+    start: float = Field(
+        alias="from",
+        gt=0,
+        allow_inf_nan=False,
+        description="What `error_bound` (smaller), or `bits` of blockint or `rate` of zfp "
+        "(larger), is at first. At most 8 levels: bounds in equal ratios, the others evenly.",
+    )
+    steps: int = Field(
+        ge=1, description="Optimizer steps after `start_step` until the setting has its value."
+    )
+
+
 class DirectionConfig(CodecSettings):
     """What differs in one direction. Without ``codec`` the dimension's codec is kept."""
 
@@ -162,9 +178,22 @@ class DimensionConfig(CodecSettings):
         'dimension is native for the rest of the run, on all ranks. "none": no limits.',
     )
 
+    ramp: RampConfig | None = Field(
+        None,
+        description="Start with a milder setting than the one written, which holds from step "
+        "`steps` on: early gradients are the most sensitive.",
+    )
+
     def settings(self, direction: Direction) -> dict[str, Any]:
         """Codec and codec settings that hold in ``direction``."""
         return self.given()
+
+    def rungs_of(self, direction: Direction) -> tuple[Rung, ...]:
+        """The codecs of the ramp in ``direction``; none where nothing moves there."""
+        settings = self.settings(direction)
+        if self.ramp is None or moving(settings) is None:
+            return ()
+        return rungs(settings, self.ramp.start, self.ramp.steps, lambda s: build_codec(s, ""))
 
     def codec_of(self, direction: Direction) -> Codec | None:
         """The codec of ``direction``, None for native."""
@@ -173,6 +202,10 @@ class DimensionConfig(CodecSettings):
     @model_validator(mode="after")
     def _can_act(self) -> DimensionConfig:
         self._check_codecs()
+        ramps = [self.rungs_of(way) for way in DIRECTIONS]  # either may be wrong
+        if self.ramp is not None and not any(ramps):
+            todo = "moves error_bound, bits or rate, and none of them is written; write one"
+            raise problem("ramp", self.ramp.model_dump(by_alias=True), todo)
         if "guard" in self.model_fields_set:
             self._check_guard()
         return self

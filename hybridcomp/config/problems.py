@@ -90,7 +90,8 @@ def _unknown_key(path: Sequence[str], root: type[BaseModel]) -> str:
     model = root
     for part in path[:-1]:
         model = _model_in(model.model_fields[part].annotation) or model
-    name, known = path[-1], list(model.model_fields)
+    name = path[-1]
+    known = [field.alias or key for key, field in model.model_fields.items()]
     if name in PLANNED_KEYS:
         return f"this version has no {name} yet; use one of the keys {', '.join(known)}"
     elsewhere = [

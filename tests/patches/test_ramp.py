@@ -1,0 +1,99 @@
+"""Ramps in training: sender and receiver change their codec between the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp.channels import channels_of
+from tests.ranks import RankPool
+
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training import pipe_trainer
+from tests.training.trainer import Job, digests, make_engine, train_step
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def used(channels: Any, dimension: str, direction: str = "forward") -> list[str]:
+    return list(channels.ledger.used.get((dimension, direction), {}))
+
+
+def gradients(stage: int) -> tuple[list[list[str]], list[float], dict[str, str]]:
+    """What gradients were sent with in each step, the losses, the parameters."""
+    ramp = {"from": 8, "steps": 6}
+    dp = {"codec": "blockint", "bits": 4, "error_feedback": True, "ramp": ramp}
+    job = Job(stage, block={"dp": dp, "min_bytes": 0})
+    engine = make_engine(job)
+    channels = channels_of(engine)
+    assert channels is not None
+    specs, losses = [], []
+    for step in range(STEPS):
+        channels.ledger.restart()
+        losses.append(train_step(engine, job, step))
+        specs.append(used(channels, "dp"))
+    found = digests(engine)
+    engine.destroy()
+    return specs, losses, found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients(pool: RankPool, stage: int) -> None:
+    found = pool.run(gradients, stage)
+    for specs, losses, parameters in found:
+        bits = [8, 8, 7, 6, 6, 5, 4, 4]
+        assert specs == [[f"blockint(bits={n})"] for n in bits]
+        assert losses[-1] < losses[0] and parameters == found[0][2]
+
+
+def activations() -> tuple[list[float], list[tuple[list[str], list[str]]]]:
+    import deepspeed
+
+    import hybridcomp
+
+    pipe_trainer.start_deepspeed()
+    hybridcomp.install()
+    torch.manual_seed(0)
+    pp = {
+        "codec": "radix",
+        "error_bound": 0.05,
+        "backward": {"error_bound": 0.02},
+        "ramp": {"from": 1e-3, "steps": 4},
+    }
+    job = pipe_trainer.Job(stages=2, block={"pp": pp, "min_bytes": 0})
+    engine, *_ = deepspeed.initialize(
+        model=pipe_trainer.build(job, []), config=pipe_trainer.ds_config(job, 1)
+    )
+    channels = channels_of(engine)
+    assert channels is not None
+    data = pipe_trainer.batches(job, 0)
+    losses, specs = [], []
+    for _ in range(STEPS):
+        channels.ledger.restart()
+        losses.append(float(engine.train_batch(data)))
+        specs.append((used(channels, "pp"), used(channels, "pp", "backward")))
+    engine.destroy()
+    hybridcomp.uninstall()
+    return losses, specs
+
+
+def test_pipeline_stages_change_together(pool: RankPool) -> None:
+    """A receiver with another codec than its sender is an error, so none differed."""
+    first, last = pool.run(activations)
+    assert first[0] == last[0] and first[0][-1] < first[0][0]
+    sent = [step[0] for step in first[1]]  # the first stage sends activations
+    assert len({tuple(specs) for specs in sent}) == 5 and sent[4:] == [sent[4]] * 4
+    back = [step[1] for step in last[1]]
+    assert len({tuple(specs) for specs in back}) == 5 and back[4:] == [back[4]] * 4
