@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -295,35 +295,3 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
         gc.collect()  # engines hang in cycles, and the first living one lends its channels
     hybridcomp.uninstall()
     return outcomes
-
-
-def run_beside(job: Job) -> tuple[int, list[float]]:
-    """Train without a block beside a living engine with one: that engine's messages, the losses."""
-    import deepspeed
-
-    import hybridcomp
-    from hybridcomp.channels import channels_of
-
-    start_deepspeed()
-    engine = make_engine(job)
-    torch.manual_seed(0)
-    model = Model(job)
-    other, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        config=ds_config(replace(job, block=None)),
-        mpu=engine.mpu if job.sp > 1 else None,
-    )
-    losses = []
-    for step in range(job.steps):
-        loss = other(*batch(job, step, 0))
-        other.backward(loss)
-        other.step()
-        losses.append(loss.item())
-    channels = channels_of(engine)
-    assert channels is not None
-    messages = sum(int(entry.messages) for entry in channels.ledger.interval.values())
-    for one in (other, engine):
-        one.destroy()
-    hybridcomp.uninstall()
-    return messages, losses

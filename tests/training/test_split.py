@@ -17,7 +17,7 @@ if find_spec("deepspeed") is None:  # importing it here would take longer than t
 
 from hybridcomp.codecs import make_codec
 from tests.ranks import RankPool
-from tests.training import split_trainer
+from tests.training import split_parts, split_trainer
 from tests.training.split_trainer import BATCH, LAYERS, LENGTH, VOCAB, WIDTH, Job, Outcome
 
 LATER = Version(version("deepspeed")) >= Version("0.19.8")
@@ -199,7 +199,7 @@ def test_an_engine_without_a_block_is_left_alone(train: Train) -> None:
         job = replace(LONG[name], steps=SHORT)
         bound = replace(job, block=block(job, BLOCKINT))
         with RankPool(2) as pool:
-            ranks = pool.run(split_trainer.run_beside, bound)
+            ranks = pool.run(split_parts.run_beside, bound)
         for rank, (messages, losses) in enumerate(ranks):
             assert messages == 0
             assert losses == train(job)[rank].losses

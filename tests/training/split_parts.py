@@ -1,0 +1,168 @@
+"""Parts of split layers on several ranks, for the tests of the AutoTP and Ulysses seams."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.training.pipe_trainer import start_deepspeed
+from tests.training.split_trainer import (
+    BATCH,
+    LENGTH,
+    VOCAB,
+    WIDTH,
+    Job,
+    Local,
+    Model,
+    batch,
+    ds_config,
+    make_engine,
+)
+
+
+def run_beside(job: Job) -> tuple[int, list[float]]:
+    """Train without a block beside a living engine with one: that engine's messages, the losses."""
+    import deepspeed
+
+    import hybridcomp
+    from hybridcomp.channels import channels_of
+
+    start_deepspeed()
+    engine = make_engine(job)
+    torch.manual_seed(0)
+    model = Model(job)
+    other, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=ds_config(replace(job, block=None)),
+        mpu=engine.mpu if job.sp > 1 else None,
+    )
+    losses = []
+    for step in range(job.steps):
+        loss = other(*batch(job, step, 0))
+        other.backward(loss)
+        other.step()
+        losses.append(loss.item())
+    channels = channels_of(engine)
+    assert channels is not None
+    messages = sum(int(entry.messages) for entry in channels.ledger.interval.values())
+    for one in (other, engine):
+        one.destroy()
+    hybridcomp.uninstall()
+    return messages, losses
+
+
+def gather(job: Job) -> tuple[Tensor, list[Tensor], int]:
+    """A split weight as a checkpoint gathers it, its shards, and what ``tp`` counted of that."""
+    from deepspeed.module_inject.layers import GatherReplacedLayerParams
+
+    import hybridcomp
+    from hybridcomp.channels import channels_of
+
+    start_deepspeed()
+    engine = make_engine(job)
+    channels = channels_of(engine)
+    assert channels is not None
+    layer = engine.module.layers[0].mlp.up_proj
+    shard = layer.weight.detach().clone()
+    shards = [torch.empty_like(shard) for _ in range(job.tp)]
+    dist.all_gather(shards, shard)
+    with GatherReplacedLayerParams([layer.weight], layer, enabled=True):
+        whole = layer.weight.detach().clone()
+    sent = sum(int(entry.messages) for entry in channels.ledger.interval.values())
+    engine.destroy()
+    hybridcomp.uninstall()
+    return whole, shards, sent
+
+
+def head(block: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, int]:
+    """A row-parallel head: the sum, the layer's in training and inference, messages of ``tp``."""
+    from deepspeed.module_inject import layers
+
+    from hybridcomp.channels import ATTRIBUTE, Channels
+    from hybridcomp.config import CompressionConfig
+    from hybridcomp.patches import ds_autotp
+    from hybridcomp.patching import Patch, apply_all, revert_all
+
+    start_deepspeed()
+    channels = Channels(CompressionConfig.parse(block))
+    torch.manual_seed(0)
+    layer = layers.LmHeadLinearAllreduce(nn.Linear(WIDTH, VOCAB, bias=False), dist.group.WORLD)
+    setattr(layer, ATTRIBUTE, channels)
+    values = torch.randn(BATCH, LENGTH, WIDTH)
+    mine = values.chunk(2, dim=-1)[dist.get_rank()]
+    exact = mine @ layer.weight.t()
+    dist.all_reduce(exact)
+    applied = apply_all(Patch(seam, make) for seam, make in ds_autotp.PATCHES)
+    found = []
+    try:
+        for training in (True, False):
+            layers.set_autotp_mode(training=training)
+            with torch.no_grad():
+                found.append(layer(values))
+    finally:
+        layers.set_autotp_mode(training=False)
+        revert_all(applied)
+    counted = sum(int(entry.messages) for entry in channels.ledger.interval.values())
+    return exact.detach(), found[0], found[1], counted
+
+
+class Stream:
+    """A CPU has no streams: everything happens at once."""
+
+    def wait_stream(self, other: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+
+def overlapped(block: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool, dict[str, int]]:
+    """Output and gradients of overlapped Ulysses unpatched and patched, whose handle, messages."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.sequence.layer import DistributedAttention
+
+    from hybridcomp.channels import ATTRIBUTE, Channels
+    from hybridcomp.collectives import Handle
+    from hybridcomp.config import CompressionConfig
+    from hybridcomp.patches import ds_ulysses
+    from hybridcomp.patching import Patch, apply_all, revert_all
+
+    start_deepspeed()
+    channels = Channels(CompressionConfig.parse(block))
+    stream, kind = Stream(), type(get_accelerator())
+    shape = (BATCH, LENGTH // 2, 4, 8)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    values = [torch.randn(shape, generator=generator) for _ in range(3)]
+    weights = torch.randn(shape, generator=generator)
+
+    def both_ways() -> tuple[list[Tensor], Any]:
+        layer = DistributedAttention(
+            Local(), dist.group.WORLD, scatter_idx=2, gather_idx=1, sp_stream=stream
+        )
+        setattr(layer, ATTRIBUTE, channels)
+        leaves = [part.clone().requires_grad_() for part in values]
+        # upstream's hooks sit on what came out of a projection
+        out = layer(*(leaf * 1.0 for leaf in leaves), 0)
+        (out * weights).sum().backward()
+        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        return [out.detach(), *grads], layer.overlap_handles["dq_work"]
+
+    with (
+        mock.patch.object(kind, "default_stream", lambda self, index=None: stream),
+        mock.patch.object(kind, "current_stream", lambda self, index=None: stream),
+    ):
+        native, _ = both_ways()
+        applied = apply_all(Patch(seam, make) for seam, make in ds_ulysses.PATCHES)
+        try:
+            ours, handle = both_ways()
+        finally:
+            revert_all(applied)
+    ledger = {way: int(entry.messages) for (_, way), entry in channels.ledger.interval.items()
+              if entry.messages}  # fmt: skip
+    return native, ours, isinstance(handle, Handle), ledger
