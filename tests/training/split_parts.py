@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,9 +20,11 @@ from tests.training.split_trainer import (
     Job,
     Local,
     Model,
+    Outcome,
     batch,
     ds_config,
     make_engine,
+    run,
 )
 
 
@@ -55,6 +58,12 @@ def run_beside(job: Job) -> tuple[int, list[float]]:
         one.destroy()
     hybridcomp.uninstall()
     return messages, losses
+
+
+def run_files(job: Job, files: Sequence[dict[str, Any]]) -> list[Outcome]:
+    """Train with whole ds_configs, but for the batch size."""
+    sizes = {"train_micro_batch_size_per_gpu": BATCH, "steps_per_print": 10_000}
+    return run([replace(job, ds_json={**file, **sizes}) for file in files])
 
 
 def gather(job: Job) -> tuple[Tensor, list[Tensor], int]:

@@ -196,7 +196,6 @@ def ds_config(job: Job) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 1.0,
         "steps_per_print": 10_000,
-        **job.ds_json,
     }
     if job.tp > 1:
         specs = [*LINEARS, HEAD] if job.head else LINEARS
@@ -209,7 +208,7 @@ def ds_config(job: Job) -> dict[str, Any]:
         config["bf16"] = {"enabled": True}
     if job.block is not None:
         config["compression"] = job.block
-    return config
+    return {**config, **job.ds_json}
 
 
 def batch(job: Job, step: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -227,16 +226,20 @@ def batch(job: Job, step: int, micro: int) -> tuple[Tensor, Tensor]:
 
 
 def make_engine(job: Job) -> Any:
-    """An engine on this rank, patched when the job has a block."""
+    """An engine on this rank, patched when the job has a block.
+
+    Sequence-parallel groups are ALST's, or those of a mesh that DeepSpeed makes from the ds_config.
+    """
     import deepspeed
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     import hybridcomp
 
-    if job.block is None:
-        hybridcomp.uninstall()
-    else:
+    config = ds_config(job)
+    if "compression" in config:
         hybridcomp.install()
+    else:
+        hybridcomp.uninstall()
     if job.sp > 1:
         sequence_group()
     torch.manual_seed(0)
@@ -244,8 +247,8 @@ def make_engine(job: Job) -> Any:
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=list(model.parameters()),
-        config=ds_config(job),
-        mpu=parallel_state_sp if job.sp > 1 else None,
+        config=config,
+        mpu=parallel_state_sp if job.sp > 1 and "data_parallel_size" not in config else None,
     )
     return engine
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tests.training import split_parts, split_trainer
 from tests.training.split_trainer import BATCH, LAYERS, LENGTH, VOCAB, WIDTH, Job, Outcome
 
 LATER = Version(version("deepspeed")) >= Version("0.19.8")
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHORT = 6
 LONG = {"tp": Job(tp=2), "cp": Job(sp=2), "cp-alst": Job(sp=2, alst=True)}
 VARIANTS = {
@@ -192,6 +195,26 @@ def test_residual_names(train: Train) -> None:
     first, second = train(replace(job, block=block(job, "mpc")))
     assert first.names == second.names
     assert all(name == own for name, own in first.names.items())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "job"), [("autotp2", Job(tp=2)), ("ulysses2", Job(sp=2))], ids=["autotp", "ulysses"]
+)
+def test_committed_configurations_train(recipe: str, job: Job) -> None:
+    """The files, on ranks of their own: a mesh of DeepSpeed stays for the process."""
+    found = {
+        kind: json.loads((CONFIGS / f"ds_{recipe}_{kind}.json").read_text())
+        for kind in ("baseline", "recommended")
+    }
+    found["recommended"]["compression"]["min_bytes"] = 0  # the test's messages are small
+    with RankPool(2) as pool:
+        ranks = pool.run(split_parts.run_files, replace(job, steps=SHORT), list(found.values()))
+    for baseline, recommended in ranks:
+        assert recommended.losses != baseline.losses
+        assert recommended.losses[-1] == pytest.approx(baseline.losses[-1], rel=0.02)
+        for way in ("forward", "backward"):
+            messages, native, raw, wire = recommended.ledger[dimension(job), way]
+            assert messages > native == 0 and wire < 0.3 * raw
 
 
 def test_an_engine_without_a_block_is_left_alone(train: Train) -> None:
