@@ -109,8 +109,10 @@ def ds_config(job: Job) -> dict[str, Any]:
     return {**config, **job.ds_json}
 
 
-def make_engine(job: Job, model: nn.Module | None = None) -> Any:
-    """An engine on this rank, patched when the job has a block."""
+def make_engine(
+    job: Job, model: nn.Module | None = None, groups: Sequence[dict[str, Any]] | None = None
+) -> Any:
+    """An engine on this rank, patched when the job has a block; ``groups`` of parameters."""
     import deepspeed
     import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
@@ -126,7 +128,9 @@ def make_engine(job: Job, model: nn.Module | None = None) -> Any:
     torch.manual_seed(0)
     model = Tiny() if model is None else model
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=ds_config(job)
+        model=model,
+        model_parameters=list(model.parameters()) if groups is None else list(groups),
+        config=ds_config(job),
     )
     return engine
 
