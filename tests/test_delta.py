@@ -106,6 +106,8 @@ CODECS = [
     {"codec": "fp8"},
     {"codec": "mpc"},
     {"codec": "expcode"},
+    {"codec": "radix", "error_bound": 0.1},
+    {"codec": "auto", "error_bound": 0.1},
 ]
 
 
@@ -145,6 +147,23 @@ def test_two_levels_hold_the_same(pool: RankPool, codec: str) -> None:
     flat, *_ = pool.run(follow, {"codec": codec}, torch.bfloat16, 1, False)
     for found in pool.run(follow, {"codec": codec}, torch.bfloat16, 1, False, 2):
         assert found == flat
+
+
+def furthest(bound: float) -> float:
+    """The largest error of any weight at any step, under an absolute bound."""
+    zero = {"codec": "radix", "error_bound": bound, "error_bound_mode": "abs"}
+    replica = Replica(zero, torch.float32)
+    largest = 0.0
+    for _ in range(STEPS):
+        replica.step()
+        largest = max(largest, float((replica.buffer - replica.target()).abs().max()))
+    return largest
+
+
+def test_an_absolute_bound_holds_for_the_weights(pool: RankPool) -> None:
+    """What one gather leaves out is in the next: errors do not add up."""
+    for largest in pool.run(furthest, 1e-3):
+        assert 2e-4 < largest <= 1e-3 + 2.0**-22
 
 
 def exactly(zero: dict[str, Any], event: str) -> tuple[list[bool], list[bool], str, list[bytes]]:
