@@ -7,7 +7,7 @@ collective owns the wire buffers, so that one buffer holds the payloads for all 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,26 @@ PAYLOAD_ALIGN = 16
 def align(nbytes: int) -> int:
     """Round ``nbytes`` up to ``PAYLOAD_ALIGN``."""
     return -(-nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
+
+
+class Fused(Protocol):
+    """Kernels that take all chunks of an all_reduce at once; payloads are those of the codec.
+
+    Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``; the payloads of the chunks, without
+    that of ``skip``, follow each other ``slot`` bytes apart, the size of a whole chunk's.
+    """
+
+    def encode(self, values: Tensor, chunk: int, slot: int, skip: int, out: Tensor) -> None:
+        """Every chunk but ``skip`` into ``out``."""
+
+    def reduce(self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor) -> None:
+        """Encode the fp32 sum, in rank order, of ``own`` (exact) and the others' ``payloads``.
+
+        A 16-bit result that would overflow becomes Inf in the sum, as natively.
+        """
+
+    def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:
+        """All chunks into ``out``."""
 
 
 class Codec(ABC):
@@ -77,6 +97,10 @@ class Codec(ABC):
 
         ``dtype`` is the dtype that was encoded.
         """
+
+    def fused(self, device: torch.device) -> Fused | None:
+        """One launch for all chunks of a collective, where the back end of ``device`` has that."""
+        return None
 
     @abstractmethod
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:

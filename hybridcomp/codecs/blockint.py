@@ -12,7 +12,7 @@ import torch
 
 from hybridcomp.codecs._checks import check_dtype
 from hybridcomp.codecs._fixed import FixedCodec
-from hybridcomp.codecs.base import align
+from hybridcomp.codecs.base import Fused, align
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of
 
@@ -96,6 +96,11 @@ class BlockInt(FixedCodec):
 
     def _decode_kernel(self, device: torch.device) -> FixedDecode:
         return kernels_of(device).blockint_decode
+
+    def fused(self, device: torch.device) -> Fused | None:
+        kernels = getattr(kernels_of(device), "blockint_fused", None)
+        fused: Fused | None = None if kernels is None else kernels(self._setting)
+        return fused
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Largest error of an element whose aligned tile of 1024 values has this finite absmax.

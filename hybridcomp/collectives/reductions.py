@@ -21,6 +21,7 @@ from hybridcomp.collectives.exchange import (
     settle,
     show_overflow,
 )
+from hybridcomp.collectives.fused import fused_all_reduce
 from hybridcomp.collectives.handle import Handle, ReduceScatterHandle, Steps
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.summing import Part, sum_parts
@@ -88,6 +89,11 @@ def _all_reduce(
         return
     first, second = codec.hops(2, world_size, result=tensor.dtype, exact=1)
     meter.use(first.spec, second.spec)
+    if first == second and residual is None and owner_residual is None and not cuts:
+        fused = first.fused(tensor.device)
+        if fused is not None:
+            yield from fused_all_reduce(tensor, first, fused, group, meter)
+            return
     chunks = chunk_ranges(tensor.numel(), world_size)
     views = [[tensor[a:b] for a, b in stretches(*chunk, cuts)] for chunk in chunks]
     own = tensor[slice(*chunks[me])]

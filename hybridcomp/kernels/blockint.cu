@@ -1,4 +1,5 @@
-// CUDA kernels of blockint, for HC_BITS bits, HC_GAUSSIAN levels or not, HC_ROTATE or not. A warp takes a tile: its 1024 values stay in registers, 32 in
+// CUDA kernels of blockint, for HC_BITS bits, HC_GAUSSIAN levels or not, HC_ROTATE or not. A warp takes
+// a tile: its 1024 values stay in registers, 32 in
 // each lane, and nothing is read twice. Eight lanes share a block of 32 values, four consecutive
 // values each, so that values move as 16 (bf16: 8) bytes a lane; a 4 x 4 transpose of bytes, two
 // shuffles, turns these into the words of blockint.h. An iteration handles four blocks.
@@ -227,12 +228,19 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
     }
 }
 
+// What is left of a sum that overflows fp16: Inf, as it comes out natively, where loss scaling sees it.
+HC_INLINE float show_half(float value) {
+    u32 bits = float_bits(value), magnitude = bits & MAGNITUDE;
+    // 65520 is the smallest number that rounds to Inf
+    return magnitude >= 0x477ff000u && magnitude < INF_BITS ? bits_float((bits & ~MAGNITUDE) | INF_BITS)
+                                                            : value;
+}
+
 // The sum in rank order of `ranks` contributions to one chunk of `numel` values: this rank's own exact
-// values, and the payloads of the others, `slot` bytes apart in rank order. Kept in fp32 at `total`
-// unless that is null, and encoded into `out`.
-template <class T>
+// values, and the payloads of the others, `slot` bytes apart in rank order; encoded into `out`.
+template <class T, bool HALF>
 HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
-                      float* total, u8* out) {
+                      u8* out) {
     Layout layout(numel);
     u64 tile = warp_id();
     if (tile >= layout.tiles) return;
@@ -252,12 +260,10 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
             held[i] = rank == 0 ? next : sum(held[i], next);
         }
     }
-    if (total) {
-        bool whole = vectorizable<Fp32>(total);
 #pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) {
-            write4<Fp32>(held[i], total, tile * TILE + place.value(i), numel, whole);
-        }
+    for (int i = 0; HALF && i < ROUNDS; ++i) {
+        held[i] = Four{show_half(held[i].x), show_half(held[i].y), show_half(held[i].z),
+                       show_half(held[i].w)};
     }
     encode_tile(held, tile, numel, layout, out);
 }
@@ -265,7 +271,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 }  // namespace blockint
 }  // namespace hybridcomp
 
-#define HC_KERNELS(NAME, T)                                                                      \
+#define HC_KERNELS(NAME, T, HALF)                                                                \
     extern "C" __global__ void __launch_bounds__(256)                                            \
     blockint_encode_##NAME(const void* values, unsigned long long numel,                         \
                            unsigned long long chunk, unsigned long long slot,                    \
@@ -281,14 +287,14 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     extern "C" __global__ void __launch_bounds__(256)                                            \
     blockint_reduce_##NAME(const unsigned char* payloads, const void* own,                       \
                            unsigned long long numel, unsigned long long ranks,                   \
-                           unsigned long long me, unsigned long long slot, float* total,         \
+                           unsigned long long me, unsigned long long slot,                       \
                            unsigned char* out) {                                                 \
-        hybridcomp::blockint::reduce<hybridcomp::T>(payloads, own, numel, ranks, me, slot,       \
-                                                    total, out);                                 \
+        hybridcomp::blockint::reduce<hybridcomp::T, HALF>(payloads, own, numel, ranks, me, slot, \
+                                                          out);                                  \
     }
-HC_KERNELS(fp32, Fp32)
-HC_KERNELS(bf16, BFloat16)
-HC_KERNELS(fp16, Float16)
+HC_KERNELS(fp32, Fp32, false)
+HC_KERNELS(bf16, BFloat16, false)
+HC_KERNELS(fp16, Float16, true)
 
 extern "C" __global__ void __launch_bounds__(256)
 blockint_add(const unsigned char* in, unsigned long long numel, unsigned long long chunk,

@@ -93,6 +93,10 @@ class CudaKernels:
             _ceil_div(numel, 1024 * WARPS), (payload, numel, numel, 0, WHOLE, out),
         )  # fmt: skip
 
+    def blockint_fused(self, setting: int) -> FusedBlockInt:
+        """Kernels for all chunks of an all_reduce."""
+        return FusedBlockInt(self._launcher, setting)
+
     def fp8_encode(
         self, form: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
     ) -> None:
@@ -230,6 +234,44 @@ def _blockint(setting: int) -> tuple[str, ...]:
     rotate = ("HC_ROTATE=1",) if setting & 16 else ()
     gaussian = ("HC_GAUSSIAN=1",) if setting & 32 else ()
     return (f"HC_BITS={setting & 15}", *rotate, *gaussian)
+
+
+class FusedBlockInt:
+    """``codecs.base.Fused`` of blockint: three launches for an all_reduce, whatever its size."""
+
+    def __init__(self, launcher: Launcher, setting: int) -> None:
+        self._launcher = launcher
+        self._defines = _blockint(setting)
+
+    def encode(self, values: Tensor, chunk: int, slot: int, skip: int, out: Tensor) -> None:
+        """A row of blocks for each chunk."""
+        chunks = _ceil_div(values.numel(), chunk)
+        rows = chunks - 1 if 0 <= skip < chunks else chunks
+        words = (values.data_ptr(), values.numel(), chunk, slot, skip, out.data_ptr())
+        self._launch(f"encode_{_name(values)}", chunk, rows, *words)
+
+    def reduce(self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor) -> None:
+        """A warp a tile: the sum stays in registers between decoding and encoding."""
+        slot = payloads.numel() // max(ranks - 1, 1)
+        self._launch(
+            f"reduce_{_name(own)}", own.numel(), 1, payloads.data_ptr(), own.data_ptr(),
+            own.numel(), ranks, me, slot, out.data_ptr(),
+        )  # fmt: skip
+
+    def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:
+        """A row of blocks for each chunk."""
+        rows = _ceil_div(out.numel(), chunk)
+        words = (payloads.data_ptr(), out.numel(), chunk, slot, WHOLE, out.data_ptr())
+        self._launch(f"decode_{_name(out)}", chunk, rows, *words)
+
+    def _launch(self, kernel: str, chunk: int, rows: int, *words: int) -> None:
+        grid = (_ceil_div(chunk, 1024 * WARPS), rows)
+        if grid[0] and grid[1]:
+            self._launcher.launch("blockint.cu", self._defines, f"blockint_{kernel}", grid, *words)
+
+
+def _name(values: Tensor) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[values.dtype]
 
 
 def _float_bits(value: float) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import getpass
 import hashlib
+import os
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridcomp.kernels import cuda
+
 HERE = Path(__file__).resolve().parent
-KERNELS = HERE.parents[1] / "hybridcomp" / "kernels"
+KERNELS = cuda.FOLDER
 THREADS = 256
 ARGUMENTS = 12
 #: as the CPU kernels are built: the same bytes with and without fused multiply-add
@@ -51,22 +54,34 @@ class Emulated:
 
 @cache
 def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="hybridcomp-emulated-"))
+    """Shared by the ranks of a test, and by sessions until a source changes."""
+    digest = hashlib.sha256(cuda.sources_digest().encode())
+    digest.update((HERE / "emulator.h").read_bytes())
+    name = f"hybridcomp-emulated-{getpass.getuser()}-{digest.hexdigest()[:16]}"
+    folder = Path(tempfile.gettempdir()) / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 @cache
 def emulated(source: str, *defines: str) -> Emulated:
-    """``hybridcomp/kernels/<source>`` built with ``defines`` (``NAME=VALUE``), once a session."""
-    compiler = shutil.which("g++") or shutil.which(sysconfig.get_config_var("CXX").split()[0])
+    """``hybridcomp/kernels/<source>`` built with ``defines`` (``NAME=VALUE``)."""
+    library = _folder() / f"{'-'.join((source, *defines))}.so"
+    if not library.is_file():
+        _build(source, defines, library)
+    return Emulated(library)
+
+
+def _build(source: str, defines: tuple[str, ...], library: Path) -> None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler: the CUDA kernels cannot be emulated")
-    name = hashlib.sha256(repr((source, defines)).encode()).hexdigest()[:16]
-    library = _folder() / f"{name}.so"
+    partial = library.with_suffix(f".{os.getpid()}")
     macros = [f"-D{define}" for define in defines]
-    command = [compiler, *FLAGS, *macros, "-o", str(library), str(KERNELS / source)]
+    command = [compiler, *FLAGS, *macros, "-o", str(partial), str(KERNELS / source)]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    return Emulated(library)
+    partial.replace(library)
 
 
 class EmulatedLauncher:

@@ -12,10 +12,10 @@ from torch import Tensor
 from hybridcomp import kernels
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels.cuda import WHOLE, CudaKernels
+from hybridcomp.kernels.cuda import CudaKernels
 from tests.codecs import arrays, guarded
 from tests.cuda.common import CODECS, assert_same, kernels_replaced, payload_of, results
-from tests.cuda.emulated import EmulatedLauncher, emulated
+from tests.cuda.emulated import EmulatedLauncher
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 KERNELS = CudaKernels(EmulatedLauncher())
@@ -112,64 +112,6 @@ def test_payloads_that_are_not_aligned_are_refused() -> None:
     start = -(-room.data_ptr() // 16) * 16 + 4
     with pytest.raises(ValueError, match="multiple of 16"):
         KERNELS.blockint_encode(8, 0, values.data_ptr(), 64, start, 100, 1)
-
-
-@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_one_launch_for_all_chunks_of_an_all_reduce(bits: int, dtype: torch.dtype) -> None:
-    """Encode, sum and encode again, decode: three launches make what many calls make."""
-    codec, ranks, me, chunk = make_codec("blockint", bits=bits), 4, 2, 1536
-    numel = 3 * chunk + 700  # the last chunk is shorter
-    values = arrays.make("outliers", numel, 5, dtype)
-    library = emulated("blockint.cu", f"HC_BITS={bits}")
-    name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    slot = codec.wire_nbytes(chunk, dtype)
-    sizes = [min(chunk, numel - start) for start in range(0, numel, chunk)]
-    # 1 every chunk but my own
-    sent = torch.zeros((ranks - 1) * slot, dtype=torch.uint8)
-    library.launch(
-        f"blockint_encode_{name}", (2, ranks - 1), values.data_ptr(), numel, chunk, slot, me,
-        sent.data_ptr(),
-    )  # fmt: skip
-    others = [rank for rank in range(ranks) if rank != me]
-    for row, rank in enumerate(others):
-        expected = payload_of(codec, values[rank * chunk :][: sizes[rank]].contiguous())
-        assert torch.equal(sent[row * slot :][: expected.numel()], expected)
-    # 2 my chunk: what the others sent, and my own values between them
-    arrived = [arrays.make("normal", chunk, 10 + rank, dtype) for rank in others]
-    payloads = torch.cat([payload_of(codec, part) for part in arrived])
-    own = values[me * chunk :][:chunk].contiguous()
-    total, out = torch.empty(chunk), torch.zeros(slot, dtype=torch.uint8)
-    library.launch(
-        f"blockint_reduce_{name}", (1, 1), payloads.data_ptr(), own.data_ptr(), chunk, ranks, me,
-        slot, total.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
-    exact = torch.zeros(chunk)
-    for rank in range(ranks):
-        if rank == me:
-            exact = exact + own.float() if rank else own.float()
-            continue
-        part = torch.empty(chunk)
-        codec.decode(payloads[others.index(rank) * slot :][:slot], part)
-        exact = exact + part if rank else part
-    assert torch.equal(arrays.bits_of(total), arrays.bits_of(exact))
-    assert torch.equal(out, payload_of(codec, exact))
-    # 3 all chunks at once
-    gathered = torch.zeros(ranks * slot, dtype=torch.uint8)
-    library.launch(
-        f"blockint_encode_{name}", (2, ranks), values.data_ptr(), numel, chunk, slot, WHOLE,
-        gathered.data_ptr(),
-    )  # fmt: skip
-    decoded = torch.empty(numel, dtype=dtype)
-    library.launch(
-        f"blockint_decode_{name}", (2, ranks), gathered.data_ptr(), numel, chunk, slot, WHOLE,
-        decoded.data_ptr(),
-    )  # fmt: skip
-    for rank in range(ranks):
-        part = torch.empty(sizes[rank], dtype=dtype)
-        codec.decode(gathered[rank * slot :][:slot], part)
-        found = decoded[rank * chunk :][: sizes[rank]]
-        assert torch.equal(arrays.bits_of(found), arrays.bits_of(part))
 
 
 def test_the_ledgers_report_is_where_damage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

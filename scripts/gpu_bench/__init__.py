@@ -1,1 +1,0 @@
-"""What bench_gpu.py measures, against whom, and how it shows it."""
