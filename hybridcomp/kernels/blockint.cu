@@ -1,8 +1,8 @@
 // CUDA kernels of blockint, for HC_BITS bits, HC_GAUSSIAN levels or not, HC_ROTATE or not. A warp takes
-// a tile: its 1024 values stay in registers, 32 in
-// each lane, and nothing is read twice. Eight lanes share a block of 32 values, four consecutive
-// values each, so that values move as 16 (bf16: 8) bytes a lane; a 4 x 4 transpose of bytes, two
-// shuffles, turns these into the words of blockint.h. An iteration handles four blocks.
+// a tile: its 1024 values stay in registers, 32 in each lane, and nothing is read twice. Eight lanes
+// share a block of 32 values, four consecutive values each, so that values move as 16 (bf16: 8) bytes a
+// lane; a 4 x 4 transpose of bytes, two shuffles, turns these into the words of blockint.h. An
+// iteration handles four blocks.
 //
 // Lane 8 g + 2 m + h of iteration i has values 8 m + 4 h ... + 3 of block 4 i + g, and after the
 // transpose word 4 h + m of it.

@@ -30,7 +30,9 @@ class Counting(EmulatedLauncher):
         super().launch(source, defines, kernel, grid, *words)
 
 
-def compare(numel: int, settings: dict[str, Any], kind: str, dtype: torch.dtype) -> tuple[bool, Any, Any, Any]:
+def compare(
+    numel: int, settings: dict[str, Any], kind: str, dtype: torch.dtype
+) -> tuple[bool, Any, Any, Any]:
     """``(same bits, wire bytes step by step, wire bytes fused, kernels launched)``."""
     torch.set_num_threads(1)
     codec, rank = make_codec("blockint", **settings), dist.get_rank()
@@ -45,7 +47,9 @@ def compare(numel: int, settings: dict[str, Any], kind: str, dtype: torch.dtype)
     return same, first.wire_nbytes, second.wire_nbytes, launcher.kernels
 
 
-def many(cases: list[tuple[int, dict[str, Any], str, torch.dtype]]) -> list[tuple[bool, Any, Any, Any]]:
+def many(
+    cases: list[tuple[int, dict[str, Any], str, torch.dtype]],
+) -> list[tuple[bool, Any, Any, Any]]:
     return [compare(*case) for case in cases]
 
 
