@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from hybridcomp.patches import (
     ds_facts,
     ds_residuals,
     modules_of,
+    neox_rules,
     process,
 )
 from hybridcomp.patching import Seam
@@ -101,8 +102,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         agree(_statement(block))
         notes: list[str] = []
         if block is not None:
-            named = (bound.arguments.get(name) for name in ("model", "mpu", "mesh_device"))
-            notes = _plan(block, ds_json, *named)
+            notes = _plan(block, ds_json, bound.arguments)
         original(self, *args, **kwargs)
         if block is None:
             process.decline()
@@ -118,15 +118,15 @@ def _statement(block: CompressionConfig | None) -> dict[str, Any]:
     return {**settings, **versions("deepspeed")}
 
 
-def _plan(
-    block: CompressionConfig, ds_json: Any, model: Any, mpu: Any, mesh_device: Any
-) -> list[str]:
+def _plan(block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]) -> list[str]:
     """Check the block against the job; what rank 0 tells the user about it.
 
     Raises ConfigError when a key cannot act.
     """
-    job = ds_facts.facts(model, mpu, mesh_device)
-    notes = ds_config.check(block, ds_json, **job)
+    named = (given.get(name) for name in ("model", "mpu", "mesh_device"))
+    job = ds_facts.facts(*named)
+    neox = neox_rules.settings_of(given.get("args"))
+    notes = ds_config.check(block, ds_json, **job, neox=neox)
     return [*block.describe(ds_config.absent(ds_json, **job)), *notes]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.problems import Shown, idle
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches import neox_rules
 from hybridcomp.patches.ds_rules import RULES, Job, Rule
 from hybridcomp.policy import DIMENSIONS, Dimension
 
@@ -24,19 +25,23 @@ def check(
     world_size: int | None = None,
     tensor: bool | None = None,
     sequence: bool | None = None,
+    neox: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Sentences to print about keys of ``block`` that act differently than one may think.
 
     ``pipeline``, ``moe``: what the model is, None where it is not known; ``world_size``: ranks of
     the job; ``tensor``, ``sequence``: whether layers or the sequence are split over ranks already
-    (what AutoTP will split is read from ``ds_config``). Raises ConfigError for the first dimension
-    that cannot act, unless the block says ``"on_unsupported": "native"``; then the sentences say
-    what stays native and why.
+    (what AutoTP will split is read from ``ds_config``); ``neox``: the settings of a GPT-NeoX job.
+    Raises ConfigError for the first dimension that cannot act, unless the block says
+    ``"on_unsupported": "native"``; then the sentences say what stays native and why.
     """
     job = Job(ds_config, pipeline, moe, world_size, tensor, sequence)
+    rules = [(rule, job) for rule in RULES]
+    if neox is not None:
+        rules += [(rule, Job(neox)) for rule in neox_rules.RULES]
     sentences = _idle_keys(block)
     active = [name for name in DIMENSIONS if block.active(name)]
-    for rule in RULES:
+    for rule, job in rules:
         names = [name for name in active if name in rule.dimensions]
         if names and rule.settings(block) and rule.applies(job):
             sentences += _apply(rule, names, block)
