@@ -469,3 +469,18 @@ def test_labels_without_names() -> None:
     assert compare_losses.split_label("runs/rec/loss.jsonl") == ("rec", "runs/rec/loss.jsonl")
     assert compare_losses.split_label("rec.jsonl") == ("rec", "rec.jsonl")
     assert compare_losses.split_label("a=b/*.jsonl") == ("a", "b/*.jsonl")
+
+
+def test_tensor_parallel_without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    import train_gpt
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(train_gpt.dist, "get_world_size", lambda: 4)
+    monkeypatch.setitem(sys.modules, "megatron", None)  # what is not installed
+    monkeypatch.delitem(sys.modules, "gpt.tensor_parallel", raising=False)
+    with pytest.raises(train_gpt.ParallelismError, match=r"--tp 2: .* 'hybridcomp\[megatron\]'"):
+        train_gpt.lay_out(2, 2)
+    with pytest.raises(train_gpt.ParallelismError, match=r"--tp 3 --pp 2: .* 6 ranks, found 4"):
+        train_gpt.lay_out(3, 2)
+    assert train_gpt.lay_out(1, 2) is None

@@ -61,8 +61,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, name: str, config: str, *arguments: str, module: bool = False) -> str:
-    """Train on two ranks into ``name/loss.jsonl``; what was printed."""
+def train(
+    folder: Path, name: str, config: str, *arguments: str, module: bool = False, ranks: int = 2
+) -> str:
+    """Train into ``name/loss.jsonl``; what was printed."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -70,7 +72,7 @@ def train(folder: Path, name: str, config: str, *arguments: str, module: bool = 
     assert command is not None
     process = subprocess.Popen(
         [
-            sys.executable, command, "--num_gpus", "2", "--master_addr", "127.0.0.1",
+            sys.executable, command, "--num_gpus", str(ranks), "--master_addr", "127.0.0.1",
             "--master_port", str(port), *(["--module", "hybridcomp.run"] if module else []),
             str(ROOT / "scripts/train_gpt.py"), "--deepspeed_config", f"{config}.json",
             "--layers=2", "--width=32", "--heads=2", "--length=32", "--eval-batches=1",
@@ -154,3 +156,31 @@ def test_pipeline_begins_with_the_same_loss(folder: Path, tied: list[str]) -> No
     if not tied:
         assert losses(folder, name) == pytest.approx(losses(folder, "baseline")[:3], rel=1e-4)
     assert records(folder, name)[-1]["valid_loss"] < losses(folder, name)[0]
+
+
+def test_three_dimensions_at_once(folder: Path) -> None:
+    """Two tensor ranks by two stages; every direction with its own codec in the ledger."""
+    pytest.importorskip("megatron.core")
+    few = {"codec": "blockint", "bits": 4, "backward": {"bits": 8}}
+    block = {"tp": few, "pp": few, "min_bytes": 0, "ledger": {"jsonl": "3d/ledger.jsonl"}}
+    config = {**CONFIG, "gradient_accumulation_steps": 2, "compression": block}
+    (folder / "3d.json").write_text(json.dumps(config))
+    printed = train(
+        folder, "3d", "3d", "--steps=4", "--tp=2", "--pp=2", "--eval-batches=0", module=True,
+        ranks=4,
+    )  # fmt: skip
+    assert "tp.forward blockint(bits=4)" in printed and "tp.backward blockint(bits=8)" in printed
+    found = losses(folder, "3d")
+    assert found == pytest.approx(losses(folder, "baseline")[:4], rel=0.02)
+    assert records(folder, "3d")[0]["run"]["tensor_parallel"] == 2
+    text = (folder / "3d/ledger.jsonl").read_text().splitlines()[-1]
+    rows = json.loads(text)["dimensions"]
+    assert rows.keys() == {"tp", "pp"}
+    for dimension in ("tp", "pp"):
+        ways = rows[dimension]
+        assert ways["forward"]["codec"] == "blockint(bits=4)"
+        assert ways["backward"]["codec"] == "blockint(bits=8)"
+        assert ways["forward"]["ratio"] > 1.5 * ways["backward"]["ratio"] > 2
+    assert (
+        rows["tp"]["forward"]["native_messages"] == rows["tp"]["backward"]["native_messages"] == 0
+    )
