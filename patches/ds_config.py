@@ -25,17 +25,19 @@ def check(
     world_size: int | None = None,
     tensor: bool | None = None,
     sequence: bool | None = None,
+    replicas: int | None = None,
     neox: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Sentences to print about keys of ``block`` that act differently than one may think.
 
     ``pipeline``, ``moe``: what the model is, None where it is not known; ``world_size``: ranks of
     the job; ``tensor``, ``sequence``: whether layers or the sequence are split over ranks already
-    (what AutoTP will split is read from ``ds_config``); ``neox``: the settings of a GPT-NeoX job.
+    (what AutoTP will split is read from ``ds_config``); ``replicas``: copies of the model;
+    ``neox``: the settings of a GPT-NeoX job.
     Raises ConfigError for the first dimension that cannot act, unless the block says
     ``"on_unsupported": "native"``; then the sentences say what stays native and why.
     """
-    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence)
+    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas)
     rules = [(rule, job) for rule in RULES]
     if neox is not None:
         rules += [(rule, Job(neox)) for rule in neox_rules.RULES]
@@ -72,9 +74,10 @@ def absent(
     world_size: int,
     tensor: bool,
     sequence: bool,
+    replicas: int | None,
 ) -> frozenset[Dimension]:
     """The dimensions of which such a job has no traffic."""
-    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence)
+    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas)
     return frozenset(
         name
         for rule in RULES

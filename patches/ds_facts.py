@@ -22,12 +22,15 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
 
     kinds = {cls for module in model.modules() for cls in type(module).__mro__}
     names = {cls.__name__ for cls in kinds}
+    layout = model.mpu() if isinstance(model, PipelineModule) else mpu
+    replicas = getattr(layout, "get_data_parallel_world_size", None)
     domino = any(cls.__module__.startswith(DOMINO) for cls in kinds)
     return {
         "pipeline": isinstance(model, PipelineModule),
         "moe": not names.isdisjoint({"MoE", "MOELayer"}),
         "world_size": dist.get_world_size(),
         "tensor": domino or "TensorParallel_Layer" in names or tp_groups.reached() > 1,
+        "replicas": None if replicas is None else replicas(),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
     }
 

@@ -34,6 +34,8 @@ class Job:
     tensor: bool | None = None
     #: sequence-parallel groups or attention layers
     sequence: bool | None = None
+    #: copies of the model, None where no layout of the ranks says so
+    replicas: int | None = None
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path; ``default`` for null and for "auto" (filled in later)."""
@@ -256,6 +258,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "note", DIMENSIONS, "one rank",
         "nothing is sent, so nothing is compressed", "", lambda job: job.world_size == 1,
+    ),
+    Rule(
+        "note", ("dp", "zero"), "one replica of the model",
+        "no two ranks have a parameter in common, so nothing is sent", "",
+        lambda job: job.replicas == 1 and job.world_size != 1,
     ),
     Rule(
         "note", ("dp",), '"zero_optimization.zero_quantized_gradients": true',

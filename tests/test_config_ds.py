@@ -62,6 +62,7 @@ CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 ]
 NOTES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dp", {}, {"world_size": 1}, "one rank"),
+    ("dp", {}, {"world_size": 4, "replicas": 1}, "one replica of the model"),
     ("dp", zero(2, zero_quantized_gradients=True), {}, "ignores it below stage 3"),
     ("zero", zero(3, zero_hpz_partition_size=2), {}, "encoded twice"),
     ("dp", {"sparse_gradients": True}, {}, "indices and values"),
