@@ -18,6 +18,7 @@ from types import ModuleType
 
 from wrapt import register_post_import_hook
 
+from hybridcomp.errors import SeamError
 from hybridcomp.patches.neox_source import is_neox
 from hybridcomp.patching import Patch, apply_all, revert_all
 
@@ -44,13 +45,18 @@ MODULES: dict[str, tuple[str, ...]] = {
         "mcore_pp",
         "mcore_dp",
     ),
+    "transformer_engine.pytorch": ("te_layers",),
     "megatron.mpu": ("neox_mpu",),
     "megatron.training": ("neox_log",),
 }
 #: packages whose name another upstream bears too -> whether this process has the one that is meant
 TOLD_BY: dict[str, Callable[[], bool]] = {"megatron.mpu": is_neox, "megatron.training": is_neox}
 
+#: packages that a job may have and not need: what keeps their patches away is told to whoever asks
+OPTIONAL = frozenset({"transformer_engine.pytorch"})
+
 _armed = False
+_unfit: dict[str, str] = {}
 _hooked: set[str] = set()
 _applied: dict[str, list[Patch]] = {}
 
@@ -115,6 +121,13 @@ def applied(package: str) -> list[Patch]:
     return list(_applied.get(package, ()))
 
 
+def missing(package: str) -> str | None:
+    """Why the patches of an optional package are not in place; None where they are."""
+    if package in _applied:
+        return None
+    return _unfit.get(package, f"{package} is not imported, or hybridcomp not installed")
+
+
 def _on_import(module: ModuleType) -> None:
     # the hook cannot be taken back, so it asks whether it is still wanted
     if _armed:
@@ -124,5 +137,11 @@ def _on_import(module: ModuleType) -> None:
 def _apply(package: str) -> None:
     if package in TOLD_BY and not TOLD_BY[package]():
         return
-    if package not in _applied:
+    if package in _applied:
+        return
+    try:
         _applied[package] = apply_all(patches_of(package))
+    except SeamError as error:
+        if package not in OPTIONAL:
+            raise
+        _unfit[package] = str(error)

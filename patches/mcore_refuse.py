@@ -18,6 +18,7 @@ import torch
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.problems import Shown, idle
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches import missing
 from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.mcore_groups import sizes
 from hybridcomp.patches.process import current, say
@@ -90,10 +91,17 @@ GROUPS: tuple[tuple[Dimension, str], ...] = (
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "bypass", ("tp",), "layers of Transformer Engine",
-        "they communicate inside Transformer Engine, where no seam reaches",
-        "use the local layer spec (--transformer-impl local)",
-        lambda job: job.transformer_engine and job.size("tp") > 1,
+        "bypass", ("tp",), "use_transformer_engine_op_fuser",
+        "fused operations of Transformer Engine do not tell gradients from activations",
+        "set use_transformer_engine_op_fuser to False",
+        lambda job: bool(job.get("use_transformer_engine_op_fuser", False)),
+    ),
+    Rule(
+        "bypass", ("tp",), "sequence_parallel in 8 or 4 bits (fp8, fp4)",
+        "Transformer Engine gathers the quantized tensors itself; only its reductions are encoded",
+        "train in bf16",
+        lambda job: job.transformer_engine and bool(job.get("sequence_parallel", False))
+        and bool(job.get("fp8") or job.get("fp4")),
     ),
     Rule(
         "bypass", ("tp",), "tp_comm_overlap",
@@ -185,12 +193,22 @@ def check(block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: 
     if block.pp.scatter_gather:
         _check_scatter_gather(block, job)
     active = [name for name in DIMENSIONS if block.active(name)]
+    if "tp" in active and job.transformer_engine and job.size("tp") > 1:
+        _check_transformer_engine(block)
     for rule in RULES:
         names = [name for name in active if name in rule.dimensions]
         if rule.verdict == "absent":
             names = [name for name in names if name in block.explicit]
         if names and rule.applies(job):
             apply(rule, names, block)
+
+
+def _check_transformer_engine(block: CompressionConfig) -> None:
+    """Raise ConfigError, or say once, where its seam is not in place."""
+    reason = missing("transformer_engine.pytorch")
+    if reason is not None:
+        found, todo = "layers of Transformer Engine", "use --transformer-impl local"
+        apply(Rule("bypass", ("tp",), found, reason, todo, lambda job: True), ["tp"], block)
 
 
 def _check_scatter_gather(block: CompressionConfig, job: Job) -> None:

@@ -6,7 +6,10 @@ needs it (lines of 0.19.2). Nothing here touches a collective.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -101,9 +104,45 @@ def _pretend_types() -> None:
     torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
 
 
+class _NoTriton:
+    """Stands for triton and all in it; decorators leave their function as it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args and callable(args[0]) else self
+
+
+class _PagedStash(importlib.abc.MetaPathFinder):
+    """0.18 imports triton unguarded in a module that others need; only that one gets a stand-in."""
+
+    name = "megatron.core.transformer.moe.paged_stash"
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != self.name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Importer(fullname, str(spec.origin))
+        return spec
+
+
+class _Importer(importlib.machinery.SourceFileLoader):
+    """Runs a module whose ``import triton`` finds nothing real."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def import_(name: str, *args: Any) -> Any:
+            return _NoTriton() if name.partition(".")[0] == "triton" else __import__(name, *args)
+
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_}
+        super().exec_module(module)
+
+
 def _without_triton() -> None:
-    """0.19 imports triton unguarded (Megatron-LM PR #6891); used only with moe_paged_stash."""
+    """0.18 and 0.19 import triton unguarded (Megatron-LM PR #6891); for moe_paged_stash only."""
     if importlib.util.find_spec("triton") is None:
+        sys.meta_path.insert(0, _PagedStash())
         name = "megatron.core.transformer.moe.ops.paged_stash"
         module: Any = types.ModuleType(name)
         module.GLOBAL_BLOCK_SIZE = 1024
