@@ -249,3 +249,14 @@ def test_overlapped_ulysses(pool: RankPool, codec: str) -> None:
         assert all(torch.equal(*pair) for pair in zip(native, ours, strict=True))
         assert pending == (codec != "none")
         assert ledger == {"forward": 4, "backward": 4}
+
+
+def test_a_compiled_exchange_keeps_its_directions(pool: RankPool) -> None:
+    from deepspeed.sequence import layer
+
+    if not hasattr(layer, "_dim_zero_all_to_all_op"):
+        pytest.skip("this DeepSpeed's exchange is no operator")
+    block = {"cp": {"forward": BLOCKINT, "backward": "none"}, "min_bytes": 0}
+    for same, ledger in pool.run(split_parts.compiled, block):
+        assert same
+        assert ledger == {"forward": (2, 0), "backward": (2, 2)}  # eager and compiled

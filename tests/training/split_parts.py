@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.training.pipe_trainer import start_deepspeed
+from tests.training.pipe_trainer import digest, start_deepspeed
 from tests.training.split_trainer import (
     BATCH,
     LENGTH,
@@ -175,3 +175,37 @@ def overlapped(block: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool,
     ledger = {way: int(entry.messages) for (_, way), entry in channels.ledger.interval.items()
               if entry.messages}  # fmt: skip
     return native, ours, isinstance(handle, Handle), ledger
+
+
+def compiled(block: dict[str, Any]) -> tuple[bool, dict[str, tuple[int, int]]]:
+    """ALST's exchange eager and compiled: whether they agree; messages and native ones by way."""
+    from deepspeed.runtime.sequence_parallel import ulysses_sp
+
+    from hybridcomp.channels import Channels
+    from hybridcomp.config import CompressionConfig
+    from hybridcomp.patches import ds_ulysses, process
+    from hybridcomp.patching import Patch, apply_all, revert_all
+
+    start_deepspeed()
+    channels = Channels(CompressionConfig.parse(block))
+    values = torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def exchange(leaf: Tensor) -> Tensor:
+        return ulysses_sp._dim_zero_all_to_all(dist.group.WORLD, leaf * 2.0).square().sum()
+
+    found = []
+    applied = apply_all(Patch(seam, make) for seam, make in ds_ulysses.PATCHES)
+    process.use(channels)
+    try:
+        ulysses_sp.register_all_to_all_group(dist.group.WORLD)
+        for function in (exchange, torch.compile(exchange, backend="aot_eager", fullgraph=True)):
+            leaf = values.clone().requires_grad_()
+            loss = function(leaf)
+            loss.backward()
+            found.append((loss.item(), digest(leaf.grad)))
+    finally:
+        process.configure(None)
+        revert_all(applied)
+    entries = channels.ledger.interval.items()
+    ledger = {way: (int(e.messages), int(e.native)) for (_, way), e in entries if e.messages}
+    return found[0] == found[1], ledger
