@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from hybridcomp.collectives.chunks import stretches
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.common import Exact, stretches_of
 from hybridcomp.config import CompressionConfig
+from hybridcomp.factors import Factors
 from hybridcomp.feedback import Piece, Residuals
 from hybridcomp.guard import Guard
 from hybridcomp.ledger import Ledger
@@ -68,6 +70,7 @@ class Channels:
         self.ledger = Ledger(codecs=codecs)
         self.residuals = Residuals()
         self.guard = Guard(config.limits())
+        self.factors = Factors()
         self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
         #: names of small parameters that tensor-parallel ranks have in common; see ``common``
         self.common: frozenset[str] = frozenset()
@@ -85,7 +88,8 @@ class Channels:
 
         ``groups``: those that this rank is in. Returns what to tell the user.
         """
-        names = [name for name in TWO_LEVELS if self[name].active]
+        low_rank = self.policy.low_rank
+        names = [name for name in TWO_LEVELS if self[name].active and name not in low_rank]
         if self.config.hierarchy == "none" or not names:
             return []
         self.nodes = discover(self.config.hierarchy)
@@ -407,6 +411,8 @@ class Channel:
             lambda values, first, cuts, residual: self.sample(
                 values, first, direction, cuts, residual=residual
             ),
+            self._channels.factors,
+            partial(self._sample_factors, direction) if self._channels.sampling else None,
         )
 
     def _levels(self, group: dist.ProcessGroup | None) -> Levels | None:
@@ -454,13 +460,26 @@ class Channel:
             if isinstance(codec, Radix):
                 outside += beyond(codec, exact[low:high], decoded[low:high])
         whole = exact if relative_to is None else relative_to.detach().reshape(-1)[:SAMPLE_NUMEL]
-        error_sq, value_sq = _square(decoded - exact), _square(whole)
+        held = 0.0 if residual is None else _square(residual[: head.numel()])
+        self._write_sample(direction, _square(decoded - exact), _square(whole), held, outside)
+
+    def _sample_factors(
+        self, direction: Direction, left_sq: float, sent_sq: float, value_sq: float
+    ) -> None:
+        """A sample of a low-rank sum: squared norms of what this rank left out, of what it had to
+        send, and of the gradients in it."""
+        held = left_sq * sent_sq / value_sq if value_sq else 0.0  # its ratio to the gradients
+        self._write_sample(direction, left_sq, sent_sq, held)
+
+    def _write_sample(
+        self, direction: Direction, error_sq: float, value_sq: float, held: float, outside: int = 0
+    ) -> None:
+        """For the ledger and the guard: squared norms of an error, its values, their residual."""
         if not math.isfinite(value_sq):
             return  # an overflow step tells nothing
         error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite
         key = (self.dimension, direction)
         self._channels.ledger.record_error(key, error_sq, value_sq, outside)
-        held = 0.0 if residual is None else _square(residual[: head.numel()])
         self._channels.guard.sample(key, error_sq, value_sq, held)
 
 

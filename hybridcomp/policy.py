@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 import torch
 
+from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 
 #: gradient reduction, ZeRO parameter gather, tensor, pipeline, expert, context parallel
@@ -67,6 +68,13 @@ class Policy:
     start_step: int
     #: what comes before the codec that stays, in order
     ramps: Mapping[tuple[Dimension, Direction], tuple[Rung, ...]] = field(default_factory=dict)
+
+    @property
+    def low_rank(self) -> frozenset[Dimension]:
+        """Dimensions whose messages are summed as factors, natively over all ranks."""
+        return frozenset(
+            name for (name, _), codec in self.codecs.items() if isinstance(codec, PowerSgd)
+        )
 
     def choose(self, traffic: Traffic) -> Codec | None:
         """The codec for this message, or None when it stays native."""

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp import collectives
+from hybridcomp import collectives, factors
+from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
     Handle,
@@ -26,6 +27,8 @@ from hybridcomp.collectives import (
     hierarchy,
     plan_reduction,
 )
+from hybridcomp.collectives.lowrank import Measure
+from hybridcomp.factors import Factors, Place
 from hybridcomp.feedback import Hop, Piece, Residuals, borders, cut
 
 #: is shown what is about to be encoded, with which codec, where that may not reach across, and
@@ -42,6 +45,8 @@ class Spot:
     remote: frozenset[int]  # group ranks on other nodes
     residuals: Residuals | None  # None: no error feedback
     probe: Probe
+    factors: Factors
+    measure: Measure | None  # of low-rank sums; None: this step takes no sample
 
     @property
     def encoders(self) -> int:
@@ -57,6 +62,11 @@ class Spot:
         """Of a message; in two levels all other encoders are on other nodes."""
         nodes = self.levels.nodes if self.levels is not None else 0
         return Meter(remote=frozenset(range(nodes)) if nodes else self.remote)
+
+    def low_rank(self) -> Place:
+        """The same spot for factors, which are summed over all ranks at once."""
+        assert self.residuals is not None, "low rank without error feedback"
+        return Place(self.group, self.remote, self.residuals, self.factors, self.measure)
 
     def within(self, numel: int) -> tuple[int, int]:
         """``[start, stop)`` of a message that this rank encodes."""
@@ -118,6 +128,8 @@ def all_reduce(
     tensor: Tensor, codec: Codec, spot: Spot, pieces: Sequence[Piece] | None, async_op: bool
 ) -> tuple[Handle, Meter]:
     """Sum ``tensor`` in place."""
+    if isinstance(codec, PowerSgd):
+        return factors.all_reduce(tensor, codec, spot.low_rank(), pieces, async_op)
     feedback, meter = spot.feedback(pieces, tensor), spot.meter()
     residual, owner = feedback.sender(), feedback.owner()
     cuts = spot.cuts(codec, pieces)
@@ -157,6 +169,8 @@ def reduce_scatter(
     async_op: bool,
 ) -> tuple[ReduceScatterHandle, Meter]:
     """The sum of the shard of this rank; ``shards`` and ``pieces`` by group rank."""
+    if isinstance(codec, PowerSgd):
+        return factors.reduce_scatter(shards, codec, spot.low_rank(), pieces, async_op)
     meter, levels = spot.meter(), spot.levels
     encoded = range(len(shards)) if levels is None else [row[levels.local] for row in levels.grid]
     cuts = None
@@ -203,6 +217,8 @@ def reduce_to_owners(
     pieces: Sequence[Piece] | None,
 ) -> tuple[list[Tensor], Meter]:
     """The sums of the ranges that this rank owns."""
+    if isinstance(codec, PowerSgd):
+        return factors.reduce_to_owners(tensor, ranges, codec, spot.low_rank(), pieces)
     feedback, meter, levels = spot.feedback(pieces, tensor), spot.meter(), spot.levels
     planned = ranges
     if levels is not None:

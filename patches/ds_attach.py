@@ -138,7 +138,9 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
         setattr(engine.optimizer, ATTRIBUTE, channels)
     for name, parameter in engine.module.named_parameters():
         setattr(parameter, ATTRIBUTE, channels)
-        setattr(parameter, NAME, ds_facts.unique_name(engine, name, parameter))
+        unique = ds_facts.unique_name(engine, name, parameter)
+        setattr(parameter, NAME, unique)
+        channels.factors.learn(unique, parameter.shape)
     channels.common = ds_facts.common_names(engine)
     for module in modules_of("deepspeed"):
         if hasattr(module, "ATTACHED"):

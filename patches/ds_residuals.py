@@ -6,7 +6,7 @@ every rank. With another number of ranks, or other nodes under them, their sum i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
             "loss_scale": loss_scale,
             "residuals": channels.residuals.state_dict(),
             "guard": channels.guard.state(),
+            "factors": channels.factors.state_dict(),
         },
         _path(folder, dist.get_rank()),
     )
@@ -58,13 +59,22 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
     if stored["world_size"] == world_size and stored.get("layout") == channels.layout:
         own = stored if dist.get_rank() == 0 else _read(_path(folder, dist.get_rank()))
         channels.residuals.load(own["residuals"])
+        channels.factors.load(own.get("factors", {}))
     else:
         nodes = "" if stored.get("layout") == channels.layout else " on other nodes"
         count = stored["world_size"]
         say([f"residuals of {count} ranks{nodes} are summed and shared among {world_size}"])
-        paths = (_path(folder, rank) for rank in range(stored["world_size"]))
-        channels.residuals.load_sum(_read(path)["residuals"] for path in paths)
+        channels.factors.load({})
+        channels.residuals.load_sum(_states(folder, count, channels))
     channels.residuals.scale(loss_scale / stored["loss_scale"])
+
+
+def _states(folder: Path, count: int, channels: Channels) -> Iterator[Any]:
+    """The residuals of every rank, one after the other; ``channels`` takes all right factors."""
+    for rank in range(count):
+        stored = _read(_path(folder, rank))
+        channels.factors.warm |= stored.get("factors", {})
+        yield stored["residuals"]
 
 
 def _guard_of(path: Path) -> dict[str, Any]:

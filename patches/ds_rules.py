@@ -159,6 +159,12 @@ RULES: tuple[Rule, ...] = (
         lambda job: job.stage == 3, settings=lambda block: block.zero.delta,
     ),
     Rule(
+        "refuse", ("dp",), "powersgd with ZeRO stage 3",
+        "gradients are cut for their owners before they are reduced, and a piece of a matrix has "
+        "no rows and columns", "use stage 0, 1 or 2, or another codec",
+        lambda job: job.stage == 3, settings=lambda block: block.dp.codec == "powersgd",
+    ),
+    Rule(
         "bypass", ("dp",), '"compile.deepcompile": true',
         "compiled code reduces gradients in C++, where no seam reaches",
         "set compile.deepcompile to false", lambda job: job.compiled,

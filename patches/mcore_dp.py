@@ -107,7 +107,9 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         chunk = next_chunk()
         for name, parameter in given["module"].named_parameters():
-            setattr(parameter, NAME, _name(chunk, name, parameter))
+            unique = _name(chunk, name, parameter)
+            setattr(parameter, NAME, unique)
+            channels.factors.learn(unique, parameter.shape)
         channels.common |= _common(given["module"])
 
     return __init__

@@ -101,6 +101,21 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"dp": {"codec": "blockint", "bits": "4"}}, "compression.dp.bits", ('"4"', "an integer")),
     ({"dp": {"codec": "blockint", "bits": 4.5}}, "compression.dp.bits", ("4.5", "an integer")),
     ({"dp": {"codec": "blockint", "bits": True}}, "compression.dp.bits", ("true", "an integer")),
+    ({"tp": "powersgd"}, "compression.tp.codec", ("only dp can have it", "blockint")),
+    ({"tp": {**BLOCKINT, "rank": 4}}, "compression.tp.rank", ("only dp can have rank",)),
+    ({"dp": {"codec": "powersgd", "rank": 0}}, "compression.dp.rank", ("found 0", "from 1 up")),
+    ({"dp": {**BLOCKINT, "rank": 4}}, "compression.dp.rank", ("blockint takes bits",)),
+    (
+        {"dp": {"codec": "powersgd", "error_feedback": False}},
+        "compression.dp.error_feedback",
+        ("found false", "does not converge"),
+    ),
+    (
+        {"dp": {"codec": "powersgd", "error_bound": 0.01}},
+        "compression.dp.error_bound",
+        ("powersgd bounds no error", "radix"),
+    ),
+    ({"dp": "powersgd", "hierarchy": 2}, "compression.hierarchy", ("in one level", "remove it")),
     (
         {"tp": {"codec": "blockint", "bits": 5, "rotate": True}},
         "compression.tp.rotate",
@@ -368,6 +383,11 @@ def test_policy_resolves_directions_sizes_and_steps() -> None:
 def test_flat_names_every_dimension() -> None:
     flat = parse({"dp": {"codec": "blockint", "bits": 4}}).flat()
     assert flat["compression.dp.forward"] == "blockint(bits=4)"
+    low_rank = parse({"dp": "powersgd"})
+    assert low_rank.flat()["compression.dp.forward"] == "powersgd(rank=4)"
+    assert low_rank.flat()["compression.dp.error_feedback"] is True
+    assert "no bound on the error" in low_rank.describe()[0]
+    assert not low_rank.notes(torch.bfloat16)
     rotated = parse({"tp": {**BLOCKINT, "bits": 4, "rotate": True, "levels": "gaussian"}}).flat()
     assert rotated["compression.tp.backward"] == "blockint(bits=4, rotate=True, levels=gaussian)"
     assert flat["compression.pp.backward"] == "none"

@@ -114,6 +114,15 @@ def test_deltas_need_parameters_that_stay(policy: str) -> None:
     assert check(block(zero="blockint"), zero(3)) == []
 
 
+@pytest.mark.parametrize("policy", ["error", "native"])
+def test_low_rank_needs_whole_matrices(policy: str) -> None:
+    low_rank = block(dp={"codec": "powersgd", "rank": 4}, on_unsupported=policy)
+    with pytest.raises(ConfigError, match=r"a piece of a matrix.*stage 0, 1 or 2"):
+        check(low_rank, zero(3))
+    assert all(check(low_rank, zero(stage)) == [] for stage in (0, 1, 2))
+    assert check(block(dp="blockint"), zero(3)) == []
+
+
 @pytest.mark.parametrize(("dimension", "ds_json", "facts", "fragment"), NOTES, ids=str)
 def test_note(
     dimension: str, ds_json: Mapping[str, Any], facts: dict[str, Any], fragment: str

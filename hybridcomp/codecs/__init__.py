@@ -8,6 +8,7 @@ from hybridcomp.codecs.bounded import Bounded
 from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.mpc import Mpc
+from hybridcomp.codecs.powersgd import PowerSgd
 from hybridcomp.codecs.radix import Radix
 from hybridcomp.codecs.zfp import Zfp
 from hybridcomp.errors import CodecError
@@ -15,7 +16,7 @@ from hybridcomp.kernels import check_payloads
 
 #: every codec that a block may name
 CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Bf16, Fp16, Fp8, BlockInt, Radix, Zfp, Mpc, ExpCode)
+    codec.name: codec for codec in (Bf16, Fp16, Fp8, BlockInt, Radix, Zfp, Mpc, ExpCode, PowerSgd)
 }
 
 
@@ -47,6 +48,7 @@ __all__ = [
     "Fp16",
     "Fp8",
     "Mpc",
+    "PowerSgd",
     "Radix",
     "Zfp",
     "align",

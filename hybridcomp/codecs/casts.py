@@ -18,8 +18,8 @@ from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, FixedDecode, FixedEncode, kernels_of
 
 
-class _Cast16(Codec):
-    """Values as they are in a 16-bit dtype; exact if they are encoded from that dtype."""
+class Cast(Codec):
+    """Values as they are in another dtype; exact if they are encoded from that dtype."""
 
     lossless = False
     fixed_size = True
@@ -31,7 +31,7 @@ class _Cast16(Codec):
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         check_dtype(self.spec, dtype)
-        return align(2 * numel)
+        return align(self._dtype.itemsize * numel)
 
     def encode(self, values: Tensor, out: Tensor) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
@@ -45,7 +45,7 @@ class _Cast16(Codec):
             False,
             torch.get_num_threads(),
         )
-        out[2 * values.numel() : nbytes].zero_()
+        out[self._dtype.itemsize * values.numel() : nbytes].zero_()
         return nbytes
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
@@ -68,7 +68,7 @@ class _Cast16(Codec):
         )
 
 
-class Bf16(_Cast16):
+class Bf16(Cast):
     """bfloat16: 8 significant bits, the range of fp32."""
 
     name: ClassVar[str] = "bf16"
@@ -79,7 +79,7 @@ class Bf16(_Cast16):
         return 0.0 if dtype == torch.bfloat16 else max(absmax * 2.0**-8, 2.0**-134)
 
 
-class Fp16(_Cast16):
+class Fp16(Cast):
     """float16: 11 significant bits, from 2^-24 to 65504; larger values become 65504."""
 
     name: ClassVar[str] = "fp16"

@@ -46,6 +46,12 @@ class Meter:
         """Remember which codecs the values went through."""
         self.used.update(dict.fromkeys(specs))
 
+    def sent_ring(self, nbytes: int, rank: int, world_size: int) -> None:
+        """Count ``nbytes`` bytes of a native ring, which all go to the next rank."""
+        self.sent(nbytes)
+        if (rank + 1) % world_size in self.remote:
+            self.inter_nbytes += nbytes
+
     @contextmanager
     def coding(self) -> Iterator[None]:
         """Add the time of the ``with`` body to ``codec_s``."""

@@ -48,6 +48,19 @@ def all_gather(out: Tensor, values: Tensor, group: ProcessGroup | None) -> Steps
     yield from _transfer(post, out, values, group)
 
 
+def all_reduce(values: Tensor, group: ProcessGroup | None) -> Steps[None]:
+    """Sum ``values`` in place; every rank gets the same bits."""
+
+    staged = values.is_cuda and dist.get_backend(group) == "gloo"
+    target = values
+    if staged:
+        target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
+    work: Work = dist.all_reduce(target, group=group, async_op=True)
+    yield work
+    if staged:
+        values.copy_(target)
+
+
 def send(values: Tensor, dst: int, group: ProcessGroup | None) -> Steps[None]:
     """Send to the global rank ``dst``."""
 

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
+from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.bounded import Bounded
 from hybridcomp.config.bounds import check_kept, figures
@@ -200,6 +201,10 @@ class CompressionConfig(Strict):
         ):
             todo = "only dp and zero have two levels, and neither is compressed; remove it"
             raise problem("hierarchy", config.hierarchy, todo)
+        low_rank = config.policy().low_rank and not config.active("zero")
+        if low_rank and data.get("hierarchy", "none") != "none":
+            todo = "powersgd sums its factors natively over all ranks, in one level; remove it"
+            raise problem("hierarchy", config.hierarchy, todo)
         return config
 
     @model_validator(mode="after")
@@ -236,7 +241,7 @@ class CompressionConfig(Strict):
 
     def error_feedback(self, dimension: Dimension) -> bool:
         """Whether ``dimension`` keeps residuals; only dp can."""
-        return dimension == "dp" and self.dp.error_feedback
+        return dimension == "dp" and self.dp.feeds_back
 
     def limits(self) -> dict[Dimension, Limits]:
         """What the guard looks at, by dimension; nothing without samples."""
@@ -262,7 +267,7 @@ class CompressionConfig(Strict):
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
             for (name, direction), codec in self._codecs().items()
         }
-        settings[f"{BLOCK}.dp.error_feedback"] = self.dp.error_feedback
+        settings[f"{BLOCK}.dp.error_feedback"] = self.error_feedback("dp")
         settings[f"{BLOCK}.zero.delta"] = self.zero.delta
         settings[f"{BLOCK}.zero.resync_every"] = self.zero.resync_every
         settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather
@@ -344,6 +349,7 @@ class CompressionConfig(Strict):
                 codec
                 and codec.fixed_size
                 and not codec.bounded
+                and not isinstance(codec, PowerSgd)
                 and _bits(codec, dtype) >= 8 * dtype.itemsize
             ):
                 names = useless.setdefault(codec, [])
@@ -392,6 +398,11 @@ def _figures(dimension: Dimension, codec: Codec | None) -> str:
         return NONE
     if isinstance(codec, Bounded):
         return figures(dimension, codec)
+    if isinstance(codec, PowerSgd):
+        return (
+            f"{codec.spec}, r(n+m)/nm of the fp32 bytes of an n x m gradient, no bound on the "
+            "error, vectors and small matrices exact"
+        )
     if not codec.fixed_size:
         return f"{codec.spec}{', lossless' if codec.lossless else ''}, size varies with the values"
     wide, narrow = _bits(codec, torch.float32), _bits(codec, torch.bfloat16)
@@ -442,5 +453,6 @@ def _with_shorthand(node: Any) -> Any:
     name = str(found.get("$ref", "")).removeprefix("#/$defs/")
     if name in SHORTHAND:
         reference = {"$ref": found.pop("$ref")}
-        found["anyOf"] = [{"type": "string", "enum": codec_names()}, reference]
+        names = codec_names(gradients=name == GradientConfig.__name__)
+        found["anyOf"] = [{"type": "string", "enum": names}, reference]
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridcomp.codecs import CODECS
+from hybridcomp.codecs import CODECS, PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.bounded import (
     LADDERS,
@@ -32,6 +32,9 @@ def check_unbounded(name: str, settings: Mapping[str, Any], at: Callable[[str], 
     """Refuse keys of a promise beside a codec that keeps none. ``at``: the place of a key."""
     if name not in CODECS:
         return
+    if name == PowerSgd.name and "error_bound" in settings:
+        todo = f"{name} bounds no error: what it leaves out comes with the next step; remove it, or"
+        raise problem(at("error_bound"), settings["error_bound"], f"{todo} {_USE}")
     if "error_bound" in settings:
         todo = f"never used: {name} is lossless; remove it, or name another codec"
         raise problem(at("error_bound"), settings["error_bound"], todo)

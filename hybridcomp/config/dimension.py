@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hybridcomp.codecs import CODECS, make_codec
+from hybridcomp.codecs import CODECS, PowerSgd, make_codec
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.bounded import AUTO, FAMILIES, LADDERS
 from hybridcomp.config.bounds import build_bounded, check_unbounded
@@ -26,9 +26,14 @@ NONE = "none"
 ZFP_FEEDBACK_RATE = 6.0
 
 
-def codec_names() -> list[str]:
-    """Every name that ``codec`` may have in this version."""
-    return [NONE, *sorted({*CODECS, *FAMILIES})]
+#: codecs of gradients only: they need matrices that come back every step
+GRADIENTS = (PowerSgd.name,)
+
+
+def codec_names(*, gradients: bool = False) -> list[str]:
+    """Every name that ``codec`` may have in this version; ``gradients``: under dp."""
+    hidden = () if gradients else GRADIENTS
+    return [NONE, *sorted({*CODECS, *FAMILIES}.difference(hidden))]
 
 
 class Strict(BaseModel):
@@ -51,8 +56,23 @@ _CODEC = (
 )
 
 
+_GRADIENT_CODEC = (
+    f"{_CODEC} powersgd: matrices as products of two thin ones of `rank` columns; its error has no "
+    "bound, and what it leaves out comes with the next step."
+)
+
+
+def _gradient_codec_schema(schema: dict[str, Any]) -> None:
+    schema.clear()
+    names = codec_names(gradients=True)
+    schema.update({"type": "string", "enum": names, "description": _GRADIENT_CODEC})
+
+
 class CodecSettings(Strict):
     """A codec and its settings; written as an object, or as the bare name of the codec."""
+
+    #: codec settings that only this dimension has
+    more: ClassVar[tuple[str, ...]] = ()
 
     codec: str | None = Field(None, description=_CODEC, json_schema_extra=_codec_schema)
     bits: int | None = Field(
@@ -118,7 +138,7 @@ class CodecSettings(Strict):
 
     def given(self) -> dict[str, Any]:
         """Codec and codec settings as written, without those left out."""
-        names = CodecSettings.model_fields
+        names = [*CodecSettings.model_fields, *self.more]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
@@ -249,17 +269,48 @@ class DimensionConfig(CodecSettings):
 class GradientConfig(DimensionConfig):
     """Gradient reduction over the data-parallel group."""
 
+    more: ClassVar[tuple[str, ...]] = ("rank",)
+
+    codec: str | None = Field(
+        None, description=_GRADIENT_CODEC, json_schema_extra=_gradient_codec_schema
+    )
+    rank: int | None = Field(
+        None,
+        description="powersgd: columns of the two factors of a matrix, 1 or more, default 4. More: "
+        "smaller error, larger messages.",
+    )
     error_feedback: bool = Field(
         False,
         description="Add what one reduction left out to the next one. Costs one fp32 value a "
-        "gradient element of memory; makes 4 bits and fewer usable.",
+        "gradient element of memory; makes 4 bits and fewer usable. powersgd always does so.",
     )
 
     def _feedback(self) -> bool:
-        return self.error_feedback
+        """Whether residuals are kept."""
+        return self.error_feedback or self.codec == PowerSgd.name
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether residuals are kept."""
+        return self._feedback()
+
+    def limits(self) -> Limits:
+        """What the guard looks at; residuals of a low rank are many gradients, unless limited."""
+        found = super().limits()
+        if self.codec == PowerSgd.name and "residual" not in self.guard.model_fields_set:
+            return Limits(found.error, None)
+        return found
+
+    def codec_of(self, direction: Direction) -> Codec | None:
+        """The codec, None for native."""
+        return build_codec(self.settings(direction), "", gradients=True)
 
     def _check_codecs(self) -> None:
-        codec = build_codec(self.given(), "")
+        codec = build_codec(self.given(), "", gradients=True)
+        refused = "error_feedback" in self.model_fields_set and not self.error_feedback
+        if refused and isinstance(codec, PowerSgd):
+            todo = "powersgd does not converge without; remove it, or name another codec"
+            raise problem("error_feedback", False, todo)
         if not self.error_feedback:
             return
         if codec is None or codec.lossless:
@@ -342,7 +393,13 @@ class PipelineConfig(ActivationConfig):
     )
 
 
-def build_codec(given: Mapping[str, Any], prefix: str, own: set[str] | None = None) -> Codec | None:
+def build_codec(
+    given: Mapping[str, Any],
+    prefix: str,
+    own: set[str] | None = None,
+    *,
+    gradients: bool = False,
+) -> Codec | None:
     """The codec of the settings ``given``, None for "none".
 
     Raises the error that pydantic turns into a ValidationError, at the key concerned: below
@@ -353,11 +410,12 @@ def build_codec(given: Mapping[str, Any], prefix: str, own: set[str] | None = No
         return f"{prefix}.{key}" if own and key in own else key
 
     name = given.get("codec", AUTO if "error_bound" in given else None)
+    names = codec_names(gradients=gradients)
     if name is None:
-        raise problem("codec", NOTHING, f"expected one of {', '.join(codec_names())}; name one")
+        raise problem("codec", NOTHING, f"expected one of {', '.join(names)}; name one")
     settings = {key: value for key, value in given.items() if key != "codec"}
-    if name not in codec_names():
-        raise problem(at("codec"), name, _unknown_codec(name))
+    if name not in names:
+        raise problem(at("codec"), name, _unknown_codec(name, names))
     if name in FAMILIES and (name not in LADDERS or "error_bound" in settings):
         return build_bounded(name, settings, at)
     check_unbounded(name, settings, at)
@@ -381,8 +439,10 @@ def build_codec(given: Mapping[str, Any], prefix: str, own: set[str] | None = No
         raise problem(at(named[0]), given[named[0]], f"{said}; correct it") from None
 
 
-def _unknown_codec(name: str) -> str:
-    names = ", ".join(codec_names())
-    near = difflib.get_close_matches(name.lower(), codec_names(), n=1)
+def _unknown_codec(name: str, names: Sequence[str]) -> str:
+    listed = ", ".join(names)
+    if name in GRADIENTS:
+        return f"{name} reduces the gradients of matrices; only dp can have it: use one of {listed}"
+    near = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"no such codec; {hint}expected one of {names}"
+    return f"no such codec; {hint}expected one of {listed}"

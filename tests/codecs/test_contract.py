@@ -32,6 +32,7 @@ ALL: list[Codec] = [
     *(make_codec("blockint", bits=bits, rotate=True) for bits in (2, 3, 4)),
     *(make_codec("blockint", bits=4, rotate=rotate, levels="gaussian") for rotate in (False, True)),
     *(make_codec("zfp", rate=rate) for rate in (2.5, 4, 8, 9, 9.25, 13.75, 16, 24, 32)),
+    make_codec("powersgd", rank=2),
     make_codec("mpc", dim=1),
     make_codec("mpc", dim=3),
     make_codec("expcode"),

@@ -92,6 +92,18 @@ def test_restart_is_bit_identical(tmp_path: Path, stage: int, zero: str) -> None
         assert resumed == whole
 
 
+def low_rank_runs(folder: str) -> list[tuple[Any, ...]]:
+    block = {"dp": {"codec": "powersgd", "rank": 2}}
+    return [broken_run(f"{folder}/{stage}", stage, block) for stage in (0, 2)]
+
+
+def test_restart_of_a_low_rank_run_is_bit_identical(tmp_path: Path) -> None:
+    for runs in run_ranks(2, low_rank_runs, str(tmp_path)):
+        for whole, resumed, residual in runs:
+            assert residual > 0
+            assert resumed == whole
+
+
 def exact_run(folder: str) -> float:
     """Largest difference between saved weights and fp32 master weights."""
     from deepspeed.utils import safe_get_full_fp32_param

@@ -87,6 +87,8 @@ def two() -> Results:
     feedback = {"codec": "blockint", "bits": 4, "error_feedback": True}
     for name in ("DP2", *LONG_OPTIMIZER):
         jobs[f"{name}/feedback"] = replace(TWO[name][0], steps=6, block=block("dp", feedback))
+        low_rank = {"codec": "powersgd", "rank": 2}
+        jobs[f"{name}/low rank"] = replace(TWO[name][0], steps=6, block=block("dp", low_rank))
     both = {"codec": "blockint", "bits": 4, "backward": {"bits": 8}}
     jobs["TP2/directions"] = replace(TP, steps=6, block=block("tp", both))
     jobs["PP2/directions"] = replace(PP, steps=6, block=block("pp", both))
@@ -298,6 +300,16 @@ def test_feedback_keeps_what_was_left_out(two: Results) -> None:
         assert all(0 < found.residuals < math.inf for found in results)
         unpatched = two[f"{name}/unpatched"][-1].losses
         assert results[-1].losses == pytest.approx(unpatched[:6], rel=2e-2)
+
+
+def test_low_rank_gradients(two: Results) -> None:
+    for name in ("DP2", *LONG_OPTIMIZER):
+        results = two[f"{name}/low rank"]
+        assert all(0 < found.residuals < math.inf for found in results)
+        unpatched = two[f"{name}/unpatched"][-1].losses
+        assert results[-1].losses == pytest.approx(unpatched[:6], rel=8e-2)
+        messages, native, raw, wire = entry(results, "dp", "forward")
+        assert native == 0 < messages and wire < 0.8 * raw
 
 
 def test_directions_differ(two: Results) -> None:
