@@ -82,7 +82,9 @@ class Nodes:
         nodes and what does not, the same on all ranks.
         """
         own = {ranks for ranks in groups if ranks[0] == dist.get_rank()}  # the first one speaks
-        said = tell({"groups": sorted(own)}, what="data-parallel groups")
+        said = tell({"groups": sorted(own), "alive": _alive()}, what="data-parallel groups")
+        if not all(statement["alive"] for statement in said):
+            _made.clear()  # on all ranks: they make the same groups in the same order
         every = sorted({tuple(ranks) for statement in said for ranks in statement["groups"]})
         count = len(set(self.of_rank))
         notes: dict[str, None] = {}
@@ -177,11 +179,19 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def _group(ranks: Ranks) -> dist.ProcessGroup:
-    world = dist.group.WORLD
+def _alive() -> bool:
+    """Whether the subgroups that were made before still exist: anyone may destroy groups."""
+    world, me = dist.group.WORLD, dist.get_rank()
     if _made_in[0] is not world:  # torch.distributed was started anew
-        _made.clear()
         _made_in[0] = world
+        return not _made
+    try:
+        return all(ranks_of(group) == ranks for ranks, group in _made.items() if me in ranks)
+    except (KeyError, ValueError, RuntimeError):  # what torch raises for a destroyed one
+        return False
+
+
+def _group(ranks: Ranks) -> dist.ProcessGroup:
     if ranks not in _made:
         _made[ranks] = dist.new_group(list(ranks))
     return _made[ranks]

@@ -272,6 +272,28 @@ def test_groups_that_are_subsets_of_the_job(on_ranks: RunRanks) -> None:
     assert results[2] == results[3] == [None, None], "a group inside one node stays flat"
 
 
+def _remade() -> bool:
+    """One rank sees that its groups were destroyed; all of them make new ones."""
+    ranks = tuple(range(4))
+    before, again, after = (discover(2) for _ in range(3))
+    before.prepare([ranks])
+    again.prepare([ranks])
+    first, second = before.levels(None), again.levels(None)
+    assert first is not None and second is not None and first.outer is second.outer, "made once"
+    dist.destroy_process_group(first.outer)
+    after.prepare([ranks])
+    _nodes[2] = after  # for the tests that follow on this rank
+    third = after.levels(None)
+    assert third is not None and third.outer is not first.outer
+    tensor = torch.full((64,), float(dist.get_rank()))
+    hierarchy.all_reduce(tensor, Identity(), third, meter=meter_of(third))
+    return float(tensor[0]) == 6.0
+
+
+def test_destroyed_groups_are_made_anew(on_ranks: RunRanks) -> None:
+    assert all(on_ranks(4, _remade))
+
+
 def _uneven() -> Any:
     nodes = Nodes([0, 0, 0, 1], "test")
     notes = nodes.prepare([(0, 1, 2, 3)])
