@@ -8,12 +8,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from hybridcomp.codecs import VALUE_DTYPES, make_codec
+from hybridcomp.codecs import VALUE_DTYPES, BlockInt, make_codec
 from hybridcomp.collectives import Meter, all_reduce
+from hybridcomp.kernels import cuda
 from hybridcomp.kernels.cuda import CudaKernels
 from tests.codecs import arrays
 from tests.cuda.common import kernels_replaced
-from tests.cuda.emulated import EmulatedLauncher
+from tests.cuda.emulated import EmulatedLauncher, emulated
 from tests.ranks import run_ranks
 
 
@@ -65,6 +66,8 @@ def test_same_bits_and_bytes_with_three_launches() -> None:
         )
         for dtype in VALUE_DTYPES
     ]  # fmt: skip
+    for macros in {cuda._blockint(BlockInt(**case[1])._setting) for case in cases}:
+        emulated("blockint.cu", *macros)  # built once, before the ranks want it
     for found in run_ranks(3, many, cases):
         for case, (same, plain, fused, kernels) in zip(cases, found, strict=True):
             assert same, case
