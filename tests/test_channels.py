@@ -26,7 +26,7 @@ def reduce_scatter(async_op: bool) -> dict[str, Any]:
     exact = sum(torch.linspace(-1, 1, NUMEL) * (r + 1 + 2 * rank) for r in range(2))
     found: dict[str, Any] = {}
     for name in ("tp", "dp"):
-        channel = channels[name]  # type: ignore[index]
+        channel = channels[name]
         codec = channel.codec(2 * NUMEL, torch.float32, None, "forward")
         assert codec is not None
         handle = channel.reduce_scatter(

@@ -14,7 +14,7 @@ import torch
 from hybridcomp.codecs import BlockInt, Codec, Mpc, Zfp, make_codec
 from hybridcomp.config import PRESETS, CompressionConfig, load_config, schema
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIMENSIONS, Traffic
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Traffic
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 BLOCKINT = {"codec": "blockint", "bits": 8}
@@ -444,7 +444,7 @@ def test_ramp_of_bounds() -> None:
         }
     }
     ramps = parse(block).policy().ramps
-    for way, end in (("forward", 1e-2), ("backward", 1e-3)):
+    for way, end in zip(DIRECTIONS, (1e-2, 1e-3), strict=True):
         bounds = [getattr(rung.codec, "error_bound") for rung in ramps["tp", way]]  # noqa: B009
         assert len(bounds) == 8 and bounds[0] == 1e-4
         ratios = [b / a for a, b in zip(bounds, [*bounds[1:], end], strict=True)]

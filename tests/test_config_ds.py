@@ -168,7 +168,7 @@ def test_keys_that_deepspeed_has_itself(key: str, settings: dict[str, Any], frag
 
 def test_preset_is_silent_about_what_the_job_does_not_have() -> None:
     preset = block(preset="recommended")
-    facts = {"pipeline": False, "moe": False, "tensor": False, "sequence": False}
+    facts: dict[str, Any] = {"pipeline": False, "moe": False, "tensor": False, "sequence": False}
     assert check(preset, {}, **facts, world_size=2) == []
 
 

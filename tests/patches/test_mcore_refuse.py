@@ -93,7 +93,7 @@ def test_refused_whatever_the_block_says(
 
 
 def test_deltas_need_parameters_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    reused = {"reuse_grad_buf_for_mxfp8_param_ag": True}
+    reused: dict[str, Any] = {"reuse_grad_buf_for_mxfp8_param_ag": True}
     with pytest.raises(ConfigError, match="gradients overwrite the gathered parameters"):
         check(monkeypatch, {"zero": {**B8, "delta": True}, "on_unsupported": "native"}, **reused)
     assert check(monkeypatch, {"zero": {**B8, "delta": True}}) == []

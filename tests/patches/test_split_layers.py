@@ -111,7 +111,12 @@ def test_the_group_of_the_operator_names_the_direction(monkeypatch: pytest.Monke
     groups: dict[str, Any] = {"sp": "the group"}
     monkeypatch.setitem(sys.modules, ds_ulysses.LAYER, SimpleNamespace(_all_to_all_groups=groups))
     asked: list[Any] = []
-    exchange = ds_ulysses.make_exchange(lambda values, name: asked.append(groups[name]) or values)
+
+    def original(values: Any, name: str) -> Any:
+        asked.append(groups[name])
+        return values
+
+    exchange = ds_ulysses.make_exchange(original)
     values = torch.ones(1)
     exchange(values, "sp")
     name_of_forward = next(name for name in groups if groups[name] is asked[0])
@@ -121,7 +126,7 @@ def test_the_group_of_the_operator_names_the_direction(monkeypatch: pytest.Monke
     assert [(group.group, group.direction) for group in asked] == [
         ("the group", "forward"), ("the group", "backward"), ("the group", "backward"),
     ]  # fmt: skip
-    register = ds_ulysses.make_register(lambda group: groups.setdefault(group, group))
+    register = ds_ulysses.make_register(lambda group: str(groups.setdefault(group, group)))
     assert register("late") == "late"
     assert groups[ds_ulysses.FORWARD + "late"].group == "late"
     assert len(groups) == 6

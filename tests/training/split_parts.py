@@ -172,7 +172,7 @@ def overlapped(block: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool,
             ours, handle = both_ways()
         finally:
             revert_all(applied)
-    ledger = {way: int(entry.messages) for (_, way), entry in channels.ledger.interval.items()
+    ledger = {str(way): int(entry.messages) for (_, way), entry in channels.ledger.interval.items()
               if entry.messages}  # fmt: skip
     return native, ours, isinstance(handle, Handle), ledger
 

@@ -62,8 +62,8 @@ class Outcome:
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention, [batch, length, heads, dim] in and out."""
-    parts = (part.transpose(1, 2) for part in (query, key, value))
-    return F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
 
 class Local(nn.Module):
@@ -269,7 +269,7 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
         losses.append(total)
         if each is not None:
             each(engine, step)
-    ledger = {}
+    ledger: dict[tuple[str, str], tuple[int, int, int, int]] = {}
     if (channels := channels_of(engine)) is not None:
         for key, entry in channels.ledger.interval.items():
             if entry.messages:

@@ -476,7 +476,7 @@ def test_tensor_parallel_without_megatron(monkeypatch: pytest.MonkeyPatch) -> No
     import train_gpt
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.setattr(train_gpt.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     monkeypatch.setitem(sys.modules, "megatron", None)  # what is not installed
     monkeypatch.delitem(sys.modules, "gpt.tensor_parallel", raising=False)
     with pytest.raises(train_gpt.ParallelismError, match=r"--tp 2: .* 'hybridcomp\[megatron\]'"):

@@ -134,7 +134,7 @@ def four() -> Results:
         jobs[f"{name}/unpatched"] = pipeline
         jobs[f"{name}/mpc"] = replace(pipeline, block=block("pp", "mpc"))
     jobs["shared/SP"] = replace(
-        shared, sequence_parallel=True, block={**shared.block, "on_unsupported": "native"}
+        shared, sequence_parallel=True, block={**(shared.block or {}), "on_unsupported": "native"}
     )
     return launch(4, jobs)
 
