@@ -72,6 +72,13 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
+def _weight(block: Block, name: str) -> Tensor:
+    """The weight of one of the block's layers, which tensor parallelism would have replaced."""
+    layer = getattr(block, name)
+    assert isinstance(layer, torch.nn.Linear)
+    return layer.weight
+
+
 def _take(model: GPT, watch: Watch, before: dict[str, Tensor]) -> dict[str, Tensor]:
     block = watch.block
     seen = watch.outputs
@@ -81,19 +88,19 @@ def _take(model: GPT, watch: Watch, before: dict[str, Tensor]) -> dict[str, Tens
     gelu = F.gelu(seen["up"])
     half = gelu.shape[-1] // 2
     return {
-        "grad up": _gradient(block.up.weight),
-        "grad down": _gradient(block.down.weight),
-        "grad qkv": _gradient(block.qkv.weight),
+        "grad up": _gradient(_weight(block, "up")),
+        "grad down": _gradient(_weight(block, "down")),
+        "grad qkv": _gradient(_weight(block, "qkv")),
         "grad head": _gradient(output),
         "grad embed": _gradient(embedding),
         "act": seen["block"],
         "act grad": _gradient(seen["block"]),
-        "tp partial": gelu[..., :half] @ block.down.weight[:, :half].T,
+        "tp partial": gelu[..., :half] @ _weight(block, "down")[:, :half].T,
         "gelu": gelu,
         "K": key,
         "V": value,
-        "param": block.up.weight,
-        "delta": block.up.weight - before["up"],
+        "param": _weight(block, "up"),
+        "delta": _weight(block, "up") - before["up"],
         "act+outlier": _with_outliers(seen["block"]),
     }
 
@@ -114,7 +121,7 @@ def capture(
     stream = batches(read_words(), seed)
     for _ in range(steps):
         rows = next(stream)
-        before = {"up": block.up.weight.detach().clone()}
+        before = {"up": _weight(block, "up").detach().clone()}
         optimizer.zero_grad()
         loss = lm_loss(model(rows[:, :-1]), rows[:, 1:])
         loss.backward()  # type: ignore[no-untyped-call]
