@@ -160,15 +160,16 @@ class Bounded(Codec):
             )
         self.fixed_size = bool(ladder)
 
+        where = f" of sums of {inner + 1}" if inner else ""
+        then = f", then rounded by {rounding:g}" if rounding else ""
+        self._spec = (  # made once: it is what instances are looked up by
+            f"{fixed.spec if fixed else family} within {self.error_bound!r} "
+            f"({mode}, segments of {segment} values{where}{then})"
+        )
+
     @property
     def spec(self) -> str:
-        family = self.fixed.spec if self.fixed else self.family
-        where = f" of sums of {self.inner + 1}" if self.inner else ""
-        then = f", then rounded by {self.rounding:g}" if self.rounding else ""
-        return (
-            f"{family} within {self.error_bound:g} "
-            f"({self.mode}, segments of {self.segment} values{where}{then})"
-        )
+        return self._spec
 
     def hops(
         self,

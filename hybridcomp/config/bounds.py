@@ -13,6 +13,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.bounded import (
     LADDERS,
     ROUNDING,
+    SMALL_NUMEL,
     Bounded,
     best_bound,
     make_bounded,
@@ -25,6 +26,7 @@ from hybridcomp.policy import Dimension
 PROMISE = {"error_bound": "error_bound", "error_bound_mode": "mode", "segment": "segment"}
 #: dimensions that sum, so that a value may be quantized twice; the others only move
 SUMMED: tuple[Dimension, ...] = ("dp", "tp")
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _USE = 'use "auto" or "radix", which keep every bound'
 
 
@@ -93,11 +95,11 @@ def figures(dimension: Dimension, codec: Bounded) -> str:
         found = codec.for_message(1 << 30, dtype, 2)
         used = [_used(dimension, found, dtype)]
         if small != found:
-            used.append(f"{_used(dimension, small, dtype)} for small ones")
-        kinds.setdefault(", ".join(used), []).append(str(dtype).removeprefix("torch."))
-    listed = "; ".join(f"{' and '.join(names)}: {used}" for used, names in kinds.items())
-    unit = "of the largest value" if codec.mode == "rel" else "absolute"
-    return f"errors within {codec.error_bound:g} {unit} in every {codec.segment}: {listed}"
+            used.append(f"under {SMALL_NUMEL} values {_used(dimension, small, dtype)}")
+        kinds.setdefault(", ".join(used), []).append(NAMES[dtype])
+    listed = "; ".join(f"{' '.join(names)} {used}" for used, names in kinds.items())
+    unit = " of the largest" if codec.mode == "rel" else ""
+    return f"error within {codec.error_bound:g}{unit} in {codec.segment} values: {listed}"
 
 
 def _used(dimension: Dimension, codec: Codec, dtype: torch.dtype) -> str:
@@ -106,10 +108,10 @@ def _used(dimension: Dimension, codec: Codec, dtype: torch.dtype) -> str:
         return _short(only)
     hops = codec.hops(2, 2, result=dtype, exact=1)
     (once,) = codec.hops(1, 2, exact=1)
-    twice = (
-        " + ".join(_short(hop) for hop in hops) if hops[0] != hops[1] else f"2 x {_short(hops[0])}"
-    )
-    return twice if once == hops[0] else f"{_short(once)} in one hop, {twice} in two"
+    if once == hops[0]:
+        return _short(once)
+    twice = " and ".join(_short(hop) for hop in dict.fromkeys(hops))
+    return f"{_short(once)} (in two hops {twice})"
 
 
 def _short(codec: Codec) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[np.float64]
-#: half of the smallest spacing: what rounding a subnormal sum to its own dtype costs
+#: what rounding a sum to its own dtype costs: half a unit, relative, and where the sum is subnormal
+#: half of the smallest spacing
+HALF_UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 HALF_SPACING = {torch.float32: 0.0, torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}
 
 
@@ -30,20 +31,28 @@ class Promise:
     floor: float = 0.0
 
 
+@dataclass
+class Tally:
+    """What was held against its bound."""
+
+    elements: int = 0
+    blocks: int = 0  # of 16 values on one rank
+
+
+TALLY = Tally()
+
+
 def double(tensor: Tensor) -> Array:
     """As float64."""
     found: Array = tensor.detach().double().numpy()
     return found
 
 
-def segments(numel: int, edges: Sequence[int], segment: int) -> list[tuple[int, int]]:
-    """``[0, numel)`` cut at ``edges`` and then every ``segment`` elements."""
+def segments(numel: int, edges: Sequence[int], segment: int) -> npt.NDArray[np.int64]:
+    """Where segments begin in ``[0, numel)``: at ``edges`` and every ``segment`` after."""
     borders = sorted({0, numel, *(edge for edge in edges if 0 < edge < numel)})
-    return [
-        (low, min(low + segment, high))
-        for start, high in pairwise(borders)
-        for low in range(start, high, segment)
-    ]
+    pairs = zip(borders, borders[1:], strict=False)
+    return np.concatenate([np.arange(low, high, segment) for low, high in pairs])
 
 
 def check(
@@ -54,55 +63,52 @@ def check(
     *,
     start: int = 0,
     blocks_may_vanish: bool = False,
-) -> int:
+) -> None:
     """Assert that ``result`` is the sum of ``values`` (moved, if only one) within ``promise``.
 
     ``start``: where ``result`` begins in the message, of which it may be a part.
     ``blocks_may_vanish``: a NaN or Inf may take the finite values of its segment with it.
-    Returns how many elements were held against their bound.
     """
     given = np.stack([double(v) for v in values])
-    found, dtype, stop = double(result), result.dtype, start + result.numel()
-    checked = 0
-    for low, high in segments(given.shape[1], edges, promise.segment):
-        first, last = max(low, start), min(high, stop)
-        if first < last:
-            allowed = limit(given[:, low:high], dtype, promise)
-            part = found[first - start : last - start]
-            spoiled = blocks_may_vanish and not np.isfinite(given[:, low:high]).all()
-            checked += _hold(part, given[:, first:last], allowed, spoiled)
-    return checked
-
-
-def limit(given: Array, dtype: torch.dtype, promise: Promise) -> float:
-    """What an element of this segment of all ranks may be off by; inf where sums may not fit."""
-    ranks = given.shape[0]
+    ranks, numel = given.shape
+    if not result.numel():
+        return
+    dtype, part = result.dtype, slice(start, start + result.numel())
+    found = double(result)
     sane = np.isfinite(given)
-    largest = np.where(sane, np.abs(given), 0.0).max(1)
-    total = float(np.maximum(largest, promise.floor).sum())
+    begins = segments(numel, edges, promise.segment)
+    lengths = np.diff([*begins, numel])
+    largest = np.maximum.reduceat(np.where(sane, np.abs(given), 0.0), begins, axis=1)
+    allowed = limit(np.maximum(largest, promise.floor).sum(0), ranks, dtype, promise)
+    whole = np.logical_and.reduceat(sane.all(0), begins)
+    allowed, whole = (np.repeat(row, lengths)[part] for row in (allowed, whole))
+    finite = sane.all(0)[part]
+    assert not np.isfinite(found[~finite]).any(), "a NaN or Inf went unseen"
+    error = np.abs(found - np.where(sane, given, 0.0).sum(0)[part])
+    # where a sum may not fit nothing is promised
+    kept = ~finite | (error <= allowed * (1 + 1e-12)) | np.isinf(allowed)
+    if blocks_may_vanish:
+        kept |= ~whole & ~np.isfinite(found)
+    assert kept.all(), _worst(kept, error, allowed, given[:, part])
+    TALLY.elements += int((finite & ~np.isinf(allowed)).sum())
+    TALLY.blocks += ranks * -(-result.numel() // 16)
+
+
+def limit(total: Array, ranks: int, dtype: torch.dtype, promise: Promise) -> Array:
+    """What elements may be off by, ``total``: the sum of M_r; inf where sums may not fit."""
     allowed = promise.bound * total
     if promise.mode == "abs":
         # what fp32 sums and the result's dtype round, with or without compression
-        own = 0.0 if ranks == 1 else float(torch.finfo(dtype).eps) / 2 + (ranks + 2) * 2.0**-23
-        allowed = promise.bound + (total + promise.bound) * own
-    if total + allowed >= torch.finfo(dtype).max:
-        return float("inf")
-    return allowed + (HALF_SPACING[dtype] if ranks > 1 else 0.0)
+        sums = (ranks + 2) * 2.0**-24 / (1 - (ranks + 2) * 2.0**-24) if ranks > 1 else 0.0
+        own = HALF_UNIT[dtype] if ranks > 1 else 0.0
+        allowed = promise.bound + (total + promise.bound) * ((1 + sums) * (1 + own) - 1)
+    fits = total + allowed < torch.finfo(dtype).max
+    return np.where(fits, allowed + (HALF_SPACING[dtype] if ranks > 1 else 0.0), np.inf)
 
 
-def _hold(found: Array, given: Array, allowed: float, spoiled: bool) -> int:
-    """Hold every element of one segment against ``allowed``; how many they were."""
-    sane = np.isfinite(given)
-    finite = sane.all(0)
-    assert not np.isfinite(found[~finite]).any(), "a NaN or Inf went unseen"
-    if allowed == float("inf"):
-        return 0
-    error = np.abs(found - np.where(finite, np.where(sane, given, 0.0).sum(0), np.nan))
-    kept = error <= allowed * (1 + 1e-12)
-    if spoiled:
-        kept |= ~np.isfinite(found)
-    worst = int(np.argmax(np.where(finite & ~kept, error, -1.0)))
-    assert kept[finite].all(), (
-        f"element {worst}: error {error[worst]:g}, allowed {allowed:g}, values {given[:, worst]}"
+def _worst(kept: npt.NDArray[np.bool_], error: Array, allowed: Array, given: Array) -> str:
+    at = int(np.argmin(kept))
+    return (
+        f"{int((~kept).sum())} of {kept.size} elements; element {at}: error {error[at]:g}, "
+        f"allowed {allowed[at]:g}, values {given[:, at]}"
     )
-    return int(finite.sum())

@@ -15,12 +15,14 @@ from hybridcomp.codecs import Bounded
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.bounded import FLOOR
 from hybridcomp.collectives import (
+    Levels,
     Meter,
     OwnedRange,
     all_gather,
     all_reduce,
     all_to_all,
     chunk_ranges,
+    hierarchy,
     plan_reduction,
     recv,
     reduce_scatter,
@@ -77,8 +79,11 @@ def values_of(rng: np.random.Generator, ranks: int, numel: int, dtype: torch.dty
     return values
 
 
-def promises(rng: np.random.Generator) -> tuple[Bounded, Promise, bool]:
-    """A bound, what the oracle knows of it, and whether a NaN may take its neighbours along."""
+def promises(rng: np.random.Generator, feedback: bool = False) -> tuple[Bounded, Promise, bool]:
+    """A bound, what the oracle knows of it, and whether a NaN may take its neighbours along.
+
+    ``feedback``: fp16 messages travel as fp32, in which values are not all above the floor.
+    """
     family = ("auto", "auto", "radix", "blockint", "zfp", "fp8")[rng.integers(6)]
     fixed = family in ("blockint", "zfp", "fp8")
     low = {"blockint": -1.5, "fp8": -0.9, "zfp": -4.0}.get(family, -5.5)
@@ -91,7 +96,7 @@ def promises(rng: np.random.Generator) -> tuple[Bounded, Promise, bool]:
     # auto takes blockint for fp16
     return (
         Bounded(bound, "rel", segment, family),
-        Promise(bound, "rel", segment, FLOOR if fixed else 0.0),
+        Promise(bound, "rel", segment, FLOOR if fixed or feedback else 0.0),
         fixed or family == "auto",
     )
 
@@ -255,3 +260,89 @@ def _moves(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> None:
             check(part, [sent], [], promise, blocks_may_vanish=vanish)
         before = values[(rank - 1) % ranks]
         check(passed, [before], [], promise, blocks_may_vanish=vanish)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_error_feedback(ranks: int, dtype: torch.dtype) -> None:
+    for rng in cases(ranks):
+        _error_feedback(rng, ranks, dtype)
+
+
+def _error_feedback(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> None:
+    """The bound is that of what was to be sent: values and residuals, the owner's as one rank more.
+
+    Over three steps, with a residual from nowhere to begin with.
+    """
+    codec, promise, vanish = promises(rng, feedback=True)
+    numel = numel_of(rng)
+    cuts, chunks = cuts_of(rng, numel), chunk_ranges(numel, ranks)
+    steps = [values_of(rng, ranks, numel, dtype) for _ in range(3)]
+    residuals = [torch.from_numpy(rng.standard_normal(numel) * 0.1).float() for _ in range(ranks)]
+    owners = [torch.zeros(stop - start) for start, stop in chunks]
+    edges = [*cuts, *(start for start, _ in chunks)]
+    for values in steps:
+        wanted = [v.float() + r for v, r in zip(values, residuals, strict=True)]
+        wanted.append(torch.cat(owners))
+
+        def one(group: object, rank: int, values: list[Tensor] = values) -> Tensor:
+            tensor = values[rank].clone()
+            chosen = codec.for_message(numel, dtype, ranks)
+            all_reduce(
+                tensor, chosen, group, meter=Meter(), cuts=cuts, residual=residuals[rank],
+                owner_residual=owners[rank],
+            )  # fmt: skip
+            return tensor
+
+        result = threads.run(ranks, one)[0]
+        if keeps(codec, dtype, 2):
+            check(result, wanted, edges, promise, blocks_may_vanish=vanish)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4)], ids=str)
+def test_hierarchy(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for rng in cases(sum(shape)):
+        _hierarchy(rng, shape, dtype)
+
+
+def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """(nodes, ranks on a node): sums inside a node are native, those between nodes encoded."""
+    nodes, width = shape
+    ranks = nodes * width
+    codec, promise, vanish = promises(rng)
+    numel = numel_of(rng)
+    values = values_of(rng, ranks, numel, dtype)
+    numels = [numel_of(rng) for _ in range(ranks)]
+    shards = values_of(rng, ranks, sum(numels), dtype)
+    parts = [
+        (a, [a + b for b, _ in chunk_ranges(z - a, nodes)]) for a, z in chunk_ranges(numel, width)
+    ]
+    inner = [threads.Board(width) for _ in range(nodes)]
+    outer = [threads.Board(nodes) for _ in range(width)]
+    grid = tuple(tuple(range(n * width, (n + 1) * width)) for n in range(nodes))
+
+    def one(_: object, rank: int) -> tuple[Tensor, Tensor]:
+        node, local = divmod(rank, width)
+        levels = Levels(
+            grid,
+            node,
+            local,
+            threads.Member(inner[node], local),
+            threads.Member(outer[local], node),
+        )
+        tensor = values[rank].clone()
+        chosen = codec.for_message(numel, dtype, ranks)
+        hierarchy.all_reduce(tensor, chosen, levels, meter=Meter())
+        own = torch.split(shards[rank], numels)
+        chosen = codec.for_message(sum(numels), dtype, ranks)
+        return tensor, hierarchy.reduce_scatter(own, chosen, levels, meter=Meter()).wait()
+
+    results = threads.run(ranks, one, [*inner, *outer])
+    assert all(same_bits(tensor, results[0][0]) for tensor, _ in results)
+    if keeps(codec, dtype, 2):
+        edges = [edge for start, inside in parts for edge in (start, *inside)]
+        check(results[0][0], values, edges, promise, blocks_may_vanish=vanish)
+    for rank, (_, total) in enumerate(results):
+        given = [torch.split(v, numels)[rank] for v in shards]
+        check(total, given, [], promise, blocks_may_vanish=vanish)

@@ -130,20 +130,24 @@ def in_process() -> Iterator[None]:
             one.stop()
 
 
-def run(size: int, function: Callable[[Any, int], T]) -> list[T]:
-    """``function(group, rank)`` on ``size`` ranks; the results by rank. Only ``in_process``."""
+def run(size: int, function: Callable[[Any, int], T], others: Sequence[Board] = ()) -> list[T]:
+    """``function(group, rank)`` on ``size`` ranks; the results by rank. Only ``in_process``.
+
+    ``others``: boards of groups that the function uses besides.
+    """
     board = Board(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
-    def one(rank: int) -> None:
+    def call(rank: int) -> None:
         try:
             results[rank] = function(Member(board, rank), rank)
         except BaseException as error:
             errors.append(error)
-            board.barrier.abort()
+            for one in (board, *others):
+                one.barrier.abort()
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
