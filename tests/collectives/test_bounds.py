@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridcomp.codecs import Bounded
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.bounded import FLOOR
+from hybridcomp.codecs.radix import Mode
 from hybridcomp.collectives import (
     Levels,
     Meter,
@@ -346,3 +347,52 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dt
     for rank, (_, total) in enumerate(results):
         given = [torch.split(v, numels)[rank] for v in shards]
         check(total, given, [], promise, blocks_may_vanish=vanish)
+
+
+@pytest.mark.parametrize("mode", ["rel", "abs"])
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_errors_that_add_up(ranks: int, mode: Mode) -> None:
+    """The same values on all ranks, so the same errors: nothing averages out."""
+    bound = 0.02
+    codec, promise = Bounded(bound, mode), Promise(bound, mode)
+    rows = [torch.full((4096,), bound * part) for part in np.linspace(0.01, 3.0, 150)]
+    for row in rows:
+        row[0] = 1.0  # what a relative bound is relative to
+    values = [torch.cat(rows)] * ranks
+    cuts = list(range(0, values[0].numel(), 4096))
+
+    def one(group: object, rank: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        reduced, meter = values[rank].clone(), Meter()
+        all_reduce(reduced, codec, group, meter=meter, cuts=cuts)
+        shards = [values[rank], *[values[rank][:0]] * (ranks - 1)]
+        only = [cuts, *[[]] * (ranks - 1)]
+        scattered = reduce_scatter(shards, codec, group, meter=meter, cuts=only).wait()
+        everyone = [OwnedRange(0, len(reduced), tuple(range(ranks)))]
+        return (
+            reduced,
+            scattered,
+            reduce_to_owners(values[rank], everyone, codec, group, meter=meter, cuts=cuts),
+        )
+
+    results = threads.run(ranks, one)
+    edges = [*cuts, *(start for start, _ in chunk_ranges(len(values[0]), ranks))]
+    check(results[0][0], values, edges, promise)
+    check(results[0][1], values, cuts, promise)
+    for *_, (total,) in results:
+        check(total, values, edges, promise)
+
+
+@pytest.mark.parametrize("family", ["auto", "radix", "blockint", "bf16"])
+def test_a_sum_that_overflows_fp16_is_seen(family: str) -> None:
+    """As Inf, as it comes out natively: loss scaling depends on it."""
+    values = [torch.full((1000,), 100.0, dtype=torch.float16) for _ in range(3)]
+    for tensor in values:
+        tensor[::100] = 30000.0
+
+    def one(group: object, rank: int) -> Tensor:
+        tensor = values[rank].clone()
+        all_reduce(tensor, Bounded(0.1, family=family), group, meter=Meter())
+        return tensor
+
+    for result in threads.run(3, one):
+        assert result[::100].isinf().all()
