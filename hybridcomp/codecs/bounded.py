@@ -86,8 +86,8 @@ LOSSLESS_BELOW: Mapping[torch.dtype, float] = {
     torch.float16: 7e-5,
 }
 #: elements of a message below which the exchange of sizes costs more than radix saves over
-#: blockint: 1 bit of a value, so 32 KiB, against the 0.1 ms that one more small message took on
-#: gloo over loopback; the two are equal at 2.6 Gbit/s
+#: blockint: 1 bit of a value, so 32 KiB, against the 0.1 ms that one more small message took at
+#: best on gloo over loopback; the two are equal at 2.6 Gbit/s
 SMALL_NUMEL = 1 << 18
 
 _LOSSLESS = ExpCode()
