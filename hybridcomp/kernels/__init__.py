@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 #: dtype codes of the kernels (kernels/cpu.h, Dtype)
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+#: must equal VERSION in ``cpu.cpp``; both grow with every change of a function or a format, so that
+#: an extension left over from older sources is told by name
+VERSION = 2
+
 
 class FixedEncode(Protocol):
     """Writes the payload of ``numel`` values at ``values`` into ``nbytes`` bytes at ``out``."""
@@ -170,6 +174,13 @@ def _cpu_kernels() -> Kernels:
             f"the CPU kernels are not built ({error}); build them with `pip install .`, or with "
             "`pip install --no-build-isolation -e .` in a checkout (needs a C++17 compiler)"
         ) from error
+    found = getattr(module, "VERSION", 1)
+    if found != VERSION:
+        raise CodecError(
+            f"the CPU kernels were built from other sources: expected version {VERSION}, found "
+            f"{found}; build them again with `pip install .`, or with "
+            "`pip install --no-build-isolation -e .` in a checkout"
+        )
     return cast(Kernels, module)
 
 

@@ -30,6 +30,17 @@ def test_a_missing_extension_says_how_to_build_it(monkeypatch: pytest.MonkeyPatc
         kernels._cpu_kernels.cache_clear()
 
 
+def test_an_extension_of_older_sources_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = ModuleType("_cpu")
+    kernels._cpu_kernels.cache_clear()
+    monkeypatch.setattr(importlib, "import_module", lambda name: stale)
+    try:
+        with pytest.raises(CodecError, match=r"other sources.*found 1.*build them again"):
+            kernels.kernels_of(torch.device("cpu"))
+    finally:
+        kernels._cpu_kernels.cache_clear()
+
+
 def test_the_extension_checks_sizes_itself() -> None:
     values, room = torch.randn(64), torch.empty(16, dtype=torch.uint8)
     cpu = kernels.kernels_of(torch.device("cpu"))
