@@ -413,6 +413,7 @@ class Channel:
             ),
             self._channels.factors,
             partial(self._sample_factors, direction) if self._channels.sampling else None,
+            apart=bool(self._channels.common),
         )
 
     def _levels(self, group: dist.ProcessGroup | None) -> Levels | None:

@@ -1,10 +1,13 @@
-"""Small parameters that tensor-parallel ranks have in common are reduced exactly.
+"""Parameters that tensor-parallel ranks have in common: vectors are reduced exactly.
 
 Norms and biases are on every tensor rank, and each rank updates its copy with a reduction of its
 own. What a lossy codec makes of a value may depend on the values around it, and around them in a
 bucket lie pieces of cut parameters, other ones on every rank: the copies would drift apart
 (measured: norms of two tensor ranks differ after three steps at 4 bits). So their gradients, about
 a thousandth of all, leave the message, are summed natively beside it, and zeros take their place.
+Matrices that are not cut (AutoTP's embeddings) are too large for that: where there are common
+parameters every parameter is encoded by itself (``sums.Spot.apart``), and equal values come out
+equal.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class Spot:
     probe: Probe
     factors: Factors
     measure: Measure | None  # of low-rank sums; None: this step takes no sample
+    apart: bool = False  # parameters are encoded one by one, whatever the codec
 
     @property
     def encoders(self) -> int:
@@ -73,10 +74,14 @@ class Spot:
         return (0, numel) if self.levels is None else hierarchy.stretch(numel, self.levels)
 
     def cuts(self, codec: Codec, pieces: Sequence[Piece] | None) -> list[int]:
-        """Where a bounded codec may not reach across, in what this rank encodes."""
-        if not codec.bounded or pieces is None:
+        """Where ``codec`` may not reach across, in what this rank encodes."""
+        if pieces is None or not self.separates(codec):
             return []
         return borders(cut(pieces, *self.within(sum(piece.numel for piece in pieces))))
+
+    def separates(self, codec: Codec) -> bool:
+        """Whether what is made of a parameter must not depend on its neighbours in the message."""
+        return codec.bounded or (self.apart and not codec.lossless)
 
     def shows(
         self,
@@ -174,7 +179,7 @@ def reduce_scatter(
     meter, levels = spot.meter(), spot.levels
     encoded = range(len(shards)) if levels is None else [row[levels.local] for row in levels.grid]
     cuts = None
-    if codec.bounded and pieces is not None:
+    if pieces is not None and spot.separates(codec):
         cuts = [borders(pieces[rank]) for rank in encoded]
     residual = residuals = None
     if pieces is not None and spot.residuals is not None:
