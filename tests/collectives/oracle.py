@@ -75,14 +75,14 @@ def check(
         return
     dtype, part = result.dtype, slice(start, start + result.numel())
     found = double(result)
-    sane = np.isfinite(given)
+    sane: npt.NDArray[np.bool_] = np.isfinite(given)
     begins = segments(numel, edges, promise.segment)
     lengths = np.diff([*begins, numel])
     largest = np.maximum.reduceat(np.where(sane, np.abs(given), 0.0), begins, axis=1)
     allowed = limit(np.maximum(largest, promise.floor).sum(0), ranks, dtype, promise)
     whole = np.logical_and.reduceat(sane.all(0), begins)
     allowed, whole = (np.repeat(row, lengths)[part] for row in (allowed, whole))
-    finite = sane.all(0)[part]
+    finite = np.asarray(sane.all(0))[part]
     assert not np.isfinite(found[~finite]).any(), "a NaN or Inf went unseen"
     error = np.abs(found - np.where(sane, given, 0.0).sum(0)[part])
     # where a sum may not fit nothing is promised

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -146,7 +147,7 @@ def _all_reduce(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> Non
     numel = numel_of(rng)
     cuts, values = cuts_of(rng, numel), values_of(rng, ranks, numel, dtype)
 
-    def one(group: object, rank: int) -> Tensor:
+    def one(group: Any, rank: int) -> Tensor:
         tensor = values[rank].clone()
         chosen = codec.for_message(numel, dtype, ranks)
         all_reduce(tensor, chosen, group, meter=Meter(), cuts=cuts, async_op=True).wait()
@@ -172,7 +173,7 @@ def _reduce_scatter(rng: np.random.Generator, ranks: int, dtype: torch.dtype) ->
     cuts = [cuts_of(rng, numel) for numel in numels]
     values = values_of(rng, ranks, sum(numels), dtype)
 
-    def one(group: object, rank: int) -> Tensor:
+    def one(group: Any, rank: int) -> Tensor:
         shards = torch.split(values[rank], numels)
         chosen = codec.for_message(sum(numels), dtype, ranks)
         return reduce_scatter(shards, chosen, group, meter=Meter(), cuts=cuts).wait()
@@ -206,7 +207,7 @@ def _reduce_to_owners(rng: np.random.Generator, ranks: int, dtype: torch.dtype) 
     ranges, cuts = ranges_of(rng, numel, ranks), cuts_of(rng, numel)
     values = values_of(rng, ranks, numel, dtype)
 
-    def one(group: object, rank: int) -> list[Tensor]:
+    def one(group: Any, rank: int) -> list[Tensor]:
         chosen = codec.for_message(numel, dtype, ranks)
         return reduce_to_owners(values[rank], ranges, chosen, group, meter=Meter(), cuts=cuts)
 
@@ -233,7 +234,7 @@ def _moves(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> None:
     values = values_of(rng, ranks, numel, dtype)
     splits = rng.multinomial(numel, np.full(ranks, 1 / ranks)).tolist()
 
-    def one(group: object, rank: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    def one(group: Any, rank: int) -> tuple[Tensor, list[Tensor], Tensor]:
         chosen = codec.for_message(numel, dtype, ranks)
         gathered = torch.zeros(ranks * numel, dtype=dtype)
         shard, meter = values[rank], Meter()
@@ -286,7 +287,7 @@ def _error_feedback(rng: np.random.Generator, ranks: int, dtype: torch.dtype) ->
         wanted = [v.float() + r for v, r in zip(values, residuals, strict=True)]
         wanted.append(torch.cat(owners))
 
-        def one(group: object, rank: int, values: list[Tensor] = values) -> Tensor:
+        def one(group: Any, rank: int, values: list[Tensor] = values) -> Tensor:
             tensor = values[rank].clone()
             chosen = codec.for_message(numel, dtype, ranks)
             all_reduce(
@@ -329,8 +330,8 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dt
             grid,
             node,
             local,
-            threads.Member(inner[node], local),
-            threads.Member(outer[local], node),
+            cast(Any, threads.Member(inner[node], local)),
+            cast(Any, threads.Member(outer[local], node)),
         )
         tensor = values[rank].clone()
         chosen = codec.for_message(numel, dtype, ranks)
@@ -361,7 +362,7 @@ def test_errors_that_add_up(ranks: int, mode: Mode) -> None:
     values = [torch.cat(rows)] * ranks
     cuts = list(range(0, values[0].numel(), 4096))
 
-    def one(group: object, rank: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def one(group: Any, rank: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         reduced, meter = values[rank].clone(), Meter()
         all_reduce(reduced, codec, group, meter=meter, cuts=cuts)
         shards = [values[rank], *[values[rank][:0]] * (ranks - 1)]
@@ -389,7 +390,7 @@ def test_a_sum_that_overflows_fp16_is_seen(family: str) -> None:
     for tensor in values:
         tensor[::100] = 30000.0
 
-    def one(group: object, rank: int) -> Tensor:
+    def one(group: Any, rank: int) -> Tensor:
         tensor = values[rank].clone()
         all_reduce(tensor, Bounded(0.1, family=family), group, meter=Meter())
         return tensor

@@ -114,7 +114,7 @@ def _receive(out: Tensor, mail: queue.Queue[Tensor]) -> None:
 def in_process() -> Iterator[None]:
     """The collectives of this process talk to ``Member`` groups inside."""
     dist = SimpleNamespace(all_to_all_single=_all_to_all_single, isend=_isend, irecv=_irecv)
-    patches = [
+    patches: list[Any] = [
         patch.object(transport, "dist", dist),
         patch.object(transport, "_all_gather_single", _all_gather_single),
     ]

@@ -191,7 +191,8 @@ def compiled(block: dict[str, Any]) -> tuple[bool, dict[str, tuple[int, int]]]:
     values = torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def exchange(leaf: Tensor) -> Tensor:
-        return ulysses_sp._dim_zero_all_to_all(dist.group.WORLD, leaf * 2.0).square().sum()
+        whole: Tensor = ulysses_sp._dim_zero_all_to_all(dist.group.WORLD, leaf * 2.0)
+        return whole.square().sum()
 
     found = []
     applied = apply_all(Patch(seam, make) for seam, make in ds_ulysses.PATCHES)
@@ -200,12 +201,13 @@ def compiled(block: dict[str, Any]) -> tuple[bool, dict[str, tuple[int, int]]]:
         ulysses_sp.register_all_to_all_group(dist.group.WORLD)
         for function in (exchange, torch.compile(exchange, backend="aot_eager", fullgraph=True)):
             leaf = values.clone().requires_grad_()
-            loss = function(leaf)
+            loss: Any = function(leaf)
             loss.backward()
+            assert leaf.grad is not None
             found.append((loss.item(), digest(leaf.grad)))
     finally:
         process.configure(None)
         revert_all(applied)
     entries = channels.ledger.interval.items()
-    ledger = {way: (int(e.messages), int(e.native)) for (_, way), e in entries if e.messages}
+    ledger = {str(way): (int(e.messages), int(e.native)) for (_, way), e in entries if e.messages}
     return found[0] == found[1], ledger
