@@ -16,10 +16,9 @@ import torch
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
-from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.bounded import Bounded
-from hybridcomp.config.bounds import check_kept, figures
+from hybridcomp.config import describe
+from hybridcomp.config.bounds import check_kept
 from hybridcomp.config.dimension import (
     NONE,
     ActivationConfig,
@@ -77,8 +76,6 @@ SHORTHAND = frozenset(
 )
 #: ``ledger.every`` when it is not written
 REPORT_EVERY = 10
-#: values of the message that ratios are stated for: 4 MiB of fp32
-TYPICAL_NUMEL = 1 << 20
 
 
 class LedgerConfig(Strict):
@@ -209,11 +206,11 @@ class CompressionConfig(Strict):
 
     @model_validator(mode="after")
     def _keeps_bounds(self) -> CompressionConfig:
-        for (name, way), codec in self._codecs().items():
+        for (name, way), codec in self.codecs().items():
             override = getattr(getattr(self, name), way, None)
             there = override is not None and "error_bound" in override.given()
             check_kept(name, codec, f"{name}.{way}.error_bound" if there else f"{name}.error_bound")
-        for (name, _), rungs in self._ramps().items():
+        for (name, _), rungs in self.ramps().items():
             for rung in rungs:
                 check_kept(name, rung.codec, f"{name}.ramp.from")
         return self
@@ -252,11 +249,11 @@ class CompressionConfig(Strict):
 
     def policy(self) -> Policy:
         """The codecs, built, by dimension and direction."""
-        return Policy(self._codecs(), self.min_bytes, self.start_step, self._ramps())
+        return Policy(self.codecs(), self.min_bytes, self.start_step, self.ramps())
 
     def active(self, dimension: Dimension) -> bool:
         """Whether any direction of ``dimension`` has a codec."""
-        return any(codec for (name, _), codec in self._codecs().items() if name == dimension)
+        return any(codec for (name, _), codec in self.codecs().items() if name == dimension)
 
     def flat(self) -> dict[str, Any]:
         """What the ranks of a job have to agree on, resolved, by dotted key.
@@ -265,7 +262,7 @@ class CompressionConfig(Strict):
         """
         settings: dict[str, Any] = {
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
-            for (name, direction), codec in self._codecs().items()
+            for (name, direction), codec in self.codecs().items()
         }
         settings[f"{BLOCK}.dp.error_feedback"] = self.error_feedback("dp")
         settings[f"{BLOCK}.zero.delta"] = self.zero.delta
@@ -274,7 +271,7 @@ class CompressionConfig(Strict):
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
-        for (name, direction), rungs in self._ramps().items():
+        for (name, direction), rungs in self.ramps().items():
             levels = [[rung.stop, rung.codec.spec] for rung in rungs]
             settings[f"{BLOCK}.{name}.{direction}.ramp"] = levels
         for name, limits in self.limits().items():
@@ -291,91 +288,25 @@ class CompressionConfig(Strict):
 
         ``absent``: dimensions without traffic in this job; they are only listed.
         """
-        codecs, lines, native = self._codecs(), [], []
-        for name in DIMENSIONS:
-            if name in absent:
-                continue
-            ways = {way: codecs[name, way] for way in DIRECTIONS if (name, way) in codecs}
-            shared = ", cut among tensor ranks" if name == "pp" and self.pp.scatter_gather else ""
-            if not any(ways.values()):
-                native.append(f"{name}{shared}")
-            elif len(set(ways.values())) == 1:
-                feedback = ", error feedback" if self.error_feedback(name) else ""
-                deltas = self._deltas() if name == "zero" else ""
-                codec = _figures(name, codecs[name, "forward"])
-                lines.append(f"{name:13} {codec}{feedback}{shared}{deltas}")
-            else:
-                lines += [
-                    f"{f'{name} {way}':13} {_figures(name, codec)}{shared}"
-                    for way, codec in ways.items()
-                ]
-        if native:
-            lines.append(f"{'native':13} {', '.join(native)}")
-        if absent:
-            lines.append(f"{'not here':13} {', '.join(n for n in DIMENSIONS if n in absent)}")
-        for (name, way), rungs in self._ramps().items():
-            told = name if name in ONE_WAY else f"{name} {way}"
-            first, last = rungs[0].codec.spec, rungs[-1].stop + self.start_step
-            levels = f"{len(rungs)} levels" if len(rungs) > 1 else "1 level"
-            lines.append(
-                f"{'ramp':13} {told}: from {first} in {levels}, as written from step {last}"
-            )
-        lines += self._guarded()
-        if isinstance(self.hierarchy, int):
-            lines.append(f"{'nodes':13} every {self.hierarchy} consecutive ranks share one")
-        start = f"; all messages before step {self.start_step}" if self.start_step else ""
-        lines.append(f"{'also native':13} messages under {self.min_bytes} bytes{start}")
-        return lines
-
-    def _deltas(self) -> str:
-        if not self.zero.delta:
-            return ""
-        every = self.zero.resync_every
-        return ", of what changed" + (f", exact every {every} steps" if every else "")
-
-    def _guarded(self) -> list[str]:
-        parts = []
-        for name, limits in self.limits().items():
-            figures = [("error", limits.error), ("residual", limits.residual)]
-            told = " or ".join(f"{figure} {limit:g}" for figure, limit in figures if limit)
-            parts.append(f"{name} {told}")
-        return [f"{'guard':13} native for good beyond {'; '.join(parts)}"] if parts else []
+        return describe.lines(self, absent)
 
     def notes(self, dtype: torch.dtype) -> list[str]:
         """Warnings about codecs that save nothing on messages of ``dtype``."""
-        useless: dict[Codec, list[str]] = {}
-        for (name, _), codec in self._codecs().items():
-            if (
-                codec
-                and codec.fixed_size
-                and not codec.bounded
-                and not isinstance(codec, PowerSgd)
-                and _bits(codec, dtype) >= 8 * dtype.itemsize
-            ):
-                names = useless.setdefault(codec, [])
-                names += [name] if name not in names else []
-        advice = f"preset {self.preset} is made for fp32; " if self.preset in PAPER else ""
-        return [
-            f"{', '.join(names)}: {codec.spec} takes {_bits(codec, dtype):.4g} bits a value and "
-            f"saves nothing on {str(dtype).removeprefix('torch.')} messages; {advice}"
-            'use fewer bits, or preset "recommended"'
-            for codec, names in useless.items()
-        ]
+        return describe.notes(self, dtype)
 
-    def _ramps(self) -> dict[tuple[Dimension, Direction], tuple[Rung, ...]]:
-        ways = {key: getattr(self, key[0]).rungs_of(key[1]) for key in self._codecs()}
+    def ramps(self) -> dict[tuple[Dimension, Direction], tuple[Rung, ...]]:
+        """The steps of every ramp, by dimension and direction."""
+        ways = {key: getattr(self, key[0]).rungs_of(key[1]) for key in self.codecs()}
         return {key: rungs for key, rungs in ways.items() if rungs}
 
-    def _codecs(self) -> dict[tuple[Dimension, Direction], Codec | None]:
+    def codecs(self) -> dict[tuple[Dimension, Direction], Codec | None]:
+        """The codecs, built; None for native."""
         return {
             (name, way): getattr(self, name).codec_of(way)
             for name in DIMENSIONS
             for way in DIRECTIONS
             if way == "forward" or name not in ONE_WAY
         }
-
-
-PAPER = frozenset(PRESETS) - {"recommended"}
 
 
 def _override(preset: Mapping[str, Any], written: Any) -> Any:
@@ -386,30 +317,6 @@ def _override(preset: Mapping[str, Any], written: Any) -> Any:
     if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):
         return written
     return {**preset, **written}
-
-
-def _bits(codec: Codec, dtype: torch.dtype) -> float:
-    """Bits a value in a typical message; the worst case when the size varies."""
-    return codec.wire_nbytes(TYPICAL_NUMEL, dtype) * 8 / TYPICAL_NUMEL
-
-
-def _figures(dimension: Dimension, codec: Codec | None) -> str:
-    if codec is None:
-        return NONE
-    if isinstance(codec, Bounded):
-        return figures(dimension, codec)
-    if isinstance(codec, PowerSgd):
-        return (
-            f"{codec.spec}, r(n+m)/nm of the fp32 bytes of an n x m gradient, no bound on the "
-            "error, vectors and small matrices exact"
-        )
-    if not codec.fixed_size:
-        return f"{codec.spec}{', lossless' if codec.lossless else ''}, size varies with the values"
-    wide, narrow = _bits(codec, torch.float32), _bits(codec, torch.bfloat16)
-    return (
-        f"{codec.spec}, {wide:.4g} bits a value: {32 / wide:.3g}x less than fp32, "
-        f"{16 / narrow:.3g}x less than bf16"
-    )
 
 
 def load_config(source: Mapping[str, Any] | str | Path) -> CompressionConfig | None:

@@ -9,17 +9,17 @@ collective and writes the ledger.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp import collectives, sums
-from hybridcomp.codecs import Radix
+from hybridcomp.channels import samples
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
     Handle,
@@ -28,109 +28,21 @@ from hybridcomp.collectives import (
     ReduceScatterHandle,
     hierarchy,
 )
-from hybridcomp.collectives.chunks import stretches
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.common import Exact, stretches_of
-from hybridcomp.config import CompressionConfig
-from hybridcomp.factors import Factors
-from hybridcomp.feedback import Piece, Residuals
-from hybridcomp.guard import Guard
-from hybridcomp.ledger import Ledger
-from hybridcomp.nodes import Nodes, Ranks, Reach, discover
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction, Traffic
+from hybridcomp.feedback import Piece
+from hybridcomp.nodes import Reach
+from hybridcomp.policy import DIRECTIONS, Dimension, Direction, Traffic
+
+if TYPE_CHECKING:
+    from hybridcomp.channels import Channels
 
 H = TypeVar("H", Handle, ReduceScatterHandle)
 
-#: attribute that an attached engine, its optimizer and its parameters carry
-ATTRIBUTE = "_hybridcomp_channels"
-#: attribute of a parameter: its dotted name, unique in the job
-NAME = "_hybridcomp_name"
 #: dimensions whose groups are seen as nodes times local ranks
 TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
 #: where nothing is known of nodes
 NOWHERE = Reach(frozenset(), 0.0)
-#: elements of a message that the sampled error looks at
-SAMPLE_NUMEL = 65536
-
-
-def channels_of(obj: Any) -> Channels | None:
-    """The channels that ``obj`` was tagged with, or None when it belongs to no attached engine."""
-    found: Channels | None = getattr(obj, ATTRIBUTE, None)
-    return found
-
-
-class Channels:
-    """All dimensions of one engine, with the state that they share."""
-
-    def __init__(self, config: CompressionConfig) -> None:
-        self.config = config
-        self.policy = config.policy()
-        self.step = 0  # optimizer steps taken
-        codecs = {key: codec.spec for key, codec in self.policy.codecs.items() if codec}
-        self.ledger = Ledger(codecs=codecs)
-        self.residuals = Residuals()
-        self.guard = Guard(config.limits())
-        self.factors = Factors()
-        self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
-        #: names of small parameters that tensor-parallel ranks have in common; see ``common``
-        self.common: frozenset[str] = frozenset()
-        self.generation = 0  # of the references that parameter deltas are added to
-        self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
-
-    def __getitem__(self, dimension: Dimension) -> Channel:
-        return self._by_dimension[dimension]
-
-    def __iter__(self) -> Iterator[Channel]:
-        return iter(self._by_dimension.values())
-
-    def place(self, groups: Iterable[Ranks]) -> list[str]:
-        """Find the nodes and make the two levels of the groups of dp and zero; a collective.
-
-        ``groups``: those that this rank is in. Returns what to tell the user.
-        """
-        low_rank = self.policy.low_rank
-        names = [name for name in TWO_LEVELS if self[name].active and name not in low_rank]
-        if self.config.hierarchy == "none" or not names:
-            return []
-        self.nodes = discover(self.config.hierarchy)
-        notes = self.nodes.prepare(groups)
-        return [f"{', '.join(names)}: {note}" for note in notes]
-
-    def close_step(self, sampled: bool, device: torch.device) -> list[str]:
-        """After an optimizer step, with ``step`` counted on: let the guard decide.
-
-        ``sampled``: whether that step was a ``sampling`` one; then this is a collective. Returns
-        what to tell the user, the same on all ranks.
-        """
-        if self.guard.flushed("dp", self.step):
-            self.residuals.clear()
-        if not sampled or not self.guard.watching:
-            return []
-        return self._fall_back(self.guard.decide(self.step, device))
-
-    def resume_guard(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Take over the guard of a checkpoint; returns what to tell the user."""
-        return self._fall_back(self.guard.restore(state))
-
-    def _fall_back(self, names: Iterable[Dimension]) -> list[str]:
-        fallen = {name: self.guard.trips[name] for name in names}
-        self.ledger.native_since.update({name: trip.step for name, trip in fallen.items()})
-        return [trip.told(name) for name, trip in fallen.items()]
-
-    @property
-    def layout(self) -> list[int] | None:
-        """How residuals are spread over the ranks: the node of every rank, None in one level."""
-        return list(self.nodes.of_rank) if self.nodes is not None and self.nodes.deep else None
-
-    def resync(self) -> None:
-        """Send exact parameters in the next gather. One rank that asks is enough."""
-        self.generation += 1
-
-    @property
-    def sampling(self) -> bool:
-        """Whether messages of this step have their error measured."""
-        every = self.config.ledger.sample_every
-        return every > 0 and self.step % every == 0
 
 
 class Channel:
@@ -450,19 +362,8 @@ class Channel:
         """
         if codec.lossless or not self._channels.sampling or not values.numel():
             return
-        head = values.detach().reshape(-1)[:SAMPLE_NUMEL]
-        nbytes = codec.wire_nbytes(head.numel(), head.dtype)
-        payload = torch.empty(nbytes, dtype=torch.uint8, device=head.device)
-        decoded = torch.empty(head.numel(), dtype=torch.float32, device=head.device)
-        exact, outside = head.float(), 0
-        for low, high in stretches(0, head.numel(), cuts):
-            used = codec.encode(head[low:high], payload)
-            codec.decode(payload[:used], decoded[low:high])
-            if isinstance(codec, Radix):
-                outside += beyond(codec, exact[low:high], decoded[low:high])
-        whole = exact if relative_to is None else relative_to.detach().reshape(-1)[:SAMPLE_NUMEL]
-        held = 0.0 if residual is None else _square(residual[: head.numel()])
-        self._write_sample(direction, _square(decoded - exact), _square(whole), held, outside)
+        found = samples.take(values, codec, cuts, relative_to, residual)
+        self._write_sample(direction, *found)
 
     def _sample_factors(
         self, direction: Direction, left_sq: float, sent_sq: float, value_sq: float
@@ -482,19 +383,3 @@ class Channel:
         key = (self.dimension, direction)
         self._channels.ledger.record_error(key, error_sq, value_sq, outside)
         self._channels.guard.sample(key, error_sq, value_sq, held)
-
-
-def beyond(codec: Radix, values: Tensor, decoded: Tensor) -> int:
-    """How many of the fp32 ``values`` are further from ``decoded`` than their segment allows."""
-    error = (decoded.double() - values.double()).abs()
-    if codec.mode == "abs":
-        return int((error > codec.error_bound).sum())
-    pad = -values.numel() % codec.segment
-    rows = torch.nn.functional.pad(values.double().abs(), (0, pad)).view(-1, codec.segment)
-    limits = rows.amax(1).repeat_interleave(codec.segment)[: values.numel()] * codec.error_bound
-    return int((error > limits).sum())
-
-
-def _square(values: Tensor) -> float:
-    """Squared L2 norm."""
-    return float(values.double().square().sum())

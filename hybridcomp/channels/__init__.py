@@ -1,0 +1,104 @@
+"""Channels: all dimensions of one engine, with the state that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hybridcomp.channels.channel import TWO_LEVELS, Channel
+from hybridcomp.config import CompressionConfig
+from hybridcomp.factors import Factors
+from hybridcomp.feedback import Residuals
+from hybridcomp.guard import Guard
+from hybridcomp.ledger import Ledger
+from hybridcomp.nodes import Nodes, Ranks, discover
+from hybridcomp.policy import DIMENSIONS, Dimension
+
+__all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "channels_of"]
+
+#: attribute that an attached engine, its optimizer and its parameters carry
+ATTRIBUTE = "_hybridcomp_channels"
+#: attribute of a parameter: its dotted name, unique in the job
+NAME = "_hybridcomp_name"
+
+
+def channels_of(obj: Any) -> Channels | None:
+    """The channels that ``obj`` was tagged with, or None when it belongs to no attached engine."""
+    found: Channels | None = getattr(obj, ATTRIBUTE, None)
+    return found
+
+
+class Channels:
+    """All dimensions of one engine, with the state that they share."""
+
+    def __init__(self, config: CompressionConfig) -> None:
+        self.config = config
+        self.policy = config.policy()
+        self.step = 0  # optimizer steps taken
+        codecs = {key: codec.spec for key, codec in self.policy.codecs.items() if codec}
+        self.ledger = Ledger(codecs=codecs)
+        self.residuals = Residuals()
+        self.guard = Guard(config.limits())
+        self.factors = Factors()
+        self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
+        #: names of small parameters that tensor-parallel ranks have in common; see ``common``
+        self.common: frozenset[str] = frozenset()
+        self.generation = 0  # of the references that parameter deltas are added to
+        self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
+
+    def __getitem__(self, dimension: Dimension) -> Channel:
+        return self._by_dimension[dimension]
+
+    def __iter__(self) -> Iterator[Channel]:
+        return iter(self._by_dimension.values())
+
+    def place(self, groups: Iterable[Ranks]) -> list[str]:
+        """Find the nodes and make the two levels of the groups of dp and zero; a collective.
+
+        ``groups``: those that this rank is in. Returns what to tell the user.
+        """
+        low_rank = self.policy.low_rank
+        names = [name for name in TWO_LEVELS if self[name].active and name not in low_rank]
+        if self.config.hierarchy == "none" or not names:
+            return []
+        self.nodes = discover(self.config.hierarchy)
+        notes = self.nodes.prepare(groups)
+        return [f"{', '.join(names)}: {note}" for note in notes]
+
+    def close_step(self, sampled: bool, device: torch.device) -> list[str]:
+        """After an optimizer step, with ``step`` counted on: let the guard decide.
+
+        ``sampled``: whether that step was a ``sampling`` one; then this is a collective. Returns
+        what to tell the user, the same on all ranks.
+        """
+        if self.guard.flushed("dp", self.step):
+            self.residuals.clear()
+        if not sampled or not self.guard.watching:
+            return []
+        return self._fall_back(self.guard.decide(self.step, device))
+
+    def resume_guard(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Take over the guard of a checkpoint; returns what to tell the user."""
+        return self._fall_back(self.guard.restore(state))
+
+    def _fall_back(self, names: Iterable[Dimension]) -> list[str]:
+        fallen = {name: self.guard.trips[name] for name in names}
+        self.ledger.native_since.update({name: trip.step for name, trip in fallen.items()})
+        return [trip.told(name) for name, trip in fallen.items()]
+
+    @property
+    def layout(self) -> list[int] | None:
+        """How residuals are spread over the ranks: the node of every rank, None in one level."""
+        return list(self.nodes.of_rank) if self.nodes is not None and self.nodes.deep else None
+
+    def resync(self) -> None:
+        """Send exact parameters in the next gather. One rank that asks is enough."""
+        self.generation += 1
+
+    @property
+    def sampling(self) -> bool:
+        """Whether messages of this step have their error measured."""
+        every = self.config.ledger.sample_every
+        return every > 0 and self.step % every == 0
