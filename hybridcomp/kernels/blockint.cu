@@ -258,6 +258,8 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
                             : decode_four(in, tile * TILE_BLOCKS + i * 4 + place.group, base,
                                           layout, numel, place);
             held[i] = rank == 0 ? next : sum(held[i], next);
+            // one iteration after the other: all at once, a rotation needs more than 128 registers
+            if constexpr (HC_ROTATE) asm volatile("" ::: "memory");
         }
     }
 #pragma unroll

@@ -87,6 +87,9 @@ def _run(job: Job) -> Outcome | str:
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
+        # 0.13 forgets to forget them: a middle stage would look for the group of the job before
+        parallel_state._EMBEDDING_GLOBAL_RANKS = None
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
         destroy_groups()
         process.configure(None)
         hybridcomp.uninstall()
