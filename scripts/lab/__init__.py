@@ -1,0 +1,1 @@
+"""A small cluster on one Linux machine: nodes are network namespaces, links are shaped."""

@@ -1,0 +1,228 @@
+"""What a lab looks like: nodes, ranks, switches and the rates of the links between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+#: the network of every lab; it exists inside the namespaces of the lab only
+NETWORK = "10.77.0"
+INTERFACE = "eth0"
+PORT = 29500
+UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+#: what a tc bucket holds at most at once: the time that a burst may run ahead of the rate
+BURST_S = 1e-3
+#: what may wait in front of a link; TCP keeps its own queues shorter
+QUEUE_S = 0.05
+
+
+class LabError(Exception):
+    """The lab cannot be built as asked for. One line: what, expected, found, what to do."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``switches[s]`` nodes on switch s, ``ranks`` on each node; the switches share one core."""
+
+    switches: tuple[int, ...]
+    ranks: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """``2``: two nodes; ``2x3``: with 3 ranks each; ``2+2x3``: on two switches.
+
+        Raises LabError.
+        """
+        found = re.fullmatch(r"(\d+(?:\+\d+)*)(?:x(\d+))?", text.replace(" ", ""))
+        counts = [int(part) for part in found[1].split("+")] if found else []
+        ranks = int(found[2] or 1) if found else 0
+        if not counts or min(counts) < 1 or ranks < 1 or sum(counts) > 200:
+            raise LabError(
+                f"layout: expected NODES, NODESxRANKS or NODES+NODESxRANKS (200 nodes at most), "
+                f"such as 2, 2x2 or 2+2x1; found {text!r}"
+            )
+        return cls(tuple(counts), ranks)
+
+    @property
+    def nodes(self) -> int:
+        return sum(self.switches)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks
+
+    def switch_of(self, node: int) -> int:
+        """The switch that ``node`` hangs on."""
+        owners = [switch for switch, count in enumerate(self.switches) for _ in range(count)]
+        return owners[node]
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.switches)) + f"x{self.ranks}"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bits per second of the links, each way; None: not shaped."""
+
+    link: int | None = None  # of every node
+    uplink: int | None = None  # of every switch, where there are several
+    nodes: Mapping[int, int | None] = field(default_factory=dict)  # instead of ``link``
+
+    def of(self, node: int) -> int | None:
+        """The rate of the link of ``node``."""
+        return self.nodes.get(node, self.link)
+
+
+def parse_rate(text: str) -> int | None:
+    """``1gbit``, ``2.5gbit``, ``400mbit`` as bits per second; ``none``: not shaped.
+
+    Raises LabError.
+    """
+    if text == "none":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)?bit", text.lower())
+    rate = round(float(found[1]) * UNITS[f"{found[2] or ''}bit"]) if found else 0
+    if rate < 8000:
+        raise LabError(f"rate: expected 8kbit or more, such as 1gbit, or none; found {text!r}")
+    return rate
+
+
+def show_rate(rate: int | None) -> str:
+    """``rate`` as ``parse_rate`` reads it."""
+    if rate is None:
+        return "none"
+    unit = next(unit for unit in ("gbit", "mbit", "kbit", "bit") if rate >= UNITS[unit])
+    return f"{rate / UNITS[unit]:g}{unit}"
+
+
+def address(node: int) -> str:
+    """The address of ``node``."""
+    return f"{NETWORK}.{node + 1}"
+
+
+def gso_nbytes(rate: int) -> int:
+    """The largest packet that a sender may hand to a link of ``rate`` in one piece.
+
+    64 KB in one piece is 5 ms of a 100 Mb/s link, and its bucket would have to hold it.
+    """
+    return max(4096, min(65536, int(rate * BURST_S / 16)))
+
+
+def shaping(namespace: str, interface: str, rate: int) -> list[list[str]]:
+    """The commands that shape what leaves through ``interface``.
+
+    tbf with a bucket of two packets of ``gso_nbytes``, or BURST_S where that is more: a packet that
+    does not fit into the bucket would be cut up by the kernel, and a smaller bucket misses the rate
+    whenever its timer is late.
+    """
+    gso = gso_nbytes(rate)
+    burst = max(2 * gso, int(rate * BURST_S / 8))
+    limit = burst + int(rate * QUEUE_S / 8)
+    return [
+        ["ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(gso)],
+        ["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf"]
+        + ["rate", f"{rate}bit", "burst", str(burst), "limit", str(limit)],
+    ]
+
+
+def wiring(layout: Layout, rates: Rates, prefix: str, mtu: int) -> list[list[str]]:
+    """The commands that build the lab: namespaces ``<prefix>sw`` and ``<prefix>n<node>``.
+
+    Every node has a veth pair to its switch, a bridge; with several switches each has one to the
+    core, a bridge as well. Links are shaped at both ends, so each way has the rate.
+    """
+    switch = f"{prefix}sw"
+    commands = [["ip", "netns", "add", switch]]
+    bridges = [f"br{index}" for index in range(len(layout.switches))]
+    uplinks = bridges if len(bridges) > 1 else []
+    for bridge in [*bridges, *(["core"] if uplinks else [])]:
+        commands.append(["ip", "-n", switch, "link", "add", bridge, "type", "bridge"])
+        commands.append(["ip", "-n", switch, "link", "set", bridge, "mtu", str(mtu), "up"])
+    for node in range(layout.nodes):
+        bridge = bridges[layout.switch_of(node)]
+        commands += _node(f"{prefix}n{node}", node, switch, bridge, rates.of(node), mtu)
+    for index, bridge in enumerate(uplinks):
+        commands += _uplink(switch, index, bridge, rates.uplink, mtu)
+    return commands
+
+
+def _node(
+    name: str, node: int, switch: str, bridge: str, rate: int | None, mtu: int
+) -> list[list[str]]:
+    port = f"p{node}"
+    commands = [
+        ["ip", "netns", "add", name],
+        ["ip", "-n", switch, "link", "add", port, "mtu", str(mtu), "type", "veth"]
+        + ["peer", "name", INTERFACE, "mtu", str(mtu), "netns", name],
+        ["ip", "-n", switch, "link", "set", port, "master", bridge, "up"],
+        ["ip", "-n", name, "addr", "add", f"{address(node)}/24", "dev", INTERFACE],
+        ["ip", "-n", name, "link", "set", INTERFACE, "up"],
+        ["ip", "-n", name, "link", "set", "lo", "up"],
+    ]
+    if rate is not None:
+        commands += [*shaping(name, INTERFACE, rate), *shaping(switch, port, rate)]
+    return commands
+
+
+def _uplink(switch: str, index: int, bridge: str, rate: int | None, mtu: int) -> list[list[str]]:
+    low, high = f"up{index}", f"core{index}"
+    commands = [
+        ["ip", "-n", switch, "link", "add", low, "mtu", str(mtu), "type", "veth"]
+        + ["peer", "name", high, "mtu", str(mtu)],
+        ["ip", "-n", switch, "link", "set", low, "master", bridge, "up"],
+        ["ip", "-n", switch, "link", "set", high, "master", "core", "up"],
+    ]
+    if rate is not None:
+        commands += [*shaping(switch, low, rate), *shaping(switch, high, rate)]
+    return commands
+
+
+def environment(layout: Layout, node: int, local: int | None) -> dict[str, str]:
+    """What a launcher would set: for rank ``local`` of ``node``, or (None) for the whole node."""
+    names = {
+        "MASTER_ADDR": address(0),
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "NCCL_SOCKET_IFNAME": INTERFACE,
+    }
+    if local is not None:
+        names |= {
+            "RANK": str(node * layout.ranks + local),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(layout.world_size),
+            "LOCAL_WORLD_SIZE": str(layout.ranks),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(layout.nodes),
+        }
+    return names
+
+
+def fill(command: Sequence[str], layout: Layout, node: int, hostfile: str) -> list[str]:
+    """``command`` with ``{node}``, ``{nodes}``, ``{ranks}`` (of a node), ``{world_size}``,
+    ``{master_addr}``, ``{master_port}`` and ``{hostfile}`` filled in; other braces stay."""
+    values = {
+        "node": node,
+        "nodes": layout.nodes,
+        "ranks": layout.ranks,
+        "world_size": layout.world_size,
+        "master_addr": address(0),
+        "master_port": PORT,
+        "hostfile": hostfile,
+    }
+    filled = []
+    for word in command:
+        for name, value in values.items():
+            word = word.replace(f"{{{name}}}", str(value))
+        filled.append(word)
+    return filled
+
+
+def pinning(layout: Layout, cores: Sequence[int]) -> list[list[int]]:
+    """The cores of every rank: ``cores`` dealt out evenly; several ranks share one if they must."""
+    count = layout.world_size
+    share = max(1, len(cores) // count)
+    return [
+        [cores[(rank * share + index) % len(cores)] for index in range(share)]
+        for rank in range(count)
+    ]
