@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,21 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.training.example import CONFIG, ROOT, losses, prepare, records, train
+
 pytest.importorskip("deepspeed")
 
 # launches of several processes each, two of them before the first test
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_accumulation_steps": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 8}},
-    "zero_optimization": {"stage": 1},
-    "steps_per_print": 2,
-}
 BLOCK: dict[str, Any] = {
     "preset": "recommended",
     "min_bytes": 0,
@@ -40,13 +30,7 @@ BLOCK: dict[str, Any] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data, configurations, and the baseline's and the compressed run."""
     folder = tmp_path_factory.mktemp("example")
-    (folder / "text").mkdir()
-    for number in range(20):
-        (folder / "text" / f"{number}.txt").write_text(f"the quick brown fox no {number}\n" * 40)
-    subprocess.run(
-        [sys.executable, ROOT / "scripts/prepare_data.py", "text", "--output", "data/text"],
-        cwd=folder, check=True, capture_output=True,
-    )  # fmt: skip
+    prepare(folder)
     pipe = {**CONFIG, "zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 2}
     monitored = {**CONFIG, "csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "j"}}
     for name, config in {
@@ -59,48 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--save-every=3", "--eval-every=3", module=True,
     )  # fmt: skip
     return folder
-
-
-def train(
-    folder: Path, name: str, config: str, *arguments: str, module: bool = False, ranks: int = 2
-) -> str:
-    """Train into ``name/loss.jsonl``; what was printed."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
-    assert command is not None
-    process = subprocess.Popen(
-        [
-            sys.executable, command, "--num_gpus", str(ranks), "--master_addr", "127.0.0.1",
-            "--master_port", str(port), *(["--module", "hybridcomp.run"] if module else []),
-            str(ROOT / "scripts/train_gpt.py"), "--deepspeed_config", f"{config}.json",
-            "--layers=2", "--width=32", "--heads=2", "--length=32", "--eval-batches=1",
-            f"--log={name}/loss.jsonl", *arguments,
-        ],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-        env={
-            **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-            "TORCH_EXTENSIONS_DIR": str(folder / "ext"), "GLOO_SOCKET_IFNAME": "lo",
-        },
-    )  # fmt: skip
-    try:
-        printed, _ = process.communicate()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which outlive the launcher
-        process.wait()
-        raise
-    assert process.returncode == 0, printed
-    return str(printed)
-
-
-def records(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name / "loss.jsonl").read_text().splitlines()]
-
-
-def losses(folder: Path, name: str) -> list[float]:
-    return [record["loss"] for record in records(folder, name) if "loss" in record]
 
 
 def test_log_of_a_run(folder: Path) -> None:

@@ -1,0 +1,104 @@
+"""The example trainer under the ``deepspeed`` launcher, for the tests that need whole processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 8}},
+    "zero_optimization": {"stage": 1},
+    "steps_per_print": 2,
+}
+
+
+def prepare(folder: Path) -> None:
+    """A small dataset, ``data/text``."""
+    (folder / "text").mkdir()
+    for number in range(20):
+        (folder / "text" / f"{number}.txt").write_text(f"the quick brown fox no {number}\n" * 40)
+    subprocess.run(
+        [sys.executable, ROOT / "scripts/prepare_data.py", "text", "--output", "data/text"],
+        cwd=folder, check=True, capture_output=True,
+    )  # fmt: skip
+
+
+def start(
+    folder: Path, name: str, config: str, *arguments: str, module: bool = False, ranks: int = 2
+) -> subprocess.Popen[str]:
+    """Begin a training into ``name/loss.jsonl``, in a session of its own."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+    assert command is not None
+    return subprocess.Popen(
+        [
+            sys.executable, command, "--num_gpus", str(ranks), "--master_addr", "127.0.0.1",
+            "--master_port", str(port), *(["--module", "hybridcomp.run"] if module else []),
+            str(ROOT / "scripts/train_gpt.py"), "--deepspeed_config", f"{config}.json",
+            "--layers=2", "--width=32", "--heads=2", "--length=32", "--eval-batches=1",
+            f"--log={name}/loss.jsonl", *arguments,
+        ],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+        env={
+            **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": str(folder / "ext"), "GLOO_SOCKET_IFNAME": "lo",
+        },
+    )  # fmt: skip
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """The ranks too, which outlive the launcher."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def train(
+    folder: Path, name: str, config: str, *arguments: str, module: bool = False, ranks: int = 2
+) -> str:
+    """Train into ``name/loss.jsonl``; what was printed."""
+    process = start(folder, name, config, *arguments, module=module, ranks=ranks)
+    try:
+        printed, _ = process.communicate()
+    except BaseException:
+        kill(process)
+        raise
+    assert process.returncode == 0, printed
+    return str(printed)
+
+
+def kill_after(folder: Path, name: str, step: int, process: subprocess.Popen[str]) -> None:
+    """End a training without a word once it has logged ``step``."""
+    try:
+        while len(losses(folder, name)) < step:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
+    finally:
+        kill(process)
+
+
+def records(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Of the log; a line that is being written is left out."""
+    path = folder / name / "loss.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return [record["loss"] for record in records(folder, name) if "loss" in record]
