@@ -71,10 +71,12 @@ def settings_of(case: Case, options: argparse.Namespace, folder: Path) -> dict[s
     if batch % options.divide_batch:
         raise SystemExit(f"--divide-batch: expected a divisor of {batch} ({case.layout})")
     settings["train_micro_batch_size_per_gpu"] = batch // options.divide_batch
+    optimizer = settings["optimizer"]["params"]
+    optimizer["lr"] = options.lr or optimizer["lr"]
     settings["scheduler"] = {
         "type": "WarmupDecayLR",
         "params": {
-            "warmup_max_lr": settings["optimizer"]["params"]["lr"],
+            "warmup_max_lr": optimizer["lr"],
             "warmup_num_steps": max(2, steps // 10),
             "total_num_steps": steps,
         },
@@ -189,6 +191,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=1,
         metavar="N",
         help="smaller batches, for slow machines",
+    )
+    add(
+        "--lr",
+        type=float,
+        help="instead of the committed files'; where it is high and the batch small, two runs that "
+        "differ in one bit end a per cent apart, and no codec can be told from another",
     )
     add("--blocks", type=Path, metavar="FILE", help="further blocks, JSON")
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
