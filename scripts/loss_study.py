@@ -8,6 +8,7 @@ launcher, and prints one table for each layout with a picture of the curves. A r
 not repeated: started again, the study goes on where it was cut off.
 
 --blocks FILE holds {"name": block, ...} or {"layout": {"name": block, ...}}, beside the presets.
+--peers NAME ... trains other methods too (scripts/train_peer.py), where a layout is data parallel.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ class Layout:
     config: str  # the committed file without a block
     ranks: int
     arguments: tuple[str, ...] = ()
+    peers: bool = False  # whether this is data parallelism and nothing else
 
 
 LAYOUTS = {
-    "dp2": Layout("ds_zero1_baseline.json", 2),
+    "dp2": Layout("ds_zero1_baseline.json", 2, peers=True),
     "pp2": Layout("ds_pipe2_baseline.json", 2, ("--pp", "2")),
     "pp2dp2": Layout("ds_pipe2_baseline.json", 4, ("--pp", "2")),
 }
@@ -54,6 +56,7 @@ class Case:
     name: str
     block: dict[str, Any] | None
     seed: int
+    peer: str | None = None  # of scripts/peers
 
     def folder(self, out: Path) -> Path:
         """Where its files are."""
@@ -71,12 +74,10 @@ def settings_of(case: Case, options: argparse.Namespace, folder: Path) -> dict[s
     if batch % options.divide_batch:
         raise SystemExit(f"--divide-batch: expected a divisor of {batch} ({case.layout})")
     settings["train_micro_batch_size_per_gpu"] = batch // options.divide_batch
-    optimizer = settings["optimizer"]["params"]
-    optimizer["lr"] = options.lr or optimizer["lr"]
     settings["scheduler"] = {
         "type": "WarmupDecayLR",
         "params": {
-            "warmup_max_lr": optimizer["lr"],
+            "warmup_max_lr": settings["optimizer"]["params"]["lr"],
             "warmup_num_steps": max(2, steps // 10),
             "total_num_steps": steps,
         },
@@ -99,13 +100,16 @@ def train(case: Case, options: argparse.Namespace) -> float | None:
     config = folder / "ds_config.json"
     config.write_text(json.dumps(settings, indent=1))
     layout = LAYOUTS[case.layout]
+    program, more = "train_gpt.py", list(layout.arguments)
+    if case.peer is not None:
+        program, more = "train_peer.py", ["--method", case.peer]
     patched = [] if case.block is None else ["--module", "hybridcomp.run"]
     command = [
         "deepspeed", "--num_gpus", str(layout.ranks), "--master_addr", "127.0.0.1",
-        "--master_port", str(free_port()), *patched, str(SCRIPTS / "train_gpt.py"),
+        "--master_port", str(free_port()), *patched, str(SCRIPTS / program),
         "--deepspeed_config", str(config), "--data", str(options.data),
         "--steps", str(options.steps), "--seed", str(case.seed), "--print-every", "100",
-        "--log", str(folder / "loss.jsonl"), *layout.arguments,
+        "--log", str(folder / "loss.jsonl"), *more,
     ]  # fmt: skip
     start, output = time.monotonic(), folder / "output.txt"
     with output.open("w") as log:
@@ -155,14 +159,22 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
         for layout in options.layouts:
             for name, block in blocks_of(options, layout).items():
                 yield Case(layout, name, block, seed)
+            for name in peers_of(options, layout):
+                yield Case(layout, f"peer {name}", None, seed, name)
+
+
+def peers_of(options: argparse.Namespace, layout: str) -> list[str]:
+    """The peers that are trained in ``layout``."""
+    return list(options.peers) if LAYOUTS[layout].peers else []
 
 
 def tables(options: argparse.Namespace) -> None:
     """One comparison for each layout."""
     for layout in options.layouts:
+        peers = [f"peer {name}" for name in peers_of(options, layout)]
         runs = [
             f"{name}={options.out / layout / name}/seed*/loss.jsonl"
-            for name in blocks_of(options, layout)
+            for name in [*blocks_of(options, layout), *peers]
         ]
         print(f"\n{layout}: {options.steps} steps, seeds {' '.join(map(str, options.seeds))}\n")
         subprocess.run(
@@ -192,12 +204,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="smaller batches, for slow machines",
     )
-    add(
-        "--lr",
-        type=float,
-        help="instead of the committed files'; where it is high and the batch small, two runs that "
-        "differ in one bit end a per cent apart, and no codec can be told from another",
-    )
+    add("--peers", nargs="*", metavar="NAME", default=[], help="of scripts/train_peer.py")
     add("--blocks", type=Path, metavar="FILE", help="further blocks, JSON")
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
     add("--out", type=Path, default=Path("runs/loss_study"), metavar="FOLDER")

@@ -31,6 +31,26 @@ def test_whole_seeds_come_first_and_baselines_lead(tmp_path: Path) -> None:
     assert cases == [(*key, name) for key in layouts for name in ("baseline", "zhybrid")]
 
 
+def test_peers_are_trained_where_there_is_data_parallelism_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = options(tmp_path, "--seeds", "3", "--presets", "--peers", "qgz")
+    cases = list(loss_study.cases_of(found))
+    assert [(case.layout, case.name) for case in cases] == [
+        ("dp2", "baseline"), ("dp2", "peer qgz"), ("pp2", "baseline"),
+    ]  # fmt: skip
+    assert loss_study.train(cases[1], found) is not None
+    assert commands[0][-2:] == ["--method", "qgz"] and "hybridcomp.run" not in commands[0]
+    assert any(word.endswith("train_peer.py") for word in commands[0])
+
+
 def test_blocks_for_all_layouts_or_for_each(tmp_path: Path) -> None:
     file, block = tmp_path / "blocks.json", {"dp": "bf16"}
     file.write_text(json.dumps({"mine": block}))

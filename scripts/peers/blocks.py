@@ -1,0 +1,101 @@
+"""Symmetric integers with a scale for each group, and the rotation in front of them.
+
+The quantizer that qgZ, qwZ, LoCo and SDP4Bit share, in eager torch. Rows are messages: row d of an
+encoding is what goes to member d of a group.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+#: side of the Hadamard matrix of SDP4Bit (arXiv 2410.15526, section 3.2)
+SIDE = 32
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """``bits`` (4 or 8) integers, one fp32 scale for ``group`` values, rounded to nearest.
+
+    Zero is a level; the largest magnitude of a group is level ``2 ** (bits - 1) - 1``.
+    ``rotate``: groups are multiplied by a Hadamard matrix first, which spreads outliers.
+    """
+
+    bits: int
+    group: int
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.bits in (4, 8) and self.group % SIDE == 0
+
+    @property
+    def top(self) -> int:
+        """The largest level."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    def row_nbytes(self, count: int) -> int:
+        """Bytes of a row of ``count`` values: codes, then scales."""
+        groups = -(-count // self.group)
+        return groups * self.group * self.bits // 8 + 4 * groups
+
+    def encode(self, values: Tensor) -> Tensor:
+        """(rows, count) fp32 to (rows, bytes) uint8."""
+        rows, count = values.shape
+        padded = F.pad(values, (0, -count % self.group))
+        if self.rotate:
+            padded = turn(padded)
+        grouped = padded.view(rows, -1, self.group)
+        scales = grouped.abs().amax(dim=2) / self.top
+        inverse = torch.where(scales > 0, 1 / scales, torch.zeros_like(scales))
+        levels = (grouped * inverse.unsqueeze(2)).round_().to(torch.int8).view(rows, -1)
+        if self.bits == 4:
+            pairs = (levels + 8).view(torch.uint8).view(rows, -1, 2)
+            codes = pairs[..., 0] | pairs[..., 1] << 4
+        else:
+            codes = levels.view(torch.uint8)
+        return torch.cat([codes, scales.contiguous().view(torch.uint8)], dim=1)
+
+    def decode(self, message: Tensor, count: int) -> Tensor:
+        """(rows, bytes) uint8 to (rows, count) fp32."""
+        rows, groups = len(message), -(-count // self.group)
+        split = groups * self.group * self.bits // 8
+        codes = message[:, :split]
+        scales = message[:, split:].contiguous().view(torch.float32)
+        if self.bits == 4:
+            levels = torch.stack([codes & 15, codes >> 4], dim=2).to(torch.int8) - 8
+        else:
+            levels = codes.contiguous().view(torch.int8)
+        grouped = levels.reshape(rows, groups, self.group) * scales.unsqueeze(2)
+        flat = grouped.view(rows, -1)
+        return (turn(flat) if self.rotate else flat)[:, :count]
+
+
+@functools.lru_cache(maxsize=1)
+def hadamard() -> Tensor:
+    """(SIDE, SIDE), orthogonal and symmetric, so that it is its own inverse."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < SIDE:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(SIDE)
+
+
+def turn(values: Tensor) -> Tensor:
+    """Every ``SIDE`` consecutive values of (rows, count) times the Hadamard matrix."""
+    return (values.reshape(-1, SIDE) @ hadamard()).view(values.shape)
+
+
+def pack_signs(values: Tensor) -> Tensor:
+    """(rows, count), count a multiple of 8, to (rows, count / 8) uint8: bit 1 for ``>= 0``."""
+    bits = (values >= 0).view(len(values), -1, 8).to(torch.uint8)
+    return (bits << torch.arange(8, dtype=torch.uint8)).sum(dim=2, dtype=torch.uint8)
+
+
+def unpack_signs(message: Tensor) -> Tensor:
+    """(rows, bytes) to (rows, 8 * bytes) of +1.0 and -1.0."""
+    bits = message.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.view(len(message), -1).float() * 2 - 1

@@ -1,0 +1,68 @@
+"""torch's DDP communication hooks, and the bf16 one that gloo is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+#: torch's hooks run one all-reduce chain a bucket; with several, gloo mixes them up and aborts
+ONE_BUCKET_MB = 100_000
+
+
+def distributed(model: nn.Module) -> DistributedDataParallel:
+    """DDP with all gradients in one bucket; the small first one exists at the default size only."""
+    return DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB, gradient_as_bucket_view=True)
+
+
+def native(model: DistributedDataParallel) -> None:
+    """torch's ``allreduce_hook``: what DDP does anyway, but where its bytes can be counted."""
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def fp16(model: DistributedDataParallel) -> None:
+    """torch's ``fp16_compress_hook``."""
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def bf16(model: DistributedDataParallel) -> None:
+    """What ``bf16_compress_hook`` does; torch refuses its own on gloo ("required NCCL 2.10+")."""
+
+    def hook(_: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        gradients = bucket.buffer()
+        short = (gradients / dist.get_world_size()).to(torch.bfloat16)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        dist.all_reduce(short)
+        done.set_result(gradients.copy_(short))
+        return done
+
+    hook.__annotations__.clear()  # strings here, which torch takes for other types
+    model.register_comm_hook(None, hook)
+
+
+def power_sgd(model: DistributedDataParallel, rank: int, start: int) -> Any:
+    """torch's ``powerSGD_hook`` (arXiv 1905.13727) as it is documented; returns its state.
+
+    Error feedback and warm start on; native before iteration ``start``. "Typically the first 10% of
+    steps", and more than one: DDP rebuilds its buckets after the first.
+    """
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=max(2, start),
+        use_error_feedback=True,
+        warm_start=True,
+        compression_stats_logging_frequency=10**9,
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return state
+
+
+def start_iteration(steps: int) -> int:
+    """A tenth of the run."""
+    return max(2, math.ceil(0.1 * steps))
