@@ -14,6 +14,7 @@ from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.exchange import Job, check_values, exchange, gather
 from hybridcomp.collectives.handle import Handle, Steps
 from hybridcomp.collectives.meter import Meter
+from hybridcomp.collectives.segments import overlapped, segments
 from hybridcomp.errors import CodecError
 
 
@@ -54,24 +55,38 @@ def all_gather(
 def _all_gather(
     shard: Tensor, out: Tensor, codec: Codec, group: ProcessGroup | None, meter: Meter
 ) -> Steps[None]:
-    """1 encode, 2 all-gather, 3 decode."""
+    """Cut into segments, then all of them side by side; all are encoded before the first wait."""
     world_size, numel = get_world_size(group), shard.numel()
     if world_size == 1 or numel == 0:
         out.copy_(shard)
         return
-    # 1
     (codec,) = codec.hops(1, 1, result=shard.dtype)
     meter.use(codec.spec)
-    payload = POOL.take(codec.wire_nbytes(numel, shard.dtype), shard.device)
+    places = torch.split(out, numel)
+    cut = segments([[(0, numel)]], (codec,), shard.device)
+    ranges = [only for (row,) in cut for only in row]
+    yield from overlapped(
+        _gather_segment(shard[a:b], [place[a:b] for place in places], codec, group, meter)
+        for a, b in ranges
+    )
+
+
+def _gather_segment(
+    shard: Tensor, places: Sequence[Tensor], codec: Codec, group: ProcessGroup | None, meter: Meter
+) -> Steps[None]:
+    """1 encode, 2 all-gather, 3 decode to ``places``, by rank."""
+    # 1
+    payload = POOL.take(codec.wire_nbytes(shard.numel(), shard.dtype), shard.device)
     with meter.coding():
         used = codec.encode(shard, payload)
     # 2
+    numels = [[place.numel()] for place in places]
     payloads, gathered = yield from gather(
-        codec, shard.dtype, payload, [used], [[numel]] * world_size, group, meter
+        codec, shard.dtype, payload, [used], numels, group, meter
     )
     # 3
     with meter.coding():
-        for place, (encoded,) in zip(torch.split(out, numel), payloads, strict=True):
+        for place, (encoded,) in zip(places, payloads, strict=True):
             codec.decode(encoded, place)
     POOL.give(payload, gathered)
 

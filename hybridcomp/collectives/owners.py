@@ -30,6 +30,7 @@ from hybridcomp.collectives.plan import (
     merge_neighbours,
     plan_reduction,
 )
+from hybridcomp.collectives.segments import Range, overlapped, segments
 from hybridcomp.collectives.summing import Part, sum_parts
 from hybridcomp.errors import CodecError
 
@@ -143,12 +144,45 @@ def _direct(
     sole = all(len(run.ranks) == 1 for run in runs)
     (first,) = codec.hops(1, world_size, exact=int(sole))
     meter.use(first.spec)
-    ranges = _cut(runs, cuts)
+    yield from overlapped(
+        sum_parts(_owned_parts(tensor, segment, sums, residual, me), first, group, meter)
+        for segment in _segments(_cut(runs, cuts), first, tensor.device)
+    )
+
+
+def _segments(
+    ranges: Sequence[OwnedRange], codec: Codec, device: torch.device
+) -> list[list[OwnedRange]]:
+    """``ranges`` in segments that give every owner its share of each, so that none is idle."""
+    rows: dict[tuple[int, ...], list[Range]] = {}
+    for owned in ranges:
+        rows.setdefault(owned.ranks, []).append((owned.start, owned.stop))
+    return [
+        sorted(
+            (
+                OwnedRange(start, stop, ranks)
+                for ranks, row in zip(rows, shares, strict=True)
+                for start, stop in row
+            ),
+            key=lambda owned: owned.start,
+        )
+        for shares in segments(list(rows.values()), (codec,), device)
+    ]
+
+
+def _owned_parts(
+    tensor: Tensor,
+    ranges: Sequence[OwnedRange],
+    sums: dict[int, Tensor],
+    residual: Tensor | None,
+    me: int,
+) -> list[Part]:
+    """The parts at ``ranges``; those that ``me`` owns go to their place in ``sums``."""
     parts = _parts(tensor, ranges, residual)
     for part, owned in zip(parts, ranges, strict=True):
         if me in owned.ranks:
             part.out = _place(sums, owned.start, owned.stop)
-    yield from sum_parts(parts, first, group, meter)
+    return parts
 
 
 def _balanced(
@@ -176,21 +210,65 @@ def _balanced(
     buffer, total = None, owner_residual
     if total is None:
         buffer, total = POOL.take_fp32(even[me].stop - even[me].start, tensor.device)
-    parts = _parts(tensor, _cut(even, cuts), residual)
-    position = 0
-    for part in parts:
-        if part.owners == (me,):
-            part.out = total[position : position + part.values.numel()]
-            part.fresh = owner_residual is None
-            position += part.values.numel()
-    yield from sum_parts(parts, first, group, meter)
+    yield from overlapped(
+        sum_parts(
+            _even_parts(tensor, segment, total, even[me].start, residual, owner_residual, me),
+            first,
+            group,
+            meter,
+        )
+        for segment in _segments(_cut(even, cuts), first, tensor.device)
+    )
     # 2
     dtype = sent_dtype(second, tensor.dtype, wide=True)
     pieces = cut_at_chunks(_cut(runs, cuts), world_size)
-    mine = {p: total[p.start - even[me].start :][: p.numel] for p in pieces if p.source == me}
     feedback = owner_residual is not None
-    yield from _spread(pieces, mine, feedback, sums, second, dtype, tensor.device, group, meter)
+    spread = []
+    for segment in _piece_segments(pieces, second, tensor.device):
+        mine = {p: total[p.start - even[me].start :][: p.numel] for p in segment if p.source == me}
+        spread.append(
+            _spread(segment, mine, feedback, sums, second, dtype, tensor.device, group, meter)
+        )
+    yield from overlapped(spread)
     POOL.give(buffer)
+
+
+def _even_parts(
+    tensor: Tensor,
+    ranges: Sequence[OwnedRange],
+    total: Tensor,
+    start: int,
+    residual: Tensor | None,
+    owner_residual: Tensor | None,
+    me: int,
+) -> list[Part]:
+    """The parts at ``ranges``; those of ``me`` go to ``total``, which begins at ``start``."""
+    parts = _parts(tensor, ranges, residual)
+    for part, owned in zip(parts, ranges, strict=True):
+        if part.owners == (me,):
+            part.out = total[owned.start - start : owned.stop - start]
+            part.fresh = owner_residual is None
+    return parts
+
+
+def _piece_segments(
+    pieces: Sequence[Piece], codec: Codec, device: torch.device
+) -> list[list[Piece]]:
+    """``pieces`` in segments with a share of every way from a source to its owners."""
+    rows: dict[tuple[int, tuple[int, ...]], list[Range]] = {}
+    for piece in pieces:
+        rows.setdefault((piece.source, piece.ranks), []).append((piece.start, piece.stop))
+    return [
+        sorted(
+            (
+                Piece(start, stop, ranks, source)
+                for (source, ranks), row in zip(rows, shares, strict=True)
+                for start, stop in row
+            ),
+            key=lambda piece: piece.start,
+        )
+        for shares in segments(list(rows.values()), (codec,), device)
+    ]
 
 
 def _spread(

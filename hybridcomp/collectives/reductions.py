@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from hybridcomp.collectives.exchange import (
 from hybridcomp.collectives.fused import fused_all_reduce
 from hybridcomp.collectives.handle import Handle, ReduceScatterHandle, Steps
 from hybridcomp.collectives.meter import Meter
+from hybridcomp.collectives.segments import Range, overlapped, segments
 from hybridcomp.collectives.summing import Part, sum_parts
 from hybridcomp.errors import CodecError
 
@@ -79,11 +81,7 @@ def _all_reduce(
     owner_residual: Tensor | None,
     cuts: Sequence[int],
 ) -> Steps[None]:
-    """1-3 sum my chunk (``sum_parts``), 4 encode it, 5 all-gather, 6 decode everywhere.
-
-    A long message could run these steps for one segment while the next is under way: cut
-    ``tensor`` here and interleave the generators.
-    """
+    """Cut into segments, then all of them side by side (``_segment``)."""
     me, world_size = get_rank(group), get_world_size(group)
     if world_size == 1 or tensor.numel() == 0:
         return
@@ -95,15 +93,52 @@ def _all_reduce(
             yield from fused_all_reduce(tensor, first, fused, group, meter)
             return
     chunks = chunk_ranges(tensor.numel(), world_size)
-    views = [[tensor[a:b] for a, b in stretches(*chunk, cuts)] for chunk in chunks]
     own = tensor[slice(*chunks[me])]
-    # 1-3
     scratch, total = _accumulator(own, me, owner_residual)
+    whole = _Sum(tensor, own, total, chunks[me][0], residual, owner_residual)
+    rows = [stretches(*chunk, cuts) for chunk in chunks]
+    yield from overlapped(
+        _segment(whole, segment, first, second, group, meter)
+        for segment in segments(rows, (first, second), tensor.device)
+    )
+    POOL.give(scratch)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The tensors of one all_reduce."""
+
+    tensor: Tensor
+    own: Tensor  # this rank's chunk of it
+    total: Tensor  # fp32: where that chunk is summed
+    start: int  # of the chunk in ``tensor``
+    residual: Tensor | None
+    owner_residual: Tensor | None
+
+
+def _segment(
+    whole: _Sum,
+    rows: Sequence[Sequence[Range]],
+    first: Codec,
+    second: Codec,
+    group: ProcessGroup | None,
+    meter: Meter,
+) -> Steps[None]:
+    """1-3 sum my part of the segment (``sum_parts``), 4 encode it, 5 all-gather, 6 decode.
+
+    ``rows``: by rank, the stretches of the tensor that it sums.
+    """
+    me, tensor = get_rank(group), whole.tensor
+    views = [[tensor[low:high] for low, high in row] for row in rows]
+    low, high = (rows[me][0][0], rows[me][-1][1]) if rows[me] else (0, 0)
+    mine = slice(low - whole.start, high - whole.start) if rows[me] else slice(0, 0)
+    total = whole.total[mine]
+    # 1-3
     sums = _like(total, views[me])
-    in_place = total is own
-    parts = _parts(views, residual)
+    in_place = whole.total is whole.own
+    parts = _parts(views, rows, whole.residual)
     for part, out in zip((p for p in parts if p.owners == (me,)), sums, strict=True):
-        part.out, part.fresh = part.values if in_place else out, owner_residual is None
+        part.out, part.fresh = part.values if in_place else out, whole.owner_residual is None
     yield from sum_parts(parts, first, group, meter)
     # 4
     dtype = sent_dtype(second, tensor.dtype, wide=True)
@@ -119,16 +154,20 @@ def _all_reduce(
         for row, encoded in zip(views, payloads, strict=True):
             for view, one in zip(row, encoded, strict=True):
                 second.decode(one, view)
-        if owner_residual is not None:
-            settle(owner_residual, own)
-    POOL.give(scratch, payload, gathered)
+        if whole.owner_residual is not None:
+            settle(total, whole.own[mine])
+    POOL.give(payload, gathered)
 
 
-def _parts(views: Sequence[Sequence[Tensor]], residual: Tensor | None) -> list[Part]:
-    """Parts of all ranks' ``views``, which follow each other in memory, with their residuals."""
-    flat = [(view, rank) for rank, row in enumerate(views) for view in row]
-    stay = [None] * len(flat) if residual is None else _like(residual, [view for view, _ in flat])
-    return [Part(view, (rank,), left) for (view, rank), left in zip(flat, stay, strict=True)]
+def _parts(
+    views: Sequence[Sequence[Tensor]], rows: Sequence[Sequence[Range]], residual: Tensor | None
+) -> list[Part]:
+    """Parts of all ranks' ``views``, which lie at ``rows``, with their residuals."""
+    return [
+        Part(view, (rank,), None if residual is None else residual[low:high])
+        for rank, (row, ranges) in enumerate(zip(views, rows, strict=True))
+        for view, (low, high) in zip(row, ranges, strict=True)
+    ]
 
 
 def _like(flat: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -207,11 +246,32 @@ def _reduce_scatter(
     if any(shard.numel() for shard in shards):
         (first,) = codec.hops(1, len(shards), exact=1)
         meter.use(first.spec)
-        parts: list[Part] = []
-        for rank, shard in enumerate(shards):
-            for low, high in stretches(0, shard.numel(), cuts[rank] if cuts else ()):
-                left = None if residuals is None else residuals[rank][low:high]
-                out = total[low:high] if rank == me else None
-                parts.append(Part(shard[low:high], (rank,), left, out))
-        yield from sum_parts(parts, first, group, meter)
+        rows = [
+            stretches(0, shard.numel(), cuts[rank] if cuts else ())
+            for rank, shard in enumerate(shards)
+        ]
+        yield from overlapped(
+            sum_parts(_shares(shards, segment, residuals, total, me), first, group, meter)
+            for segment in segments(rows, (first,), total.device)
+        )
     return total
+
+
+def _shares(
+    shards: Sequence[Tensor],
+    rows: Sequence[Sequence[Range]],
+    residuals: Sequence[Tensor] | None,
+    total: Tensor,
+    me: int,
+) -> list[Part]:
+    """Parts of the ``shards`` of all ranks, cut at ``rows``; those of ``me`` go to ``total``."""
+    return [
+        Part(
+            shards[rank][low:high],
+            (rank,),
+            None if residuals is None else residuals[rank][low:high],
+            total[low:high] if rank == me else None,
+        )
+        for rank, row in enumerate(rows)
+        for low, high in row
+    ]

@@ -1,0 +1,85 @@
+"""Long messages in segments, so that coding one overlaps with the wire of the others.
+
+What a rank sends or sums is a row of stretches, as everywhere in this package. The rows of all
+ranks are cut into equally many segments, each with its share of every row, so that all links stay
+busy. Where the cuts lie depends on the rows alone, which all ranks know, and only lies where no
+codec of fixed size notices: bytes, bits and residuals are those of the whole message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.distributed import Work
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.handle import Steps
+
+#: ``[start, stop)`` of a flat tensor
+Range = tuple[int, int]
+
+#: Elements. A payload of a multiple of it is a multiple of 16 bytes, and consists of whole blocks
+#: and tiles, for every codec of fixed size: payloads of both sides of a cut are that of the whole.
+ALIGN = 65536
+#: elements of the longest row in one segment
+SEGMENT = 1 << 20
+
+
+def segments(
+    rows: Sequence[Sequence[Range]], codecs: Sequence[Codec], device: torch.device
+) -> list[list[list[Range]]]:
+    """``rows`` cut into segments, each with its share of every row; just one if that is better.
+
+    ``codecs``: all that the rows go through. Those of variable size keep messages whole, since a
+    payload has headers; so do GPUs, where a launch costs more than coding a segment.
+    """
+    longest = max(sum(stop - start for start, stop in row) for row in rows)
+    count = max(1, longest // SEGMENT)
+    if count == 1 or device.type != "cpu" or not all(codec.fixed_size for codec in codecs):
+        return [[list(row) for row in rows]]
+    cut = [_cut(row, count) for row in rows]
+    return [list(shares) for shares in zip(*cut, strict=True)]
+
+
+def _cut(row: Sequence[Range], count: int) -> list[list[Range]]:
+    """``row`` in ``count`` parts of about the same length; late ones may be empty.
+
+    Parts begin with a stretch or a multiple of ALIGN behind the start of one.
+    """
+    total = sum(stop - start for start, stop in row)
+    parts: list[list[Range]] = [[]]
+    done = 0
+    for start, stop in row:
+        while start < stop:
+            while len(parts) < count and done * count >= total * len(parts):
+                parts.append([])
+            missing = -(-total * len(parts) // count) - done
+            step = -(-missing // ALIGN) * ALIGN if len(parts) < count else stop - start
+            end = min(stop, start + step)
+            parts[-1].append((start, end))
+            done += end - start
+            start = end
+    return parts + [[] for _ in range(count - len(parts))]
+
+
+def overlapped(messages: Iterable[Steps[None]]) -> Steps[None]:
+    """Run collectives side by side: start all, then go on with each as its message arrives.
+
+    The order depends on nothing but their number, so all ranks post the same messages in the same
+    order. Started at once, all of a first hop is under way when a handle is returned.
+    """
+    waiting: deque[tuple[Steps[None], Work]] = deque()
+
+    def advance(steps: Steps[None]) -> None:
+        for work in steps:
+            waiting.append((steps, work))
+            return
+
+    for steps in messages:
+        advance(steps)
+    while waiting:
+        steps, work = waiting.popleft()
+        yield work
+        advance(steps)
