@@ -23,14 +23,14 @@ Range = tuple[int, int]
 #: Elements. A payload of a multiple of it is a multiple of 16 bytes, and consists of whole blocks
 #: and tiles, for every codec of fixed size: payloads of both sides of a cut are that of the whole.
 ALIGN = 65536
-#: Elements of the longest row in one segment. ``scripts/bench_netlab.py --segments``: (native time /
-#: byte ratio) / time of an all-reduce of 64 MB fp32 over two ranks at 1 Gb/s, on a busy machine:
+#: Elements of the longest row in one segment. ``scripts/bench_netlab.py --segments``: (native time
+#: / byte ratio) / time of an all-reduce of 64 MB fp32, two ranks at 1 Gb/s, on a busy machine:
 #:
 #:              256 Ki  512 Ki    1 Mi    2 Mi    4 Mi   whole
 #:     8 bits     0.74    0.86    0.95    0.97    0.77    0.56
 #:     4 bits     0.56    0.70    0.81    0.86    0.80    0.56
 #:
-#: Each message costs half a millisecond of its own; one alone leaves the link idle between its hops.
+#: Each message costs half a millisecond of its own; one alone leaves the link idle between hops.
 SEGMENT = 1 << 20
 
 
