@@ -26,7 +26,7 @@ from lab.layout import LabError, Layout, Rates, parse_rate, show_rate
 #: of the link, by native; of native time / byte ratio, by codec
 LINK, TARGETS = 0.90, {"blockint 8": 0.85, "blockint 4": 0.75}
 #: elements of the longest row in one segment; the last: whole messages
-SIZES = [1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 40]
+SIZES = [1 << size for size in (16, 17, 18, 19, 20, 21, 22, 40)]
 
 
 def variants(sizes: Sequence[int]) -> dict[str, tuple[int, int]]:
@@ -52,12 +52,12 @@ def rank_main(megabytes: int, rounds: int, sizes: Sequence[int]) -> None:
     dist.init_process_group("gloo")
     values = torch.randn(megabytes * (1 << 20) // 4)
     wire = {"native": native.all_reduce_nbytes(values.numel(), values.dtype, dist.get_world_size())}
-    usual = segments.SEGMENT
+    usual = segments.SEGMENT, segments.HALF
     runs: dict[str, Callable[[], object]] = {"native": lambda: dist.all_reduce(values)}
 
     def compressed(name: str, bits: int, size: int) -> None:
         meter = Meter()
-        segments.SEGMENT = size or usual
+        segments.SEGMENT, segments.HALF = (size, size) if size else usual
         all_reduce(values, make_codec("blockint", bits=bits), None, meter=meter)
         wire[name] = meter.wire_nbytes
         coding[name].append(meter.codec_s)

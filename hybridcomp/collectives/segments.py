@@ -23,15 +23,19 @@ Range = tuple[int, int]
 #: Elements. A payload of a multiple of it is a multiple of 16 bytes, and consists of whole blocks
 #: and tiles, for every codec of fixed size: payloads of both sides of a cut are that of the whole.
 ALIGN = 65536
-#: Elements of the longest row in one segment. ``scripts/bench_netlab.py --segments``: (native time
-#: / byte ratio) / time of an all-reduce of 64 MB fp32, two ranks at 1 Gb/s, on a busy machine:
+#: Elements of the longest row in one segment, and of half a row where that is less: one message
+#: alone leaves the link idle between its hops, and each costs half a millisecond of its own.
+#: (native time / byte ratio) / time of an all-reduce of fp32, two ranks at 1 Gb/s, busy machine
+#: (``scripts/bench_netlab.py --segments --megabytes N``):
 #:
-#:              256 Ki  512 Ki    1 Mi    2 Mi    4 Mi   whole
-#:     8 bits     0.74    0.86    0.95    0.97    0.77    0.56
-#:     4 bits     0.56    0.70    0.81    0.86    0.80    0.56
-#:
-#: Each message costs half a millisecond of its own; one alone leaves the link idle between hops.
-SEGMENT = 1 << 20
+#:                   64 Ki  128 Ki  256 Ki  512 Ki    1 Mi    2 Mi    4 Mi   whole
+#:     64 MB  8 bits                  0.74    0.86    0.95    0.97    0.77    0.56
+#:            4 bits                  0.56    0.70    0.81    0.86    0.80    0.56
+#:     16 MB  8 bits   0.39    0.55   0.71    0.78    0.82                    0.58
+#:            4 bits   0.28    0.45   0.49    0.63    0.76                    0.55
+#:     4 MB   8 bits   0.40    0.40   0.71                                    0.57
+#:            4 bits   0.20    0.41   0.51                                    0.40
+SEGMENT, HALF = 1 << 21, 1 << 17
 
 
 def segments(
@@ -43,7 +47,7 @@ def segments(
     payload has headers; so do GPUs, where a launch costs more than coding a segment.
     """
     longest = max(sum(stop - start for start, stop in row) for row in rows)
-    count = max(1, longest // SEGMENT)
+    count = max(longest // SEGMENT, 2 if longest >= 2 * HALF else 1)
     if count == 1 or device.type != "cpu" or not all(codec.fixed_size for codec in codecs):
         return [[list(row) for row in rows]]
     cut = [_cut(row, count) for row in rows]

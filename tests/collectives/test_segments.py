@@ -39,6 +39,7 @@ NUMEL = 3 * 4 * ALIGN + 1003
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Segments of ALIGN elements, in ranks that are threads."""
     monkeypatch.setattr(segments, "SEGMENT", ALIGN)
+    monkeypatch.setattr(segments, "HALF", ALIGN)
     with threads.in_process():
         yield
 
@@ -48,7 +49,8 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     start=st.integers(0, 100),
 )
 def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int) -> None:
-    rows, position = [], start
+    rows: list[list[segments.Range]] = []
+    position = start
     for row in lengths:
         rows.append([])
         for length in row:
@@ -56,19 +58,18 @@ def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int)
             position += length
     cut = segments.segments(rows, [FIXED[0]], CPU)
     longest = max(sum(row) for row in lengths)
-    assert len(cut) == max(1, longest // ALIGN)
-    starts = {low for row in rows for low, _ in row}
-    for index, row in enumerate(rows):
+    assert len(cut) == max(longest // ALIGN, 1)
+    for index, ranges in enumerate(rows):
         pieces = [piece for segment in cut for piece in segment[index]]
-        assert [i for low, high in pieces for i in (low, high)] == sorted(
-            i for low, high in pieces for i in (low, high)
-        )
-        assert sum(high - low for low, high in pieces) == sum(high - low for low, high in row)
+        edges = [edge for piece in pieces for edge in piece]
+        assert edges == sorted(edges)
+        total = sum(high - low for low, high in ranges)
+        assert sum(high - low for low, high in pieces) == total
         for low, high in pieces:
-            inside = next((a, b) for a, b in row if a <= low < b)
-            assert high <= inside[1]
-            assert (low - inside[0]) % ALIGN == 0 and (low in starts or low > inside[0])
-        even = sum(high - low for low, high in row) / len(cut)
+            first, last = next((a, b) for a, b in ranges if a <= low < b)
+            assert high <= last
+            assert (low - first) % ALIGN == 0
+        even = total / len(cut)
         for segment in cut:  # a link is never idle for longer than a cut may be off
             assert abs(sum(b - a for a, b in segment[index]) - even) <= ALIGN
 
@@ -85,7 +86,7 @@ def test_a_cut_leaves_bytes_and_values(codec: Codec, dtype: torch.dtype) -> None
     results = []
     for pieces in ([values], parts):
         out = torch.empty(numel, dtype=dtype)
-        for piece, place in zip(pieces, out.split([len(p) for p in pieces]), strict=True):
+        for piece, place in zip(pieces, torch.split(out, [len(p) for p in pieces]), strict=True):
             payload = torch.empty(codec.wire_nbytes(len(piece), dtype), dtype=torch.uint8)
             codec.decode(payload[: codec.encode(piece, payload)], place)
         results.append(out)
@@ -103,9 +104,11 @@ def by_all_reduce(
     tensor = values_of(me, NUMEL, torch.float32)
     low, high = chunk_ranges(NUMEL, ranks)[me]
     residuals = [values_of(me + 7, NUMEL), values_of(me + 9, high - low)] if feedback else []
-    given_ = dict(zip(("residual", "owner_residual"), residuals, strict=False))
+    left, owner_left = residuals or (None, None)
     cuts = [1000, ALIGN + 5, 3 * ALIGN + 17] if feedback else []
-    all_reduce(tensor, codec, group, meter=meter, cuts=cuts, **given_)
+    all_reduce(
+        tensor, codec, group, meter=meter, residual=left, owner_residual=owner_left, cuts=cuts
+    )
     return [tensor], residuals
 
 
@@ -125,9 +128,11 @@ def to_owners(ranges: list[OwnedRange]) -> Collective:
     ) -> Found:
         low, high = chunk_ranges(NUMEL, ranks)[me]
         residuals = [values_of(me + 7, NUMEL), values_of(me + 9, high - low)] if feedback else []
-        given_ = dict(zip(("residual", "owner_residual"), residuals, strict=False))
+        left, owner_left = residuals or (None, None)
         tensor = values_of(me, NUMEL)
-        sums = reduce_to_owners(tensor, ranges, codec, group, meter=meter, **given_)
+        sums = reduce_to_owners(
+            tensor, ranges, codec, group, meter=meter, residual=left, owner_residual=owner_left
+        )
         return sums, residuals
 
     return reduce
@@ -163,6 +168,7 @@ def both(
 
     found = [threads.run(ranks, once)]
     monkeypatch.setattr(segments, "SEGMENT", 10 * NUMEL)
+    monkeypatch.setattr(segments, "HALF", 10 * NUMEL)
     return [*found, threads.run(ranks, once)]
 
 
@@ -223,3 +229,16 @@ def test_variable_sizes_and_gpus_keep_messages_whole() -> None:
     assert len(segments.segments(rows, [FIXED[0]], CPU)) == 8
     for codecs, device in (([FIXED[0], variable], CPU), ([FIXED[0]], torch.device("cuda"))):
         assert segments.segments(rows, codecs, device) == [[[(0, 8 * ALIGN)]]]
+
+
+def test_long_messages_have_segments_and_others_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for longest, count in {
+        100: 1,
+        1 << 18: 2,
+        1 << 20: 2,
+        1 << 22: 2,
+        7 << 20: 3,
+        1 << 26: 32,
+    }.items():
+        assert len(segments.segments([[(0, longest)], []], [FIXED[0]], CPU)) == count
