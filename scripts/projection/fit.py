@@ -1,0 +1,132 @@
+"""The cost model of a measured cell, fitted to some cells and checked on the others.
+
+    step = compute + slowdown * max(0, bytes / rate - overlap * compute) + coding * codec seconds
+
+``compute`` is the layout's own, latencies included; ``slowdown`` says how much longer the wire
+takes than bytes / rate; ``coding`` how much of the ledger's seconds of a rank lengthens the step;
+``overlap`` which share of the compute hides communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from training_bench.cells import REFERENCE
+
+Cell = dict[str, Any]
+#: arms that the model is fitted to, and the ratios r; every other cell is held out
+FITTED_ARMS = (REFERENCE, "recommended")
+OVERLAPS = tuple(n / 20 for n in range(11))
+
+
+@dataclass(frozen=True)
+class Model:
+    """Fitted constants."""
+
+    compute: dict[str, float]  # layout -> seconds
+    slowdown: float
+    coding: float
+    overlap: float
+
+    def seconds(self, cell: Cell) -> float:
+        """Of a step."""
+        compute = self.compute[cell["layout"]]
+        wire = max(0.0, wire_seconds(cell) - self.overlap * compute)
+        return compute + self.slowdown * wire + self.coding * float(cell["codec_s"])
+
+
+def wire_seconds(cell: Cell) -> float:
+    """Bytes of the node that sends most over the rate of its link; 0 where nothing is shaped."""
+    return 0.0 if cell["rate"] is None else 8e6 * float(cell["sent_MB"]) / float(cell["rate"])
+
+
+def usable(rows: Sequence[Cell]) -> list[Cell]:
+    """Rows of bench_training.json that the model is about.
+
+    fp32 computes at another speed, and the peers are eager torch without seconds of coding.
+    """
+    return [
+        row for row in rows
+        if "failed" not in row and row["arm"] != "native fp32"
+        and not row["arm"].startswith(("peer", "ZeRO++"))
+    ]  # fmt: skip
+
+
+def split(rows: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
+    """Cells to fit to, the lowest and the highest r of two arms; and all others."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if row["r"] is not None:
+            ratios.setdefault(row["layout"], []).append(row["r"])
+    fitted: list[Cell] = []
+    held: list[Cell] = []
+    for row in rows:
+        ends = ratios.get(row["layout"], [])
+        chosen = row["arm"] in FITTED_ARMS and ends and row["r"] in (min(ends), max(ends))
+        (fitted if chosen else held).append(row)
+    return fitted, [row for row in held if any(f["layout"] == row["layout"] for f in fitted)]
+
+
+def fit(rows: Sequence[Cell]) -> Model:
+    """Least squares of relative errors, nothing below zero. Raises ValueError with too few rows."""
+    layouts = sorted({row["layout"] for row in rows})
+    if len(rows) < len(layouts) + 3:
+        raise ValueError(
+            f"expected at least {len(layouts) + 3} cells to fit {len(layouts) + 2} constants to, "
+            f"found {len(rows)}; measure {' and '.join(FITTED_ARMS)} at two r or more"
+        )
+    measured = np.array([row["seconds"] for row in rows])
+    best: tuple[float, Model] | None = None
+    for overlap in OVERLAPS:
+        # compute is inside max(): a few rounds with the compute of the round before
+        compute = dict.fromkeys(layouts, 0.0)
+        for _ in range(8):
+            columns = [[float(row["layout"] == name) for name in layouts] for row in rows]
+            wire = [max(0.0, wire_seconds(row) - overlap * compute[row["layout"]]) for row in rows]
+            table = np.column_stack([columns, wire, [row["codec_s"] for row in rows]])
+            found = non_negative(table / measured[:, None], np.ones(len(rows)))
+            compute = dict(zip(layouts, map(float, found), strict=False))
+        model = Model(compute, float(found[-2]), float(found[-1]), overlap)
+        error = float(np.mean([errors(model, [row])[0] ** 2 for row in rows]))
+        if best is None or error < best[0] - 1e-12:
+            best = error, model
+    assert best is not None
+    return best[1]
+
+
+def non_negative(table: NDArray[Any], goal: NDArray[Any]) -> NDArray[Any]:
+    """Least squares without negative unknowns: the most negative one is set to zero, again."""
+    kept = list(range(table.shape[1]))
+    while True:
+        found = np.linalg.lstsq(table[:, kept], goal, rcond=None)[0]
+        if not len(found) or found.min() >= 0:
+            whole = np.zeros(table.shape[1])
+            whole[kept] = found
+            return whole
+        del kept[int(found.argmin())]
+
+
+def errors(model: Model, rows: Sequence[Cell]) -> list[float]:
+    """Relative errors of the model, signed."""
+    return [model.seconds(row) / row["seconds"] - 1 for row in rows]
+
+
+def report(model: Model, fitted: Sequence[Cell], held: Sequence[Cell]) -> dict[str, Any]:
+    """Constants and errors, for JSON; the largest error of a held-out cell is named."""
+    found: dict[str, Any] = {"model": asdict(model), "fitted_cells": len(fitted)}
+    for name, rows in (("fitted", fitted), ("held_out", held)):
+        if rows:
+            sizes = np.abs(errors(model, rows))
+            worst = rows[int(sizes.argmax())]
+            found[name] = {
+                "cells": len(rows),
+                "mean": float(sizes.mean()),
+                "p90": float(np.quantile(sizes, 0.9)),
+                "worst": float(sizes.max()),
+                "worst_cell": f"{worst['layout']}, r {worst['r']}, {worst['arm']}",
+            }
+    return found

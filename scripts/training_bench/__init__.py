@@ -1,0 +1,1 @@
+"""Speed of training over slow links, natively, compressed and with the peers: bench_training.py."""

@@ -1,0 +1,122 @@
+"""Losses of ours and of the peers, and the comparison at equal or fewer bytes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import loss_study
+
+from training_bench.cells import DELTA
+
+FEEDBACK = {"codec": "blockint", "error_feedback": True}
+#: ours, from many bytes to few
+BLOCKS: dict[str, dict[str, Any]] = {
+    "recommended": {"preset": "recommended"},
+    "4 bits, deltas 4": DELTA,
+    "4 bits, deltas 3": {**DELTA, "zero": {**DELTA["zero"], "bits": 3}},
+    "3 bits, deltas 3": {
+        "dp": {**FEEDBACK, "bits": 3}, "zero": {**DELTA["zero"], "bits": 3},
+    },
+    "2 bits, deltas 3": {
+        "dp": {**FEEDBACK, "bits": 2}, "zero": {**DELTA["zero"], "bits": 3},
+    },
+}  # fmt: skip
+#: those of the issue, and SDP4Bit, the strongest of the reimplementations
+PEERS = (
+    "powersgd-4", "powersgd-16", "powersgd-32", "qgz", "qgz-qwz", "loco", "onebit-adam", "sdp4bit",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that ``--losses`` needs."""
+    add = parser.add_argument
+    add("--steps", type=int, default=1000, help="of a training for --losses")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of --losses")
+    add("--peers", nargs="*", default=list(PEERS), metavar="NAME", help="of --losses")
+
+
+def main(asked: argparse.Namespace) -> int:
+    """Train what is missing through loss_study.py, then the tables. Returns the exit status."""
+    out: Path = asked.out / "losses"
+    out.mkdir(parents=True, exist_ok=True)
+    blocks = out / "blocks.json"
+    blocks.write_text(json.dumps(BLOCKS))
+    loss_study.main(
+        [
+            "--steps", str(asked.steps), "--seeds", *map(str, asked.seeds), "--layouts", "dp2",
+            "--presets", "--blocks", str(blocks), "--peers", *asked.peers,
+            "--divide-batch", str(asked.divide_batch), "--data", str(asked.data), "--out", str(out),
+        ]
+    )  # fmt: skip
+    rows = json.loads((out / "dp2.json").read_text())
+    duels = duels_of(rows)
+    (out / "equal_bytes.json").write_text(json.dumps(duels, indent=1) + "\n")
+    print(f"\nat equal or fewer bytes, gaps to the baseline in percent\n\n{table(duels)}")
+    return 0
+
+
+def sent_MB(row: dict[str, Any]) -> float:
+    """Of a row of compare_losses.py: all dimensions, the whole run, all ranks."""
+    return float(sum(way["wire_MB"] for ways in row["ledger"].values() for way in ways.values()))
+
+
+def duels_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each peer that one of ours that sends most without sending more than the peer.
+
+    Chosen by bytes alone, before a loss is looked at. ``ours`` is None where all of ours send more.
+    """
+    ours = [row for row in rows if row["label"] in BLOCKS and row["ledger"]]
+    duels = []
+    for row in rows:
+        if not row["label"].startswith("peer "):
+            continue
+        limit = sent_MB(row)
+        allowed = [own for own in ours if sent_MB(own) <= limit]
+        best = max(allowed, key=sent_MB, default=None)
+        duel: dict[str, Any] = {
+            "peer": row["label"].removeprefix("peer "), "peer_MB": limit, "peer_gap": row["gap"],
+            "peer_interval": row["gap_interval"], "ours": None, "steps": row["steps"],
+            "seeds": row["seeds"],
+        }  # fmt: skip
+        if best is not None:
+            duel |= {
+                "ours": best["label"], "our_MB": sent_MB(best), "our_gap": best["gap"],
+                "our_interval": best["gap_interval"], "winner": winner(best, row),
+            }  # fmt: skip
+        duels.append(duel)
+    return duels
+
+
+def winner(own: dict[str, Any], peer: dict[str, Any]) -> str:
+    """``ours``, ``peer``, or ``neither`` where the seeds differ by more than the two do."""
+    spread = [row["gap_interval"] for row in (own, peer)]
+    if None in spread:
+        return "one seed"
+    apart = peer["gap"] - own["gap"]
+    if abs(apart) <= (spread[0] ** 2 + spread[1] ** 2) ** 0.5:
+        return "neither"
+    return "ours" if apart > 0 else "peer"
+
+
+def table(duels: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| peer | MB | gap % | ours | MB | gap % | smaller loss |", "|---|---|---|---|---|---|---|"
+    ]  # fmt: skip
+    for duel in duels:
+        cells = [duel["peer"], f"{duel['peer_MB']:.0f}", _gap(duel, "peer")]
+        if duel["ours"] is None:
+            cells += ["all of ours send more", "", "", ""]
+        else:
+            cells += [duel["ours"], f"{duel['our_MB']:.0f}", _gap(duel, "our"), duel["winner"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _gap(duel: dict[str, Any], whose: str) -> str:
+    half = duel[f"{whose}_interval"]
+    return f"{duel[f'{whose}_gap']:+.2f}" + ("" if half is None else f" ± {half:.2f}")

@@ -1,0 +1,37 @@
+"""Whether the machine is quiet enough to time something on it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def ticks() -> tuple[int, int]:
+    """Busy and all clock ticks of all cores since boot."""
+    figures = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    total = sum(figures)
+    return total - figures[3] - figures[4], total
+
+
+def busy(seconds: float = 1.0) -> float:
+    """Share of the cores that others keep busy, looked at for ``seconds``; 0 to 1."""
+    then = ticks()
+    time.sleep(seconds)
+    now = ticks()
+    return (now[0] - then[0]) / max(1, now[1] - then[1])
+
+
+def wait_until_quiet(limit: float, patience: float, force: bool) -> float:
+    """How busy the machine is. Raises SystemExit when that stays above ``limit``."""
+    deadline = time.monotonic() + patience
+    found = busy()
+    while found > limit and not force:
+        if time.monotonic() > deadline:
+            raise SystemExit(
+                f"bench_training: {found:.0%} of the cores are busy (load "
+                f"{os.getloadavg()[0]:.1f}), expected at most {limit:.0%}; stop what runs beside, "
+                "or --force to time nevertheless. What is measured stays; start again to go on"
+            )
+        found = busy()
+    return found

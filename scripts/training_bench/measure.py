@@ -1,0 +1,178 @@
+"""Calibration, cells in turn, and what is kept on disk so that nothing is measured twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from training_bench import cells, machine
+from training_bench.cells import LAYOUTS, REFERENCE, Arm, Sizes
+from training_bench.runners import CellError, Runner, Steps, network
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the command line."""
+
+    data: Path
+    out: Path
+    sizes: Sizes
+    seed: int
+    busy: float
+    patience: float
+    force: bool
+    loopback: bool
+    timeout: float
+    rate_limit: float = 20e9  # bits a second; above, a link is not worth shaping here
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One cell."""
+
+    seconds: float  # of a step, median
+    sent: float  # bytes a step of the node that sends most, median
+    tokens: int  # a step
+    loss: float  # mean of the timed steps
+    codec_s: float  # a step and rank, of the ledger; 0 without one
+    busy: float  # share of the cores that others used just before
+    load: float
+    wall: float  # seconds of the whole cell
+
+
+def summary(ranks: list[Steps], sizes: Sizes, per_node: int, length: int) -> dict[str, float]:
+    """Of the steps after the warm-up: a step ends when its slowest rank ends."""
+    timed = [steps[sizes.warm :] for steps in ranks]
+    count = min(len(steps) for steps in timed)
+    if count < 1:
+        raise CellError(f"expected more than {sizes.warm} steps, found {len(ranks[0])}")
+    seconds = [max(steps[i]["seconds"] for steps in timed) for i in range(count)]
+    # ranks of a node share its interface: the first one's counters are the node's
+    sent = [max(timed[rank][i]["sent"] for rank in range(0, len(timed), per_node))
+            for i in range(count)]  # fmt: skip
+    return {
+        "seconds": statistics.median(seconds),
+        "sent": statistics.median(sent),
+        "tokens": int(timed[0][0]["tokens"]) * length,
+        "loss": statistics.fmean(steps["loss"] for steps in timed[0]),
+    }
+
+
+class Bench:
+    """Runs cells and remembers them under ``options.out``."""
+
+    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
+        self.options, self.say = options, say
+
+    def cell(
+        self, runner: Callable[[], Runner], layout: str, arm: Arm, where: str, rate: int | None
+    ) -> dict[str, Any]:
+        """Measure, or take what was measured with the same settings; failures are kept too."""
+        options = self.options
+        file = options.out / layout / where / f"{arm.name.replace(' ', '_')}.json"
+        ledger = file.with_suffix(".ledger.jsonl")
+        settings = cells.settings_of(layout, arm, options.sizes, ledger)
+        key = cells.digest(settings, asdict(arm), asdict(options.sizes), rate, options.loopback)
+        if file.is_file():
+            kept: dict[str, Any] = json.loads(file.read_text())
+            if kept["key"] == key:
+                return kept
+        found = machine.wait_until_quiet(options.busy, options.patience, options.force)
+        load = os.getloadavg()[0]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        record: dict[str, Any] = {
+            "key": key, "layout": layout, "arm": arm.name, "rate": rate, "busy": found, "load": load
+        }  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder, "ds_config.json")
+            config.write_text(json.dumps(settings))
+            command = cells.command_of(
+                layout, arm, options.sizes, config, options.data, options.seed
+            )
+            try:
+                ranks = runner().run(command, LAYOUTS[layout], options.timeout)
+                record |= summary(
+                    ranks, options.sizes, LAYOUTS[layout].per_node, options.sizes.length
+                )
+                record["codec_s"] = codec_seconds(ledger, len(ranks), options.sizes)
+            except CellError as error:
+                record["failed"] = str(error)
+        record["wall"] = time.monotonic() - started
+        file.write_text(json.dumps(record, indent=1))
+        return record
+
+    def calibrate(self, layout: str) -> dict[str, Any]:
+        """Seconds and bytes of native bf16 where nothing is shaped."""
+        with network(LAYOUTS[layout], None, self.options.loopback) as runner:
+            arm = Arm(REFERENCE)
+            found = self.cell(lambda: runner, layout, arm, "unshaped/0", None)
+        if "failed" in found:
+            raise CellError(f"{layout}: {REFERENCE} itself fails: {found['failed']}")
+        return found
+
+    def rate_of(self, calibrated: dict[str, Any], ratio: float) -> int:
+        """Bits a second at which the bytes of native bf16 take ``ratio`` times its compute."""
+        seconds, nbytes = float(calibrated["seconds"]), float(calibrated["sent"])
+        return max(8000, round(8 * nbytes / (ratio * seconds)))
+
+    def run(
+        self, layout: str, arms: list[Arm], ratios: list[float | None], repetitions: int
+    ) -> list[dict[str, Any]]:
+        """All cells of a layout: at each rate the arms in turn, every second time backwards.
+
+        A ratio of None is the unshaped network.
+        """
+        calibrated, found = self.calibrate(layout), []
+        total, number, walls = len(ratios) * repetitions * len(arms), 0, [calibrated["wall"]]
+        for ratio in ratios:
+            rate = None if ratio is None else self.rate_of(calibrated, ratio)
+            if rate is not None and rate > self.options.rate_limit:
+                self.say(
+                    f"{layout} r {ratio}: {rate / 1e9:.0f} Gb/s is beyond this machine, left out"
+                )
+                continue
+            name = "unshaped" if ratio is None else f"r{ratio:g}"
+            with network(LAYOUTS[layout], rate, self.options.loopback) as runner:
+                for repetition in range(repetitions):
+                    order = arms if repetition % 2 == 0 else arms[::-1]
+                    for arm in order:
+                        number += 1
+                        begin = time.monotonic()
+                        record = self.cell(
+                            lambda: runner, layout, arm, f"{name}/{repetition}", rate
+                        )
+                        record |= {"ratio": ratio, "repetition": repetition}
+                        found.append(record)
+                        if time.monotonic() - begin > 0.5:
+                            walls.append(record["wall"])
+                        left = statistics.fmean(walls) * (total - number)
+                        self.say(line(number, total, name, record, left))
+        return found
+
+
+def codec_seconds(ledger: Path, ranks: int, sizes: Sizes) -> float:
+    """Seconds of coding a step and rank, all steps together; 0 without a ledger."""
+    if not ledger.is_file():
+        return 0.0
+    rows = json.loads(ledger.read_text().splitlines()[-1])["dimensions"]
+    total = sum(row.get("codec_ms") or 0.0 for ways in rows.values() for row in ways.values())
+    return float(total) / 1e3 / ranks / (sizes.warm + sizes.steps)
+
+
+def line(number: int, total: int, where: str, record: dict[str, Any], left: float) -> str:
+    """The progress line of a cell."""
+    head = f"{number}/{total} {record['layout']} {where} {record['arm']}:"
+    if "failed" in record:
+        return f"{head} FAILED {record['failed']}"
+    return (
+        f"{head} {record['seconds'] * 1e3:.0f} ms, {record['sent'] / 1e6:.2f} MB a step  "
+        f"(busy {record['busy']:.0%}, load {record['load']:.1f}; about {left / 60:.0f} min left)"
+    )

@@ -1,0 +1,45 @@
+"""Tokens a second against the speed of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from training_bench.cells import REFERENCE
+
+
+def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> None:
+    """One line an arm, drawn where it was measured at two rates or more, labelled at its end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["layout"] == layout and "failed" not in row and row["rate"] is not None:
+            point = (row["rate"] / 1e6, row["tokens_per_second"])
+            lines.setdefault(row["arm"], []).append(point)
+    figure, axes = plt.subplots(figsize=(8.5, 5.2), constrained_layout=True)
+    colors = plt.get_cmap("tab20").colors
+    for number, (arm, points) in enumerate(lines.items()):
+        points.sort()
+        native = arm.startswith("native")
+        axes.plot(
+            [x for x, _ in points], [y for _, y in points],
+            color="black" if arm == REFERENCE else colors[number % len(colors)],
+            linestyle="--" if arm.startswith("peer") else "-",
+            linewidth=2.4 if native or arm == "recommended" else 1.3, marker="o", markersize=3.5,
+            label=arm,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xlabel("link of every node, Mb/s")
+    axes.set_ylabel("tokens a second")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{layout}: training speed over slow links")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

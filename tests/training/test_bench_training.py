@@ -1,0 +1,301 @@
+"""scripts/bench_training.py and project_scale.py: what is run, paired, kept, fitted, projected."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridcomp.config import load_config
+from hybridcomp.policy import DIMENSIONS
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import bench_training  # noqa: E402
+import project_scale  # noqa: E402
+from projection import fit, neox  # noqa: E402
+from training_bench import cells, losses, machine, measure, report, runners, worker  # noqa: E402
+
+SIZES = cells.Sizes(layers=2, width=64, length=32, divide_batch=4, warm=2, steps=3)
+
+
+# ---- what is run
+
+
+@pytest.mark.parametrize("layout", list(cells.LAYOUTS))
+def test_every_block_of_a_layout_is_one_that_acts(layout: str, tmp_path: Path) -> None:
+    arms = cells.arms_of(layout)
+    assert arms[0].name == cells.REFERENCE and len({arm.name for arm in arms}) == len(arms)
+    assert {"native fp32", "bound", *cells.PRESETS} <= {arm.name for arm in arms}
+    assert any(arm.peer for arm in arms) == (layout in ("dp2", "asymmetric"))
+    dimensions = [name for name in DIMENSIONS if name in cells.LAYOUTS[layout].dimensions]
+    assert len(dimensions) == len(cells.LAYOUTS[layout].dimensions)
+    for arm in arms:
+        settings = cells.settings_of(layout, arm, SIZES, tmp_path / "ledger.jsonl")
+        assert settings["bf16"]["enabled"] == (arm.name != "native fp32")
+        block = load_config(settings)
+        assert (block is None) == (arm.block is None)
+        if block is not None:
+            assert all(block.active(name) for name in dimensions), arm
+
+
+def test_commands_start_what_the_arm_needs(tmp_path: Path) -> None:
+    arms = {arm.name: arm for arm in cells.arms_of("dp2")}
+    config, data = tmp_path / "c.json", tmp_path / "text"
+
+    def command(name: str) -> list[str]:
+        return cells.command_of("dp2", arms[name], SIZES, config, data, 0)
+
+    assert command(cells.REFERENCE)[1] == "train_gpt"
+    assert command("recommended")[:2] == ["-m", "hybridcomp.run"]
+    peer = command("peer qgz")
+    assert peer[1] == "train_peer" and peer[-6:] == [
+        "--method", "qgz", "--per-node", "1", "--start", "2",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no arm 'fast'"):
+        cells.arms_of("dp2", ["fast"])
+
+
+def test_worker_times_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = iter(range(0, 1000, 7))
+    monkeypatch.setattr(worker, "sent_nbytes", lambda _: next(counter))
+    steps: list[dict[str, float]] = []
+    trainer = argparse.Namespace(share=argparse.Namespace(global_batch=8))
+    watched = worker.watched(lambda _, batches: float(batches), steps)
+    assert watched(trainer, 3) == 3.0 and watched(trainer, 4) == 4.0
+    assert [(step["sent"], step["loss"], step["tokens"]) for step in steps] == [
+        (7, 3.0, 8), (7, 4.0, 8),
+    ]  # fmt: skip
+    assert worker.sent_nbytes is not None and all(step["seconds"] >= 0 for step in steps)
+
+
+def test_a_failed_rank_says_why() -> None:
+    with pytest.raises(runners.CellError, match="status 1: ConfigError: dp: no"):
+        runners.parse(1, "Traceback\n  File x\nConfigError: dp: no\nsomething after\n")
+    assert runners.parse(0, 'noise\nBENCH [{"seconds": 1.0}]\n') == [{"seconds": 1.0}]
+
+
+def test_loopback_starts_all_ranks_and_ends_those_of_a_failed_job() -> None:
+    layout = cells.Layout("x", "2", ("dp",))
+    script = "import json,os;print('BENCH',json.dumps([{'rank':int(os.environ['RANK']),'sent':5}]))"
+    found = runners.Loopback().run(["-c", script], layout, 30)
+    assert [steps[0] for steps in found] == [{"rank": 0, "sent": 0.0}, {"rank": 1, "sent": 0.0}]
+    script = (
+        "import os, time\nif os.environ['RANK'] == '0': time.sleep(60)\n"
+        "raise SystemExit('ValueError: x')"
+    )
+    with pytest.raises(runners.CellError, match=r"status -9|ValueError: x"):
+        runners.Loopback().run(["-c", script], layout, 30)
+
+
+# ---- what is kept
+
+
+class Fake:
+    """A runner of which every step takes what its bytes take."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[str]] = []
+
+    def run(self, command: list[str], layout: cells.Layout, timeout: float) -> list[runners.Steps]:
+        self.runs.append(command)
+        if "hybridcomp.run" in command:
+            raise runners.CellError("status 1: no such thing")
+        steps = [{"seconds": 1.0 + rank, "sent": 1e6, "loss": 2.0, "tokens": 8}
+                 for rank in range(2)]  # fmt: skip
+        return [[step] * 5 for step in steps]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[measure.Bench, Fake]:
+    fake = Fake()
+
+    @contextmanager
+    def network(*_: Any) -> Iterator[Fake]:
+        yield fake
+
+    monkeypatch.setattr(measure, "network", network)
+    monkeypatch.setattr(machine, "busy", lambda: 0.01)
+    options = measure.Options(
+        data=tmp_path / "text", out=tmp_path / "out", sizes=SIZES, seed=0, busy=0.1, patience=0,
+        force=False, loopback=False, timeout=10,
+    )  # fmt: skip
+    return measure.Bench(options, lambda _: None), fake
+
+
+def test_cells_are_interleaved_paired_and_measured_once(
+    bench: tuple[measure.Bench, Fake],
+) -> None:
+    arms = cells.arms_of("dp2", ["native fp32", "recommended"])
+    records = bench[0].run("dp2", arms, [0.25, 4.0], 2)
+    # a step takes as long as its slowest rank, 2 s; 1 MB in r times that
+    assert {record["ratio"]: record["rate"] for record in records} == {0.25: 16e6, 4.0: 1e6}
+    order = [record["arm"] for record in records[:6]]
+    assert order == [arm.name for arm in arms] + [arm.name for arm in arms[::-1]]
+    count = len(bench[1].runs)
+    assert count == 1 + 12
+    assert bench[0].run("dp2", arms, [0.25, 4.0], 2) == records and len(bench[1].runs) == count
+    rows = report.rows_of(records)
+    failed = [row for row in rows if "failed" in row]
+    assert [row["arm"] for row in failed] == ["recommended"] * 2
+    assert "no such thing" in report.table(rows, "dp2")
+
+
+def test_a_busy_machine_is_not_timed(
+    bench: tuple[measure.Bench, Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "busy", lambda: 0.5)
+    with pytest.raises(SystemExit, match="50% of the cores are busy"):
+        bench[0].calibrate("dp2")
+    assert machine.wait_until_quiet(0.1, 0, force=True) == 0.5
+
+
+def test_bytes_are_of_the_busiest_node_and_seconds_of_the_slowest_rank() -> None:
+    steps = [[{"seconds": 1.0 + rank + 9 * (n < 2), "sent": 10.0 * rank, "loss": 1.0, "tokens": 8}
+              for n in range(4)] for rank in range(4)]  # fmt: skip
+    found = measure.summary(steps, SIZES, per_node=2, length=32)
+    assert found == {"seconds": 4.0, "sent": 20.0, "tokens": 256, "loss": 1.0}
+
+
+# ---- the table
+
+
+def record(arm: str, seconds: float, sent: float, ratio: float = 4.0, n: int = 0) -> dict[str, Any]:
+    return {
+        "layout": "dp2", "arm": arm, "ratio": ratio, "repetition": n, "seconds": seconds,
+        "sent": sent, "rate": 1_000_000, "tokens": 100, "loss": 2.0, "codec_s": 0.0, "busy": 0.0,
+    }  # fmt: skip
+
+
+def test_speed_ups_are_paired_and_held_against_the_ideal() -> None:
+    assert report.ideal(4.0, 4.0) == 2.5 and report.ideal(1.0, 1.0) == 1.0
+    records = [
+        record(cells.REFERENCE, 5.0, 4e6), record("recommended", 2.5, 1e6),
+        record(cells.REFERENCE, 10.0, 4e6, n=1), record("recommended", 4.0, 1e6, n=1),
+    ]  # fmt: skip
+    row = report.rows_of(records)[1]
+    assert (row["low"], row["speed_up"], row["high"]) == (2.0, 2.25, 2.5)
+    assert row["saving"] == 4.0 and row["share"] == pytest.approx(0.9)
+    text = report.table(report.rows_of(records), "dp2")
+    assert "2.25x (2.00 to 2.50) | 2.50: 90%" in text
+
+
+# ---- losses at equal bytes
+
+
+def loss_row(label: str, sent: float, gap: float, half: float | None = 0.1) -> dict[str, Any]:
+    return {
+        "label": label, "gap": gap, "gap_interval": half, "steps": 1000, "seeds": [0, 1, 2],
+        "ledger": {name: {"forward": {"wire_MB": sent / 2}} for name in ("dp", "zero")},
+    }  # fmt: skip
+
+
+def test_ours_is_chosen_by_bytes_before_losses() -> None:
+    rows = [
+        loss_row("recommended", 100, 0.0), loss_row("3 bits, deltas 3", 50, 0.5),
+        loss_row("2 bits, deltas 3", 40, 0.1), loss_row("peer qgz", 60, 1.0),
+        loss_row("peer sdp4bit", 45, 0.15), loss_row("peer powersgd-4", 10, 3.0),
+        loss_row("peer loco", 55, 0.2),
+    ]  # fmt: skip
+    found = {duel["peer"]: duel for duel in losses.duels_of(rows)}
+    assert found["qgz"]["ours"] == "3 bits, deltas 3" and found["qgz"]["winner"] == "ours"
+    assert found["sdp4bit"]["winner"] == "neither" and found["loco"]["winner"] == "peer"
+    assert found["powersgd-4"]["ours"] is None
+    assert "all of ours send more" in losses.table(list(found.values()))
+    assert losses.winner(loss_row("a", 1, 0.0, None), loss_row("b", 1, 1.0)) == "one seed"
+
+
+# ---- the cost model
+
+
+def measured(layout: str, r: float, arm: str, sent: float, codec: float) -> dict[str, Any]:
+    compute = {"dp2": 1.0, "pp2": 0.5}[layout]
+    rate = 8 * 4e6 / (r * compute)
+    seconds = compute + 1.1 * 8 * sent / rate + 0.8 * codec
+    return {"layout": layout, "r": r, "arm": arm, "rate": rate, "sent_MB": sent / 1e6,
+            "codec_s": codec, "seconds": seconds}  # fmt: skip
+
+
+def rows() -> list[dict[str, Any]]:
+    sizes = {cells.REFERENCE: (4e6, 0.0), "recommended": (0.5e6, 0.05), "naive-zfp": (1e6, 0.2)}
+    return [
+        measured(layout, r, arm, *size)
+        for layout in ("dp2", "pp2") for r in (0.25, 1.0, 4.0) for arm, size in sizes.items()
+    ]  # fmt: skip
+
+
+def test_model_finds_the_constants_and_is_checked_on_other_cells() -> None:
+    fitted, held = fit.split(rows())
+    assert len(fitted) == 8 and len(held) == 10
+    assert not any(row in held for row in fitted)
+    model = fit.fit(fitted)
+    assert model.compute == pytest.approx({"dp2": 1.0, "pp2": 0.5}, rel=1e-4)
+    assert (model.slowdown, model.coding) == pytest.approx((1.1, 0.8), rel=1e-4)
+    assert model.overlap == 0
+    held[0]["seconds"] *= 2
+    found = fit.report(model, fitted, held)
+    assert found["fitted"]["worst"] < 1e-4
+    assert found["held_out"]["worst"] == pytest.approx(0.5, abs=1e-3)
+    with pytest.raises(ValueError, match="expected at least 5 cells"):
+        fit.fit(fitted[:2] + fitted[4:6])
+
+
+def test_negative_constants_are_not_found() -> None:
+    import numpy as np
+
+    table = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    assert fit.non_negative(table, np.array([3.0, 2.0, 1.0])) == pytest.approx([2.0, 0.0])
+
+
+def test_projection_has_the_volumes_of_the_model() -> None:
+    cluster, base = neox.Cluster(latency=0.0), neox.Scheme("baseline")
+    one = neox.step(cluster, 24, base, 32, 1.0, 0.0, 1.0)
+    two = neox.step(cluster, 48, base, 32, 1.0, 0.0, 1.0)
+    assert one.dp == 0 and two.samples == 2 * one.samples
+    # 856 M gradients a GPU, half of them to the other replica and back, at a quarter of 25 GB/s
+    assert two.dp == pytest.approx(2 * 0.5 * 20.55e9 / 24 * 4 / 6.25e9)
+    # a boundary is 12.58 M values, cut over four tensor ranks, forward and backward
+    assert one.pp == pytest.approx(32 * 2 * 2048 * 6144 / 4 * 4 / 6.25e9)
+    short = neox.step(cluster, 48, base, 16, 1.0, 0.0, 1.0)
+    assert short.dp == pytest.approx(two.dp / 2) and short.compute == two.compute
+    for width in (32, 16):
+        naive = next(s for s in neox.schemes(width, 1, 1, 1) if s.name == "naive-zfp")
+        saved = neox.step(cluster, 48, naive, width, 1.0, 0.0, 0.0)
+        assert saved.dp == pytest.approx((two if width == 32 else short).dp * 8 / width)
+    assert next(s for s in neox.schemes(16, 1, 1, 1) if s.name == "zhybrid").tp is None
+    with pytest.raises(ValueError, match="multiple of 24"):
+        neox.step(cluster, 30, base, 32, 1.0, 0.0, 1.0)
+
+
+def test_projection_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench_training.json"
+    file.write_text(json.dumps([*rows(), {"layout": "dp2", "arm": "x", "failed": "why"}]))
+    assert project_scale.main([str(file), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "held out: 10 cells" in said and "the paper, up to 192" in said
+    kept = json.loads((tmp_path / "out" / "projection.json").read_text())
+    assert (
+        len(kept["projected"]) == 2 * 4 * 5 and (tmp_path / "out" / "projection.png").stat().st_size
+    )
+    wrong = [
+        {**row, "seconds": row["seconds"] * (3 if row["arm"] == "naive-zfp" else 1)}
+        for row in rows()
+    ]
+    file.write_text(json.dumps(wrong))
+    assert project_scale.main([str(file), "--out", str(tmp_path / "out")]) == 2
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text_train.idx").touch()
+    found = bench_training.parse(["--data", str(tmp_path / "text"), "--loopback"])
+    assert found.r == [] and found.unshaped and "3d" not in found.layouts
+    with pytest.raises(SystemExit):
+        bench_training.parse(["--data", str(tmp_path / "none")])
+    assert "prepare_data.py writes one" in capsys.readouterr().err
