@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hybridcomp.agreement import agree, versions
@@ -146,6 +147,8 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
         if hasattr(module, "ATTACHED"):
             module.ATTACHED(engine, channels)
     notes += channels.place(_data_parallel(engine))
+    dtype = next((parameter.dtype for parameter in engine.module.parameters()), torch.float32)
+    notes += channels.weigh(engine.seq_data_parallel_group, dtype, engine.device)
     process.lend(engine, channels)
     jsonl = block.ledger.jsonl
     setattr(engine, REPORTER, Reporter(channels, Path(jsonl) if jsonl else None, engine.device))

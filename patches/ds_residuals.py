@@ -24,7 +24,9 @@ def _path(folder: Path, rank: int) -> Path:
 
 def needed(channels: Channels) -> bool:
     """Whether there is anything to save; equal on every rank."""
-    return bool(channels.guard.trips) or any(channel.error_feedback for channel in channels)
+    measured = channels.link is not None and bool(channels.link.verdicts)
+    tripped = bool(channels.guard.trips)
+    return tripped or measured or any(channel.error_feedback for channel in channels)
 
 
 def save(folder: Path, channels: Channels, loss_scale: float) -> None:
@@ -38,6 +40,7 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
             "loss_scale": loss_scale,
             "residuals": channels.residuals.state_dict(),
             "guard": channels.guard.state(),
+            "link": channels.link.state() if channels.link is not None else {},
             "factors": channels.factors.state_dict(),
         },
         _path(folder, dist.get_rank()),
@@ -47,7 +50,9 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
 def load(folder: Path, channels: Channels, loss_scale: float) -> None:
     """Restore what ``save`` wrote; without such files the residuals start at zero, said once."""
     if channels.guard.watching:
-        say(channels.resume_guard(_guard_of(_path(folder, 0))))
+        say(channels.resume_guard(_told("guard", _path(folder, 0))))
+    if channels.link is not None and channels.link.verdicts:
+        say(channels.resume_link(_told("link", _path(folder, 0))))
     if not any(channel.error_feedback for channel in channels):
         return
     first = _path(folder, 0)
@@ -67,6 +72,9 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
         channels.factors.load({})
         channels.residuals.load_sum(_states(folder, count, channels))
     channels.residuals.scale(loss_scale / stored["loss_scale"])
+    if channels.link is not None and channels.link.native("dp") and channels.residuals.nbytes:
+        channels.residuals.clear()
+        say(["dp is native now (when: auto): what error feedback still held is dropped"])
 
 
 def _states(folder: Path, count: int, channels: Channels) -> Iterator[Any]:
@@ -77,11 +85,11 @@ def _states(folder: Path, count: int, channels: Channels) -> Iterator[Any]:
         yield stored["residuals"]
 
 
-def _guard_of(path: Path) -> dict[str, Any]:
-    """What rank 0 reads there, told to all ranks: they fall back together or not at all."""
+def _told(part: str, path: Path) -> dict[str, Any]:
+    """What rank 0 reads there, told to all ranks: they change together or not at all."""
     state: list[dict[str, Any]] = [{}]
     if dist.get_rank() == 0 and path.is_file():
-        state = [_read(path).get("guard", {})]
+        state = [_read(path).get(part, {})]
     dist.broadcast_object_list(state, src=0)
     return state[0]
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hybridcomp.channels import Channels
 from hybridcomp.patches import mcore_groups, process
 from hybridcomp.patching import Seam
@@ -78,6 +80,10 @@ def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..
         channels = process.current()
         if channels is not None and process.borrowed() is None:
             for note in channels.place(mcore_groups.data_parallel()):
+                process.say(note)
+            # gradients are fp32 or bf16, which is not known yet: what pays for bf16 does for fp32
+            group = mcore_groups.replicas()
+            for note in channels.weigh(group, torch.bfloat16, process.device()):
                 process.say(note)
 
     return initialize_model_parallel

@@ -73,6 +73,14 @@ def data_parallel() -> set[tuple[int, ...]]:
     return {tuple(dist.get_process_group_ranks(group)) for group in found if group is not None}
 
 
+def replicas() -> dist.ProcessGroup:
+    """The group over which this rank's dense parameters are replicated."""
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
+
+
 def coordinates() -> str:
     """Where this rank stands in its model replica, such as ``pp1.tp0.ep0``."""
     from megatron.core import parallel_state

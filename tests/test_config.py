@@ -242,6 +242,10 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
         "compression.dp.ramp.steps",
         ("required",),
     ),
+    ({"dp": {"codec": "none", "when": "auto"}}, "compression.dp.when", ("none is native",)),
+    ({"dp": {"codec": "powersgd", "when": "auto"}}, "compression.dp.when", ("not measured",)),
+    ({"zero": {"codec": "bf16", "when": "fast"}}, "compression.zero.when", ("'auto'",)),
+    ({"tp": {"codec": "bf16", "when": "auto"}}, "compression.tp.when", ("only dp, zero can have",)),
     ({"dp": "bf16", "hierarchy": "nodes"}, "compression.hierarchy", ('"auto", "none" or the',)),
     ({"dp": "bf16", "hierarchy": True}, "compression.hierarchy", ("found true",)),
     ({"dp": "bf16", "hierarchy": 0}, "compression.hierarchy", ("found 0",)),
@@ -451,6 +455,15 @@ def test_ramp_of_bounds() -> None:
         assert all(abs(ratio - (end / 1e-4) ** (1 / 8)) < 0.02 for ratio in ratios)
     taken = specs_of(block, "tp")
     assert len(set(taken)) > 4 and taken[8:] == [taken[8]] * 4
+
+
+def test_when() -> None:
+    assert parse({"dp": "bf16"}).measured() == ()
+    config = parse({"preset": "recommended", "zero": {"when": "auto"}})
+    assert config.measured() == ("zero",) and config.zero.codec == "blockint"
+    assert config.flat()["compression.zero.when"] == "auto"
+    assert config.flat()["compression.dp.when"] == "always"
+    assert "measured      zero: native where that is faster, timed at start-up" in config.describe()
 
 
 def test_hierarchy() -> None:

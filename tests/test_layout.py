@@ -33,10 +33,11 @@ ALLOWED: dict[str, set[str]] = {
     "factors": {"codecs", "collectives", "feedback"},
     "sums": {"codecs", "collectives", "factors", "feedback"},
     "common": {"collectives", "feedback"},
+    "link": {"codecs", "collectives", "policy"},
     "ledger": {"errors", "policy", "collectives"},
     "channels": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "nodes",
-        "factors", "sums", "guard", "common",
+        "factors", "sums", "guard", "common", "link",
     },
     "delta": {"codecs", "collectives", "channels"},
     "monitor": {"errors", "codecs", "policy", "ledger", "channels"},

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybridcomp.channels.channel import TWO_LEVELS, Channel
 from hybridcomp.config import CompressionConfig
@@ -13,6 +14,7 @@ from hybridcomp.factors import Factors
 from hybridcomp.feedback import Residuals
 from hybridcomp.guard import Guard
 from hybridcomp.ledger import Ledger
+from hybridcomp.link import Link, gathers, judge, reductions
 from hybridcomp.nodes import Nodes, Ranks, discover
 from hybridcomp.policy import DIMENSIONS, Dimension
 
@@ -42,6 +44,7 @@ class Channels:
         self.residuals = Residuals()
         self.guard = Guard(config.limits())
         self.factors = Factors()
+        self.link: Link | None = None  # with ``when: auto``, once it is measured
         self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
         #: names of small parameters that tensor-parallel ranks have in common; see ``common``
         self.common: frozenset[str] = frozenset()
@@ -66,6 +69,44 @@ class Channels:
         self.nodes = discover(self.config.hierarchy)
         notes = self.nodes.prepare(groups)
         return [f"{', '.join(names)}: {note}" for note in notes]
+
+    def weigh(
+        self, group: dist.ProcessGroup | None, dtype: torch.dtype, device: torch.device
+    ) -> list[str]:
+        """Measure the dimensions that may turn themselves off, after ``place``; a collective.
+
+        ``group``: replicas of this rank's parameters, which are of ``dtype``. Returns what to tell
+        the user, the same on all ranks.
+        """
+        names = self.config.measured()
+        self.link = Link()
+        if not names or dist.get_world_size(group) < 2:
+            return []
+        levels = self.nodes.levels(group) if self.nodes is not None else None
+        for name in names:
+            codec = self.policy.codecs[name, "forward"]
+            assert codec is not None, "the block was checked"
+            trials = gathers(codec, group, levels, dtype, device)
+            if name == "dp":
+                feedback = self[name].error_feedback
+                trials = reductions(codec, feedback, group, levels, dtype, device)
+            self.link.verdicts[name] = judge(trials, dtype.itemsize, device)
+        self._note_link()
+        return [verdict.told(name) for name, verdict in self.link.verdicts.items()]
+
+    def resume_link(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Take over the verdicts of a checkpoint; returns what to tell the user."""
+        told = self.link.restore(state) if self.link is not None else []
+        self._note_link()
+        return told
+
+    def _note_link(self) -> None:
+        """Native from the start is what the ledger shows of a link that is too fast."""
+        for name in self.link.verdicts if self.link is not None else ():
+            if self.link is not None and self.link.native(name):
+                self.ledger.native_since.setdefault(name, 0)
+            elif self.ledger.native_since.get(name) == 0:
+                del self.ledger.native_since[name]
 
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
         """After an optimizer step, with ``step`` counted on: let the guard decide.

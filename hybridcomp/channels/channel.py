@@ -30,6 +30,7 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.common import Exact, stretches_of
+from hybridcomp.errors import ConfigError
 from hybridcomp.feedback import Piece
 from hybridcomp.nodes import Reach
 from hybridcomp.policy import DIRECTIONS, Dimension, Direction, Traffic
@@ -101,9 +102,24 @@ class Channel:
                 step=step,
             )
         )
+        if codec is not None and self._too_fast():
+            return None
         if codec is not None and guard.native(self.dimension, step):
             return guard.flush(self.dimension, step) if self.error_feedback else None
         return codec
+
+    def _too_fast(self) -> bool:
+        """Whether the link was found to be faster than the codec. Raises ConfigError where it
+        should have been measured and was not."""
+        if self._channels.link is not None:
+            return self._channels.link.native(self.dimension)
+        if self.dimension in self._channels.config.measured():
+            todo = (
+                "nothing was measured, as this job makes its groups in a way of its own; write "
+                '"always"'
+            )
+            raise ConfigError(f"compression.{self.dimension}.when", "auto", todo)
+        return False
 
     def wants_pieces(self, codec: Codec) -> bool:
         """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""

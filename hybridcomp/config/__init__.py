@@ -240,6 +240,11 @@ class CompressionConfig(Strict):
         """Whether ``dimension`` keeps residuals; only dp can."""
         return dimension == "dp" and self.dp.feeds_back
 
+    def measured(self) -> tuple[Dimension, ...]:
+        """Dimensions that turn themselves off where the link is faster than their codec."""
+        both: tuple[Dimension, ...] = ONE_WAY
+        return tuple(name for name in both if getattr(self, name).when == "auto")
+
     def limits(self) -> dict[Dimension, Limits]:
         """What the guard looks at, by dimension; nothing without samples."""
         if not self.ledger.sample_every:
@@ -265,6 +270,7 @@ class CompressionConfig(Strict):
             for (name, direction), codec in self.codecs().items()
         }
         settings[f"{BLOCK}.dp.error_feedback"] = self.error_feedback("dp")
+        settings.update({f"{BLOCK}.{name}.when": getattr(self, name).when for name in ONE_WAY})
         settings[f"{BLOCK}.zero.delta"] = self.zero.delta
         settings[f"{BLOCK}.zero.resync_every"] = self.zero.resync_every
         settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather

@@ -56,6 +56,9 @@ def lines(config: CompressionConfig, absent: Collection[Dimension]) -> list[str]
         first, last = rungs[0].codec.spec, rungs[-1].stop + config.start_step
         levels = f"{len(rungs)} levels" if len(rungs) > 1 else "1 level"
         lines.append(f"{'ramp':13} {told}: from {first} in {levels}, as written from step {last}")
+    if config.measured():
+        names = ", ".join(config.measured())
+        lines.append(f"{'measured':13} {names}: native where that is faster, timed at start-up")
     lines += _guarded(config)
     if isinstance(config.hierarchy, int):
         lines.append(f"{'nodes':13} every {config.hierarchy} consecutive ranks share one")

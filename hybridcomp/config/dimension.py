@@ -266,7 +266,27 @@ class DimensionConfig(CodecSettings):
             )
 
 
-class GradientConfig(DimensionConfig):
+class MeasuredConfig(DimensionConfig):
+    """A dimension whose groups are known before the first message (dp, zero)."""
+
+    when: Literal["always", "auto"] = Field(
+        "always",
+        description="always (default), or auto: at start-up real messages are timed natively and "
+        "encoded, on all ranks, and where encoding is not faster (one machine, a fast network) the "
+        "dimension stays native for the run. Takes seconds.",
+    )
+
+    def _check_measured(self, codec: Codec | None) -> None:
+        if self.when == "always":
+            return
+        if codec is None:
+            raise problem("when", self.when, "none is native anyway; remove it, or name a codec")
+        if isinstance(codec, PowerSgd):
+            todo = "what powersgd takes depends on the matrices and is not measured; remove it"
+            raise problem("when", self.when, todo)
+
+
+class GradientConfig(MeasuredConfig):
     """Gradient reduction over the data-parallel group."""
 
     more: ClassVar[tuple[str, ...]] = ("rank",)
@@ -307,6 +327,7 @@ class GradientConfig(DimensionConfig):
 
     def _check_codecs(self) -> None:
         codec = build_codec(self.given(), "", gradients=True)
+        self._check_measured(codec)
         refused = "error_feedback" in self.model_fields_set and not self.error_feedback
         if refused and isinstance(codec, PowerSgd):
             todo = "powersgd does not converge without; remove it, or name another codec"
@@ -322,7 +343,7 @@ class GradientConfig(DimensionConfig):
         self._check_converges(codec, "error_feedback")
 
 
-class ParameterConfig(DimensionConfig):
+class ParameterConfig(MeasuredConfig):
     """Gather of updated parameters (ZeRO 1 and 2) or of parameters before their use (ZeRO 3)."""
 
     delta: bool = Field(
@@ -340,6 +361,7 @@ class ParameterConfig(DimensionConfig):
 
     def _check_codecs(self) -> None:
         codec = build_codec(self.given(), "")
+        self._check_measured(codec)
         if self.delta:
             if codec is None:
                 todo = "none sends exact parameters; name a codec or remove it"

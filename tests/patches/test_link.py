@@ -1,0 +1,210 @@
+"""``when: auto``: ranks decide alike, a fast link makes a dimension native, restarts keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp import link
+from hybridcomp.channels import Channels, channels_of
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from tests.ranks import RankPool
+
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training.trainer import Job, digests, make_engine, train_step
+
+FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}
+EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
+BLOCK = {"dp": FEEDBACK, "zero": EIGHT, "min_bytes": 0}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@contextmanager
+def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
+    """The collectives run, and take these seconds; yields the sizes of the trials."""
+    sizes: list[int] = []
+
+    def seconds(run: Callable[[], None], device: torch.device) -> float:
+        run()
+        return {"native": native_s, "coded": coded_s}[run.__name__]
+
+    def sized(trial: Callable[[int], Any]) -> Callable[[int], Any]:
+        def of(numel: int) -> Any:
+            sizes.append(numel)
+            return trial(numel)
+
+        return of
+
+    real = link.judge
+    with (
+        patch.object(link, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
+        patch.object(link, "seconds", seconds),
+        patch("hybridcomp.channels.judge", lambda trial, *rest: real(sized(trial), *rest)),
+    ):
+        yield sizes
+
+
+def weighed(
+    times: list[tuple[float, float]], hierarchy: int | str
+) -> tuple[dict[str, Any], list[str], list[int], list[bool]]:
+    """Verdicts, what is told, sizes of trials, whether messages are native."""
+    channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": hierarchy}))
+    channels.place([tuple(range(dist.get_world_size()))])
+    with clock(*times[dist.get_rank()]) as sizes:
+        told = channels.weigh(None, torch.bfloat16, CPU)
+    assert channels.link is not None
+    assert not channels.ledger.interval["dp", "forward"].messages, "trials are no traffic"
+    native = [channels[name].codec(1000, torch.bfloat16, None) is None for name in ("dp", "zero")]
+    return channels.link.state(), told, sizes, native
+
+
+@pytest.mark.parametrize(
+    ("times", "pays", "count"),
+    [
+        ([(0.02, 0.01), (0.02, 0.01)], True, 3),
+        ([(0.01, 0.02), (0.01, 0.02)], False, 3),
+        ([(0.02, 0.01), (0.02, 0.03)], False, 3),  # the slowest rank counts
+        ([(0.02, 0.01), (0.05, 0.03)], True, 3),
+        ([(0.02, 0.0195), (0.02, 0.0195)], False, 3),  # faster, but not by the margin
+        ([(9.0, 1.0), (0.01, 0.01)], True, 1),  # a small message tells, a large one takes long
+    ],
+)
+def test_all_ranks_decide_alike(
+    pool: RankPool, times: list[tuple[float, float]], pays: bool, count: int
+) -> None:
+    slowest = [max(pair[way] for pair in times) for way in (0, 1)]
+    for state, told, sizes, native in pool.run(weighed, times, "none"):
+        for verdict in state.values():
+            assert (verdict["native_s"], verdict["coded_s"]) == tuple(slowest)
+            assert (verdict["pays"], verdict["nbytes"]) == (pays, 2 << (9 + count))
+        assert list(state) == ["dp", "zero"] and native == [not pays] * 2
+        assert sizes == [1 << (10 + index) for index in range(count)] * 2
+        assert len(told) == 2 and ("native for this run" in told[0]) != pays
+        assert told[1].startswith("zero: ") and "(compression.zero.when: auto)" in told[1]
+
+
+def test_two_levels_are_what_is_timed() -> None:
+    with RankPool(4) as ranks:
+        for state, _, _, native in ranks.run(weighed, [(0.02, 0.01)] * 4, 2):
+            assert state["dp"]["pays"] and native == [False, False]
+
+
+def trained(job: Job, times: tuple[float, float]) -> tuple[Any, ...]:
+    with clock(*times):
+        engine = make_engine(job)
+    losses = [train_step(engine, job, step) for step in range(job.steps)]
+    channels = channels_of(engine)
+    assert channels is not None
+    rows = channels.ledger.rows(channels.ledger.interval)
+    found = losses, digests(engine), rows, channels.residuals.nbytes
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_fast_link_makes_the_run_native(pool: RankPool, stage: int) -> None:
+    """Bit for bit, without residuals; the ledger says since when."""
+    job = Job(stage, steps=4, block=BLOCK if stage else {"dp": FEEDBACK, "min_bytes": 0})
+    plain = {"dp": "none", "zero": "none"} if stage else {"dp": "none"}
+    off = pool.run(trained, job, (0.01, 0.02))
+    on = pool.run(trained, job, (0.02, 0.01))
+    native = pool.run(trained, replace(job, block=plain), (0.01, 0.02))
+    for rank in range(2):
+        losses, weights, rows, held = off[rank]
+        assert (losses, weights) == native[rank][:2] != on[rank][:2]
+        assert held == 0 < on[rank][3]
+        for ways in rows.values():
+            row = ways["forward"]
+            assert row["native_messages"] == row["messages"] and row["native_since"] == 0
+        assert on[rank][2]["dp"]["forward"]["native_since"] is None
+
+
+def resumed(
+    folder: str, first: tuple[float, float], second: tuple[float, float], before: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Three steps with the block ``before``, saved; three more; three more after a restart."""
+    job = Job(1, steps=3, block=before)
+    with clock(*first):
+        engine = make_engine(job)
+    for step in range(3):
+        train_step(engine, job, step)
+    engine.save_checkpoint(folder, tag="x")
+    whole = [train_step(engine, job, step) for step in range(3, 6)]
+    with clock(*second):
+        again = make_engine(replace(job, block=BLOCK))
+    again.load_checkpoint(folder, tag="x")
+    losses = [train_step(again, job, step) for step in range(3, 6)]
+    channels = channels_of(again)
+    assert channels is not None and channels.link is not None
+    verdicts = {name: verdict.pays for name, verdict in channels.link.verdicts.items()}
+    return whole, losses, verdicts, channels.ledger.native_since, channels.residuals.nbytes
+
+
+SLOW, FAST = (0.02, 0.01), (0.01, 0.02)
+
+
+@pytest.mark.parametrize(("first", "second"), [(SLOW, FAST), (FAST, SLOW)], ids=["on", "off"])
+def test_a_resumed_run_goes_on_as_it_was(
+    pool: RankPool, tmp_path: Path, first: tuple[float, float], second: tuple[float, float]
+) -> None:
+    pays = first == SLOW
+    for whole, losses, verdicts, since, held in pool.run(
+        resumed, str(tmp_path), first, second, BLOCK
+    ):
+        assert whole == losses
+        assert verdicts == {"dp": pays, "zero": pays}
+        assert since == ({} if pays else {"dp": 0, "zero": 0})
+        assert (held > 0) == pays
+
+
+def test_residuals_that_nobody_will_send_are_dropped(pool: RankPool, tmp_path: Path) -> None:
+    """The run before was compressed whatever the link, and this one is not."""
+    always = {
+        name: {**BLOCK[name], "when": "always"}  # type: ignore[dict-item]
+        for name in ("dp", "zero")
+    }
+    found = pool.run(resumed, str(tmp_path), SLOW, FAST, {**always, "min_bytes": 0})
+    for _, losses, verdicts, _, held in found:
+        assert len(losses) == 3 and verdicts == {"dp": False, "zero": False} and held == 0
+
+
+def test_what_changed_is_told() -> None:
+    one = link.Link()
+    one.verdicts["dp"] = link.Verdict(False, 16 << 20, 0.01, 0.02)
+    stored = link.Verdict(True, 16 << 20, 0.3, 0.1)
+    assert one.restore({}) == [] and one.native("dp")
+    (told,) = one.restore({"dp": vars(stored)})
+    assert told.startswith("dp: stays compressed, as in the run that is continued")
+    assert "17 MB now takes 20.0 ms and native 10.0 ms" in told and '"codec": "none"' in told
+    assert one.verdicts["dp"] == stored and not one.native("dp")
+
+
+def unmeasured() -> str:
+    channels = Channels(CompressionConfig.parse(BLOCK))
+    assert channels["tp"].codec(10, torch.float32, None) is None
+    with pytest.raises(ConfigError) as error:
+        channels["dp"].codec(10, torch.float32, None)
+    return str(error.value)
+
+
+def test_what_was_not_measured_is_an_error(pool: RankPool) -> None:
+    for said in pool.run(unmeasured):
+        assert "compression.dp.when" in said and 'write "always"' in said
