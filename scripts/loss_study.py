@@ -45,6 +45,7 @@ LAYOUTS = {
     "dp2": Layout("ds_zero1_baseline.json", 2, peers=True),
     "pp2": Layout("ds_pipe2_baseline.json", 2, ("--pp", "2")),
     "pp2dp2": Layout("ds_pipe2_baseline.json", 4, ("--pp", "2")),
+    "3d": Layout("ds_3d_baseline.json", 8, ("--tp", "2", "--pp", "2")),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from training_bench.cells import REFERENCE
+from training_bench.cells import FP32, REFERENCE
 
 Cell = dict[str, Any]
 #: arms that the model is fitted to, and the ratios r; every other cell is held out
@@ -51,7 +51,7 @@ def usable(rows: Sequence[Cell]) -> list[Cell]:
     """
     return [
         row for row in rows
-        if "failed" not in row and row["arm"] != "native fp32"
+        if "failed" not in row and not row["arm"].startswith(("native fp32", FP32))
         and not row["arm"].startswith(("peer", "ZeRO++"))
     ]  # fmt: skip
 

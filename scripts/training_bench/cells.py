@@ -11,6 +11,8 @@ from typing import Any
 SCRIPTS = Path(__file__).resolve().parents[1]
 CONFIGS = SCRIPTS.parent / "configs"
 REFERENCE = "native bf16"
+#: before the name of a scheme that compresses fp32 messages, as the paper's are
+FP32 = "fp32 "
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
 #: gradients fed back, the rest as in configs/README.md; dimensions that a layout lacks are left out
 BOUND: dict[str, Any] = {
@@ -93,6 +95,9 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
         blocks["delta"] = {**DELTA, **{name: {"codec": "blockint", "bits": 8} for name in model}}
     arms = [Arm(REFERENCE), Arm("native fp32", bf16=False)]
     arms += [Arm(name, block=tuple(block.items())) for name, block in blocks.items()]
+    if layout == "3d":
+        schemes = [name for name in PRESETS if name != "naive-mpc"]
+        arms += [Arm(FP32 + n, bf16=False, block=tuple(blocks[n].items())) for n in schemes]
     if layout == "zero3":
         arms += [Arm(name, zero=tuple(keys.items())) for name, keys in ZEROPP.items()]
     if LAYOUTS[layout].peers:

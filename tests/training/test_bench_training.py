@@ -21,7 +21,7 @@ sys.path.insert(0, str(SCRIPTS))
 import bench_training  # noqa: E402
 import project_scale  # noqa: E402
 from projection import fit, neox  # noqa: E402
-from training_bench import cells, losses, machine, measure, report, runners, worker  # noqa: E402
+from training_bench import cells, chapters, losses, machine, measure, report, runners, worker  # noqa: E402
 
 SIZES = cells.Sizes(layers=2, width=64, length=32, divide_batch=4, warm=2, steps=3)
 
@@ -39,7 +39,7 @@ def test_every_block_of_a_layout_is_one_that_acts(layout: str, tmp_path: Path) -
     assert len(dimensions) == len(cells.LAYOUTS[layout].dimensions)
     for arm in arms:
         settings = cells.settings_of(layout, arm, SIZES, tmp_path / "ledger.jsonl")
-        assert settings["bf16"]["enabled"] == (arm.name != "native fp32")
+        assert settings["bf16"]["enabled"] == ("fp32" not in arm.name.split())
         block = load_config(settings)
         assert (block is None) == (arm.block is None)
         if block is not None:
@@ -299,3 +299,44 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         bench_training.parse(["--data", str(tmp_path / "none")])
     assert "prepare_data.py writes one" in capsys.readouterr().err
+
+
+# ---- chapters
+
+
+def bench_rows() -> list[dict[str, Any]]:
+    cells_ = [record(cells.REFERENCE, 5.0, 4e6), record("recommended", 2.0, 1e6),
+              record("naive-zfp", 4.0, 2e6), record("native fp32", 4.0, 8e6),
+              record("fp32 naive-zfp", 3.2, 2e6)]  # fmt: skip
+    return report.rows_of([{**cell, "layout": "3d"} for cell in cells_])
+
+
+def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    for chapter in (chapters.speed_chapter, chapters.paper_chapter, chapters.equal_bytes_chapter):
+        with pytest.raises(FileNotFoundError, match="run scripts/bench_training.py"):
+            chapter(source, out)
+    (source / "bench_training.json").write_text(json.dumps(bench_rows()))
+    (source / "3d.png").write_bytes(b"png")
+    speed = chapters.speed_chapter(source, out)
+    assert "1 of 2 compressed cells reach it" not in speed and "of 3 compressed cells" in speed
+    assert "Not measured: dp2, " in speed and (out / "speed_3d.png").is_file()
+    paper = chapters.paper_chapter(source, out)
+    assert "| 4 | naive-zfp | +25.0 % | +25.0 % | not trained | +23.6 %, +22.5 %" in paper
+    assert "| 4 | zhybrid | not measured | not measured |" in paper
+    (source / "losses" / "3d").mkdir(parents=True)
+    runs = [{"label": "naive-zfp", "gap": 0.5, "gap_interval": 0.25}]
+    (source / "losses" / "3d" / "comparison.json").write_text(json.dumps({"runs": runs}))
+    assert "+25.0 % | +0.50 ± 0.25 |" in chapters.paper_chapter(source, out)
+    (source / "losses" / "equal_bytes.json").write_text(
+        json.dumps(losses.duels_of([loss_row("recommended", 5, 0.0), loss_row("peer qgz", 6, 1.0)]))
+    )
+    assert "| qgz | 6 | +1.00 ± 0.10 | recommended | 5 |" in chapters.equal_bytes_chapter(
+        source, out
+    )
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(rows()))
+    assert project_scale.main([str(file), "--out", str(source)]) == 0
+    assert "| held out | 10 |" in chapters.projection_chapter(source, out)

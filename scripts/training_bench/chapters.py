@@ -1,0 +1,220 @@
+"""Chapters of docs/results: training speed, losses at equal bytes, the paper's table, projection.
+
+Each takes the folder that its script left and the folder to write into, copies figures and pictures
+there and returns Markdown. Raises FileNotFoundError naming what has not been measured.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from training_bench import losses, report
+from training_bench.cells import FP32, LAYOUTS, REFERENCE
+
+SCHEMES = ("naive-zfp", "mzhybrid", "zhybrid", "recommended")
+#: samples a second and TFLOPS a GPU over baseline, from the paper's abstract
+PAPER = {
+    "naive-zfp": "+23.6 %, +22.5 %, loss degrades",
+    "mzhybrid": "the hybrid schemes: +12.7 %, +17.3 %, baseline loss",
+    "zhybrid": "the hybrid schemes: +12.7 %, +17.3 %, baseline loss",
+    "recommended": "not in the paper",
+}
+
+SPEED_HEAD = """\
+The example GPT on nodes that are network namespaces of one machine (`scripts/netlab.py`), one rank
+to a node unless said otherwise, over links set so that the bytes of native bf16 take r times its
+compute: r is what carries over to other machines, Mb/s is not. Every repetition trains all arms in
+turn, every second one backwards; a speed-up is the median of the ratios to native bf16 of the same
+repetition, with the smallest and the largest. "Of ideal" is the speed-up over what the measured
+bytes allow, (1 + r) / (1 + r / bytes saved). MB are those of the interface of the node that sends
+most, TCP and Ethernet headers included.
+
+* Compute is timed where nothing is shaped, so it contains the machine's own copying of messages.
+* bf16 is emulated where the CPU has none; native fp32 computes at another speed, it is context.
+* Peers are eager torch: their bytes are theirs, their seconds of coding an upper bound.
+* ZeRO++'s qwZ and qgZ have no CPU kernels; rows that failed say with what.
+"""
+PAPER_HEAD = """\
+The schemes of arXiv 2409.02423 on the 3D example (tensor 2 x pipeline 2 x data 2, ZeRO 1, eight
+CPU ranks), against the same training uncompressed.
+
+| | here | the paper |
+|---|---|---|
+| machine | 8 ranks on shared CPU cores, links shaped | up to 192 V100, NVLink and InfiniBand |
+| model | the example, from nothing | GPT-NeoX-20B, fine-tuned |
+| messages | fp32, and bf16 beside it | not said; its library compresses fp32 and fp64 only |
+| rates | zfp 8 and 16, mpc | not in the abstract |
+| parallel degrees, batch | above, `configs/ds_3d_baseline.json` | not known |
+
+Comparable: which scheme is faster than which, what share of what its bytes allow it reaches, and
+whether it keeps the baseline's loss. Not comparable: the percentages themselves. They depend on r,
+and r of the paper's machine is not known. The paper's two counters differ (+12.7 % samples,
++17.3 % TFLOPS for one scheme), which one pair of runs cannot give; here it is samples a second.
+"""
+
+
+def speed_chapter(source: Path, out: Path) -> str:
+    """Tables and pictures of scripts/bench_training.py."""
+    rows = _rows(source)
+    (out / "speed.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    parts = [SPEED_HEAD]
+    for layout in LAYOUTS:
+        own = [row for row in rows if row["layout"] == layout]
+        if not own:
+            continue
+        parts.append(f"\n## {layout}\n\n{busy_of(own)}\n\n{report.table(rows, layout)}")
+        picture = source / f"{layout}.png"
+        if picture.is_file():
+            shutil.copyfile(picture, out / f"speed_{layout}.png")
+            parts.append(f"\n![tokens a second, {layout}](speed_{layout}.png)")
+    missing = [name for name in LAYOUTS if not any(row["layout"] == name for row in rows)]
+    if missing:
+        parts.append(f"\nNot measured: {', '.join(missing)}.")
+    parts.append(verdict(rows))
+    command = "scripts/bench_training.py --layouts LAYOUT ... --out runs/training_bench"
+    parts.append(
+        f"\n## Commands\n\n```\n{command}\nscripts/results.py --speed runs/training_bench\n```"
+    )
+    return "\n".join(parts)
+
+
+def busy_of(rows: Sequence[dict[str, Any]]) -> str:
+    """What else the machine did."""
+    found = [row["busy"] for row in rows if "busy" in row]
+    if not found:
+        return "No cell finished."
+    return f"Other work took up to {max(found):.0%} of the cores before a cell."
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """How many of our cells reach nine tenths of what their bytes allow; the worst is named."""
+    ours = [
+        row for row in rows
+        if "share" in row and not row["arm"].startswith(("native", "peer", "ZeRO++"))
+    ]  # fmt: skip
+    if not ours:
+        return ""
+    reached = sum(row["share"] >= 0.9 for row in ours)
+    worst = min(ours, key=lambda row: row["share"])
+    return (
+        f"\n## The goal of 90 % of the ideal\n\n{reached} of {len(ours)} compressed cells reach "
+        f"it; the furthest off is {worst['arm']} on {worst['layout']} at r {worst['r']:g}: "
+        f"{worst['share']:.0%}."
+    )
+
+
+def equal_bytes_chapter(source: Path, out: Path) -> str:
+    """The duels of ``bench_training.py --losses``."""
+    file = source / "losses" / "equal_bytes.json"
+    duels = json.loads(_need(file, "bench_training.py --losses").read_text(encoding="utf-8"))
+    shutil.copyfile(file, out / "equal_bytes.json")
+    seeds = ", ".join(map(str, duels[0]["seeds"])) if duels else ""
+    return (
+        "For each peer that one of ours that sends most without sending more, chosen by bytes "
+        "alone. MB are of all ranks over the whole run, native warm-ups of the peers included; "
+        f"gaps are to the uncompressed run in percent, paired by seed ({seeds}), with the 95% "
+        "interval. "
+        '"neither": the two differ by less than their intervals.\n\n'
+        f"{losses.table(duels)}\n\n## Commands\n\n```\nscripts/bench_training.py --losses\n"
+        "scripts/results.py --equal-bytes runs/training_bench\n```"
+    )
+
+
+def paper_chapter(source: Path, out: Path) -> str:
+    """The paper's schemes on the 3D example: speed and, where they were trained, losses."""
+    rows = [row for row in _rows(source) if row["layout"] == "3d"]
+    if not any("failed" not in row for row in rows):
+        raise FileNotFoundError(
+            f"{source} holds no cell of layout 3d; bench_training.py --layouts 3d"
+        )
+    gaps = final_gaps(source)
+    head = ["r", "scheme", "samples/s, fp32 messages", "samples/s, bf16 messages", "loss gap %",
+            "the paper: samples, TFLOPS"]  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for ratio in sorted({row["r"] for row in rows if row["r"] is not None}):
+        cells = {row["arm"]: row for row in rows if row["r"] == ratio and "failed" not in row}
+        for scheme in SCHEMES:
+            lines.append(
+                "| " + " | ".join([
+                    f"{ratio:g}", scheme, gain(cells, FP32 + scheme, "native fp32"),
+                    gain(cells, scheme, REFERENCE), gaps.get(scheme, "not trained"), PAPER[scheme],
+                ]) + " |"
+            )  # fmt: skip
+    (out / "paper.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    commands = (
+        "scripts/bench_training.py --layouts 3d\n"
+        "scripts/loss_study.py --layouts 3d --out runs/training_bench/losses\n"
+        "scripts/results.py --paper runs/training_bench"
+    )
+    return f"{PAPER_HEAD}\n" + "\n".join(lines) + f"\n\n## Commands\n\n```\n{commands}\n```"
+
+
+def gain(cells: dict[str, dict[str, Any]], arm: str, base: str) -> str:
+    """Throughput of ``arm`` over ``base``; the reference of both is the same."""
+    if arm not in cells or base not in cells:
+        return "not measured"
+    return f"{100 * (cells[arm]['speed_up'] / cells[base]['speed_up'] - 1):+.1f} %"
+
+
+def final_gaps(source: Path) -> dict[str, str]:
+    """Scheme -> gap of the final loss in percent, of ``loss_study.py --layouts 3d``."""
+    file = source / "losses" / "3d" / "comparison.json"
+    if not file.is_file():
+        return {}
+    found = {}
+    for run in json.loads(file.read_text(encoding="utf-8"))["runs"]:
+        half = run["gap_interval"]
+        found[run["label"]] = f"{run['gap']:+.2f}" + ("" if half is None else f" ± {half:.2f}")
+    return found
+
+
+def projection_chapter(source: Path, out: Path) -> str:
+    """What scripts/project_scale.py found."""
+    import project_scale
+
+    file = _need(source / "projection.json", "project_scale.py")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    shutil.copyfile(file, out / "projection.json")
+    shutil.copyfile(source / "projection.png", out / "projection.png")
+    gpus = sorted({row["gpus"] for row in found["projected"]})
+    assumed = ", ".join(f"{name} {value:g}" for name, value in found["assumed"].items())
+    parts = [
+        "Projected, not measured: a cost model fitted to cells of the training table, then asked "
+        "about GPT-NeoX-20B. The paper does not say parallel degrees, batch sizes, links or speeds "
+        f"of codecs; assumed here: {assumed} (bytes, seconds; codecs in GB/s).\n",
+        "| cells | number | mean error | p90 | worst | of |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name in ("fitted", "held_out"):
+        part = found.get(name)
+        if part:
+            parts.append(
+                f"| {name.replace('_', ' ')} | {part['cells']} | {part['mean']:.1%} | "
+                f"{part['p90']:.1%} | {part['worst']:.1%} | {part['worst_cell']} |"
+            )
+    for width in (32, 16):
+        parts += [
+            f"\n## Messages of {width} bits\n",
+            project_scale.table(found["projected"], width, gpus),
+        ]
+    parts.append(
+        "\n![gains against GPUs](projection.png)\n\n## Commands\n\n```\n"
+        "scripts/project_scale.py runs/training_bench/bench_training.json --out runs/projection\n"
+        "scripts/results.py --projection runs/projection\n```"
+    )
+    return "\n".join(parts)
+
+
+def _rows(source: Path) -> list[dict[str, Any]]:
+    file = _need(source / "bench_training.json", "bench_training.py")
+    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return rows
+
+
+def _need(file: Path, script: str) -> Path:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not there; run scripts/{script} first")
+    return file
