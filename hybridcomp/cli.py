@@ -1,4 +1,4 @@
-"""The command line: ``hybridcomp validate | schema | seams | doctor``. Starts no process group."""
+"""The command line: ``hybridcomp validate | schema | seams | doctor | compare``."""
 
 from __future__ import annotations
 
@@ -56,6 +56,17 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
     doctor.set_defaults(run=_doctor)
+
+    from hybridcomp.compare import command
+
+    compare = commands.add_parser(
+        "compare",
+        help="hold finished runs against a baseline: table, picture, W&B chart, report",
+        description=command.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(compare)
+    compare.set_defaults(run=command.run)
     return parser
 
 

@@ -1,8 +1,9 @@
-"""Ledger -> progress line, JSONL file, and whoever else wants the figures."""
+"""Ledger -> progress line, JSONL file, and whoever else wants the figures (``figures``)."""
 
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,13 @@ import torch.distributed as dist
 
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import check_payloads
+from hybridcomp.config import CompressionConfig
+from hybridcomp.figures import CONFIG_BLOCK, CONFIG_CODECS, FIGURES, RESIDUAL_NORM, event_name
 from hybridcomp.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
 from hybridcomp.policy import ONE_WAY
 
 #: name and figure, as DeepSpeed's monitors take them
 Event = tuple[str, float]
-#: figures of a row that monitors get, where the row has them
-FIGURES = (
-    "ratio", "raw_MB", "wire_MB", "codec_ms", "wait_ms", "error", "inter_ratio",
-    "native_since",
-)  # fmt: skip
 
 
 class Reporter:
@@ -66,7 +64,8 @@ class Reporter:
         if dist.get_rank() == 0:
             print(line(step, rows), flush=True)
         if self._jsonl is not None:
-            self._jsonl.write({"step": step, "residual_norm": norm, "dimensions": rows})
+            self._jsonl.write({"step": step, RESIDUAL_NORM: norm, "dimensions": rows})
+        describe_run(self._channels.config)
         self._untaken = events_of(rows, norm)
         return self._untaken
 
@@ -85,16 +84,37 @@ class Reporter:
 
 
 def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:
-    """``Train/Compression/<dimension>[/<direction>]/<figure>`` of one interval."""
+    """The figures of one interval, where the rows have them; ``figures`` says what they are."""
     events: list[Event] = []
     for dimension, ways in rows.items():
         for direction, row in ways.items():
-            name = dimension if dimension in ONE_WAY else f"{dimension}/{direction}"
             events += [
-                (f"Train/Compression/{name}/{figure}", float(row[figure]))
+                (event_name(dimension, direction, figure, dimension in ONE_WAY), float(row[figure]))
                 for figure in FIGURES
                 if row[figure] is not None
             ]
     if norm:
-        events.append(("Train/Compression/dp/residual_norm", norm))
+        events.append((event_name("dp", "forward", RESIDUAL_NORM, True), norm))
     return events
+
+
+def describe_run(config: CompressionConfig | None) -> None:
+    """Write the block and its codecs into the config of this process's W&B run, where it has one.
+
+    The run is DeepSpeed's, Megatron's or GPT-NeoX's own: none is made here. None: no block.
+    """
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is None or CONFIG_CODECS in run.config:
+        return
+    if config is None:
+        found: dict[str, Any] = {CONFIG_BLOCK: None, CONFIG_CODECS: {}}
+    else:
+        codecs = {
+            f"{dimension}/{way}": codec.spec
+            for (dimension, way), codec in config.codecs().items()
+            if codec is not None
+        }
+        block = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        found = {CONFIG_BLOCK: block, CONFIG_CODECS: codecs}
+    # GPT-NeoX writes its own view of the block under that name
+    run.config.update(found, allow_val_change=True)

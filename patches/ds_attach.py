@@ -20,13 +20,14 @@ import torch.distributed as dist
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
-from hybridcomp.monitor import Reporter
+from hybridcomp.monitor import Reporter, describe_run
 from hybridcomp.nodes import ranks_of
 from hybridcomp.patches import (
     ds_calls,
     ds_config,
     ds_exact,
     ds_facts,
+    ds_record,
     ds_residuals,
     modules_of,
     neox_rules,
@@ -108,15 +109,17 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         if block is None:
             process.decline()
             ds_calls.tag(self, None)
+            describe_run(None)
         else:
             _attach(self, block, notes)
+        ds_record.attach(self)
 
     return __init__
 
 
 def _statement(block: CompressionConfig | None) -> dict[str, Any]:
     settings = {"compression": None} if block is None else block.flat()
-    return {**settings, **versions("deepspeed")}
+    return {**settings, ds_record.ENVIRONMENT: ds_record.asked(), **versions("deepspeed")}
 
 
 def _plan(block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]) -> list[str]:
@@ -150,6 +153,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     dtype = next((parameter.dtype for parameter in engine.module.parameters()), torch.float32)
     notes += channels.weigh(engine.seq_data_parallel_group, dtype, engine.device)
     process.lend(engine, channels)
+    describe_run(block)
     jsonl = block.ledger.jsonl
     setattr(engine, REPORTER, Reporter(channels, Path(jsonl) if jsonl else None, engine.device))
     if dist.get_rank() == 0:

@@ -16,18 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridcomp.compare import CompareError, Wishes, compare_runs, launch
+
 SCRIPTS = Path(__file__).resolve().parent
 CONFIGS = SCRIPTS.parent / "configs"
-BASELINE = "baseline"
+BASELINE = launch.BASELINE
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
 
 
@@ -75,70 +74,55 @@ def settings_of(case: Case, options: argparse.Namespace, folder: Path) -> dict[s
     if batch % options.divide_batch:
         raise SystemExit(f"--divide-batch: expected a divisor of {batch} ({case.layout})")
     settings["train_micro_batch_size_per_gpu"] = batch // options.divide_batch
+    optimizer = settings["optimizer"]["params"]
+    optimizer["lr"] = options.lr or optimizer["lr"]
     settings["scheduler"] = {
         "type": "WarmupDecayLR",
         "params": {
-            "warmup_max_lr": settings["optimizer"]["params"]["lr"],
+            "warmup_max_lr": optimizer["lr"],
             "warmup_num_steps": max(2, steps // 10),
             "total_num_steps": steps,
         },
     }
     if case.block is not None:
-        ledger = {**case.block.get("ledger", {}), "jsonl": str(folder / "ledger.jsonl")}
-        settings["compression"] = {**case.block, "ledger": ledger}
+        settings["compression"] = launch.ledger_in(case.block, folder)
     return settings
 
 
 def train(case: Case, options: argparse.Namespace) -> float | None:
-    """Seconds of the training; None when it was there already. Raises SystemExit on failure."""
+    """Seconds of the training; None when it was there already. Raises CompareError on failure."""
     folder = case.folder(options.out)
     settings = settings_of(case, options, folder)
-    done = folder / "done.json"
-    if done.is_file() and json.loads(done.read_text()) == settings:
-        return None
     folder.mkdir(parents=True, exist_ok=True)
-    done.unlink(missing_ok=True)
     config = folder / "ds_config.json"
-    config.write_text(json.dumps(settings, indent=1))
     layout = LAYOUTS[case.layout]
     program, more = "train_gpt.py", list(layout.arguments)
     if case.peer is not None:
         program, more = "train_peer.py", ["--method", case.peer]
-    patched = [] if case.block is None else ["--module", "hybridcomp.run"]
+    patched = [] if case.block is None else ["--module", launch.MODULE]
     command = [
         "deepspeed", "--num_gpus", str(layout.ranks), "--master_addr", "127.0.0.1",
-        "--master_port", str(free_port()), *patched, str(SCRIPTS / program),
+        "--master_port", str(launch.free_port()), *patched, str(SCRIPTS / program),
         "--deepspeed_config", str(config), "--data", str(options.data),
         "--steps", str(options.steps), "--seed", str(case.seed), "--print-every", "100",
         "--log", str(folder / "loss.jsonl"), *more,
     ]  # fmt: skip
-    start, output = time.monotonic(), folder / "output.txt"
-    with output.open("w") as log:
-        status = subprocess.run(command, stdout=log, stderr=log, env=environment(folder)).returncode
-    if status:
-        tail = "\n".join(output.read_text(errors="replace").splitlines()[-20:])
-        raise SystemExit(f"{tail}\n{case.layout} {case.name} seed {case.seed}: status {status}")
-    done.write_text(json.dumps(settings))
-    return time.monotonic() - start
+    config.write_text(json.dumps(settings, indent=1))
+    name = f"{case.layout} {case.name} seed {case.seed}"
+    return launch.Job(name, folder, command, settings, environment(folder)).run()
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Of the launcher: this interpreter's commands first, kernels built by nobody else."""
-    found = dict(os.environ)
-    found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found['PATH']}"
-    found.setdefault("OMP_NUM_THREADS", "1")
-    found["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
+    given = os.environ
+    found = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{given['PATH']}",
+        "OMP_NUM_THREADS": given.get("OMP_NUM_THREADS", "1"),
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+    }
     if Path("/sys/class/net/lo").exists():
-        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        found["GLOO_SOCKET_IFNAME"] = given.get("GLOO_SOCKET_IFNAME", "lo")
     return found
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def blocks_of(options: argparse.Namespace, layout: str) -> dict[str, dict[str, Any] | None]:
@@ -178,14 +162,9 @@ def tables(options: argparse.Namespace) -> None:
             for name in [*blocks_of(options, layout), *peers]
         ]
         print(f"\n{layout}: {options.steps} steps, seeds {' '.join(map(str, options.seeds))}\n")
-        subprocess.run(
-            [
-                sys.executable, str(SCRIPTS / "compare_losses.py"), *runs, "--need-ledger",
-                "--png", str(options.out / f"{layout}.png"),
-                "--json", str(options.out / f"{layout}.json"),
-            ],
-            check=True,
-        )  # fmt: skip
+        title = f"{layout}: presets and error bounds, {options.steps} steps"
+        wishes = Wishes(options.out / layout, title=title, need_ledger=True, wandb="none")
+        compare_runs(runs, wishes)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -195,6 +174,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--steps", type=int, default=1000)
+    add(
+        "--lr",
+        type=float,
+        help="instead of the committed files'; where it is high and the batch small, two runs that "
+        "differ in one bit end a per cent apart, and no codec can be told from another",
+    )
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--layouts", nargs="+", choices=list(LAYOUTS), default=["dp2", "pp2"])
     add("--presets", nargs="*", choices=PRESETS, default=list(PRESETS))
@@ -219,6 +204,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is missing, then compare."""
     options = parse(arguments)
+    try:
+        study(options)
+    except CompareError as error:
+        raise SystemExit(f"loss_study: {error}") from None
+
+
+def study(options: argparse.Namespace) -> None:
+    """Every case, then the tables. Raises CompareError."""
     cases = list(cases_of(options))
     for number, case in enumerate(cases, 1):
         seconds = train(case, options)

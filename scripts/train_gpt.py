@@ -127,7 +127,9 @@ def lay_out(tp: int, pp: int) -> Any:
     return tensor_parallel.start(tp, pp)
 
 
-def build_engine(arguments: argparse.Namespace, config: ModelConfig, topology: Any) -> Any:
+def build_engine(
+    arguments: argparse.Namespace, settings: dict[str, Any], config: ModelConfig, topology: Any
+) -> Any:
     """Model and optimizer, given to ``deepspeed.initialize``."""
     mpu = None
     if arguments.pp > 1:
@@ -139,7 +141,6 @@ def build_engine(arguments: argparse.Namespace, config: ModelConfig, topology: A
             from gpt.tensor_parallel import grid
 
             mpu = grid(topology)
-    settings = ds_settings(arguments)
     arguments.deepspeed_config = None  # DeepSpeed takes one or the other
     optimizer = None
     if "optimizer" not in settings:
@@ -170,7 +171,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.eval_batches:
         valid = Samples(IndexedTokens(folder / f"{name}_valid"), arguments.length, 0)
     vocabulary = max(s.vocabulary for s in (samples, valid) if s is not None)
-    config_path = arguments.deepspeed_config
+    config_path, settings = arguments.deepspeed_config, ds_settings(arguments)
     config = ModelConfig(
         vocabulary=vocabulary,
         layers=arguments.layers,
@@ -181,7 +182,7 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         tp=arguments.tp,
     )
-    engine = build_engine(arguments, config, topology)
+    engine = build_engine(arguments, settings, config, topology)
     trainer: loop.Trainer
     if arguments.pp > 1:
         trainer = loop.PipeTrainer(engine)
@@ -200,6 +201,8 @@ def run(arguments: argparse.Namespace) -> None:
     first = dist.get_rank() == 0
     if first:
         print(f"run {header}", flush=True)
+    header |= loop.identity(samples, config, settings)
+    loop.describe_run(header)
     plan = loop.Plan(
         steps=arguments.steps,
         length=arguments.length,

@@ -135,6 +135,7 @@ def run(arguments: argparse.Namespace) -> None:
     first = share.rank == 0
     if first:
         print(f"run {header}", flush=True)
+    header |= loop.identity(samples, config, settings)
     plan = loop.Plan(
         steps=arguments.steps, length=arguments.length, print_every=arguments.print_every,
         eval_every=0, eval_batches=arguments.eval_batches, save=None, save_every=0,

@@ -40,10 +40,12 @@ ALLOWED: dict[str, set[str]] = {
         "factors", "sums", "guard", "common", "link",
     },
     "delta": {"codecs", "collectives", "channels"},
-    "monitor": {"errors", "codecs", "policy", "ledger", "channels"},
+    "figures": set(),
+    "monitor": {"errors", "codecs", "policy", "config", "figures", "ledger", "channels"},
+    "compare": {"config", "errors", "figures"},
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",
-        "monitor", "agreement", "nodes", "patching", "patches", "delta",
+        "monitor", "agreement", "nodes", "patching", "patches", "delta", "figures",
     },
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late

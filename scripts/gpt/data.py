@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +37,20 @@ class Samples:
         self._epoch = -1
         self._order: NDArray[np.int64] = np.zeros(0, np.int64)
 
+    def fingerprint(self) -> dict[str, Any]:
+        """What a comparison of two runs checks: the text, and the order of its samples.
+
+        Of the text its length and 65536 tokens of it, evenly spread.
+        """
+        places = np.linspace(0, len(self._tokens) - 1, min(len(self._tokens), 65536)).astype(int)
+        order = np.random.default_rng([self._seed, 0]).permutation(self.per_epoch)
+        return {
+            "tokens": len(self._tokens),
+            "content": _digest(self._tokens[places].astype(np.int64)),
+            "sample_length": self._length,
+            "order": _digest(order.astype(np.int64)),
+        }
+
     def batch(self, indices: range) -> Batch:
         """The samples with these numbers, counted over all epochs."""
         rows = np.stack([self._row(index) for index in indices]).astype(np.int64)
@@ -48,6 +64,10 @@ class Samples:
             self._epoch = epoch
         start = self._length * int(self._order[position])
         return self._tokens[start : start + self._length + 1]
+
+
+def _digest(values: NDArray[np.int64]) -> str:
+    return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

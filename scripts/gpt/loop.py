@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,11 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt.data import Batch, Samples, Share
+from gpt.model import ModelConfig
 
 #: steps at the end that the final loss is the mean of
 LAST = 20
 #: steps at the start that the speed leaves out
 WARM_UP = 3
+#: what makes two models the same, however they are cut
+SAME_MODEL = ("vocabulary", "layers", "width", "heads", "norm", "tied")
+#: of a step's record, what goes to DeepSpeed's monitors too
+MONITORED = ("loss", "tokens", "tokens_per_second", "seconds", "valid_loss")
 
 
 class Trainer(Protocol):
@@ -27,8 +33,6 @@ class Trainer(Protocol):
 
     engine: Any
     share: Share
-    #: whether DeepSpeed itself gives the loss to its monitors; it does for pipelines only
-    writes_loss: bool
 
     def step(self, batches: Iterator[Batch]) -> float:
         """One optimizer step; the loss, averaged over micro-batches and data-parallel ranks."""
@@ -39,8 +43,6 @@ class Trainer(Protocol):
 
 class PlainTrainer:
     """A DeepSpeedEngine around a plain module."""
-
-    writes_loss = False
 
     def __init__(self, engine: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.engine, self._loss = engine, loss
@@ -78,8 +80,6 @@ class PlainTrainer:
 
 class PipeTrainer:
     """A PipelineEngine, which averages over replicas and broadcasts from the last stage itself."""
-
-    writes_loss = True
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -261,16 +261,26 @@ def load(engine: Any, folder: Path) -> tuple[int, int]:
 
 
 def _monitor(trainer: Trainer, record: dict[str, Any]) -> None:
-    """What DeepSpeed's monitors (W&B, tensorboard, csv) do not get from DeepSpeed itself."""
+    """Give DeepSpeed's monitors (W&B, tensorboard, csv) the record of a step, by its own names."""
     engine = trainer.engine
     if not engine.monitor.enabled:
         return
-    names = {"tokens_per_second": "tokens_per_second", "valid_loss": "valid_loss"}
-    if not trainer.writes_loss:
-        names["loss"] = "train_loss"
-    events = [
-        (f"Train/Samples/{name}", float(record[key]), engine.global_samples)
-        for key, name in names.items()
-        if key in record
-    ]
-    engine.monitor.write_events(events)
+    engine.monitor.write_events(
+        [(name, float(record[name]), engine.global_samples) for name in MONITORED if name in record]
+    )
+
+
+def identity(samples: Samples, config: ModelConfig, settings: dict[str, Any]) -> dict[str, Any]:
+    """Of the header: what has to be equal in two runs that are compared, and DeepSpeed's file."""
+    return {
+        "data": samples.fingerprint(),
+        "model": {name: getattr(config, name) for name in SAME_MODEL},
+        "deepspeed": settings,
+    }
+
+
+def describe_run(header: dict[str, Any]) -> None:
+    """Put the header of the log into the config of the W&B run that DeepSpeed has started."""
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is not None:
+        run.config.update({"run": header, "seed": header["seed"]})

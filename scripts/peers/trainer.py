@@ -33,8 +33,6 @@ class Engine:
 class PeerTrainer:
     """Forward, backward, the method's step, the schedule's step: the order that DeepSpeed keeps."""
 
-    writes_loss = False
-
     def __init__(
         self, method: Method, wire: Wire, share: Share, loss: Callable[[Tensor, Tensor], Tensor],
         scheduler: Any,

@@ -52,7 +52,7 @@ def main(asked: argparse.Namespace) -> int:
             "--divide-batch", str(asked.divide_batch), "--data", str(asked.data), "--out", str(out),
         ]
     )  # fmt: skip
-    rows = json.loads((out / "dp2.json").read_text())
+    rows = json.loads((out / "dp2" / "comparison.json").read_text())["runs"]
     duels = duels_of(rows)
     (out / "equal_bytes.json").write_text(json.dumps(duels, indent=1) + "\n")
     print(f"\nat equal or fewer bytes, gaps to the baseline in percent\n\n{table(duels)}")
@@ -60,7 +60,7 @@ def main(asked: argparse.Namespace) -> int:
 
 
 def sent_MB(row: dict[str, Any]) -> float:
-    """Of a row of compare_losses.py: all dimensions, the whole run, all ranks."""
+    """Of a run in comparison.json: all dimensions, the whole run, all ranks."""
     return float(sum(way["wire_MB"] for ways in row["ledger"].values() for way in ways.values()))
 
 

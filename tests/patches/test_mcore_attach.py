@@ -135,12 +135,19 @@ def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) 
     assert channels.step == 3 and residual.tolist() == [0.0] * 4
 
 
-def report(jsonl: str) -> tuple[list[dict[str, float]], int]:
-    """A report with a W&B run on the last rank."""
+class Config(dict[str, Any]):
+    """W&B's."""
+
+    def update(self, found: dict[str, Any], allow_val_change: bool) -> None:  # type: ignore[override]
+        super().update(found)
+
+
+def report(jsonl: str) -> tuple[list[dict[str, float]], dict[str, Any], int]:
+    """A report with a W&B run on the last rank: what it logged, its config, the steps."""
     import torch.distributed as dist
 
     logged: list[dict[str, float]] = []
-    run = object() if dist.get_rank() == 1 else None
+    run = SimpleNamespace(config=Config()) if dist.get_rank() == 1 else None
     fake: Any = SimpleNamespace(run=run, log=lambda values, commit: logged.append(values))
     sys.modules["wandb"] = fake
     process.configure({**BLOCK, "ledger": {"jsonl": jsonl, "every": EVERY}})
@@ -151,14 +158,15 @@ def report(jsonl: str) -> tuple[list[dict[str, float]], int]:
     step = mcore_attach.make_step(Optimizer.outer)
     for _ in range(EVERY):
         step(optimizer)
-    return logged, channels.step
+    return logged, run.config if run else {}, channels.step
 
 
 def test_reports_go_to_the_file_and_to_the_rank_with_the_run(tmp_path: Path) -> None:
     jsonl = tmp_path / "ledger.jsonl"
-    (first, steps), (last, _) = run_ranks(2, report, str(jsonl))
+    (first, _, steps), (last, config, _) = run_ranks(2, report, str(jsonl))
     assert steps == EVERY
     assert first == []
+    assert config["compression"]["ledger"]["every"] == EVERY and config["codecs"]
     assert last[0]["Train/Compression/tp/backward/raw_MB"] == pytest.approx(2e-4)
     record = json.loads(jsonl.read_text().splitlines()[0])
     assert record["step"] == EVERY

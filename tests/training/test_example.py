@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 import sys
@@ -18,12 +17,13 @@ import torch
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import compare_losses  # noqa: E402
 import prepare_data  # noqa: E402
-from gpt import apex, loop, runs  # noqa: E402
+from gpt import apex, loop  # noqa: E402
 from gpt.data import Samples, Share  # noqa: E402
 from gpt.indexed import DatasetError, IndexedTokens, IndexedWriter, paths  # noqa: E402
 from gpt.model import GPT, ModelConfig, lm_loss, rotary_table, rotate  # noqa: E402
+
+from hybridcomp.compare.json_lines import read_training  # noqa: E402
 
 TEXTS = {"a.txt": "first document\n", "b.txt": "déjà vu\n", "c.txt": "x" * 500, "d.txt": "y" * 300}
 
@@ -46,9 +46,9 @@ def dataset(tmp_path: Path) -> IndexedTokens:
 
 
 def test_trainer_knows_nothing_of_hybridcomp() -> None:
-    names = ("train_gpt.py", "prepare_data.py", "compare_losses.py")
+    names = ("train_gpt.py", "prepare_data.py")
     sources = [*(SCRIPTS / name for name in names), *(SCRIPTS / "gpt").glob("*.py")]
-    assert len(sources) > 8
+    assert len(sources) > 6
     for path in sources:
         assert not re.search(r"^\s*(import|from) hybridcomp", path.read_text(), re.MULTILINE), path
 
@@ -347,128 +347,10 @@ def test_resumed_log_keeps_the_steps_before(tmp_path: Path) -> None:
     log.write({"summary": True, "steps": 6, "final_loss": 3.5})
     resumed = loop.Log(path, {"seed": 0}, start=4)
     resumed.step(_record(5, 9.0))
-    found = runs.read_log(path)
-    assert [record["loss"] for record in found.records] == [1.0, 2.0, 3.0, 4.0, 9.0]
+    found = read_training(path, "ledger.jsonl")
+    assert found.losses.tolist() == [1.0, 2.0, 3.0, 4.0, 9.0]
     assert resumed.losses == [1.0, 2.0, 3.0, 4.0, 9.0]
     assert resumed.final_loss() == 3.8
-
-
-# ---- the comparison
-
-STEPS = 60
-
-
-def _write_run(folder: Path, seed: int | None, factor: float, *, ledger: bool = False) -> Path:
-    """A falling curve times ``factor``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    records: list[dict[str, Any]] = [] if seed is None else [{"run": {"seed": seed}}]
-    records += [
-        _record(step, factor * (2 + 3 / step + 0.01 * (seed or 0))) for step in range(1, STEPS + 1)
-    ]
-    records.append({"summary": True, "steps": STEPS, "valid_loss": 2.5 * factor})
-    path = folder / "loss.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    if ledger:
-        row = {"codec": "blockint(bits=4)", "messages": 60, "raw_MB": 150.0, "wire_MB": 20.0,
-               "ratio": 7.5, "codec_ms": 1500.0, "wait_ms": 10.0, "error": 0.1}  # fmt: skip
-        lines = [
-            {"step": 10, "dimensions": {"dp": {"forward": row}}},
-            {"summary": True, "step": STEPS, "dimensions": {"dp": {"forward": row}}},
-        ]
-        (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def test_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    for seed in range(3):
-        _write_run(tmp_path / "base" / f"seed{seed}", seed, 1.0)
-        _write_run(tmp_path / "lossy" / f"seed{seed}", seed, 1.01 + 0.001 * seed, ledger=True)
-    status = compare_losses.main(
-        [
-            f"baseline={tmp_path}/base/*/loss.jsonl", f"lossy={tmp_path}/lossy/*/loss.jsonl",
-            "--png", str(tmp_path / "curves.png"), "--json", str(tmp_path / "figures.json"),
-            "--need-ledger",
-        ]
-    )  # fmt: skip
-    assert status == 0
-    out = capsys.readouterr().out
-    half = 4.303 * 0.1 / 3**0.5
-    assert f"+1.10 ± {half:.2f}" in out
-    assert "blockint(bits=4)" in out and "7.50" in out and "150.0" in out
-    rows = json.loads((tmp_path / "figures.json").read_text())
-    assert [row["label"] for row in rows] == ["baseline", "lossy"]
-    assert rows[1]["gap"] == pytest.approx(1.1) and rows[1]["valid_gap"] == pytest.approx(1.1)
-    assert rows[1]["gap_interval"] == pytest.approx(half)
-    assert rows[0]["gap"] == 0.0
-    picture = (tmp_path / "curves.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-
-
-def test_seeds_are_paired_not_ordered(tmp_path: Path) -> None:
-    base = [_write_run(tmp_path / f"base{seed}", seed, 1.0) for seed in (0, 40)]
-    lossy = [_write_run(tmp_path / f"lossy{seed}", seed, 1.02) for seed in (40, 0)]
-    baseline = runs.read_run("base", ",".join(map(str, base)), "ledger.jsonl")
-    run = runs.read_run("lossy", ",".join(map(str, lossy)), "ledger.jsonl")
-    found = runs.compare(baseline, run, last=20)
-    assert found.gap == pytest.approx(2.0)
-    assert found.gap_interval == pytest.approx(0.0, abs=1e-9)
-
-
-def test_logs_without_seed_are_paired_by_order(tmp_path: Path) -> None:
-    base = runs.read_run("base", str(_write_run(tmp_path / "a", None, 1.0)), "ledger.jsonl")
-    run = runs.read_run("run", str(_write_run(tmp_path / "b", None, 0.99)), "ledger.jsonl")
-    assert runs.compare(base, run, last=20).gap == pytest.approx(-1.0)
-
-
-def _replace(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda log, ledger: log.unlink(), "no such log"),
-        (lambda log, ledger: _replace(log, ""), "holds no step"),
-        (lambda log, ledger: _replace(log, "step 1 loss 2\n"), ":1: expected JSON"),
-        (lambda log, ledger: _replace(log, "[1]\n"), ":1: expected a JSON object"),
-        (lambda log, ledger: _replace(log, '{"epoch": 1}\n'), "expected records with step, loss"),
-        (lambda log, ledger: _replace(log, json.dumps(_record(1, float("nan")))), "not finite"),
-        (lambda log, ledger: _replace(log, json.dumps(_record(1, 2.0))), "of one length"),
-        (lambda log, ledger: _write_run(log.parent, 7, 1.0), "no run of seed 7"),
-        (lambda log, ledger: ledger.unlink(), "found no ledger.jsonl beside the log"),
-        (lambda log, ledger: _replace(ledger, ""), "expected hybridcomp's ledger"),
-        (lambda log, ledger: _replace(ledger, '{"dimensions": {}}\n'), "did the run end early"),
-        (
-            lambda log, ledger: _replace(
-                ledger, '{"summary": true, "dimensions": {"dp": {"forward": {"codec": "mpc"}}}}\n'
-            ),
-            r"dp forward lacks \['ratio', 'raw_MB', 'wire_MB'\]",
-        ),
-    ],
-)
-def test_wrong_logs_are_one_line(
-    damage: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = _write_run(tmp_path / "base", 0, 1.0)
-    lossy = _write_run(tmp_path / "lossy", 0, 1.01, ledger=True)
-    damage(lossy, lossy.with_name("ledger.jsonl"))
-    assert compare_losses.main([str(base), str(lossy), "--need-ledger"]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("compare_losses: ") and error.count("\n") == 1
-    assert re.search(message, error), error
-
-
-def test_labels_must_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = _write_run(tmp_path / "base", 0, 1.0)
-    assert compare_losses.main([str(log), str(log)]) == 1
-    assert "base: two runs have this label" in capsys.readouterr().err
-
-
-def test_labels_without_names() -> None:
-    assert compare_losses.split_label("runs/rec/loss.jsonl") == ("rec", "runs/rec/loss.jsonl")
-    assert compare_losses.split_label("rec.jsonl") == ("rec", "rec.jsonl")
-    assert compare_losses.split_label("a=b/*.jsonl") == ("a", "b/*.jsonl")
 
 
 def test_tensor_parallel_without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:

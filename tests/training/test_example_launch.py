@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training.example import CONFIG, ROOT, losses, prepare, records, train
+from hybridcomp.compare import Wishes, compared
+from tests.training.example import CONFIG, losses, prepare, records, train
 
 pytest.importorskip("deepspeed")
 
@@ -56,7 +55,7 @@ def test_log_of_a_run(folder: Path) -> None:
 
 
 def test_monitors_of_deepspeed_get_the_loss(folder: Path) -> None:
-    head, *rows = (folder / "csv/j/Train_Samples_train_loss.csv").read_text().splitlines()
+    head, *rows = (folder / "csv/j/loss.csv").read_text().splitlines()
     assert [float(row.split(",")[1]) for row in rows] == losses(folder, "baseline")
 
 
@@ -66,14 +65,11 @@ def test_compressed_run_is_close_and_compared(folder: Path) -> None:
     assert compressed != baseline
     assert compressed == pytest.approx(baseline, rel=0.02)
     assert not (folder / "baseline/ledger.jsonl").exists()
-    result = subprocess.run(
-        [
-            sys.executable, ROOT / "scripts/compare_losses.py", "baseline/loss.jsonl",
-            "compressed/loss.jsonl", "--need-ledger", "--last=2",
-        ],
-        cwd=folder, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "blockint(bits=4)" in result.stdout and "blockint(bits=8)" in result.stdout
+    words = [str(folder / "baseline"), str(folder / "compressed")]
+    result = compared(words, Wishes(need_ledger=True, last=2))
+    assert result.comparisons[1].gap == pytest.approx(0, abs=2)
+    assert result.runs[1].ledger()["dp"]["forward"]["codec"] == "blockint(bits=4)"
+    assert result.notes == []  # model, data and settings were looked at, and are the same
 
 
 def test_resumed_run_is_the_unbroken_one(folder: Path) -> None:

@@ -16,6 +16,8 @@ sys.path.insert(0, str(SCRIPTS))
 
 import loss_study  # noqa: E402
 
+from hybridcomp.compare import CompareError  # noqa: E402
+
 
 def options(tmp_path: Path, *arguments: str) -> argparse.Namespace:
     (tmp_path / "text_train.idx").touch()
@@ -111,7 +113,7 @@ def test_a_failure_shows_the_end_of_the_output(
 
     monkeypatch.setattr(subprocess, "run", run)
     case = loss_study.Case("dp2", "baseline", None, 0)
-    with pytest.raises(SystemExit, match="the reason\ndp2 baseline seed 0: status 3"):
+    with pytest.raises(CompareError, match="the reason\ndp2 baseline seed 0: status 3"):
         loss_study.train(case, options(tmp_path))
     assert not (case.folder(tmp_path / "out") / "done.json").exists()
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from hybridcomp.compare import json_lines
+from hybridcomp.compare.wandb_files import read, read_training
 from tests.ranks import run_ranks
 from tests.training.test_checkpoint import make_engine, train
 
@@ -29,12 +31,15 @@ def monitored(folder: str, wandb: bool) -> None:
         "tensorboard": {"enabled": True, "output_path": folder, "job_name": "tensorboard"},
     }
     if wandb:
-        extra["wandb"] = {"enabled": True, "project": "hybridcomp-test"}
+        extra["wandb"] = {"enabled": True, "project": "hybridcomp-test", "group": "losses"}
+        os.environ["HYBRIDCOMP_RECORD"] = f"{folder}/recorded.jsonl"
     block = {
         "zero": {"codec": "blockint", "bits": 8},
         "ledger": {"jsonl": f"{folder}/ledger.jsonl", "sample_every": 1},
     }
-    train(make_engine(1, block=block, **extra), 0, 6, dist.get_rank())
+    losses = train(make_engine(1, block=block, **extra), 0, 6, dist.get_rank())
+    dist.barrier()
+    Path(folder, f"losses{dist.get_rank()}.json").write_text(json.dumps(losses))
     if wandb and dist.get_rank() == 0:
         import wandb as wandb_module
 
@@ -71,8 +76,35 @@ def test_tensorboard(folder: Path) -> None:
 
 def test_wandb(folder: Path) -> None:
     pytest.importorskip("wandb")
-    data = b"".join(path.read_bytes() for path in folder.glob("wandb/offline-run-*/*.wandb"))
-    assert b"Train/Compression/dp/ratio" in data
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    config, about, history = read(file)
+    assert about.run_group == "losses"
+    assert config["compression"]["zero"] == {"codec": "blockint", "bits": 8}
+    assert config["codecs"]["dp/forward"] == "blockint(bits=4)"
+    names = {name for values in history.values() for name in values}
+    for figure in ("ratio", "wire_MB", "raw_MB", "codec_ms", "wait_ms", "error"):
+        assert {f"Train/Compression/{dim}/{figure}" for dim in ("dp", "zero")} <= names
+    assert "Train/Compression/dp/residual_norm" in names
+    found = read_training(file.parent)
+    assert found.ledger["zero"]["forward"]["codec"] == "blockint(bits=8)"
+    assert found.losses == pytest.approx(mean_losses(folder))
+
+
+def mean_losses(folder: Path) -> list[float]:
+    """Of the two ranks."""
+    ranks = [json.loads((folder / f"losses{rank}.json").read_text()) for rank in (0, 1)]
+    return [(one + two) / 2 for one, two in zip(*ranks, strict=True)]
+
+
+def test_recorded(folder: Path) -> None:
+    """HYBRIDCOMP_RECORD: what ``hybridcomp compare --launch`` reads."""
+    pytest.importorskip("wandb")
+    found = json_lines.read_training(folder / "recorded.jsonl", "ledger.jsonl")
+    assert found.losses == pytest.approx(mean_losses(folder))
+    assert found.identity["seed"] == 0
+    assert found.identity["model"]["parameters"] == 48 * 53 + 53 + 53 * 48 + 48
+    assert found.identity["data"]["first_batch"] and found.tokens is None  # no tokens: floats
+    assert found.seconds is not None and found.seconds[0] > 0
 
 
 def test_jsonl(folder: Path) -> None:

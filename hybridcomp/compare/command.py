@@ -1,0 +1,161 @@
+"""``hybridcomp compare``: what the command line says, and the order of things."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from hybridcomp.compare import chart, report
+from hybridcomp.compare.reading import check_comparable, read_runs
+from hybridcomp.compare.report import Result
+from hybridcomp.compare.runs import CompareError
+from hybridcomp.compare.statistics import align, compare
+
+DESCRIPTION = """\
+Hold compressed runs against a baseline: a table, a picture, a chart in W&B and a report.
+
+  hybridcomp compare baseline=runs/base recommended=runs/rec
+
+The first run is the baseline. A run is a log (loss.jsonl), a W&B offline run folder, or a folder
+that holds one of these or one for each seed; a glob or commas name several seeds, which are paired
+with the baseline's. LABEL= is optional. Runs with another model, data order or seed are refused.
+
+  hybridcomp compare --launch --candidate recommended --candidate mine=block.json --seeds 0 1 2 \\
+      -- deepspeed --num_gpus 8 train.py --deepspeed_config ds_config.json --seed {seed}
+
+trains first: the command as it is, and with each block in the place of its DeepSpeed file's.
+{seed}, {folder} (of the run) and {port} (a free one) are filled in. Losses come from the engine, or
+from the script's own log where the command says --log {folder}/loss.jsonl. What has finished is not
+trained again.
+"""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How to compare."""
+
+    out: Path = Path("runs/comparison")
+    last: int = 20  # points that the final loss averages
+    smooth: int = 0  # points of the drawn running mean; 0: a twentieth of the run
+    title: str = "Training loss with and without compressed communication"
+    ledger: str = "ledger.jsonl"
+    need_ledger: bool = False
+    wandb: str | None = None  # project; "none" for no chart; None: the runs' own or "hybridcomp"
+    group: str | None = None
+    command: Sequence[str] = field(default_factory=tuple)  # for the report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="[LABEL=]RUN", help="baseline first")
+    add("--out", type=Path, default=Wishes.out, metavar="FOLDER",
+        help="of report, picture, figures and W&B's folder (runs/comparison)")  # fmt: skip
+    add("--last", type=int, default=Wishes.last, metavar="N",
+        help="points that the final loss averages (20)")  # fmt: skip
+    add("--smooth", type=int, default=0, metavar="N", help="points of the drawn running mean")
+    add("--title", default=Wishes.title, help="of picture and report")
+    add("--ledger", default=Wishes.ledger, metavar="NAME",
+        help="of the ledger's file beside each log (ledger.jsonl)")  # fmt: skip
+    add("--need-ledger", action="store_true", help="fail where it is absent")
+    add("--wandb", metavar="PROJECT", help="for the chart; none: no chart (offline by default)")
+    add("--wandb-group", metavar="GROUP", help="for the chart (that of the runs)")
+    add("--launch", action="store_true", help="train first; a command follows after --")
+    add("--candidate", action="append", default=[], metavar="[NAME=]BLOCK",
+        help="with --launch: a preset, a JSON file, or JSON")  # fmt: skip
+    add("--seeds", type=int, nargs="+", default=[0], help="with --launch (0)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare, print the table, say where the rest is. Raises CompareError."""
+    wishes = wishes_of(options)
+    if options.launch:
+        options.runs = train(options, wishes)
+    elif options.candidate:
+        raise CompareError("--candidate: found no --launch; name finished runs, or add --launch")
+    if len(options.runs) < 2:
+        raise CompareError(f"found {len(options.runs)} runs; give a baseline and at least one run")
+    compare_runs(options.runs, wishes)
+    return 0
+
+
+def train(options: argparse.Namespace, wishes: Wishes) -> list[str]:
+    """Train what ``--launch`` asks for; the runs to compare. Raises CompareError, ConfigError."""
+    from hybridcomp.compare import launch
+
+    if not options.runs or not options.candidate:
+        raise CompareError(
+            "--launch: expected at least one --candidate, then -- and a command; see --help"
+        )
+    blocks = dict(launch.block_of(text) for text in options.candidate)
+    project = None if wishes.wandb in (None, "none") else wishes.wandb
+    group = wishes.group or wishes.out.name
+    return launch.train(
+        launch.Plan(
+            options.runs, {launch.BASELINE: None, **blocks}, options.seeds, wishes.out, project,
+            group,
+        )
+    )  # fmt: skip
+
+
+def wishes_of(options: argparse.Namespace) -> Wishes:
+    """Of the command line. Raises CompareError."""
+    if options.last < 1 or options.smooth < 0:
+        raise CompareError("--last: expected at least 1; --smooth: expected at least 0")
+    return Wishes(
+        options.out, options.last, options.smooth, options.title, options.ledger,
+        options.need_ledger, options.wandb, options.wandb_group,
+        ["hybridcomp", "compare", *sys.argv[2:]],
+    )  # fmt: skip
+
+
+def compare_runs(texts: Sequence[str], wishes: Wishes) -> Result:
+    """Read ``texts``, write everything under ``wishes.out``, print. Raises CompareError."""
+    result = compared(texts, wishes)
+    print(report.table(result))
+    wishes.out.mkdir(parents=True, exist_ok=True)
+    picture = wishes.out / "losses.png"
+    from hybridcomp.compare.draw import draw
+
+    draw(result, picture, wishes.smooth, wishes.title)
+    (wishes.out / "comparison.json").write_text(report.as_json(result) + "\n", encoding="utf-8")
+    text = report.markdown(result, wishes.title, picture.name, shlex.join(wishes.command))
+    (wishes.out / "report.md").write_text(text, encoding="utf-8")
+    print(f"\nreport, picture and figures: {wishes.out}/report.md, losses.png, comparison.json")
+    _chart(result, wishes, picture)
+    return result
+
+
+def compared(texts: Sequence[str], wishes: Wishes) -> Result:
+    """Read and compare; writes nothing. Raises CompareError."""
+    runs = read_runs(texts, wishes.ledger)
+    missing = [found.label for found in runs[1:] if not found.ledger()]
+    if wishes.need_ledger and missing:
+        raise CompareError(
+            f"{', '.join(missing)}: found no {wishes.ledger} beside the log; set "
+            '"compression": {"ledger": {"jsonl": FILE}} in the DeepSpeed file'
+        )
+    notes = [note for found in runs[1:] for note in check_comparable(runs[0], found)]
+    aligned = align(runs, wishes.last)
+    if missing:
+        notes.append(f"no figures of bytes in the logs of: {', '.join(missing)}")
+    comparisons = compare(runs, aligned, wishes.last)
+    return Result(runs, aligned, comparisons, wishes.last, [*aligned.notes, *notes])
+
+
+def _chart(result: Result, wishes: Wishes, picture: Path) -> None:
+    if wishes.wandb == "none":
+        return
+    if wishes.wandb is None and find_spec("wandb") is None:
+        print("no W&B chart: pip install 'hybridcomp[wandb]'")
+        return
+    trainings = [training for found in result.runs for training in found.trainings]
+    project = wishes.wandb or next((t.project for t in trainings if t.project), "hybridcomp")
+    group = wishes.group or next((t.group for t in trainings if t.group), "")
+    place = chart.log(result, wishes.out, project, group, wishes.title, picture)
+    print(f"W&B: {place}")

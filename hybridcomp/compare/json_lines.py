@@ -1,0 +1,108 @@
+"""Trainings from JSON lines: a log with header, steps and summary, and hybridcomp's ledger.
+
+The log is what ``scripts/train_gpt.py --log`` and ``HYBRIDCOMP_RECORD`` write: ``{"run": {..}}``,
+then a record with ``step``, ``loss`` and more (``hybridcomp.figures``) for each step, then
+``{"summary": true, ..}``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridcomp.compare.runs import CompareError, Curve, Rows, Training, check_curve
+from hybridcomp.figures import LOSS, SPEED, TOKENS, VALID_LOSS
+
+#: name of the log in the folder of a run
+LOG = "loss.jsonl"
+
+
+def read_training(path: Path, ledger: str) -> Training:
+    """One log, with the file ``ledger`` beside it where there is one. Raises CompareError."""
+    header: dict[str, Any] = {}
+    valid_loss = None
+    records = []
+    for record in _json_lines(path):
+        if "run" in record:
+            header |= record["run"]  # the recorder knows more after some steps
+        elif record.get("summary"):
+            valid_loss = record.get(VALID_LOSS)
+        elif {"step", LOSS} <= record.keys():
+            records.append(record)
+        else:
+            raise CompareError(
+                f"{path}: expected records with step and loss, found {sorted(record)}; give the "
+                "file that train_gpt.py --log wrote, or one like it"
+            )
+    steps, losses = _column(records, "step"), _column(records, LOSS)
+    assert steps is not None and losses is not None
+    check_curve(path, steps, losses)
+    seconds = _column(records, "seconds")
+    beside = path.with_name(ledger)
+    return Training(
+        source=path,
+        steps=steps,
+        losses=losses,
+        tokens=_column(records, TOKENS),
+        seconds=None if seconds is None else np.cumsum(seconds),
+        speeds=_column(records, SPEED),
+        identity=identity_of(header),
+        settings=header.get("deepspeed"),
+        valid_loss=valid_loss,
+        ledger=read_ledger(beside) if beside.is_file() else {},
+    )
+
+
+def identity_of(header: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal to compare, of a log's header."""
+    found = {key: header[key] for key in ("seed", "model") if header.get(key) is not None}
+    data = dict(header.get("data") or {})
+    if "tokens_per_step" in header:
+        data["tokens_per_step"] = header["tokens_per_step"]
+    return {**found, "data": data}
+
+
+def read_ledger(path: Path) -> Rows:
+    """The totals of a ledger. Raises CompareError when the file is cut off or another's."""
+    records = _json_lines(path)
+    if not records or "dimensions" not in records[-1]:
+        raise CompareError(
+            f"{path}: expected hybridcomp's ledger, records with dimensions; found none"
+        )
+    if not records[-1].get("summary"):
+        raise CompareError(f"{path}: the summary at the end is missing; did the run end early?")
+    rows: Rows = records[-1]["dimensions"]
+    needed = {"codec", "raw_MB", "wire_MB", "ratio"}
+    for dimension, ways in rows.items():
+        for way, row in ways.items():
+            if not needed <= row.keys():
+                raise CompareError(
+                    f"{path}: {dimension} {way} lacks {sorted(needed - row.keys())}; it was "
+                    "written by another version of hybridcomp"
+                )
+    return rows
+
+
+def _column(records: list[dict[str, Any]], name: str) -> Curve | None:
+    """The values of all records, None where one lacks it."""
+    if not all(name in record for record in records):
+        return None
+    return np.array([record[name] for record in records], dtype=np.float64)
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise CompareError(
+                f"{path}:{number}: expected JSON, found {text[:40]!r} ({error})"
+            ) from None
+        if not isinstance(record, dict):
+            raise CompareError(f"{path}:{number}: expected a JSON object, found {text[:40]!r}")
+        found.append(record)
+    return found

@@ -1,0 +1,221 @@
+"""Training what is to be compared: one launcher command, several blocks, several seeds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.compare.json_lines import LOG
+from hybridcomp.compare.runs import CompareError
+
+BASELINE = "baseline"
+CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
+MODULE = "hybridcomp.run"
+#: lines of a failed training's output that are shown
+TAIL = 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: a process that is started once, and not again after it has finished."""
+
+    name: str  # for messages
+    folder: Path
+    command: Sequence[str]
+    #: what makes another job of it; kept in done.json
+    settings: Any
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside that of this process
+
+    def run(self) -> float | None:
+        """Seconds that it took, None when it had finished before. Raises CompareError."""
+        done = self.folder / "done.json"
+        if done.is_file() and json.loads(done.read_text()) == self.settings:
+            return None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        done.unlink(missing_ok=True)
+        start, output = time.monotonic(), self.folder / "output.txt"
+        with output.open("w") as log:
+            status = subprocess.run(
+                list(self.command),
+                stdout=log,
+                stderr=log,
+                check=False,
+                env={**os.environ, **self.environment},
+            ).returncode
+        if status:
+            tail = "\n".join(output.read_text(errors="replace").splitlines()[-TAIL:])
+            raise CompareError(f"{tail}\n{self.name}: status {status}; all of it is in {output}")
+        done.write_text(json.dumps(self.settings))
+        return time.monotonic() - start
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def ledger_in(block: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """``block`` with its ledger in the folder of the run."""
+    ledger = {**block.get("ledger", {}), "jsonl": str(folder / "ledger.jsonl")}
+    return {**block, "ledger": ledger}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``--launch`` is to train."""
+
+    command: Sequence[str]
+    blocks: Mapping[str, dict[str, Any] | None]  # name -> block, the baseline first: None
+    seeds: Sequence[int]
+    out: Path
+    project: str | None = None  # of W&B: switched on in the DeepSpeed file
+    group: str = ""
+
+    def jobs(self) -> list[Job]:
+        """Seed by seed, so that what is cut off has whole seeds. Raises CompareError."""
+        if len(self.seeds) > 1 and not any("{seed}" in word for word in self.command):
+            raise CompareError(
+                f"--seeds: found {len(self.seeds)} seeds and a command without {{seed}}; write "
+                "{seed} where the command takes its seed"
+            )
+        return [self.job(name, seed) for seed in self.seeds for name in self.blocks]
+
+    def folder(self, name: str, seed: int) -> Path:
+        """Where the files of one training are."""
+        return self.out / name / f"seed{seed}"
+
+    def job(self, name: str, seed: int) -> Job:
+        """One training, with its files written. Raises CompareError."""
+        folder = self.folder(name, seed).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        block = self.blocks[name]
+        written = None if block is None else ledger_in(block, folder)
+        environment = {
+            "WANDB_DIR": str(folder),
+            "WANDB_MODE": os.environ.get("WANDB_MODE", "offline"),
+            "WANDB_RUN_GROUP": self.group,
+            "WANDB_NAME": f"{name} seed {seed}",
+        }
+        command = armed(self.command)
+        if not any("{folder}" in word and LOG in word for word in command):
+            environment["HYBRIDCOMP_RECORD"] = str(folder / LOG)
+        place = config_of(command)
+        settings: dict[str, Any] = {}
+        if place is not None:
+            number, prefix, source = place
+            settings = self._settings(Path(source), written)
+            config = folder / "ds_config.json"
+            config.write_text(json.dumps(settings, indent=1))
+            command[number] = f"{prefix}{config}"
+        elif written is not None:
+            file = folder / "block.json"
+            file.write_text(json.dumps(written, indent=1))
+            environment["HYBRIDCOMP_CONFIG"] = str(file)
+        values = {"{seed}": str(seed), "{folder}": str(folder), "{port}": str(free_port())}
+        words = list(self.command)
+        done = {"command": words, "seed": seed, "block": block, "settings": settings}
+        return Job(f"{name} seed {seed}", folder, fill(command, values), done, environment)
+
+    def _settings(self, source: Path, block: dict[str, Any] | None) -> dict[str, Any]:
+        """The DeepSpeed file with this block, or none, and W&B where that is asked for."""
+        try:
+            settings: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise CompareError(f"{source}: expected a DeepSpeed file in JSON ({error})") from None
+        settings.pop("compression", None)
+        if block is not None:
+            settings["compression"] = block
+        if self.project is not None:
+            own = {"enabled": True, "project": self.project, "group": self.group}
+            settings["wandb"] = {**settings.get("wandb", {}), **own}
+        return settings
+
+
+def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """``command`` with its places filled in."""
+    words = list(command)
+    for place, value in values.items():
+        words = [word.replace(place, value) for word in words]
+    return words
+
+
+def config_of(command: Sequence[str]) -> tuple[int, str, str] | None:
+    """``(position, what stands before it there, path)`` of the DeepSpeed file; None without."""
+    for number, word in enumerate(command):
+        flag, equals, path = word.partition("=")
+        if flag in CONFIG_FLAGS:
+            if equals:
+                return number, f"{flag}=", path
+            if number + 1 < len(command):
+                return number + 1, "", command[number + 1]
+    return None
+
+
+def armed(command: Sequence[str]) -> list[str]:
+    """``command`` with ``hybridcomp.run`` between launcher and script. Raises CompareError.
+
+    A command that names hybridcomp itself is left as it is. Blocks have no effect without it.
+    """
+    words = list(command)
+    if any("hybridcomp" in word for word in words):
+        return words
+    place = next((i for i, word in enumerate(words) if i and word.endswith(".py")), None)
+    flag = {"deepspeed": "--module", "torchrun": "-m"}.get(Path(words[0]).name, "-m")
+    plain = Path(words[0]).name.startswith("python") or flag == "--module" or "torchrun" in words[0]
+    if place is None or not plain or words[place - 1] in ("-m", "--module"):
+        raise CompareError(
+            f"{' '.join(words)[:80]}: found no place for hybridcomp; write the command with "
+            "--module hybridcomp.run (deepspeed) or -m hybridcomp.run (torchrun, python) before "
+            "the script, or have the script call hybridcomp.install()"
+        )
+    return [*words[:place], flag, MODULE, *words[place:]]
+
+
+def block_of(text: str) -> tuple[str, dict[str, Any]]:
+    """``(name, block)`` of ``PRESET``, ``NAME=PRESET``, ``NAME=FILE`` or ``NAME={..}``.
+
+    Raises CompareError, ConfigError.
+    """
+    from hybridcomp.config import BLOCK, CompressionConfig, read_source
+
+    name, equals, value = text.partition("=")
+    value = value if equals else name
+    name = name if equals else Path(name).stem
+    if value.startswith("{"):
+        try:
+            block: dict[str, Any] = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise CompareError(f"--candidate {name}: expected JSON ({error})") from None
+    elif Path(value).is_file():
+        whole = dict(read_source(value))
+        block = whole.get(BLOCK, whole)
+    else:
+        block = {"preset": value}
+    CompressionConfig.parse(block)
+    if name == BASELINE or not name:
+        raise CompareError(f"--candidate {text}: expected another name than {BASELINE!r}")
+    return name, block
+
+
+def train(plan: Plan) -> list[str]:
+    """Train what is missing; the words that the comparison reads. Raises CompareError."""
+    if shutil.which(plan.command[0]) is None:
+        raise CompareError(f"{plan.command[0]}: no such command")
+    jobs = plan.jobs()
+    for number, job in enumerate(jobs, 1):
+        seconds = job.run()
+        took = "there already" if seconds is None else f"{seconds:.0f} s"
+        print(f"{number}/{len(jobs)} {job.name}: {took}", file=sys.stderr, flush=True)
+    return [f"{name}={plan.out / name}" for name in plan.blocks]

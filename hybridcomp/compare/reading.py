@@ -1,0 +1,145 @@
+"""From the words of a command line to runs that may be compared."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.compare import json_lines, wandb_files
+from hybridcomp.compare.runs import CompareError, Run, Training
+
+#: sections of DeepSpeed's settings in which runs of one comparison differ by design
+APART = frozenset(
+    {"compression", "wandb", "tensorboard", "csv_monitor", "comet", "steps_per_print"}
+)
+ABSENT = "nothing"
+
+
+def read_runs(texts: Sequence[str], ledger: str) -> list[Run]:
+    """The runs of ``[LABEL=]PATHS`` words, baseline first. Raises CompareError."""
+    runs = [read_run(*split_label(text), ledger) for text in texts]
+    labels = [run.label for run in runs]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise CompareError(f"{label}: two runs have this label; write LABEL=FILE")
+    return runs
+
+
+def split_label(text: str) -> tuple[str, str]:
+    """``LABEL=PATHS`` or ``PATHS``, whose label is then the folder's or the file's name."""
+    label, equals, paths = text.partition("=")
+    if equals:
+        return label, paths
+    path = Path(text)
+    return (path.parent.name if path.name == json_lines.LOG else path.stem) or text, text
+
+
+def read_run(label: str, paths: str, ledger: str) -> Run:
+    """The trainings at ``paths`` (files, folders and globs, with commas between).
+
+    A folder is a W&B offline run, or holds a log ``loss.jsonl``, or one such folder for each seed.
+    Raises CompareError.
+    """
+    trainings = []
+    for text in paths.split(","):
+        found = [Path(text)] if Path(text).exists() else sorted(map(Path, glob.glob(text)))
+        if not found:
+            raise CompareError(f"{text}: no such run; train with --log {text}")
+        trainings += [_read(place, ledger) for path in found for place in _places(path)]
+    seeds = [training.seed for training in trainings]
+    if len(set(seeds)) < len(seeds) and None not in seeds:
+        raise CompareError(f"{label}: two logs have one seed, {seeds}; give one log for each seed")
+    there = [bool(training.ledger) for training in trainings]
+    if any(there) and not all(there):
+        lacking = trainings[there.index(False)].source.with_name(ledger)
+        raise CompareError(f"{lacking}: missing, while other seeds have one")
+    return Run(label, trainings)
+
+
+def _places(path: Path) -> list[Path]:
+    """The logs and W&B folders that a path stands for."""
+    if path.is_file():
+        return [path]
+    if (path / json_lines.LOG).is_file():
+        return [path / json_lines.LOG]
+    if any(path.glob("*.wandb")):
+        return [path]
+    for pattern in (
+        f"*/{json_lines.LOG}",
+        "offline-run-*",
+        "wandb/offline-run-*",
+        "*/wandb/offline-run-*",
+    ):
+        if found := sorted(path.glob(pattern)):
+            return found
+    raise CompareError(
+        f"{path}: expected a log {json_lines.LOG} or W&B's offline-run-* in this folder, found "
+        "neither; give the file itself"
+    )
+
+
+def _read(path: Path, ledger: str) -> Training:
+    if path.is_dir():
+        return wandb_files.read_training(path)
+    if path.suffix == ".wandb":
+        return wandb_files.read_training(path.parent)
+    return json_lines.read_training(path, ledger)
+
+
+def check_comparable(baseline: Run, run: Run) -> list[str]:
+    """What else differs, in words; raises CompareError for another model, data order or seed."""
+    notes: dict[str, None] = {}
+    for own, other in zip(
+        run.trainings, (baseline.trainings[i] for i in pair(baseline, run)), strict=True
+    ):
+        for name, what in (("model", "model"), ("data", "data order")):
+            found, expected = (dict(t.identity.get(name) or {}) for t in (own, other))
+            both = [key for key in expected if key in found]
+            wrong = [key for key in both if found[key] != expected[key]]
+            if wrong:
+                raise CompareError(
+                    f"{run.label}: another {what} than {baseline.label}: {name}.{wrong[0]} is "
+                    f"{found[wrong[0]]!r} to {expected[wrong[0]]!r} ({own.source}, "
+                    f"{other.source}); compare runs that differ in compression only"
+                )
+            if not both:
+                notes[f"{run.label}: its log does not say which {what}; nobody checked it"] = None
+        for key, (mine, theirs) in differences(own.settings, other.settings).items():
+            notes[f"{run.label}: {key} is {mine!r}, in {baseline.label} {theirs!r}"] = None
+    return list(notes)
+
+
+def pair(baseline: Run, run: Run) -> list[int]:
+    """For each training of ``run`` the baseline's of its seed; by order where seeds are unknown."""
+    if None in run.seeds or None in baseline.seeds:
+        if len(run.seeds) != len(baseline.seeds):
+            raise CompareError(
+                f"{run.label}: {len(run.seeds)} logs without seeds, the baseline has "
+                f"{len(baseline.seeds)}; give one baseline for each"
+            )
+        return list(range(len(run.seeds)))
+    lacking = [seed for seed in run.seeds if seed not in baseline.seeds]
+    if lacking:
+        raise CompareError(
+            f"{run.label}: another seed: the baseline has no run of seed {lacking[0]}, only of "
+            f"{baseline.seeds}; train it with that seed"
+        )
+    return [baseline.seeds.index(seed) for seed in run.seeds]
+
+
+def differences(
+    own: Mapping[str, Any] | None, other: Mapping[str, Any] | None, prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys of settings that differ, what was found in each; none where one is unknown."""
+    if own is None or other is None:
+        return {}
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*own, *other} - (APART if not prefix else set())):
+        mine, theirs = own.get(key, ABSENT), other.get(key, ABSENT)
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            found.update(differences(mine, theirs, f"{prefix}{key}."))
+        elif mine != theirs:
+            found[prefix + key] = (mine, theirs)
+    return found

@@ -1,0 +1,104 @@
+"""What is compared: trainings that have finished, grouped into ways of training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridcomp.errors import HybridcompError
+
+Curve = NDArray[np.float64]
+#: dimension -> direction -> figures
+Rows = dict[str, dict[str, dict[str, Any]]]
+#: steps at the start that the speed leaves out
+WARM_UP = 3
+
+
+class CompareError(HybridcompError, ValueError):
+    """Runs that cannot be read or compared; the message names file, found and what to do."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training, of one seed. Curves have one element for each step that was logged."""
+
+    source: Path
+    steps: Curve  # optimizer steps, increasing
+    losses: Curve
+    tokens: Curve | None  # trained on until then
+    seconds: Curve | None  # since the first step began, of training alone
+    speeds: Curve | None  # tokens a second
+    #: what must be equal to compare: {"seed": .., "data": {..}, "model": {..}}, as far as known
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    #: the DeepSpeed settings, as far as known
+    settings: Mapping[str, Any] | None = None
+    valid_loss: float | None = None
+    ledger: Rows = field(default_factory=dict)  # totals; empty without compression
+    project: str = ""  # of W&B
+    group: str = ""
+
+    @property
+    def seed(self) -> int | None:
+        """Of weights and data order."""
+        found = self.identity.get("seed")
+        return None if found is None else int(found)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way of training, once for each seed."""
+
+    label: str
+    trainings: Sequence[Training]
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """In the order of the trainings."""
+        return [training.seed for training in self.trainings]
+
+    def speed(self) -> float | None:
+        """Median tokens a second over all seeds, without the first steps; None where unknown."""
+        found = [training.speeds for training in self.trainings if training.speeds is not None]
+        if not found:
+            return None
+        return float(
+            np.median(np.concatenate([s[WARM_UP:] if len(s) > WARM_UP else s for s in found]))
+        )
+
+    def ledger(self) -> Rows:
+        """Totals of the first seed; the bytes of the others are the same for fixed-size codecs."""
+        return self.trainings[0].ledger
+
+    def bits(self) -> str:
+        """What was compressed, how much: ``dp blockint(bits=4) 7.5x; zero ...``; "" without."""
+        parts = []
+        for dimension, ways in self.ledger().items():
+            for way, row in ways.items():
+                if row["codec"] != "none" and row["ratio"]:  # a group of one rank sends nothing
+                    name = dimension if len(ways) == 1 else f"{dimension} {way}"
+                    parts.append(f"{name} {short(row['codec'])} {row['ratio']:.1f}x")
+        return "; ".join(parts)
+
+
+def short(codec: str) -> str:
+    """A codec's name for people: three digits, without the settings that hardly anybody changes."""
+    kept = re.sub(r", (segment=\d+|mode=rel)(?=[,)])", "", codec)
+    return re.sub(r"\d+\.\d{4,}(e-?\d+)?", lambda found: f"{float(found[0]):.3g}", kept)
+
+
+def check_curve(source: Path, steps: Curve, losses: Curve) -> None:
+    """Raises CompareError for a curve that is empty or not finite."""
+    if not len(steps):
+        raise CompareError(
+            f"{source}: holds no step with a loss; did the run fail before its first?"
+        )
+    bad = ~np.isfinite(losses)
+    if bad.any():
+        step = int(steps[bad][0])
+        raise CompareError(f"{source}: the loss is not finite at step {step}; nothing to compare")

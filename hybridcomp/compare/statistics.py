@@ -1,0 +1,177 @@
+"""Aligning runs by tokens and by wall clock, and what they differ by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridcomp.compare.reading import pair
+from hybridcomp.compare.runs import CompareError, Curve, Run, Training
+
+#: two-sided 95% quantiles of Student's t, by degrees of freedom; 1.96 beyond
+STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Runs on one axis."""
+
+    unit: str  # of the axis: "tokens" or "steps"
+    axis: Curve  # (points,)
+    losses: list[Curve]  # of each run: (seeds, points)
+    seconds: list[Curve] | None  # of each run: (seeds, points); None where one is unknown
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One run against the baseline; gaps in percent, means over the seeds."""
+
+    label: str
+    final_loss: float  # mean over seeds and the last points
+    gap: float
+    gap_interval: float | None  # half-width at 95% over paired seeds, None with one seed
+    valid_loss: float | None
+    valid_gap: float | None
+    seconds: float | None  # of training, to the end of the axis
+    #: the gap to the baseline after the time that the faster of the two took, None without clocks
+    clock_gap: float | None
+    clock_gap_interval: float | None
+
+
+def align(runs: Sequence[Run], last: int) -> Aligned:
+    """Put runs on one axis: tokens where all know them, else optimizer steps.
+
+    The axis is that of the training with the fewest points, as far as all have got; others are
+    interpolated where theirs differ, which is said. Raises CompareError when too little is common.
+    """
+    trainings = [training for run in runs for training in run.trainings]
+    unit = "tokens" if all(t.tokens is not None for t in trainings) else "steps"
+    axes = [_axis(training, unit) for training in trainings]
+    notes = []
+    begin, end = max(axis[0] for axis in axes), min(axis[-1] for axis in axes)
+    axis = min(axes, key=len)
+    axis = axis[(axis >= begin) & (axis <= end)]
+    if len(axis) < min(last, min(map(len, axes))) or not len(axis):
+        raise CompareError(
+            f"the runs have {len(axis)} points in common, from {begin:g} to {end:g} {unit}, fewer "
+            f"than the {last} last ones that the final loss is the mean of; compare longer runs"
+        )
+    longest = max(axes, key=lambda found: float(found[-1]))
+    if longest[-1] > end:
+        notes.append(
+            f"compared up to {end:g} {unit}, where the shortest run ends, of {longest[-1]:g}"
+        )
+    if any(not np.array_equal(other[: len(axis)], axis) for other in axes):
+        notes.append(f"runs logged at different {unit}: interpolated")
+    clocks = all(training.seconds is not None for training in trainings)
+    return Aligned(
+        unit=unit,
+        axis=axis,
+        losses=[
+            np.stack([np.interp(axis, _axis(t, unit), t.losses) for t in run.trainings])
+            for run in runs
+        ],
+        seconds=[
+            np.stack([np.interp(axis, _axis(t, unit), _clock(t)) for t in run.trainings])
+            for run in runs
+        ]
+        if clocks
+        else None,
+        notes=notes,
+    )
+
+
+def _axis(training: Training, unit: str) -> Curve:
+    found = training.tokens if unit == "tokens" else training.steps
+    assert found is not None
+    return found
+
+
+def _clock(training: Training) -> Curve:
+    assert training.seconds is not None
+    return training.seconds
+
+
+def compare(runs: Sequence[Run], aligned: Aligned, last: int) -> list[Comparison]:
+    """Every run against the first, paired by seed. Raises CompareError for unpaired seeds."""
+    return [_compare(runs, aligned, number, last) for number in range(len(runs))]
+
+
+def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> Comparison:
+    baseline, run = runs[0], runs[number]
+    order = pair(baseline, run)
+    final = aligned.losses[number][:, -last:].mean(axis=1)
+    gaps = 100 * (final / aligned.losses[0][order, -last:].mean(axis=1) - 1)
+    pairs = [
+        (run.trainings[i].valid_loss, baseline.trainings[j].valid_loss) for i, j in enumerate(order)
+    ]
+    known = [(own, other) for own, other in pairs if own is not None and other is not None]
+    valid = valid_gap = None
+    if len(known) == len(pairs):
+        valid = float(np.mean([own for own, _ in known]))
+        valid_gap = float(np.mean([100 * (own / other - 1) for own, other in known]))
+    clock = clock_gaps(aligned, number, order, last)
+    seconds = None if aligned.seconds is None else float(aligned.seconds[number][:, -1].mean())
+    return Comparison(
+        label=run.label,
+        final_loss=float(final.mean()),
+        gap=float(gaps.mean()),
+        gap_interval=half_width(gaps),
+        valid_loss=valid,
+        valid_gap=valid_gap,
+        seconds=seconds,
+        clock_gap=None if clock is None else float(clock.mean()),
+        clock_gap_interval=None if clock is None else half_width(clock),
+    )
+
+
+def clock_gaps(aligned: Aligned, number: int, order: Sequence[int], last: int) -> Curve | None:
+    """Gaps in percent at equal wall clock, of each seed: (seeds,).
+
+    At the time when the faster run of a pair has reached the end of the axis the slower one is
+    still on its way; both losses are means of the ``last`` points before that.
+    """
+    if aligned.seconds is None:
+        return None
+    gaps = []
+    for own, other in enumerate(order):
+        clocks = aligned.seconds[number][own], aligned.seconds[0][other]
+        stop = min(float(clock[-1]) for clock in clocks)
+        smooth = (
+            running_mean(aligned.losses[number][own : own + 1], last)[0],
+            running_mean(aligned.losses[0][other : other + 1], last)[0],
+        )
+        at = [
+            float(np.interp(stop, clock, curve))
+            for clock, curve in zip(clocks, smooth, strict=True)
+        ]
+        gaps.append(100 * (at[0] / at[1] - 1))
+    return np.array(gaps)
+
+
+def running_mean(curves: Curve, window: int) -> Curve:
+    """Mean of the last ``window`` points of each row, of as many as there are at first."""
+    sums = np.cumsum(curves, axis=1)
+    sums[:, window:] = sums[:, window:] - sums[:, :-window]
+    counts = np.minimum(np.arange(1, curves.shape[1] + 1), window)
+    return np.asarray(sums / counts)
+
+
+def gap_curves(runs: Sequence[Run], aligned: Aligned, number: int, window: int) -> Curve:
+    """Smoothed loss over the baseline's of the same seed, in percent: (seeds, points)."""
+    own = running_mean(aligned.losses[number], window)
+    other = running_mean(aligned.losses[0][pair(runs[0], runs[number])], window)
+    return np.asarray(100 * (own / other - 1))
+
+
+def half_width(values: Curve) -> float | None:
+    """Half of the 95% interval of the mean, by Student's t; None for one value."""
+    count = len(values)
+    if count < 2:
+        return None
+    quantile = STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96
+    return float(quantile * values.std(ddof=1) / math.sqrt(count))

@@ -1,0 +1,242 @@
+"""Trainings from the folders that W&B writes without a network: ``wandb/offline-run-*``.
+
+The records are parsed by W&B's own ``wandb_internal_pb2``. The file around them is a LevelDB log
+(https://github.com/google/leveldb/blob/main/doc/log_format.md) with a header of seven bytes and
+zlib's CRC-32. W&B read it with ``wandb.sdk.internal.datastore`` until it moved to another language;
+newer releases have no Python reader, so the framing is taken apart here.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridcomp.compare.runs import CompareError, Curve, Rows, Training, check_curve
+from hybridcomp.figures import (
+    CONFIG_CODECS,
+    CONFIG_RUN,
+    LOSS,
+    SPEED,
+    TOKENS,
+    VALID_LOSS,
+    split_event,
+)
+
+HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
+BLOCK_NBYTES, RECORD_HEADER = 32768, struct.Struct("<IHB")
+FULL, FIRST, LAST = 1, 2, 4
+#: names of the training loss: ours, a DeepSpeed pipeline's, GPT-NeoX's, Megatron-LM's
+LOSSES = (LOSS, "Train/Samples/train_loss", "train/lm_loss", "lm loss")
+VALID_LOSSES = (VALID_LOSS, "validation/lm_loss", "lm loss validation")
+#: in the configs of GPT-NeoX and of Megatron-LM: what makes the model, what makes the data
+MODEL_KEYS = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "intermediate_size",
+    "num_query_groups", "num_kv_heads", "vocab_size", "padded_vocab_size", "num_experts",
+    "norm", "normalization", "activation", "pos_emb", "position_embedding_type",
+)  # fmt: skip
+DATA_KEYS = (
+    "data_path", "train_data_paths", "train_data_weights", "split", "seq_length",
+    "train_batch_size", "global_batch_size", "tokenizer_type", "vocab_file", "dataset_impl",
+)  # fmt: skip
+BATCHES = ("train_batch_size", "global_batch_size")
+
+
+def read_training(folder: Path) -> Training:
+    """One offline run. Raises CompareError."""
+    files = sorted(folder.glob("*.wandb"))
+    if len(files) != 1:
+        raise CompareError(f"{folder}: expected one file *.wandb, found {len(files)}")
+    config, about, history = read(files[0])
+    rows = {key: found for key in LOSSES if (found := _series(history, key))}
+    if not rows:
+        raise CompareError(
+            f"{folder}: none of its records holds a loss under one of {', '.join(LOSSES)}; log it "
+            f'as "{LOSS}"'
+        )
+    numbers = next(iter(rows.values()))
+    at = sorted(numbers)
+    losses = np.array([numbers[step] for step in at], dtype=np.float64)
+    header = config.get(CONFIG_RUN) or {}
+    tokens = _tokens(history, config, at)
+    # the numbers of W&B's steps are what the trainer gave: samples in DeepSpeed's monitors
+    steps = np.arange(1, len(at) + 1) if TOKENS in _names(history) else np.array(at)
+    seconds = _at(history, "_runtime", at)
+    check_curve(folder, steps.astype(np.float64), losses)
+    return Training(
+        source=folder,
+        steps=steps.astype(np.float64),
+        losses=losses,
+        tokens=tokens,
+        seconds=_elapsed(history, at, seconds),
+        speeds=_speeds(history, at, tokens, seconds),
+        identity=identity_of(config, header),
+        settings=header.get("deepspeed"),
+        valid_loss=_last(history, VALID_LOSSES),
+        ledger=_ledger(history, config),
+        project=about.project,
+        group=about.run_group,
+    )
+
+
+def read(path: Path) -> tuple[dict[str, Any], Any, dict[int, dict[str, Any]]]:
+    """``(config, W&B's record of the run, step -> logged values)`` of a ``.wandb`` file."""
+    try:
+        from wandb.proto import wandb_internal_pb2
+    except ImportError:
+        raise CompareError(
+            f"{path}: reading it needs W&B: pip install 'hybridcomp[wandb]'"
+        ) from None
+    config: dict[str, Any] = {}
+    about: Any = wandb_internal_pb2.RunRecord()
+    history: dict[int, dict[str, Any]] = {}
+    for payload in payloads(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(payload)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            about = record.run
+            _update(config, record.run.config)
+        elif kind == "config":
+            _update(config, record.config)
+        elif kind == "history":
+            values = {_key(item): json.loads(item.value_json) for item in record.history.item}
+            history.setdefault(int(record.history.step.num), {}).update(values)
+    return config, about, history
+
+
+def payloads(path: Path) -> Iterator[bytes]:
+    """The records of a file; one that was cut off at its end is left out. Raises CompareError."""
+    data = path.read_bytes()
+    if not data.startswith(HEADER):
+        raise CompareError(f"{path}: expected a file of W&B, found {data[:7]!r}")
+    place, whole = len(HEADER), b""
+    while place + RECORD_HEADER.size <= len(data):
+        left = BLOCK_NBYTES - place % BLOCK_NBYTES
+        if left < RECORD_HEADER.size:
+            place += left  # padding: no header fits here
+            continue
+        checksum, length, kind = RECORD_HEADER.unpack_from(data, place)
+        place += RECORD_HEADER.size
+        part = data[place : place + length]
+        if len(part) < length:
+            return
+        if zlib.crc32(part, zlib.crc32(bytes([kind]))) != checksum:
+            raise CompareError(f"{path}: damaged at byte {place}; compare without this run")
+        place += length
+        whole = part if kind in (FULL, FIRST) else whole + part
+        if kind in (FULL, LAST):
+            yield whole
+
+
+def identity_of(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal to compare: of our trainer's header, else of the trainer's own config."""
+    from hybridcomp.compare import json_lines
+
+    if header:
+        return json_lines.identity_of(dict(header))
+    found: dict[str, Any] = {} if config.get("seed") is None else {"seed": config["seed"]}
+    for name, keys in (("model", MODEL_KEYS), ("data", DATA_KEYS)):
+        found[name] = {key: config[key] for key in keys if config.get(key) is not None}
+    return found
+
+
+def _key(item: Any) -> str:
+    return item.key or "/".join(item.nested_key)
+
+
+def _update(config: dict[str, Any], record: Any) -> None:
+    for item in record.update:
+        path = [item.key] if item.key else list(item.nested_key)
+        place = config
+        for part in path[:-1]:
+            place = place.setdefault(part, {})
+        place[path[-1]] = json.loads(item.value_json)
+
+
+def _names(history: Mapping[int, Mapping[str, Any]]) -> set[str]:
+    return {name for values in history.values() for name in values}
+
+
+def _series(history: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, float]:
+    return {step: values[name] for step, values in sorted(history.items()) if name in values}
+
+
+def _at(history: Mapping[int, Mapping[str, Any]], name: str, at: list[int]) -> Curve | None:
+    """The figure at these steps, None where one lacks it."""
+    if not all(name in history[step] for step in at):
+        return None
+    return np.array([history[step][name] for step in at], dtype=np.float64)
+
+
+def _last(history: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> float | None:
+    for name in names:
+        if found := _series(history, name):
+            return float(list(found.values())[-1])
+    return None
+
+
+def _tokens(
+    history: Mapping[int, Mapping[str, Any]], config: Mapping[str, Any], at: list[int]
+) -> Curve | None:
+    """As logged; else iterations times the batch and the length of the trainer's config."""
+    logged = _at(history, TOKENS, at)
+    if logged is not None:
+        return logged
+    batch = next((config[key] for key in BATCHES if isinstance(config.get(key), int)), None)
+    length = config.get("seq_length")
+    if batch is None or not isinstance(length, int):
+        return None
+    return np.array([step * batch * length for step in at], dtype=np.float64)
+
+
+def _elapsed(
+    history: Mapping[int, Mapping[str, Any]], at: list[int], runtime: Curve | None
+) -> Curve | None:
+    """Seconds of training: the steps' own, else W&B's clock from the first step on."""
+    own = _at(history, "seconds", at)
+    if own is not None:
+        return np.asarray(np.cumsum(own))
+    return None if runtime is None else runtime - runtime[0]
+
+
+def _speeds(
+    history: Mapping[int, Mapping[str, Any]],
+    at: list[int],
+    tokens: Curve | None,
+    runtime: Curve | None,
+) -> Curve | None:
+    logged = _at(history, SPEED, at)
+    if logged is not None or tokens is None or runtime is None or len(at) < 2:
+        return logged
+    return np.diff(tokens) / np.maximum(np.diff(runtime), 1e-9)
+
+
+def _ledger(history: Mapping[int, Mapping[str, Any]], config: Mapping[str, Any]) -> Rows:
+    """Totals over all reports; the error is their root mean square."""
+    sums: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for values in history.values():
+        for name, value in values.items():
+            place = split_event(name)
+            if place is not None:
+                figures = sums.setdefault(place[:2], {})
+                figures.setdefault(place[2], []).append(float(value))
+    codecs = config.get(CONFIG_CODECS) or {}
+    rows: Rows = {}
+    for (dimension, way), figures in sums.items():
+        if "wire_MB" not in figures:
+            continue
+        total = {name: sum(figures.get(name, [])) for name in ("raw_MB", "wire_MB", "codec_ms")}
+        errors = figures.get("error")
+        rows.setdefault(dimension, {})[way] = {
+            "codec": codecs.get(f"{dimension}/{way}", "?"),
+            **total,
+            "ratio": total["raw_MB"] / total["wire_MB"] if total["wire_MB"] else None,
+            "error": float(np.sqrt(np.mean(np.square(errors)))) if errors else None,
+        }
+    return rows

@@ -1,0 +1,52 @@
+"""What a run reports, under which name: one vocabulary for JSON lines, W&B and other monitors.
+
+=================== ==================================================================== =========
+figure              meaning                                                              unit
+=================== ==================================================================== =========
+loss                training loss of a step, mean over its samples                       nats
+tokens              tokens trained on until now                                          tokens
+tokens_per_second   speed of a step                                                      tokens/s
+valid_loss          loss on held-out text                                                nats
+ratio               raw_MB / wire_MB, higher is better
+raw_MB              what native would have sent, all ranks                               1e6 bytes
+wire_MB             what was sent, all ranks                                             1e6 bytes
+codec_ms            time in encoding and decoding, all ranks                             ms
+wait_ms             time of waiting for others, all ranks                                ms
+error               sampled relative L2 error of one encoding
+inter_ratio         as ratio, of what crosses nodes
+native_since        the step from which the guard made the dimension native              step
+residual_norm       L2 norm of what error feedback holds, all ranks                      as values
+=================== ==================================================================== =========
+
+The first four stand under their own names, one record a step. The others are of one dimension and
+direction since the report before: in JSON lines ``dimensions.<dimension>.<direction>.<figure>``
+(``residual_norm`` beside ``dimensions``), elsewhere ``Train/Compression/<dimension>[/<direction>]/
+<figure>``, the direction left out for dp and zero, which have one.
+
+Imports nothing: programs that only read figures need no torch.
+"""
+
+from __future__ import annotations
+
+LOSS, TOKENS, SPEED, VALID_LOSS = "loss", "tokens", "tokens_per_second", "valid_loss"
+#: of a dimension and direction
+FIGURES = (
+    "ratio", "raw_MB", "wire_MB", "codec_ms", "wait_ms", "error", "inter_ratio", "native_since",
+)  # fmt: skip
+RESIDUAL_NORM = "residual_norm"
+PREFIX = "Train/Compression/"
+#: where a W&B run's config holds the block, and what is known about the run besides
+CONFIG_BLOCK, CONFIG_RUN, CONFIG_CODECS = "compression", "run", "codecs"
+
+
+def event_name(dimension: str, direction: str, figure: str, one_way: bool) -> str:
+    """The name of a figure outside JSON lines."""
+    return f"{PREFIX}{dimension}/{'' if one_way else f'{direction}/'}{figure}"
+
+
+def split_event(name: str) -> tuple[str, str, str] | None:
+    """``(dimension, direction, figure)`` of a name, None for names of other things."""
+    parts = name.removeprefix(PREFIX).split("/")
+    if not name.startswith(PREFIX) or len(parts) not in (2, 3):
+        return None
+    return parts[0], "forward" if len(parts) == 2 else parts[1], parts[-1]

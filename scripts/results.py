@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""Write docs/results/ anew from finished measurements: tables, pictures, and the commands.
+
+results.py --loss runs/loss_study
+
+Each chapter is made from the folder that its own script left, and no chapter measures anything. A
+chapter whose measurements are missing keeps what is committed, and is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import loss_study
+
+from hybridcomp.compare import CompareError, Wishes, compared
+from hybridcomp.compare.draw import draw
+from hybridcomp.compare.reading import differences
+from hybridcomp.compare.report import Result, as_json, bytes_of, losses, markdown_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Missing(Exception):
+    """The measurements of a chapter are not there; the message says which and how to make them."""
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One file of docs/results/ and what it is made of."""
+
+    name: str
+    title: str
+    #: (folder of the measurements, folder to write into) -> the chapter in Markdown
+    write: Callable[[Path, Path], str]
+    measured_by: str
+
+
+def loss_chapter(source: Path, out: Path) -> str:
+    """What presets and error bounds cost in loss: scripts/loss_study.py. Raises Missing."""
+    layouts = [name for name in loss_study.LAYOUTS if (source / name).is_dir()]
+    if not layouts:
+        raise Missing(f"{source} holds no layout of {', '.join(loss_study.LAYOUTS)}")
+    parts, figures, blocks = [], {}, {}
+    for layout in layouts:
+        study = Study.of(source / layout)
+        words = [f"{name}={study.paths(name)}" for name in study.whole]
+        result = untimed(compared(words, Wishes(need_ledger=True)))
+        draw(result, out / f"loss_{layout}.png", 0, f"{TITLES[layout]}, {study.say_seeds()}")
+        parts += study.section(layout, result)
+        figures[layout] = json.loads(as_json(result))
+        if found := study.further_blocks():
+            blocks[layout] = found
+    (out / "loss.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    (out / "loss_blocks.json").write_text(json.dumps(blocks, indent=1) + "\n", encoding="utf-8")
+    return "\n".join([LOSS_HEAD, *parts, *commands(source, layouts)])
+
+
+def untimed(result: Result) -> Result:
+    """Without the clocks of a machine that did other work."""
+    return replace(result, aligned=replace(result.aligned, seconds=None))
+
+
+LOSS_HEAD = """\
+The example GPT (`scripts/train_gpt.py`, 0.85 M parameters, text: the standard library's sources),
+fp32, two CPU ranks. Every run of a seed has the weights and the order of the data of the baseline's
+run of that seed. The final loss is the mean of the last 20 steps; gaps are in percent of it, paired
+by seed, with the 95% interval of their mean (Student's t). The validation loss is that of text that
+no run trained on. Speeds and curves over wall clock are left out: the machine did other work beside
+it, and two ranks of one machine have no network to save time on.
+"""
+TITLES = {
+    "dp2": "ZeRO 1 on two ranks: gradients (dp) and parameters (zero)",
+    "pp2": "Two pipeline stages: activations and their gradients (pp)",
+    "pp2dp2": "Two pipeline stages by two replicas",
+}
+#: columns that a busy machine makes meaningless
+TIMED = ("gap %, same time", "k tokens/s")
+
+
+@dataclass(frozen=True)
+class Study:
+    """The finished runs of one layout."""
+
+    folder: Path
+    done: dict[str, dict[int, dict[str, Any]]]  # name -> seed -> the DeepSpeed settings
+
+    @classmethod
+    def of(cls, folder: Path) -> Study:
+        """What is finished there. Raises Missing without a baseline."""
+        done: dict[str, dict[int, dict[str, Any]]] = {}
+        for file in sorted(folder.glob("*/seed*/done.json")):
+            seed = int(file.parent.name.removeprefix("seed"))
+            done.setdefault(file.parent.parent.name, {})[seed] = json.loads(file.read_text())
+        if loss_study.BASELINE not in done:
+            raise Missing(f"{folder} holds no finished baseline")
+        return cls(folder, done)
+
+    @property
+    def seeds(self) -> list[int]:
+        """Those of the baseline."""
+        return sorted(self.done[loss_study.BASELINE])
+
+    @property
+    def whole(self) -> list[str]:
+        """Runs with all seeds, in the order of the presets. Their settings are the baseline's."""
+        order = [loss_study.BASELINE, *loss_study.PRESETS]
+        names = [name for name in self.done if sorted(self.done[name]) == self.seeds]
+        for name in names:
+            for seed, settings in self.done[name].items():
+                wrong = differences(settings, self.done[loss_study.BASELINE][seed])
+                if wrong:
+                    raise CompareError(f"{name} seed {seed}: other settings: {', '.join(wrong)}")
+        return sorted(names, key=lambda name: (order.index(name) if name in order else 99, name))
+
+    def paths(self, name: str) -> str:
+        """Of the logs of all seeds."""
+        return ",".join(
+            str(self.folder / name / f"seed{seed}" / "loss.jsonl") for seed in self.seeds
+        )
+
+    def say_seeds(self) -> str:
+        """``seeds 0, 1, 2``."""
+        return f"seeds {', '.join(map(str, self.seeds))}"
+
+    def further_blocks(self) -> dict[str, Any]:
+        """Blocks that are no preset, without the ledger's file."""
+        found = {}
+        for name in self.whole:
+            if name not in (loss_study.BASELINE, *loss_study.PRESETS):
+                block = dict(self.done[name][self.seeds[0]]["compression"])
+                block.pop("ledger", None)
+                found[name] = block
+        return found
+
+    def section(self, layout: str, result: Result) -> list[str]:
+        """Tables and picture of this layout, and what was left out."""
+        head, *rows = losses(result)
+        kept = [number for number, name in enumerate(head) if name not in TIMED]
+        table = [[row[number] for number in kept] for row in (head, *rows)]
+        left = {name: seeds for name, seeds in self.done.items() if name not in self.whole}
+        return [
+            f"\n## {TITLES[layout]}\n",
+            f"{result.aligned.axis[-1]:,.0f} tokens in {len(result.aligned.axis)} steps, "
+            f"{self.say_seeds()}.\n",
+            *markdown_rows(table),
+            f"\n![loss curves, {layout}](loss_{layout}.png)\n",
+            "Bytes of all ranks over the whole run of one seed:\n",
+            *markdown_rows([row[:-1] for row in bytes_of(result.runs)]),
+            *(
+                f"\nLeft out: {name}, of which {len(seeds)} of {len(self.seeds)} seeds finished."
+                for name, seeds in left.items()
+            ),
+        ]
+
+
+def commands(source: Path, layouts: Sequence[str]) -> list[str]:
+    """What made the chapter, from what the settings say."""
+    study = Study.of(source / layouts[0])
+    settings = study.done[loss_study.BASELINE][study.seeds[0]]
+    committed = json.loads((loss_study.CONFIGS / loss_study.LAYOUTS[layouts[0]].config).read_text())
+    batch = "train_micro_batch_size_per_gpu"
+    rates = [found["optimizer"]["params"]["lr"] for found in (settings, committed)]
+    words = [
+        "--steps", settings["scheduler"]["params"]["total_num_steps"], "--seeds", *study.seeds,
+        "--layouts", *layouts, "--divide-batch", committed[batch] // settings[batch],
+        *(["--lr", f"{rates[0]:g}"] if rates[0] != rates[1] else []),
+        "--blocks", "docs/results/loss_blocks.json",
+    ]  # fmt: skip
+    return [
+        "\n## Commands\n",
+        "```",
+        "scripts/prepare_data.py --output data/text",
+        f"scripts/loss_study.py {shlex.join(map(str, words))}",
+        "scripts/results.py --loss runs/loss_study",
+        "```",
+    ]
+
+
+CHAPTERS = (
+    Chapter("loss", "What compression costs in loss", loss_chapter, "scripts/loss_study.py"),
+)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line: one folder for each chapter."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for chapter in CHAPTERS:
+        parser.add_argument(
+            f"--{chapter.name}", type=Path, metavar="FOLDER", help=f"of {chapter.measured_by}"
+        )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="FOLDER")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 where a chapter that was asked for cannot be made."""
+    options = parse(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    status = 0
+    for chapter in CHAPTERS:
+        source = getattr(options, chapter.name)
+        file = options.out / f"{chapter.name}.md"
+        if source is None:
+            kept = "the committed one stays" if file.is_file() else "missing"
+            print(f"{chapter.name}: no measurements given ({chapter.measured_by}); {kept}")
+            continue
+        try:
+            text = chapter.write(source.resolve(), options.out)
+        except (Missing, CompareError) as error:
+            print(f"{chapter.name}: {error}; run {chapter.measured_by}", file=sys.stderr)
+            status = 1
+            continue
+        file.write_text(f"# {chapter.title}\n\n{text}\n", encoding="utf-8")
+        print(f"{chapter.name}: {file}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""W&B: offline runs of several trainers read back, and the chart of a comparison."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridcomp.compare import CompareError, Wishes, compared
+from hybridcomp.compare.chart import final_figures
+from hybridcomp.compare.wandb_files import HEADER, payloads, read, read_training
+from tests.compare.made import write_run
+
+pytest.importorskip("wandb")
+
+#: what a trainer logs; run in a process of its own, since W&B leaves threads behind
+TRAINERS = """
+import sys, wandb
+folder = sys.argv[1]
+
+def start(name, config):
+    return wandb.init(project="p", group="g", name=name, mode="offline", dir=f"{folder}/{name}",
+                      config=config, settings=wandb.Settings(silent=True, console="off",
+                                                             x_disable_stats=True))
+import os
+header = {"seed": 3, "model": {"layers": 4}, "data": {"order": "x"}, "tokens_per_step": 100}
+for name, factor in (("ours", 1.0), ("lossy", 1.01)):
+    os.makedirs(f"{folder}/{name}")
+    codecs = {"dp/forward": "bf16"}
+    run = start(name, {"run": header, "compression": {"dp": "bf16"}, "codecs": codecs})
+    for step in range(1, 31):
+        for key, value in (("loss", factor * (2 + 1 / step)), ("tokens", 100 * step),
+                           ("tokens_per_second", 50.0), ("seconds", 2.0)):
+            run.log({key: value}, step=8 * step)  # as DeepSpeed's monitor does: by samples
+        if step % 10 == 0:
+            for key, value in (("raw_MB", 4.0), ("wire_MB", 2.0), ("ratio", 2.0), ("codec_ms", 5.0),
+                               ("error", 0.1), ("residual_norm", 1.0)):
+                run.log({f"Train/Compression/dp/{key}": value}, step=8 * step)
+    run.finish()
+os.makedirs(f"{folder}/neox")
+run = start("neox", {"seed": 5, "num_layers": 2, "hidden_size": 64, "seq_length": 32,
+                     "train_batch_size": 4, "data_path": "text"})
+for step in range(1, 31):
+    run.log({"train/lm_loss": 3 + 1 / step, "train/learning_rate": 1.0}, step=step)
+    run.log({"x" * 40: "y" * 3000}, step=step)  # larger than a block of the file, together
+run.finish()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("wandb")
+    subprocess.run([sys.executable, "-c", TRAINERS, str(found)], check=True, capture_output=True)
+    return found
+
+
+def offline(folder: Path, name: str) -> Path:
+    (found,) = (folder / name / "wandb").glob("offline-run-*")
+    return found
+
+
+def test_our_run(folder: Path) -> None:
+    found = read_training(offline(folder, "ours"))
+    assert found.seed == 3 and found.identity["data"] == {"order": "x", "tokens_per_step": 100}
+    assert found.steps.tolist() == list(range(1, 31))
+    assert found.tokens is not None and found.tokens[-1] == 3000
+    assert found.seconds is not None and found.seconds[-1] == 60
+    assert found.losses[9] == pytest.approx(2.1)
+    assert (found.project, found.group) == ("p", "g")
+    row = found.ledger["dp"]["forward"]
+    assert row["codec"] == "bf16" and row["wire_MB"] == 6.0 and row["ratio"] == 2.0
+    assert row["error"] == pytest.approx(0.1) and row["codec_ms"] == 15.0
+
+
+def test_run_of_gpt_neox(folder: Path) -> None:
+    found = read_training(offline(folder, "neox"))
+    assert found.seed == 5 and found.identity["model"] == {"num_layers": 2, "hidden_size": 64}
+    assert found.identity["data"]["data_path"] == "text"
+    assert found.tokens is not None and found.tokens[-1] == 30 * 4 * 32
+    assert found.losses[-1] == pytest.approx(3 + 1 / 30)
+    assert found.seconds is not None and len(found.steps) == 30
+
+
+def test_wandb_runs_are_compared(folder: Path) -> None:
+    words = [str(folder / name) for name in ("ours", "lossy")]
+    found = compared(words, Wishes())
+    assert found.comparisons[1].gap == pytest.approx(1.0)
+    with pytest.raises(CompareError, match="another seed: .* no run of seed 5"):
+        compared([words[0], str(folder / "neox")], Wishes())
+
+
+def test_wandb_and_json_lines_can_be_mixed(folder: Path, tmp_path: Path) -> None:
+    base = write_run(tmp_path / "base", 3, 1.0, model={"layers": 4}, data={"order": "x"})
+    found = compared([f"base={base}", f"ours={folder / 'ours'}"], Wishes())
+    assert found.aligned.axis[-1] == 3000 and len(found.aligned.axis) == 30
+
+
+def test_the_reader_of_older_releases_gives_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datastore = pytest.importorskip("wandb.sdk.internal.datastore")  # gone in newer ones
+    (file,) = offline(folder, "neox").glob("*.wandb")
+    monkeypatch.setattr("wandb._assert_is_internal_process", True, raising=False)
+    store = datastore.DataStore()
+    store.open_for_scan(str(file))
+    theirs = []
+    while (payload := store.scan_data()) is not None:
+        theirs.append(payload)
+    assert theirs == list(payloads(file))
+
+
+def test_cut_off_and_damaged_files(folder: Path, tmp_path: Path) -> None:
+    (file,) = offline(folder, "ours").glob("*.wandb")
+    whole, data = list(payloads(file)), file.read_bytes()
+    cut = tmp_path / "run-cut.wandb"
+    cut.write_bytes(data[:-3])
+    assert list(payloads(cut)) == whole[:-1]
+    cut.write_bytes(data[:200] + bytes([data[200] ^ 1]) + data[201:])
+    with pytest.raises(CompareError, match="damaged at byte"):
+        list(payloads(cut))
+    cut.write_bytes(b"not a run")
+    with pytest.raises(CompareError, match="expected a file of W&B"):
+        list(payloads(cut))
+    cut.write_bytes(HEADER)
+    with pytest.raises(CompareError, match="none of its records holds a loss"):
+        read_training(tmp_path)
+
+
+CHART = """
+import sys
+from hybridcomp.cli import main
+sys.exit(main(["compare", *sys.argv[1:]]))
+"""
+
+
+def test_chart_and_final_figures_are_in_a_run_of_the_group(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    words = [str(folder / "ours"), str(folder / "lossy"), "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-c", CHART, *words], check=True, capture_output=True)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    config, about, history = read(file)
+    assert (about.project, about.run_group, about.job_type) == ("p", "g", "comparison")
+    assert list(config["runs"]) == ["ours", "lossy"]
+    panels = config["_wandb"]["visualize"]
+    for name in ("loss over tokens", "loss over seconds"):
+        assert panels[name]["panel_config"]["panelDefId"] == "wandb/lineseries/v0"
+    (logged,) = history.values()
+    assert logged["comparison/_type"] == "table-file"
+    path = file.parent / "files" / logged["loss over tokens_table/path"]
+    rows = json.loads(path.read_text())["data"]
+    assert {key for _, key, _ in rows} == {"ours", "lossy"} and len(rows) == 60
+    figures = final_figures(compared(words[:2], Wishes()))
+    assert figures["final/lossy/gap_percent"] == pytest.approx(1.0)
+    assert figures["final/ours/dp/forward/wire_MB"] == 6.0
+    summary = summary_of(file)
+    for name, value in figures.items():
+        assert summary[name] == pytest.approx(value), name
+
+
+def summary_of(file: Path) -> dict[str, Any]:
+    """The last values in W&B's records of the summary."""
+    from wandb.proto import wandb_internal_pb2
+
+    found: dict[str, Any] = {}
+    for payload in payloads(file):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(payload)
+        for item in record.summary.update:
+            found[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    return found
