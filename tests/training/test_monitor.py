@@ -99,7 +99,7 @@ def mean_losses(folder: Path) -> list[float]:
 def test_recorded(folder: Path) -> None:
     """HYBRIDCOMP_RECORD: what ``hybridcomp compare --launch`` reads."""
     pytest.importorskip("wandb")
-    found = json_lines.read_training(folder / "recorded.jsonl", "ledger.jsonl")
+    found = json_lines.read_training(folder / "recorded.jsonl", "none.jsonl")
     assert found.losses == pytest.approx(mean_losses(folder))
     assert found.identity["seed"] == 0
     assert found.identity["model"]["parameters"] == 48 * 53 + 53 + 53 * 48 + 48
