@@ -13,7 +13,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,27 +45,41 @@ class Chapter:
 
 def loss_chapter(source: Path, out: Path) -> str:
     """What presets and error bounds cost in loss: scripts/loss_study.py. Raises Missing."""
-    layouts = [name for name in loss_study.LAYOUTS if (source / name).is_dir()]
-    if not layouts:
-        raise Missing(f"{source} holds no layout of {', '.join(loss_study.LAYOUTS)}")
+    found = {name: Study.of(source / name) for name in loss_study.LAYOUTS}
+    studies = {name: study for name, study in found.items() if len(study.seeds) > 1}
+    if not studies:
+        raise Missing(f"{source}: two seeds of a baseline are finished in no layout")
     parts, figures, blocks = [], {}, {}
-    for layout in layouts:
-        study = Study.of(source / layout)
+    for layout, study in studies.items():
         words = [f"{name}={study.paths(name)}" for name in study.whole]
         result = untimed(compared(words, Wishes(need_ledger=True)))
         draw(result, out / f"loss_{layout}.png", 0, f"{TITLES[layout]}, {study.say_seeds()}")
         parts += study.section(layout, result)
         figures[layout] = json.loads(as_json(result))
-        if found := study.further_blocks():
-            blocks[layout] = found
+        if further := study.further_blocks():
+            blocks[layout] = further
     (out / "loss.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     (out / "loss_blocks.json").write_text(json.dumps(blocks, indent=1) + "\n", encoding="utf-8")
-    return "\n".join([LOSS_HEAD, *parts, *commands(source, layouts)])
+    missing = [name for name in loss_study.LAYOUTS if name not in studies]
+    if missing:
+        parts.append(f"\nNot measured yet with several seeds: {', '.join(missing)}.")
+    return "\n".join([LOSS_HEAD, *parts, *commands(studies)])
 
 
 def untimed(result: Result) -> Result:
-    """Without the clocks of a machine that did other work."""
-    return replace(result, aligned=replace(result.aligned, seconds=None))
+    """Without the clocks of a machine that did other work; columns without figures are dropped."""
+    return replace(
+        result,
+        runs=[
+            replace(run, trainings=[replace(training, speeds=None) for training in run.trainings])
+            for run in result.runs
+        ],
+        aligned=replace(result.aligned, seconds=None),
+        comparisons=[
+            replace(found, seconds=None, clock_gap=None, clock_gap_interval=None)
+            for found in result.comparisons
+        ],
+    )
 
 
 LOSS_HEAD = """\
@@ -81,8 +95,6 @@ TITLES = {
     "pp2": "Two pipeline stages: activations and their gradients (pp)",
     "pp2dp2": "Two pipeline stages by two replicas",
 }
-#: columns that a busy machine makes meaningless
-TIMED = ("gap %, same time", "k tokens/s")
 
 
 @dataclass(frozen=True)
@@ -94,19 +106,17 @@ class Study:
 
     @classmethod
     def of(cls, folder: Path) -> Study:
-        """What is finished there. Raises Missing without a baseline."""
+        """What is finished there."""
         done: dict[str, dict[int, dict[str, Any]]] = {}
         for file in sorted(folder.glob("*/seed*/done.json")):
             seed = int(file.parent.name.removeprefix("seed"))
             done.setdefault(file.parent.parent.name, {})[seed] = json.loads(file.read_text())
-        if loss_study.BASELINE not in done:
-            raise Missing(f"{folder} holds no finished baseline")
         return cls(folder, done)
 
     @property
     def seeds(self) -> list[int]:
         """Those of the baseline."""
-        return sorted(self.done[loss_study.BASELINE])
+        return sorted(self.done.get(loss_study.BASELINE, {}))
 
     @property
     def whole(self) -> list[str]:
@@ -142,15 +152,14 @@ class Study:
 
     def section(self, layout: str, result: Result) -> list[str]:
         """Tables and picture of this layout, and what was left out."""
-        head, *rows = losses(result)
-        kept = [number for number, name in enumerate(head) if name not in TIMED]
-        table = [[row[number] for number in kept] for row in (head, *rows)]
+        settings = self.done[loss_study.BASELINE][self.seeds[0]]
+        rate = settings["optimizer"]["params"]["lr"]
         left = {name: seeds for name, seeds in self.done.items() if name not in self.whole}
         return [
             f"\n## {TITLES[layout]}\n",
             f"{result.aligned.axis[-1]:,.0f} tokens in {len(result.aligned.axis)} steps, "
-            f"{self.say_seeds()}.\n",
-            *markdown_rows(table),
+            f"{self.say_seeds()}; learning rate {rate:g} after the warm-up, falling to 0.\n",
+            *markdown_rows(losses(result)),
             f"\n![loss curves, {layout}](loss_{layout}.png)\n",
             "Bytes of all ranks over the whole run of one seed:\n",
             *markdown_rows([row[:-1] for row in bytes_of(result.runs)]),
@@ -161,16 +170,16 @@ class Study:
         ]
 
 
-def commands(source: Path, layouts: Sequence[str]) -> list[str]:
+def commands(studies: Mapping[str, Study]) -> list[str]:
     """What made the chapter, from what the settings say."""
-    study = Study.of(source / layouts[0])
+    layout, study = next(iter(studies.items()))
     settings = study.done[loss_study.BASELINE][study.seeds[0]]
-    committed = json.loads((loss_study.CONFIGS / loss_study.LAYOUTS[layouts[0]].config).read_text())
+    committed = json.loads((loss_study.CONFIGS / loss_study.LAYOUTS[layout].config).read_text())
     batch = "train_micro_batch_size_per_gpu"
     rates = [found["optimizer"]["params"]["lr"] for found in (settings, committed)]
     words = [
         "--steps", settings["scheduler"]["params"]["total_num_steps"], "--seeds", *study.seeds,
-        "--layouts", *layouts, "--divide-batch", committed[batch] // settings[batch],
+        "--layouts", *studies, "--divide-batch", committed[batch] // settings[batch],
         *(["--lr", f"{rates[0]:g}"] if rates[0] != rates[1] else []),
         "--blocks", "docs/results/loss_blocks.json",
     ]  # fmt: skip

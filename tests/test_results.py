@@ -1,0 +1,67 @@
+"""scripts/results.py: chapters from what the measuring scripts left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compare.made import write_run
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import loss_study  # noqa: E402
+import results  # noqa: E402
+
+
+def finish(out: Path, layout: str, name: str, seed: int, factor: float, **more: Any) -> None:
+    """A run as loss_study leaves it."""
+    block = None if name == "baseline" else {"dp": "bf16"}
+    options = argparse.Namespace(steps=60, divide_batch=4, lr=3e-4)
+    case = loss_study.Case(layout, name, block, seed)
+    folder = case.folder(out)
+    write_run(folder, seed, factor, ledger=block is not None)
+    settings = {**loss_study.settings_of(case, options, folder), **more}
+    (folder / "done.json").write_text(json.dumps(settings))
+
+
+def test_loss_chapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    study, out = tmp_path / "study", tmp_path / "out"
+    for seed in (0, 1, 2):
+        finish(study, "dp2", "baseline", seed, 1.0)
+        finish(study, "dp2", "mine", seed, 1.01)
+    finish(study, "dp2", "late", 0, 1.0)
+    finish(study, "pp2", "baseline", 0, 1.0)
+    assert results.main(["--loss", str(study), "--out", str(out)]) == 0
+    text = (out / "loss.md").read_text()
+    assert "| mine | 3 | 2.0" in text and "| +1.00 ± 0.00 |" in text
+    assert "learning rate 0.0003" in text and "k tokens/s" not in text
+    assert "Left out: late, of which 1 of 3 seeds finished." in text
+    assert "Not measured yet with several seeds: pp2, pp2dp2." in text
+    command = "--steps 60 --seeds 0 1 2 --layouts dp2 --divide-batch 4 --lr 0.0003 --blocks"
+    assert f"scripts/loss_study.py {command} docs/results/loss_blocks.json" in text
+    assert str(tmp_path) not in text
+    assert json.loads((out / "loss_blocks.json").read_text()) == {"dp2": {"mine": {"dp": "bf16"}}}
+    rows = json.loads((out / "loss.json").read_text())["dp2"]["runs"]
+    assert rows[1]["gap"] == pytest.approx(1.0) and rows[1]["seconds"] is None
+    assert (out / "loss_dp2.png").stat().st_size > 10_000
+
+
+def test_missing_and_mixed_measurements_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert results.main(["--out", str(tmp_path)]) == 0
+    assert "loss: no measurements given (scripts/loss_study.py); missing" in capsys.readouterr().out
+    assert results.main(["--loss", str(tmp_path), "--out", str(tmp_path)]) == 1
+    assert "two seeds of a baseline are finished in no layout" in capsys.readouterr().err
+    for seed in (0, 1):
+        finish(tmp_path, "dp2", "baseline", seed, 1.0)
+        finish(tmp_path, "dp2", "mine", seed, 1.0, gradient_clipping=0.5)
+    assert results.main(["--loss", str(tmp_path), "--out", str(tmp_path)]) == 1
+    assert "mine seed 0: other settings: gradient_clipping" in capsys.readouterr().err
