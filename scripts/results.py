@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import loss_study
+from training_bench import chapters
 
 from hybridcomp.compare import CompareError, Wishes, compared
 from hybridcomp.compare.draw import draw
@@ -145,9 +146,9 @@ class Study:
         found = {}
         for name in self.whole:
             if name not in (loss_study.BASELINE, *loss_study.PRESETS):
-                block = dict(self.done[name][self.seeds[0]]["compression"])
-                block.pop("ledger", None)
-                found[name] = block
+                block = self.done[name][self.seeds[0]].get("compression")
+                if block is not None:  # a peer has none
+                    found[name] = {key: block[key] for key in block if key != "ledger"}
         return found
 
     def section(self, layout: str, result: Result) -> list[str]:
@@ -176,12 +177,13 @@ def commands(studies: Mapping[str, Study]) -> list[str]:
     settings = study.done[loss_study.BASELINE][study.seeds[0]]
     committed = json.loads((loss_study.CONFIGS / loss_study.LAYOUTS[layout].config).read_text())
     batch = "train_micro_batch_size_per_gpu"
+    peers = [name.removeprefix("peer ") for name in study.whole if name.startswith("peer ")]
     rates = [found["optimizer"]["params"]["lr"] for found in (settings, committed)]
     words = [
         "--steps", settings["scheduler"]["params"]["total_num_steps"], "--seeds", *study.seeds,
         "--layouts", *studies, "--divide-batch", committed[batch] // settings[batch],
         *(["--lr", f"{rates[0]:g}"] if rates[0] != rates[1] else []),
-        "--blocks", "docs/results/loss_blocks.json",
+        *(["--peers", *peers] if peers else []), "--blocks", "docs/results/loss_blocks.json",
     ]  # fmt: skip
     return [
         "\n## Commands\n",
@@ -193,8 +195,23 @@ def commands(studies: Mapping[str, Study]) -> list[str]:
     ]
 
 
+BENCH = "scripts/bench_training.py"
 CHAPTERS = (
     Chapter("loss", "What compression costs in loss", loss_chapter, "scripts/loss_study.py"),
+    Chapter("speed", "Tokens a second against the network", chapters.speed_chapter, BENCH),
+    Chapter(
+        "equal_bytes",
+        "Losses at equal or fewer bytes",
+        chapters.equal_bytes_chapter,
+        f"{BENCH} --losses",
+    ),
+    Chapter("paper", "The paper's schemes", chapters.paper_chapter, f"{BENCH} --layouts 3d"),
+    Chapter(
+        "projection",
+        "Projected: GPT-NeoX-20B",
+        chapters.projection_chapter,
+        "scripts/project_scale.py",
+    ),
 )
 
 
@@ -204,9 +221,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for chapter in CHAPTERS:
-        parser.add_argument(
-            f"--{chapter.name}", type=Path, metavar="FOLDER", help=f"of {chapter.measured_by}"
-        )
+        flag = f"--{chapter.name.replace('_', '-')}"
+        parser.add_argument(flag, type=Path, metavar="FOLDER", help=f"of {chapter.measured_by}")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="FOLDER")
     return parser.parse_args(arguments)
 
@@ -225,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         try:
             text = chapter.write(source.resolve(), options.out)
-        except (Missing, CompareError) as error:
+        except (Missing, CompareError, FileNotFoundError) as error:
             print(f"{chapter.name}: {error}; run {chapter.measured_by}", file=sys.stderr)
             status = 1
             continue
