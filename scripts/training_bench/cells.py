@@ -93,6 +93,13 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
     if "zero" in dimensions and layout != "zero3":
         model = [name for name in dimensions if name in ("tp", "pp")]
         blocks["delta"] = {**DELTA, **{name: {"codec": "blockint", "bits": 8} for name in model}}
+    # recommended, where the measured link is not faster than the codec: nothing of it on a loopback
+    switching = {name: {"when": "auto"} for name in dimensions if name in ("dp", "zero")}
+    if switching and layout != "zero3":
+        blocks["recommended when auto"] = {"preset": "recommended", **switching}
+    if LAYOUTS[layout].per_node > 1:
+        for name in ("recommended", "bound"):
+            blocks[f"{name} nodes"] = {**blocks[name], "hierarchy": "auto"}
     arms = [Arm(REFERENCE), Arm("native fp32", bf16=False)]
     arms += [Arm(name, block=tuple(block.items())) for name, block in blocks.items()]
     if layout == "3d":
