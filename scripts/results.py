@@ -95,6 +95,7 @@ TITLES = {
     "dp2": "ZeRO 1 on two ranks: gradients (dp) and parameters (zero)",
     "pp2": "Two pipeline stages: activations and their gradients (pp)",
     "pp2dp2": "Two pipeline stages by two replicas",
+    "3d": "Two tensor ranks by two pipeline stages by two replicas",
 }
 
 
