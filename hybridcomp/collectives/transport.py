@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from hybridcomp.collectives import staging
 from hybridcomp.collectives.handle import Steps
 
 Post = Callable[[Tensor, Tensor], Work]
@@ -50,15 +50,12 @@ def all_gather(out: Tensor, values: Tensor, group: ProcessGroup | None) -> Steps
 
 def all_reduce(values: Tensor, group: ProcessGroup | None) -> Steps[None]:
     """Sum ``values`` in place; every rank gets the same bits."""
-
-    staged = values.is_cuda and dist.get_backend(group) == "gloo"
-    target = values
-    if staged:
-        target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
+    staged = staging.STAGING.needed(values, group)
+    target = staging.STAGING.out(values) if staged else values
     work: Work = dist.all_reduce(target, group=group, async_op=True)
     yield work
     if staged:
-        values.copy_(target)
+        staging.STAGING.back(target, values)
 
 
 def send(values: Tensor, dst: int, group: ProcessGroup | None) -> Steps[None]:
@@ -84,12 +81,10 @@ def recv(out: Tensor, src: int, group: ProcessGroup | None) -> Steps[None]:
 
 
 def _transfer(post: Post, out: Tensor, values: Tensor, group: ProcessGroup | None) -> Steps[None]:
-    """Post one transfer; gloo with GPU tensors goes through pinned host memory."""
-    if out.is_cuda and dist.get_backend(group) == "gloo":
-        host_in = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host_out = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-        host_in.copy_(values)
+    """Post one transfer, through host memory where the group's backend takes no GPU tensors."""
+    if staging.STAGING.needed(out, group):
+        host_in, host_out = staging.STAGING.out(values), staging.STAGING.room(out)
         yield post(host_out, host_in)
-        out.copy_(host_out)
+        staging.STAGING.back(host_out, out)
     else:
         yield post(out, values)
