@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import check_payloads
+from hybridcomp.collectives import check_headers
 from hybridcomp.config import CompressionConfig
 from hybridcomp.figures import CONFIG_BLOCK, CONFIG_CODECS, FIGURES, RESIDUAL_NORM, event_name
 from hybridcomp.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
@@ -43,9 +44,11 @@ class Reporter:
         """Sum the interval over the job; rank 0 prints and writes.
 
         Returns the events on every rank, for whichever has the reader. Raises CodecError where a
-        GPU has met a damaged payload since the last report: the one place that waits for it anyway.
+        GPU has met a damaged payload, or a header that was not expected, since the last report:
+        the one place that waits for it anyway.
         """
         check_payloads()
+        check_headers()
         ledger = self._channels.ledger
         residual = self._channels.residuals.norm() ** 2
         vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])

@@ -41,7 +41,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "delta": {"codecs", "collectives", "channels"},
     "figures": set(),
-    "monitor": {"errors", "codecs", "policy", "config", "figures", "ledger", "channels"},
+    "monitor": {
+        "errors", "codecs", "collectives", "policy", "config", "figures", "ledger", "channels",
+    },
     "compare": {"config", "errors", "figures"},
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",

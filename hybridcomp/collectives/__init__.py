@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from hybridcomp.collectives.chunks import chunk_ranges
 from hybridcomp.collectives.handle import Handle, ReduceScatterHandle
+from hybridcomp.collectives.headers import check_headers
 from hybridcomp.collectives.levels import Levels
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
@@ -27,6 +28,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "check_headers",
     "chunk_ranges",
     "gather_words",
     "plan_reduction",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Meter, all_gather, all_to_all, recv, send
+from hybridcomp.collectives import Meter, all_gather, all_to_all, headers, p2p, recv, send
 from hybridcomp.collectives.p2p import spec_digest
 from hybridcomp.errors import CodecError
 from tests.collectives.common import CODECS, DTYPES, bound, digest, values_of
@@ -191,3 +193,50 @@ def _wrong_arguments() -> None:
 
 def test_wrong_arguments_are_refused(on_ranks: RunRanks) -> None:
     on_ranks(2, _wrong_arguments)
+
+
+def _later(_: None) -> list[int]:
+    """How many headers wait after each message, on rank 1; what is told of a wrong one."""
+    codec, sizes = make_codec("blockint", bits=8), []
+    on_gpu = mock.patch.object(
+        headers.Unread, "looks_later", lambda self, kind, device: kind in self.kinds
+    )
+    with on_gpu, mock.patch.object(p2p, "UNREAD", headers.Unread()) as unread:
+        for step, numel in enumerate((100, 100, 64, 100, 64)):
+            values = values_of(step, numel)
+            if dist.get_rank() == 0:
+                send(values, 1, codec, None, meter=Meter())
+                continue
+            found = torch.zeros(numel)
+            recv(found, 0, codec, None, meter=Meter())
+            _check(codec, found, values)
+            sizes.append(len(unread.waiting))
+        unread.check()
+        # the same length, in a dtype that nobody has agreed on
+        if dist.get_rank() == 0:
+            send(values_of(0, 100, torch.bfloat16), 1, codec, None, meter=Meter())
+        else:
+            recv(torch.zeros(100), 0, codec, None, meter=Meter())
+            with pytest.raises(CodecError, match=r"rank 0 sent torch.bfloat16 .* must keep"):
+                unread.check()
+            unread.check()
+    return sizes
+
+
+def test_headers_of_fixed_sizes_are_read_once_and_compared_later(on_ranks: RunRanks) -> None:
+    assert on_ranks(2, _later, None) == [[], [0, 1, 1, 2, 3]]
+
+
+def test_headers_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headers, "MOST", 3)
+    unread, seen = headers.Unread(), list[bytes]()
+    for byte in range(4):
+        unread.add(torch.tensor([byte], dtype=torch.uint8), seen.append)
+    assert seen == [b"\0", b"\1", b"\2"] and len(unread.waiting) == 1
+
+
+def test_on_a_cpu_every_header_is_read() -> None:
+    kind = (0, 1, torch.float32, "x")
+    unread = headers.Unread({kind})
+    assert not unread.looks_later(kind, torch.device("cpu"))
+    assert unread.looks_later(kind, torch.device("cuda"))

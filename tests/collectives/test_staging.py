@@ -89,8 +89,12 @@ def everything(codec_name: str, settings: dict[str, Any]) -> list[str]:
     start, stop = chunk_ranges(numel, world)[rank]
     values, residual = values_of(rank, numel), torch.zeros(numel)
     owner_residual = torch.zeros(stop - start)
-    kept = {"residual": residual, "owner_residual": owner_residual}
-    all_reduce(values, codec, None, meter=Meter(), **({} if codec.lossless else kept)).wait()
+    if codec.lossless:
+        all_reduce(values, codec, None, meter=Meter()).wait()
+    else:
+        all_reduce(
+            values, codec, None, meter=Meter(), residual=residual, owner_residual=owner_residual
+        ).wait()
     results += [values, residual, owner_residual]
     shards = list(torch.split(values_of(rank, numel), 1001))
     results.append(reduce_scatter(shards, codec, None, meter=Meter()).wait())
