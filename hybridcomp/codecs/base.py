@@ -32,13 +32,36 @@ class Fused(Protocol):
     that of ``skip``, follow each other ``slot`` bytes apart, the size of a whole chunk's.
     """
 
-    def encode(self, values: Tensor, chunk: int, slot: int, skip: int, out: Tensor) -> None:
-        """Every chunk but ``skip`` into ``out``."""
+    def encode(
+        self,
+        values: Tensor,
+        chunk: int,
+        slot: int,
+        skip: int,
+        out: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Every chunk but ``skip`` into ``out``.
 
-    def reduce(self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor) -> None:
+        With a ``residual`` (fp32, as long as ``values``) ``values + residual`` is sent, and outside
+        of ``skip`` the residual becomes what the encoding left out, 0 where that is not finite.
+        """
+
+    def reduce(
+        self,
+        payloads: Tensor,
+        own: Tensor,
+        ranks: int,
+        me: int,
+        out: Tensor,
+        residual: Tensor | None = None,
+        owner_residual: Tensor | None = None,
+    ) -> None:
         """Encode the fp32 sum, in rank order, of ``own`` (exact) and the others' ``payloads``.
 
-        A 16-bit result that would overflow becomes Inf in the sum, as natively.
+        A 16-bit result that would overflow becomes Inf in the sum, as natively. ``residual`` (fp32,
+        as long as ``own``) is added to ``own`` and becomes 0. ``owner_residual`` is what the sum
+        begins with; it becomes what decoding to the dtype of ``own`` leaves out.
         """
 
     def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:

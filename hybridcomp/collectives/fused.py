@@ -15,7 +15,13 @@ from hybridcomp.collectives.meter import Meter
 
 
 def fused_all_reduce(
-    tensor: Tensor, codec: Codec, fused: Fused, group: ProcessGroup | None, meter: Meter
+    tensor: Tensor,
+    codec: Codec,
+    fused: Fused,
+    group: ProcessGroup | None,
+    meter: Meter,
+    residual: Tensor | None = None,
+    owner_residual: Tensor | None = None,
 ) -> Steps[None]:
     """Sum ``tensor`` over ``group`` in place: the bytes and bits of ``reductions.all_reduce``.
 
@@ -30,7 +36,7 @@ def fused_all_reduce(
     gives = [0 if rank == me else size for rank, size in enumerate(sizes)]
     sent = POOL.take(sum(gives), tensor.device)
     with meter.coding():
-        fused.encode(tensor, chunk, slot, me, sent)
+        fused.encode(tensor, chunk, slot, me, sent, residual)
     # 2
     takes = [0 if rank == me else sizes[me] for rank in range(world_size)]
     arrived = POOL.take(sum(takes), tensor.device)
@@ -38,9 +44,11 @@ def fused_all_reduce(
     yield from transport.all_to_all(arrived[: sum(takes)], sent[: sum(gives)], takes, gives, group)
     # 3
     payload = POOL.take(slot, tensor.device)
-    own = tensor[me * chunk :][: numels[me]]
+    mine = slice(me * chunk, me * chunk + numels[me])
+    left = None if residual is None else residual[mine]
+    received = arrived[: sum(takes)]
     with meter.coding():
-        fused.reduce(arrived[: sum(takes)], own, world_size, me, payload)
+        fused.reduce(received, tensor[mine], world_size, me, payload, left, owner_residual)
     # 4
     used = [sizes[me]] if numels[me] else []
     rows = [[numel] if numel else [] for numel in numels]

@@ -87,10 +87,11 @@ def _all_reduce(
         return
     first, second = codec.hops(2, world_size, result=tensor.dtype, exact=1)
     meter.use(first.spec, second.spec)
-    if first == second and residual is None and owner_residual is None and not cuts:
+    if first == second and not cuts:
         fused = first.fused(tensor.device)
         if fused is not None:
-            yield from fused_all_reduce(tensor, first, fused, group, meter)
+            left = (residual, owner_residual)
+            yield from fused_all_reduce(tensor, first, fused, group, meter, *left)
             return
     chunks = chunk_ranges(tensor.numel(), world_size)
     own = tensor[slice(*chunks[me])]

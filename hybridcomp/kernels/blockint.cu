@@ -1,210 +1,73 @@
-// CUDA kernels of blockint, for HC_BITS bits, HC_GAUSSIAN levels or not, HC_ROTATE or not. A warp takes
-// a tile: its 1024 values stay in registers, 32 in each lane, and nothing is read twice. Eight lanes
-// share a block of 32 values, four consecutive values each, so that values move as 16 (bf16: 8) bytes a
-// lane; a 4 x 4 transpose of bytes, two shuffles, turns these into the words of blockint.h. An
-// iteration handles four blocks.
-//
-// Lane 8 g + 2 m + h of iteration i has values 8 m + 4 h ... + 3 of block 4 i + g, and after the
-// transpose word 4 h + m of it.
-#include "cuda_device.h"
-
-#include "blockint.h"
-#include "rotation.h"
-
-#ifndef HC_BITS
-#define HC_BITS 8
-#endif
-#ifndef HC_GAUSSIAN
-#define HC_GAUSSIAN 0
-#endif
-#ifndef HC_ROTATE
-#define HC_ROTATE 0
-#endif
+// CUDA kernels of blockint; a warp takes a tile (blockint_tile.h).
+#include "blockint_tile.h"
 
 namespace hybridcomp {
 namespace blockint {
 
-constexpr int ROUNDS = 8;  // iterations of a tile
-constexpr bool GAUSSIAN = HC_GAUSSIAN;
-
-struct Place {
-    u32 group, part, row, half;
-    HC_INLINE_MEMBER Place()
-        : group(lane_id() / 8), part(lane_id() % 8), row(lane_id() % 8 / 2), half(lane_id() % 2) {}
-    // of this lane's values in the tile
-    HC_INLINE_MEMBER u32 value(int round) const { return (round * 4 + group) * BLOCK + part * 4; }
-};
-
-struct Layout {
-    u64 blocks, tiles, scales, bases, used, total;
-    HC_INLINE_MEMBER explicit Layout(u64 numel)
-        : blocks(ceil_div(numel, BLOCK)), tiles(ceil_div(numel, TILE)),
-          scales(blocks * 4 * HC_BITS), bases(scales + blocks), used(bases + tiles),
-          total(align16(used)) {}
-};
-
-// Byte i of row m <-> byte m of row i, over lanes that differ in m; its own inverse.
-HC_INLINE u32 transpose_bytes(u32 word, u32 row) {
-    u32 other = other_lane<2>(word);
-    word = __byte_perm(word, other, row & 1 ? 0x3715 : 0x6240);
-    other = other_lane<4>(word);
-    return __byte_perm(word, other, row & 2 ? 0x3276 : 0x5410);
+// One iteration after the other, where all at once need more than 128 registers.
+template <bool SERIAL>
+HC_INLINE void finish_iteration() {
+    if constexpr (SERIAL) asm volatile("" ::: "memory");
 }
 
-// The words of a field of WIDTH bits at SHIFT; `index` is which word of the levels this lane has.
-template <int WIDTH, int SHIFT>
-HC_INLINE void store_field(u32 word, u32 index, bool write, u32* out) {
-    u32 field = ((word >> SHIFT) & field_mask<WIDTH>()) << (index / WIDTH * WIDTH);
-    if constexpr (WIDTH == 4) field = union_of<1>(field);
-    if constexpr (WIDTH == 2) field = union_of<1, 4>(field);
-    if constexpr (WIDTH == 1) field = union_of<1, 2, 4>(field);
-    if (write && index < WIDTH) out[index] = field;
+// A number that the compiler knows nothing of: addresses made of it are not kept over a loop.
+HC_INLINE u64 opaque(u64 value) {
+    asm volatile("" : "+l"(value));
+    return value;
 }
 
-template <int WIDTH, int SHIFT>
-HC_INLINE u32 load_field(const u32* in, u32 index) {
-    return ((in[index % WIDTH] >> (index / WIDTH * WIDTH)) & field_mask<WIDTH>()) << SHIFT;
-}
-
-// Word `index` of a block's levels into its HC_BITS words at `out`, and back.
-HC_INLINE void store_word(u32 word, u32 index, bool write, u32* out) {
-    if constexpr (HC_BITS == 8) {
-        if (write) out[index] = word;
-    }
-    if constexpr ((HC_BITS & 4) != 0) store_field<4, HC_BITS & 3>(word, index, write, out);
-    if constexpr ((HC_BITS & 2) != 0) {
-        store_field<2, HC_BITS & 1>(word, index, write, out + (HC_BITS & 4));
-    }
-    if constexpr ((HC_BITS & 1) != 0) store_field<1, 0>(word, index, write, out + (HC_BITS & 6));
-}
-
-HC_INLINE u32 load_word(const u32* in, u32 index) {
-    u32 word = 0;
-    if constexpr (HC_BITS == 8) word = in[index];
-    if constexpr ((HC_BITS & 4) != 0) word |= load_field<4, HC_BITS & 3>(in, index);
-    if constexpr ((HC_BITS & 2) != 0) word |= load_field<2, HC_BITS & 1>(in + (HC_BITS & 4), index);
-    if constexpr ((HC_BITS & 1) != 0) word |= load_field<1, 0>(in + (HC_BITS & 6), index);
-    return word;
-}
-
-// A stage of rotation.h over lanes that differ in MASK.
-template <int MASK>
-HC_INLINE Four stage_lanes(Four v) {
-    Four other = {bits_float(other_lane<MASK>(float_bits(v.x))),
-                  bits_float(other_lane<MASK>(float_bits(v.y))),
-                  bits_float(other_lane<MASK>(float_bits(v.z))),
-                  bits_float(other_lane<MASK>(float_bits(v.w)))};
-    if ((lane_id() & MASK) == 0) return sum(v, other);
-    return Four{other.x - v.x, other.y - v.y, other.z - v.z, other.w - v.w};
-}
-
-// rotation::transform: sixteen lanes hold a group, this one the four values from 4 * (lane % 16) on.
-HC_INLINE Four transform_lanes(Four v) {
-    v = Four{v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w};
-    v = Four{v.x + v.z, v.y + v.w, v.x - v.z, v.y - v.w};
-    return stage_lanes<8>(stage_lanes<4>(stage_lanes<2>(stage_lanes<1>(v))));
-}
-
-HC_INLINE Four with_signs(Four v) {
-    int first = 4 * (int)(lane_id() % 16);
-    return Four{rotation::with_sign(v.x, first), rotation::with_sign(v.y, first + 1),
-                rotation::with_sign(v.z, first + 2), rotation::with_sign(v.w, first + 3)};
-}
-
-HC_INLINE Four scaled(Four v, float by) { return Four{v.x * by, v.y * by, v.z * by, v.w * by}; }
-
-// Whether the group of 64 values around value `at` of the message is whole.
-HC_INLINE bool in_group(u64 at, u64 count) { return at / 64 * 64 + 64 <= count; }
-
-HC_INLINE Four rotated(Four v, bool whole) {
-    if constexpr (!HC_ROTATE) return v;
-    Four y = transform_lanes(scaled(with_signs(v), rotation::FORWARD_SCALE));
-    return whole ? y : v;
-}
-
-HC_INLINE Four rotated_back(Four v, bool whole) {
-    if constexpr (!HC_ROTATE) return v;
-    Four x = with_signs(transform_lanes(scaled(v, rotation::BACK_SCALE)));
-    x = scaled(x, 1.0f / rotation::BACK_SCALE);
-    return whole ? Four{finite(x.x), finite(x.y), finite(x.z), finite(x.w)} : v;
-}
-
-// A tile in registers -> its place in the payload. Lanes beyond the last block write nothing.
-HC_INLINE void encode_tile(Four* values, u64 tile, u64 count, const Layout& layout, u8* out) {
+// held += this lane's values of a tile, and their residual.
+template <class T, bool FEEDBACK, bool SERIAL>
+HC_INLINE void add_values(Four* held, const void* source, const float* residual, u64 tile, u64 count) {
+    const auto* values = (const typename T::Stored*)source;
+    bool vectors = vectorizable<T>(values);
     Place place;
-    if constexpr (HC_ROTATE) {
-#pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) {
-            values[i] = rotated(values[i], in_group(tile * TILE + place.value(i), count));
-        }
-    }
-    u32 absmax[ROUNDS], largest = 0;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        u32 top = magnitude_bits(values[i].x), next = magnitude_bits(values[i].y);
-        top = next > top ? next : top;
-        next = magnitude_bits(values[i].z);
-        top = next > top ? next : top;
-        next = magnitude_bits(values[i].w);
-        absmax[i] = largest_of<1, 2, 4>(next > top ? next : top);
-        if (absmax[i] < INF_BITS && absmax[i] > largest) largest = absmax[i];
+        u64 at = tile * TILE + place.value(i);
+        Four v = read4<T>(values, at, count, vectors);
+        if (FEEDBACK && residual) v = sum(read_fp32(residual, at, count), v);
+        held[i] = sum(held[i], v);
+        finish_iteration<SERIAL>();
     }
-    u32 base = base_of(largest_of<8, 16>(largest));
-    u32 index = 4 * place.half + place.row;
+}
+
+// The dtype is known at run time only: what differs between dtypes is small, and every kernel is
+// compiled at first use.
+template <bool FEEDBACK, bool SERIAL>
+HC_INLINE void add_any(u64 dtype, Four* held, const void* values, const float* residual, u64 tile,
+                       u64 count) {
+    if (dtype == 0) add_values<Fp32, FEEDBACK, SERIAL>(held, values, residual, tile, count);
+    else if (dtype == 1) add_values<BFloat16, FEEDBACK, SERIAL>(held, values, residual, tile, count);
+    else add_values<Float16, FEEDBACK, SERIAL>(held, values, residual, tile, count);
+}
+
+HC_INLINE u64 size_of(u64 dtype) { return dtype == 0 ? 4 : 2; }
+
+HC_INLINE void clear(Four* held) {
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        u64 block = tile * TILE_BLOCKS + i * 4 + place.group;
-        u32 code = scale_code<GAUSSIAN>(absmax[i], base);
-        float inverse = inverse_step<HC_BITS, GAUSSIAN>(code == NONFINITE_CODE ? 0 : code, base);
-        u32 word = quantize<HC_BITS, GAUSSIAN>(values[i].x, inverse) |
-                   quantize<HC_BITS, GAUSSIAN>(values[i].y, inverse) << 8 |
-                   quantize<HC_BITS, GAUSSIAN>(values[i].z, inverse) << 16 |
-                   quantize<HC_BITS, GAUSSIAN>(values[i].w, inverse) << 24;
-        word = transpose_bytes(code == NONFINITE_CODE ? 0 : word, place.row);
-        bool write = block < layout.blocks;
-        store_word(word, index, write, (u32*)out + block * HC_BITS);
-        if (write && place.part == 0) out[layout.scales + block] = (u8)code;
-    }
-    if (lane_id() == 0) out[layout.bases + tile] = (u8)base;
-    if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
+    for (int i = 0; i < ROUNDS; ++i) held[i] = Four{0.0f, 0.0f, 0.0f, 0.0f};
 }
 
-// This lane's four values of one iteration, of `count` in the message.
-HC_INLINE Four decode_four(const u8* in, u64 block, u32 base, const Layout& layout, u64 count,
-                           const Place& place) {
-    bool there = block < layout.blocks;
-    u32 code = there ? in[layout.scales + block] : 0;
-    u32 word = there ? load_word((const u32*)in + block * HC_BITS, 4 * place.half + place.row) : 0;
-    word = transpose_bytes(word, place.row);
-    float step = step_of<HC_BITS, GAUSSIAN>(code, base);
-    bool overflow = 16 * base + 15 - code >= OVERFLOW_TOP && code != NONFINITE_CODE;
-    if (overflow) step = half_top(code, base) * (GAUSSIAN ? 1.0f : 1.0f / (float)top_level(HC_BITS));
-    Four v = {dequantize<HC_BITS, GAUSSIAN>(word & 255u, step),
-              dequantize<HC_BITS, GAUSSIAN>(word >> 8 & 255u, step),
-              dequantize<HC_BITS, GAUSSIAN>(word >> 16 & 255u, step),
-              dequantize<HC_BITS, GAUSSIAN>(word >> 24, step)};
-    if (!there) v = Four{0.0f, 0.0f, 0.0f, 0.0f};  // a sum of it would be encoded
-    if (overflow) {
-        v = Four{finite(v.x * 2.0f), finite(v.y * 2.0f), finite(v.z * 2.0f), finite(v.w * 2.0f)};
-    }
-    return rotated_back(v, in_group(block * BLOCK, count));
-}
-
-template <class T>
-HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u8* out) {
+// With FEEDBACK, values + residual is sent, and the residual (fp32, as the values) becomes what is left.
+template <bool FEEDBACK>
+HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u8* out, u64 dtype,
+                      float* residual) {
     Chunk mine(numel, chunk, slot, skip);
     Layout layout(mine.count);
     u64 tile = warp_id();
     if (tile >= layout.tiles) return;  // the whole warp
-    const auto* values = (const typename T::Stored*)source + mine.first;
-    bool vectors = vectorizable<T>(values);
-    Place place;
     Four held[ROUNDS];
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        held[i] = read4<T>(values, tile * TILE + place.value(i), mine.count, vectors);
+    clear(held);
+    residual += FEEDBACK ? mine.first : 0;
+    add_any<FEEDBACK, false>(dtype, held, (const u8*)source + mine.first * size_of(dtype), residual, tile,
+                      mine.count);
+    out += mine.payload;
+    if constexpr (FEEDBACK) {
+        encode_tile<true>(held, tile, mine.count, layout, out, Feedback{residual, 0});
+    } else {
+        encode_tile<false>(held, tile, mine.count, layout, out, NoFeedback());
     }
-    encode_tile(held, tile, mine.count, layout, out + mine.payload);
 }
 
 template <class T, bool ADD>
@@ -238,65 +101,99 @@ HC_INLINE float show_half(float value) {
 
 // The sum in rank order of `ranks` contributions to one chunk of `numel` values: this rank's own exact
 // values, and the payloads of the others, `slot` bytes apart in rank order; encoded into `out`.
-template <class T, bool HALF>
+// With FEEDBACK there may be residuals (else null): that of the own values, which they take with them,
+// and `owner`, which the sum begins with and which becomes what the encoding leaves out.
+template <bool FEEDBACK>
 HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
-                      u8* out) {
+                      u8* out, u64 dtype, float* residual, float* owner) {
     Layout layout(numel);
     u64 tile = warp_id();
     if (tile >= layout.tiles) return;
-    const auto* values = (const typename T::Stored*)own;
-    bool vectors = vectorizable<T>(values);
     Place place;
     Four held[ROUNDS];
+    clear(held);
+    if (FEEDBACK && owner) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) held[i] = read_fp32(owner, tile * TILE + place.value(i), numel);
+    }
     for (u64 rank = 0; rank < ranks; ++rank) {
+        if (rank == me) {
+            add_any<FEEDBACK, true>(dtype, held, own, residual, opaque(tile), numel);
+            continue;
+        }
         const u8* in = payloads + (rank - (rank > me)) * slot;
-        u32 base = rank == me ? 0 : in[layout.bases + tile];
+        u32 base = in[layout.bases + tile];
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
-            Four next = rank == me
-                            ? read4<T>(values, tile * TILE + place.value(i), numel, vectors)
-                            : decode_four(in, tile * TILE_BLOCKS + i * 4 + place.group, base,
-                                          layout, numel, place);
-            held[i] = rank == 0 ? next : sum(held[i], next);
-            // one iteration after the other: all at once, a rotation needs more than 128 registers
-            if constexpr (HC_ROTATE) asm volatile("" ::: "memory");
+            u64 block = tile * TILE_BLOCKS + i * 4 + place.group;
+            held[i] = sum(held[i], decode_four(in, block, base, layout, numel, place));
+            finish_iteration<HC_ROTATE || FEEDBACK>();
         }
     }
 #pragma unroll
-    for (int i = 0; HALF && i < ROUNDS; ++i) {
-        held[i] = Four{show_half(held[i].x), show_half(held[i].y), show_half(held[i].z),
-                       show_half(held[i].w)};
+    for (int i = 0; i < ROUNDS; ++i) {
+        if (FEEDBACK && residual) {
+            u64 at = opaque(tile) * TILE + place.value(i);
+            write_fp32(Four{0.0f, 0.0f, 0.0f, 0.0f}, residual, at, numel);
+        }
+        if (dtype == 2) {
+            held[i] = Four{show_half(held[i].x), show_half(held[i].y), show_half(held[i].z),
+                           show_half(held[i].w)};
+        }
     }
-    encode_tile(held, tile, numel, layout, out);
+    if constexpr (FEEDBACK) {
+        encode_tile<true>(held, opaque(tile), numel, layout, out, Feedback{owner, dtype});
+    } else {
+        encode_tile<false>(held, tile, numel, layout, out, NoFeedback());
+    }
 }
 
 }  // namespace blockint
 }  // namespace hybridcomp
 
-#define HC_KERNELS(NAME, T, HALF)                                                                \
-    extern "C" __global__ void __launch_bounds__(256)                                            \
-    blockint_encode_##NAME(const void* values, unsigned long long numel,                         \
-                           unsigned long long chunk, unsigned long long slot,                    \
-                           unsigned long long skip, unsigned char* out) {                        \
-        hybridcomp::blockint::encode<hybridcomp::T>(values, numel, chunk, slot, skip, out);      \
-    }                                                                                            \
+// `dtype`: 0 fp32, 1 bf16, 2 fp16 (kernels/cpu.h).
+extern "C" __global__ void __launch_bounds__(256)
+blockint_encode(const void* values, unsigned long long numel, unsigned long long chunk,
+                unsigned long long slot, unsigned long long skip, unsigned char* out,
+                unsigned long long dtype) {
+    hybridcomp::blockint::encode<false>(values, numel, chunk, slot, skip, out, dtype, nullptr);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+blockint_encode_feedback(const void* values, unsigned long long numel, unsigned long long chunk,
+                         unsigned long long slot, unsigned long long skip, unsigned char* out,
+                         unsigned long long dtype, float* residual) {
+    hybridcomp::blockint::encode<true>(values, numel, chunk, slot, skip, out, dtype, residual);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+blockint_reduce(const unsigned char* payloads, const void* own, unsigned long long numel,
+                unsigned long long ranks, unsigned long long me, unsigned long long slot,
+                unsigned char* out, unsigned long long dtype) {
+    hybridcomp::blockint::reduce<false>(payloads, own, numel, ranks, me, slot, out, dtype, nullptr,
+                                        nullptr);
+}
+
+// Two blocks a multiprocessor: left to itself, the compiler spills to make room for a third.
+extern "C" __global__ void __launch_bounds__(256, 2)
+blockint_reduce_feedback(const unsigned char* payloads, const void* own, unsigned long long numel,
+                         unsigned long long ranks, unsigned long long me, unsigned long long slot,
+                         unsigned char* out, unsigned long long dtype, float* residual,
+                         float* owner) {
+    hybridcomp::blockint::reduce<true>(payloads, own, numel, ranks, me, slot, out, dtype, residual,
+                                       owner);
+}
+
+#define HC_DECODE(NAME, T)                                                                       \
     extern "C" __global__ void __launch_bounds__(256)                                            \
     blockint_decode_##NAME(const unsigned char* in, unsigned long long numel,                    \
                            unsigned long long chunk, unsigned long long slot,                    \
                            unsigned long long skip, void* out) {                                 \
         hybridcomp::blockint::decode<hybridcomp::T, false>(in, numel, chunk, slot, skip, out);   \
-    }                                                                                            \
-    extern "C" __global__ void __launch_bounds__(256)                                            \
-    blockint_reduce_##NAME(const unsigned char* payloads, const void* own,                       \
-                           unsigned long long numel, unsigned long long ranks,                   \
-                           unsigned long long me, unsigned long long slot,                       \
-                           unsigned char* out) {                                                 \
-        hybridcomp::blockint::reduce<hybridcomp::T, HALF>(payloads, own, numel, ranks, me, slot, \
-                                                          out);                                  \
     }
-HC_KERNELS(fp32, Fp32, false)
-HC_KERNELS(bf16, BFloat16, false)
-HC_KERNELS(fp16, Float16, true)
+HC_DECODE(fp32, Fp32)
+HC_DECODE(bf16, BFloat16)
+HC_DECODE(fp16, Float16)
 
 extern "C" __global__ void __launch_bounds__(256)
 blockint_add(const unsigned char* in, unsigned long long numel, unsigned long long chunk,

@@ -78,8 +78,8 @@ class CudaKernels:
     ) -> None:  # fmt: skip
         """One warp a tile of 1024 values."""
         self._fixed(
-            "blockint.cu", _blockint(setting), f"blockint_encode_{DTYPES[dtype]}", out,
-            _ceil_div(numel, 1024 * WARPS), (values, numel, numel, 0, WHOLE, out),
+            "blockint.cu", _blockint(setting), "blockint_encode", out,
+            _ceil_div(numel, 1024 * WARPS), (values, numel, numel, 0, WHOLE, out, dtype),
         )  # fmt: skip
 
     def blockint_decode(
@@ -243,26 +243,42 @@ class FusedBlockInt:
         self._launcher = launcher
         self._defines = _blockint(setting)
 
-    def encode(self, values: Tensor, chunk: int, slot: int, skip: int, out: Tensor) -> None:
+    def encode(
+        self, values: Tensor, chunk: int, slot: int, skip: int, out: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """A row of blocks for each chunk."""
         chunks = _ceil_div(values.numel(), chunk)
         rows = chunks - 1 if 0 <= skip < chunks else chunks
-        words = (values.data_ptr(), values.numel(), chunk, slot, skip, out.data_ptr())
-        self._launch(f"encode_{_name(values)}", chunk, rows, *words)
+        words = (
+            values.data_ptr(), values.numel(), chunk, slot, skip, out.data_ptr(), _code(values)
+        )  # fmt: skip
+        if residual is None:
+            self._launch("encode", chunk, rows, *words)
+        else:
+            self._launch("encode_feedback", chunk, rows, *words, residual.data_ptr())
 
-    def reduce(self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor) -> None:
+    def reduce(
+        self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
+        residual: Tensor | None = None, owner_residual: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """A warp a tile: the sum stays in registers between decoding and encoding."""
         slot = payloads.numel() // max(ranks - 1, 1)
-        self._launch(
-            f"reduce_{_name(own)}", own.numel(), 1, payloads.data_ptr(), own.data_ptr(),
-            own.numel(), ranks, me, slot, out.data_ptr(),
+        words = (
+            payloads.data_ptr(), own.data_ptr(), own.numel(), ranks, me, slot, out.data_ptr(),
+            _code(own),
         )  # fmt: skip
+        if residual is None and owner_residual is None:
+            self._launch("reduce", own.numel(), 1, *words)
+        else:
+            left = (0 if r is None else r.data_ptr() for r in (residual, owner_residual))
+            self._launch("reduce_feedback", own.numel(), 1, *words, *left)
 
     def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:
         """A row of blocks for each chunk."""
         rows = _ceil_div(out.numel(), chunk)
         words = (payloads.data_ptr(), out.numel(), chunk, slot, WHOLE, out.data_ptr())
-        self._launch(f"decode_{_name(out)}", chunk, rows, *words)
+        self._launch(f"decode_{DTYPES[_code(out)]}", chunk, rows, *words)
 
     def _launch(self, kernel: str, chunk: int, rows: int, *words: int) -> None:
         grid = (_ceil_div(chunk, 1024 * WARPS), rows)
@@ -270,8 +286,8 @@ class FusedBlockInt:
             self._launcher.launch("blockint.cu", self._defines, f"blockint_{kernel}", grid, *words)
 
 
-def _name(values: Tensor) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[values.dtype]
+def _code(values: Tensor) -> int:
+    return (torch.float32, torch.bfloat16, torch.float16).index(values.dtype)
 
 
 def _float_bits(value: float) -> int:

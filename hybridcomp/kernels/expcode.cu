@@ -171,27 +171,45 @@ HC_INLINE u32 count_escapes(Shared& shared, const u32* turned, Coding coding) {
     return sum_escapes(shared);
 }
 
+// The levels of this warp's blocks. What depends on the width at compile time is kept this small: every
+// width is another copy.
 template <class F, int WIDTH>
-HC_INLINE void put_blocks(const Shared& shared, const u32* turned, Coding coding, u8* blocks,
-                          u8* escapes) {
-    u32 lane = lane_id(), value = value_of_slot<F>(lane);
+HC_INLINE void put_all_levels(const Shared& shared, const u32* turned, Coding coding, u8* blocks) {
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         u32 block = r * WARPS + threadIdx.x / WARP, bits = turned[r];
         if (!shared.present[block]) continue;
+        u32 level = code_of(bits >> F::REST, F::WIDEST, coding);
+        if (F::SHARED) level |= ((bits >> 8) & 7u) << WIDTH;
         u8* out = blocks + shared.number[block] * F::block_bytes(WIDTH, coding.halves);
-        u32 exponent = bits >> F::REST, code = code_of(exponent, F::WIDEST, coding);
-        out[lane] = (u8)(F::ITEM_BYTES == 4 ? bits >> 16 : bits);
-        u32 level = F::SHARED ? code | ((bits >> 8) & 7u) << WIDTH : code;
         put_levels<WIDTH + F::SHARED>(level, out + BLOCK);
+    }
+}
+
+template <class F>
+HC_INLINE void put_blocks(const Shared& shared, const u32* turned, Coding coding, u8* blocks,
+                          u8* escapes) {
+    u32 lane = lane_id(), value = value_of_slot<F>(lane);
+    u32 stride = F::block_bytes(coding.width, coding.halves);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        u32 block = r * WARPS + threadIdx.x / WARP, bits = turned[r];
+        if (!shared.present[block]) continue;
+        u8* out = blocks + shared.number[block] * stride;
+        out[lane] = (u8)(F::ITEM_BYTES == 4 ? bits >> 16 : bits);
         if (F::ITEM_BYTES == 4 && coding.halves) {
-            u8* half = out + BLOCK + 4 * WIDTH + 2 * F::half((int)value);
+            u8* half = out + BLOCK + 4 * coding.width + 2 * F::half((int)value);
             half[0] = (u8)bits, half[1] = (u8)(bits >> 8);
         }
-        bool escaped = is_escape(code, F::WIDEST, coding);
+        u32 exponent = bits >> F::REST;
+        bool escaped = is_escape(code_of(exponent, F::WIDEST, coding), F::WIDEST, coding);
         u32 mask = __ballot_sync(FULL_WARP, escaped);
         if (escaped) escapes[shared.escapes[block] + __popc(mask & ((1u << lane) - 1))] = (u8)exponent;
     }
+    if (coding.width == 2) put_all_levels<F, 2>(shared, turned, coding, blocks);
+    else if (coding.width == 3) put_all_levels<F, 3>(shared, turned, coding, blocks);
+    else if (coding.width == 4) put_all_levels<F, 4>(shared, turned, coding, blocks);
+    else put_all_levels<F, F::WIDEST>(shared, turned, coding, blocks);
 }
 
 template <class F>
@@ -249,10 +267,7 @@ HC_INLINE void encode(const void* in, u64 numel, u64 dtype, u8* out, Workspace* 
             target[TILE_HEADER_BYTES + threadIdx.x] = (u8)byte;
         }
         if (threadIdx.x < 4 * words - body - escapes) target[body + escapes + threadIdx.x] = 0;
-        if (coding.width == 2) put_blocks<F, 2>(shared, turned, coding, target + head, target + body);
-        else if (coding.width == 3) put_blocks<F, 3>(shared, turned, coding, target + head, target + body);
-        else if (coding.width == 4) put_blocks<F, 4>(shared, turned, coding, target + head, target + body);
-        else put_blocks<F, F::WIDEST>(shared, turned, coding, target + head, target + body);
+        put_blocks<F>(shared, turned, coding, target + head, target + body);
     }
     if (tile + 1 == tiles) {
         finish_message(out, data, MAGIC, VERSION, (u32)dtype, 0, numel, TILE, 0,
@@ -289,19 +304,32 @@ HC_INLINE bool read_head(Shared& shared, const u8* in, u32 nbytes, u32 blocks, B
     return good && (u32)(body.escapes - in) + body.count <= nbytes;
 }
 
-// Adds or writes the values of a tile; `levels` are those of this warp's blocks.
-template <class F, class T, bool ADD, int WIDTH>
-HC_INLINE bool get_blocks(Shared& shared, const Body& body, u32 count, void* target) {
-    typedef typename Stored<F>::Type Item;
-    u32 levels[ROUNDS], lane = lane_id(), value = value_of_slot<F>(lane);
+// The levels of this warp's blocks, 0 where a block is not there.
+template <class F, int WIDTH>
+HC_INLINE void get_all_levels(Shared& shared, const Body& body, u32* levels) {
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         u32 block = r * WARPS + threadIdx.x / WARP;
-        bool there = shared.present[block];
         const u8* in = body.blocks + shared.number[block] * F::block_bytes(WIDTH, body.coding.halves);
-        levels[r] = there ? get_levels<WIDTH + F::SHARED>(in + BLOCK) : 0;
-        u32 code = levels[r] & ((1u << WIDTH) - 1);
-        u32 mask = __ballot_sync(FULL_WARP, there && is_escape(code, F::WIDEST, body.coding));
+        levels[r] = shared.present[block] ? get_levels<WIDTH + F::SHARED>(in + BLOCK) : 0;
+    }
+}
+
+// Adds or writes the values of a tile.
+template <class F, class T, bool ADD>
+HC_INLINE bool get_blocks(Shared& shared, const Body& body, u32 count, void* target) {
+    typedef typename Stored<F>::Type Item;
+    u32 levels[ROUNDS], lane = lane_id(), value = value_of_slot<F>(lane), width = body.coding.width;
+    if (width == 2) get_all_levels<F, 2>(shared, body, levels);
+    else if (width == 3) get_all_levels<F, 3>(shared, body, levels);
+    else if (width == 4) get_all_levels<F, 4>(shared, body, levels);
+    else get_all_levels<F, F::WIDEST>(shared, body, levels);
+    u32 field = (1u << width) - 1, stride = F::block_bytes(width, body.coding.halves);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        u32 block = r * WARPS + threadIdx.x / WARP;
+        bool escaped = shared.present[block] && is_escape(levels[r] & field, F::WIDEST, body.coding);
+        u32 mask = __ballot_sync(FULL_WARP, escaped);
         if (lane == 0) shared.escapes[block] = __popc(mask);
     }
     if (sum_escapes(shared) != body.count) return false;
@@ -309,16 +337,16 @@ HC_INLINE bool get_blocks(Shared& shared, const Body& body, u32 count, void* tar
     for (int r = 0; r < ROUNDS; ++r) {
         u32 block = r * WARPS + threadIdx.x / WARP, at = block * BLOCK + value, bits = 0;
         if (shared.present[block]) {
-            const u8* in = body.blocks + shared.number[block] * F::block_bytes(WIDTH, body.coding.halves);
-            u32 code = levels[r] & ((1u << WIDTH) - 1);
+            const u8* in = body.blocks + shared.number[block] * stride;
+            u32 code = levels[r] & field;
             bool escaped = is_escape(code, F::WIDEST, body.coding);
             u32 mask = __ballot_sync(FULL_WARP, escaped);
             u32 exponent = exponent_of(code, F::WIDEST, body.coding);
             if (escaped) exponent = body.escapes[shared.escapes[block] + __popc(mask & ((1u << lane) - 1))];
             bits = exponent << F::REST | (u32)in[lane] << (F::ITEM_BYTES == 4 ? 16 : 0);
-            if (F::SHARED) bits |= ((levels[r] >> WIDTH) & 7u) << 8;
+            if (F::SHARED) bits |= ((levels[r] >> width) & 7u) << 8;
             if (body.coding.halves) {
-                const u8* half = in + BLOCK + 4 * WIDTH + 2 * F::half((int)value);
+                const u8* half = in + BLOCK + 4 * width + 2 * F::half((int)value);
                 bits |= half[0] | (u32)half[1] << 8;
             }
             bits = F::turn_back(bits);
@@ -357,12 +385,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dtype, void* targ
         for (u32 i = threadIdx.x; !ADD && i < count * F::ITEM_BYTES; i += THREADS) out[i] = 0;
         return;
     }
-    bool whole;
-    if (body.coding.width == 2) whole = get_blocks<F, T, ADD, 2>(shared, body, count, out);
-    else if (body.coding.width == 3) whole = get_blocks<F, T, ADD, 3>(shared, body, count, out);
-    else if (body.coding.width == 4) whole = get_blocks<F, T, ADD, 4>(shared, body, count, out);
-    else whole = get_blocks<F, T, ADD, F::WIDEST>(shared, body, count, out);
-    if (!whole) report_damage(damage);
+    if (!get_blocks<F, T, ADD>(shared, body, count, out)) report_damage(damage);
 }
 
 }  // namespace expcode

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from hybridcomp.codecs import VALUE_DTYPES, BlockInt, make_codec
-from hybridcomp.collectives import Meter, all_reduce
+from hybridcomp.codecs import VALUE_DTYPES, BlockInt, Codec, make_codec
+from hybridcomp.collectives import Meter, all_reduce, chunk_ranges
 from hybridcomp.kernels import cuda
 from hybridcomp.kernels.cuda import CudaKernels
 from tests.codecs import arrays
@@ -77,16 +77,90 @@ def test_same_bits_and_bytes_with_three_launches() -> None:
                 assert [name.split("_")[1] for name in kernels] == ["encode", "reduce", "decode"]
 
 
-def feedback(numel: int) -> bool:
-    """With residuals the steps are taken one by one."""
+Held = tuple[bool, bool]  # whether there are residuals of the first and of the second encoding
+
+
+def residuals(numel: int, held: Held) -> list[torch.Tensor | None]:
+    """Residuals that hold something from the steps before."""
+    start, stop = chunk_ranges(numel, dist.get_world_size())[dist.get_rank()]
+    first = arrays.make("outliers", numel, 50 + dist.get_rank()) / 100
+    second = arrays.make("normal", stop - start, 60 + dist.get_rank()) / 100
+    return [kept if there else None for kept, there in zip((first, second), held, strict=True)]
+
+
+def feedback(
+    numel: int, settings: dict[str, Any], kind: str, dtype: torch.dtype, held: Held
+) -> list[Any]:
+    """What differs after two steps, and the kernels launched in one."""
+    codec, rank, launcher = make_codec("blockint", **settings), dist.get_rank(), Counting()
+    plain, fused = residuals(numel, held), residuals(numel, held)
+    found: list[Any] = []
+    for step in range(2):
+        values = arrays.make(kind if step == 0 else "normal", numel, 10 * step + rank, dtype)
+        result = values.clone()
+        reduce(values, codec, plain)
+        launcher.kernels.clear()
+        with kernels_replaced(CudaKernels(launcher)):
+            reduce(result, codec, fused)
+        for index, (right, wrong) in enumerate(
+            zip([values, *plain], [result, *fused], strict=True)
+        ):
+            if right is None or wrong is None:
+                continue
+            where = (arrays.bits_of(right) != arrays.bits_of(wrong)).nonzero().flatten()
+            if len(where):
+                found.append((step, index, len(where), int(where[0])))
+    return [*found, [kernel.removeprefix("blockint_") for kernel in launcher.kernels]]
+
+
+def reduce(values: torch.Tensor, codec: Codec, kept: list[torch.Tensor | None]) -> None:
+    all_reduce(values, codec, None, meter=Meter(), residual=kept[0], owner_residual=kept[1]).wait()
+
+
+def many_with_feedback(
+    cases: list[tuple[int, dict[str, Any], str, torch.dtype, Held]],
+) -> list[list[Any]]:
+    torch.set_num_threads(1)
+    return [feedback(*case) for case in cases]
+
+
+def test_error_feedback_takes_three_launches_and_leaves_the_same_residuals() -> None:
+    cases = [
+        (numel, settings, kind, dtype, held)
+        for numel, settings, kind, held in (
+            (7001, {"bits": 8}, "normal", (True, True)),
+            (7001, {"bits": 4}, "nonfinite", (True, True)),
+            (7001, {"bits": 4}, "outliers", (True, False)),
+            (5000, {"bits": 8}, "near max", (True, True)),
+            (5001, {"bits": 4}, "normal", (False, True)),
+            (40, {"bits": 4}, "normal", (True, True)),
+            (7001, {"bits": 3, "rotate": True}, "nonfinite", (True, True)),
+            (7001, {"bits": 4, "levels": "gaussian"}, "normal", (True, True)),
+        )
+        for dtype in VALUE_DTYPES
+    ]  # fmt: skip
+    for macros in {cuda._blockint(BlockInt(**case[1])._setting) for case in cases}:
+        emulated("blockint.cu", *macros)
+    for found in run_ranks(3, many_with_feedback, cases):
+        for case, (*different, kernels) in zip(cases, found, strict=True):
+            assert not different, case
+            assert len(kernels) <= 3, kernels
+            if case[0] > 1000:
+                first = "encode_feedback" if case[4][0] else "encode"
+                name = ("fp32", "bf16", "fp16")[VALUE_DTYPES.index(case[3])]
+                assert kernels == [first, "reduce_feedback", f"decode_{name}"], case
+
+
+def cut(numel: int) -> bool:
+    """Blocks that may not reach across parameters are encoded one by one."""
     codec = make_codec("blockint", bits=4)
     with mock.patch("hybridcomp.collectives.reductions.fused_all_reduce") as fused:
         launcher = Counting()
         with kernels_replaced(CudaKernels(launcher)):
             values = arrays.make("normal", numel, dist.get_rank())
-            all_reduce(values, codec, None, meter=Meter(), residual=torch.zeros(numel)).wait()
+            all_reduce(values, codec, None, meter=Meter(), cuts=(numel // 3,)).wait()
     return not fused.called and bool(launcher.kernels)
 
 
-def test_error_feedback_goes_step_by_step() -> None:
-    assert all(run_ranks(2, feedback, 3000))
+def test_messages_with_cuts_go_step_by_step() -> None:
+    assert all(run_ranks(2, cut, 3000))

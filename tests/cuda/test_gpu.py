@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from torch import Tensor
 
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
+from hybridcomp.collectives import (
+    Meter,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    chunk_ranges,
+    recv,
+    send,
+)
 from tests.codecs import arrays
 from tests.cuda.common import CODECS, assert_same, decoded, payload_of, results
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 cuda: Any = torch.cuda  # parts of it are untyped
@@ -79,6 +90,97 @@ def test_a_graph_replays_what_eager_does(codec: Codec) -> None:
     assert torch.equal(payload.cpu(), expected)
     bits = arrays.bits_of(out.cpu())
     assert torch.equal(bits, decoded(codec, expected, 100_000, torch.float32))
+
+
+@pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+def test_a_graph_replays_the_kernels_of_an_all_reduce(dtype: torch.dtype, feedback: bool) -> None:
+    """The same bits as without a graph, step after step."""
+    numel, ranks, me = 100_000, 4, 1
+    codec = make_codec("blockint", bits=4)
+    fused = codec.fused(torch.device("cuda"))
+    assert fused is not None
+    chunk = -(-numel // ranks // 32) * 32
+    slot = codec.wire_nbytes(chunk, dtype)
+    mine = slice(me * chunk, (me + 1) * chunk)
+    values = torch.zeros(numel, dtype=dtype, device="cuda")
+
+    def fresh() -> tuple[Tensor, ...]:
+        sizes = ((ranks - 1) * slot, slot, ranks * slot)
+        wires = [torch.zeros(size, dtype=torch.uint8, device="cuda") for size in sizes]
+        left = [torch.zeros(n, device="cuda") for n in (numel, chunk)]
+        return (*wires, *left, torch.zeros_like(values))
+
+    def step(state: tuple[Tensor, ...]) -> None:
+        sent, payload, gathered, residual, owner, out = state
+        kept = (residual, residual[mine], owner) if feedback else (None, None, None)
+        fused.encode(values, chunk, slot, me, sent, kept[0])
+        fused.reduce(sent, values[mine], ranks, me, payload, *kept[1:])
+        gathered.view(ranks, slot)[:] = payload
+        fused.decode(gathered, chunk, slot, out)
+
+    eager, replayed = fresh(), fresh()
+    step(fresh())  # compiles
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
+        step(replayed)
+    for tensor in replayed:
+        tensor.zero_()
+    for seed in range(3):
+        values.copy_(arrays.make("outliers", numel, seed, dtype))
+        step(eager)
+        graph.replay()
+        for name, right, wrong in zip(
+            ("sent", "payload", "gathered", "residual", "owner", "out"),
+            eager,
+            replayed,
+            strict=True,
+        ):
+            assert torch.equal(arrays.bits_of(right.cpu()), arrays.bits_of(wrong.cpu())), name
+
+
+def _reduced_on(device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Bits after two all_reduces with error feedback."""
+    numel, rank = 70_001, dist.get_rank()
+    start, stop = chunk_ranges(numel, dist.get_world_size())[rank]
+    codec = make_codec("blockint", bits=4)
+    residual = torch.zeros(numel, device=device)
+    owner = torch.zeros(stop - start, device=device)
+    for seed in range(2):
+        values = arrays.make("outliers", numel, 10 * seed + rank, dtype).to(device)
+        all_reduce(
+            values, codec, None, meter=Meter(), residual=residual, owner_residual=owner
+        ).wait()
+    return [arrays.bits_of(tensor.cpu()) for tensor in (values, residual, owner)]
+
+
+def test_ranks_on_gloo_share_a_gpu_and_sum_as_on_the_cpu() -> None:
+    for dtype in VALUE_DTYPES:
+        for right, wrong in zip(
+            run_ranks(3, _reduced_on, "cpu", dtype), run_ranks(3, _reduced_on, "cuda", dtype),
+            strict=True,
+        ):  # fmt: skip
+            assert all(torch.equal(a, b) for a, b in zip(right, wrong, strict=True))
+
+
+def _gathered_on(device: str) -> list[Tensor]:
+    """What a variable-size codec, a pipeline message and an exchange bring, on gloo."""
+    rank, codec = dist.get_rank(), make_codec("expcode")
+    values = arrays.make("normal", 5000, rank).to(device)
+    out, swapped = values.new_empty(10_000), values.new_empty(5000)
+    all_gather(values, out, codec, None, meter=Meter()).wait()
+    all_to_all(swapped, values, codec, None, meter=Meter()).wait()
+    if rank == 0:
+        send(values, 1, codec, None, meter=Meter())
+    else:
+        recv(values, 0, codec, None, meter=Meter())
+    return [arrays.bits_of(tensor.cpu()) for tensor in (values, out, swapped)]
+
+
+def test_every_collective_works_on_gloo() -> None:
+    expected = run_ranks(2, _gathered_on, "cpu")
+    for right, wrong in zip(expected, run_ranks(2, _gathered_on, "cuda"), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(right, wrong, strict=True))
 
 
 def test_every_device_has_its_own_kernels() -> None:

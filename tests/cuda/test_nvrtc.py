@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,25 +26,41 @@ SOURCES: list[tuple[str, tuple[str, ...]]] = [
 #: registers of a thread with which two blocks of 256 fit a multiprocessor
 MOST_REGISTERS = 128
 
+Case = tuple[str, tuple[str, ...], int]
+
 
 def compiled(source: str, defines: tuple[str, ...], architecture: int) -> str:
-    """The assembler's report. Fails with the compiler's log."""
+    """The assembler's report. Raises AssertionError with the compiler's log."""
     program = nvrtc.createProgram((cuda.FOLDER / source).read_text(), source, [], [])
     options = [*cuda.OPTIONS, f"-arch=sm_{architecture}", "--ptxas-options=-v"]
     try:
         nvrtc.compileProgram(program, (*options, *(f"-D{define}" for define in defines)))
-    except nvrtc.NVRTCError:
-        pytest.fail(nvrtc.getProgramLog(program))
+    except nvrtc.NVRTCError as error:
+        raise AssertionError(nvrtc.getProgramLog(program)) from error
     log: str = nvrtc.getProgramLog(program)
     assert len(nvrtc.getCUBIN(program)) > 1000
     nvrtc.destroyProgram(program)
     return log
 
 
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[str]]]:
+    """The report of every case that was selected: two at a time, as CuPy lets go of the GIL."""
+    items: list[Any] = request.session.items
+    chosen = [i.callspec.params for i in items if "reports" in getattr(i, "fixturenames", ())]
+    with ThreadPoolExecutor(2) as threads:
+        yield {
+            case: threads.submit(compiled, *case)
+            for case in ((p["source"], p["defines"], p["architecture"]) for p in chosen)
+        }
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("source", "defines"), SOURCES, ids=lambda value: str(value))
-def test_compiles_without_spills(source: str, defines: tuple[str, ...], architecture: int) -> None:
-    log = compiled(source, defines, architecture)
+def test_compiles_without_spills(
+    source: str, defines: tuple[str, ...], architecture: int, reports: dict[Case, Future[str]]
+) -> None:
+    log = reports[source, defines, architecture].result()
     kernels = re.findall(r"Compiling entry function '(\w+)'", log)
     spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]

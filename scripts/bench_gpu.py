@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""Measure every codec on a GPU against a device copy and named peers, in one run.
+
+    python scripts/bench_gpu.py                    # table, bench_gpu.json, bench_gpu.png
+    python scripts/bench_gpu.py --check            # exit 1 if a target or a test is missed
+    python scripts/bench_gpu.py --sizes 256M       # only what the targets speak of
+
+Speeds are bytes read and written per second; `x copy` is that over what `Tensor.copy_` reaches
+when it reads and writes as many bytes, in the same run and with cold caches. Targets hold at
+256 MB; the last column says which were met. `sum_encode` decodes the payloads of 7 ranks, adds
+the own values and encodes the sum, all in one launch; `all_reduce` is the three launches of one,
+without the messages.
+
+Before it measures it runs `pytest -m gpu tests/cuda`: the same bytes as on the CPU, the same result
+from a replayed CUDA graph, three launches an all_reduce. `--no-tests` leaves that out.
+Peers that are not installed, or do not build, are left out by name. Exit status 2: no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_bench import ours, peers, report, targets
+from gpu_bench.measure import Bench, DeviceStopwatch, Point, Work, cuda
+from torch import Tensor
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SIZES = tuple(64 << (10 + 2 * step) for step in range(8))  # 64 KB to 1 GB
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+#: of a slow link, for which a wait is told in bytes
+LINK_GBPS = 50.0
+
+Source = Callable[[Tensor], Iterator[Work]]
+
+
+@dataclass
+class Found:
+    """What a run has measured so far."""
+
+    points: list[Point] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def sources() -> dict[str, Source]:
+    """Everything that is measured, by name."""
+    mine: dict[str, Source] = {
+        name: partial(ours.works, name=name, codec=codec) for name, codec in ours.codecs().items()
+    }
+    return {**mine, **peers.PEERS}
+
+
+def measure(
+    bench: Bench,
+    messages: Sequence[tuple[int, str]],
+    device: torch.device,
+    found: Found,
+    subjects: dict[str, Source],
+) -> None:
+    """Fill ``found``: ``messages`` are sizes in bytes and dtypes. Says on stderr where it is."""
+    for number, (nbytes, dtype) in enumerate(messages, 1):
+        start = time.perf_counter()
+        before = len(found.points)
+        generator = torch.Generator(device).manual_seed(0)
+        numel = nbytes // DTYPES[dtype].itemsize
+        values = torch.randn(numel, generator=generator, device=device).to(DTYPES[dtype])
+        found.points.append(bench.copy_point(dtype, nbytes))
+        for name, source in subjects.items():
+            try:
+                for work in source(values):
+                    found.points.append(bench.measure(work, dtype, nbytes))
+            except Exception as error:  # a peer may fail in any way of its own
+                reason = " ".join(str(error).split())[:200]
+                where = f"{name}, {report.size_name(nbytes)} of {dtype}"
+                found.left_out[where] = f"{type(error).__name__}: {reason}"
+        print(
+            f"[{number}/{len(messages)}] {report.size_name(nbytes)} of {dtype}: "
+            f"{len(found.points) - before} measured in {time.perf_counter() - start:.1f} s",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+def size_wait_seconds(repeats: int = 50) -> float:
+    """What the host waits for one number of the device: copied to pinned memory, and an event."""
+    there = torch.zeros(1, dtype=torch.int64, device="cuda")
+    here = torch.zeros(1, dtype=torch.int64).pin_memory()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        here.copy_(there, non_blocking=True)
+        event = cuda.Event()
+        event.record()
+        event.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def run_tests() -> bool:
+    """``pytest -m gpu`` on the kernels' tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/cuda"]
+    return subprocess.run(command, cwd=REPOSITORY, check=False).returncode == 0
+
+
+def facts() -> dict[str, Any]:
+    """Of the machine and its libraries."""
+    properties = cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "compute_capability": list(cuda.get_device_capability()),
+        "memory_gb": properties.total_memory / 2**30,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "size_wait_s": size_wait_seconds(),
+    }
+
+
+def size_of(text: str) -> int:
+    """``64K``, ``256M``, ``1G`` in bytes. Raises ValueError."""
+    unit = UNITS.get(text[-1:].upper())
+    return int(text[:-1]) * unit if unit else int(text)
+
+
+def main() -> int:
+    """Parse arguments, test, measure, print, write; see the docstring of the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", type=size_of, nargs="+", default=SIZES, help="64K 256M 1G")
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path, default=Path("bench_gpu.json"))
+    parser.add_argument("--png", type=Path, default=Path("bench_gpu.png"))
+    parser.add_argument("--no-tests", action="store_true", help="measure only")
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    arguments = parser.parse_args()
+    if not cuda.is_available():
+        print(
+            "no CUDA device: nothing was measured. Run this on a machine with one GPU, with "
+            "hybridcomp[gpu] installed; it takes no other preparation",
+            file=sys.stderr,
+        )
+        return 2
+    tested = None if arguments.no_tests else run_tests()
+    bench, found = Bench(DeviceStopwatch(arguments.repeats), torch.device("cuda")), Found()
+    messages = [(nbytes, dtype) for nbytes in arguments.sizes for dtype in arguments.dtypes]
+    measure(bench, messages, torch.device("cuda"), found, sources())
+    return conclude(found, {**facts(), "tests_passed": tested}, arguments)
+
+
+def conclude(found: Found, known: dict[str, Any], arguments: argparse.Namespace) -> int:
+    """Print and write what was found; the exit status."""
+    missed = targets.missed(found.points)
+    if known["tests_passed"] is False:
+        missed.append("pytest -m gpu tests/cuda failed")
+    known = {**known, "left_out": found.left_out, "missed": missed}
+    report.write_json(arguments.json, found.points, known)
+    report.draw(arguments.png, found.points, f"codecs on {known['device']}")
+    print(report.table(found.points))
+    for name, reason in found.left_out.items():
+        print(f"left out: {name}: {reason}")
+    wait = known["size_wait_s"]
+    print(
+        f"a message of variable size waits {wait * 1e6:.0f} us for each of its sizes: as long as "
+        f"{wait * LINK_GBPS * 1e3:.1f} MB take at {LINK_GBPS:.0f} GB/s"
+    )
+    for line in missed:
+        print(f"MISSED {line}", file=sys.stderr)
+    return 1 if missed and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Time on a GPU, as a share of what a copy of the same bytes reaches in the same run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+cuda: Any = torch.cuda  # parts of it are untyped
+#: larger than the second-level cache of any GPU of today (B200: 126 MB)
+FLUSH_NBYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to time. ``nbytes``: what it has to read and to write, at least."""
+
+    subject: str
+    phase: str
+    nbytes: int
+    run: Callable[[], object]
+    bits: float = 0.0  # of a value in the payload
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: seconds, GB/s read and written, and these over those of a copy."""
+
+    subject: str
+    phase: str
+    dtype: str
+    message_nbytes: int
+    seconds: float
+    gbps: float
+    share: float
+    bits: float
+    note: str
+
+
+class Stopwatch(Protocol):
+    """Knows how long something takes."""
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of one call of ``run``."""
+
+
+class DeviceStopwatch:
+    """Times with events on the current stream, with cold caches.
+
+    The flush before each repeat keeps the GPU busy while the host queues what is timed, so that
+    the figure is the device's unless ``run`` waits for the device.
+    """
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+        self._flush = torch.empty(FLUSH_NBYTES, dtype=torch.uint8, device="cuda")
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Median of the repeats, after two that warm up (and compile)."""
+        for _ in range(2):
+            run()
+        found: list[float] = []
+        for _ in range(self._repeats):
+            self._flush.zero_()
+            start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / 1e3)
+        return statistics.median(found)
+
+
+class Bench:
+    """Makes points of works; ``device`` holds the copies that they are compared with."""
+
+    def __init__(self, stopwatch: Stopwatch, device: torch.device) -> None:
+        self._stopwatch = stopwatch
+        self._device = device
+        self._copies: dict[int, float] = {}
+
+    def copy_seconds(self, nbytes: int) -> float:
+        """What ``Tensor.copy_`` takes to read and write ``nbytes`` in all."""
+        half = max(nbytes // 2, 1)
+        if half not in self._copies:
+            source = torch.empty(half, dtype=torch.uint8, device=self._device)
+            target = torch.empty_like(source)
+            self._copies[half] = self._stopwatch.seconds(lambda: target.copy_(source))
+        return self._copies[half]
+
+    def measure(self, work: Work, dtype: str, message_nbytes: int) -> Point:
+        """``work`` and, for its share, a copy of as many bytes."""
+        took = self._stopwatch.seconds(work.run)
+        return Point(
+            work.subject, work.phase, dtype, message_nbytes, took, work.nbytes / took / 1e9,
+            self.copy_seconds(work.nbytes) / took, work.bits, work.note,
+        )  # fmt: skip
+
+    def copy_point(self, dtype: str, message_nbytes: int) -> Point:
+        """The ceiling: a copy of a whole message."""
+        took, nbytes = self.copy_seconds(2 * message_nbytes), 2 * message_nbytes
+        return Point(
+            "device copy", "copy", dtype, message_nbytes, took, nbytes / took / 1e9, 1.0,
+            0.0, "the ceiling",
+        )  # fmt: skip
