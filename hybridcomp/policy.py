@@ -15,16 +15,20 @@ import torch
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 
-#: gradient reduction, ZeRO parameter gather, tensor, pipeline, expert, context parallel
-Dimension = Literal["dp", "zero", "tp", "pp", "ep", "cp"]
+#: gradient reduction, ZeRO parameter gather, tensor, pipeline, expert, context parallel; copies
+#: between a device and its host
+Dimension = Literal["dp", "zero", "tp", "pp", "ep", "cp", "offload"]
 #: ``forward`` moves activations or parameters, ``backward`` gradients of activations.
-#: Gradient reduction (dp) and parameter gathers (zero) are always ``forward``.
+#: Gradient reduction (dp) and parameter gathers (zero) are always ``forward``; of offload it is
+#: parameters to the device, and ``backward`` gradients to the host.
 Direction = Literal["forward", "backward"]
 
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 #: dimensions whose messages have one direction
 ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
+#: dimensions whose messages go from rank to rank
+BETWEEN_RANKS: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name != "offload")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from wrapt import register_post_import_hook
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.neox_source import is_neox
 from hybridcomp.patching import Patch, apply_all, revert_all
+from hybridcomp.policy import DIMENSIONS
 
 #: upstream package -> patch modules, in the order of application
 MODULES: dict[str, tuple[str, ...]] = {
@@ -30,6 +31,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds_zero12",
         "ds_zero3",
         "ds_params",
+        "ds_offload",
+        "ds_offload3",
         "ds_pipe",
         "ds_pipe_partition",
         "ds_tied",
@@ -84,7 +87,7 @@ def support_matrix() -> str:
             what = (module.__doc__ or "").partition("\n\n")[0].partition(", dimension ``")[0]
             requirement = module.PATCHES[0][0].requirement
             found += [(name, what.rstrip("."), requirement) for name in covers(module)]
-    order = ("dp", "zero", "tp", "pp", "ep", "cp")
+    order = DIMENSIONS
     found.sort(key=lambda row: order.index(row[0]))
     rows += [f"| `{name}` | {what} | `{requirement}` |" for name, what, requirement in found]
     return "\n".join(rows)

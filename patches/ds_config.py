@@ -11,9 +11,12 @@ from typing import Any
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.problems import Shown, idle
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches import neox_rules
+from hybridcomp.patches import ds_offload_rules, neox_rules
 from hybridcomp.patches.ds_rules import RULES, Job, Rule
 from hybridcomp.policy import DIMENSIONS, Dimension
+
+#: of every dimension
+TABLES = (*RULES, *ds_offload_rules.RULES)
 
 
 def check(
@@ -38,7 +41,7 @@ def check(
     ``"on_unsupported": "native"``; then the sentences say what stays native and why.
     """
     job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas)
-    rules = [(rule, job) for rule in RULES]
+    rules = [(rule, job) for rule in TABLES]
     if neox is not None:
         rules += [(rule, Job(neox)) for rule in neox_rules.RULES]
     sentences = _idle_keys(block)
@@ -80,7 +83,7 @@ def absent(
     job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas)
     return frozenset(
         name
-        for rule in RULES
+        for rule in TABLES
         if rule.verdict == "absent" and rule.applies(job)
         for name in rule.dimensions
     )

@@ -1,11 +1,12 @@
-"""Exact weights in checkpoints of stages 1 and 2, and the same training after a restart.
+"""Exact weights in checkpoints, and the same training after a restart.
 
 Training computes with decoded weights, a checkpoint holds exact ones: the module's weights are
 gathered natively to be saved, and are given back what training computed with after it. That is what
 the last gather's bytes decode to: encoded again from the masters, which gives the same bytes. With
 ``delta`` it depends on all steps before: it is put together from the shares that the ranks keep
 (``hybridcomp.delta``), and each rank saves its own beside the checkpoint, so that a resumed run
-goes on bit for bit. Stage 3 needs nothing: it saves partitions, which were never encoded.
+goes on bit for bit. Stage 3 saves partitions, which only ``offload`` encodes, on their way to the
+device.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from hybridcomp import delta
 from hybridcomp.channels import Channels
+from hybridcomp.patches import ds_host
 
 FORMAT = 1
 #: by optimizer: the flat groups, their partitions by rank
@@ -36,30 +38,34 @@ def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
     if channels is None or not _encodes_weights(engine, channels):
         yield
         return
-    with channels["zero"].suspended():
-        engine.optimizer.update_lp_params()
+    ds_host.refresh(engine.optimizer, channels, exact=("zero", "offload"))
     try:
         yield
     finally:
+        decode_parameters(engine, channels)
         if channels["zero"].delta:
             _spread(engine, channels)
-        else:
-            decode_parameters(engine, channels)
 
 
 def decode_parameters(engine: Any, channels: Channels) -> None:
-    """Give the module what the gather after the last step gave it, or would have given it."""
-    if _encodes_weights(engine, channels):
-        channels.step, step = channels.step - 1, channels.step
-        engine.optimizer.update_lp_params()
-        channels.step = step
+    """Give the module what the copies after the last step gave it, or would have given it.
+
+    With ``delta`` only those to the device: what is gathered then depends on all steps before.
+    """
+    deltas = channels["zero"].delta
+    if not _encodes_weights(engine, channels) or (
+        deltas and not ds_host.sends_to_device(engine.optimizer, channels)
+    ):
+        return
+    channels.step, step = channels.step - 1, channels.step
+    ds_host.refresh(engine.optimizer, channels, exact=("zero",) if deltas else ())
+    channels.step = step
 
 
 def resume(folder: Path, engine: Any, channels: Channels) -> None:
     """Give the module what the run computed with that saved the checkpoint in ``folder``."""
-    if not channels["zero"].delta:
-        decode_parameters(engine, channels)
-    elif _saves(engine, channels):
+    decode_parameters(engine, channels)
+    if channels["zero"].delta and _saves(engine, channels):
         _load(folder, engine, channels)
 
 
@@ -158,6 +164,7 @@ def _saves(engine: Any, channels: Channels) -> bool:
 
 
 def _encodes_weights(engine: Any, channels: Channels) -> bool:
-    """Whether the module's weights came out of an encoded gather (stages 1 and 2, BF16)."""
-    gathers = hasattr(engine.optimizer, "update_lp_params")
-    return gathers and channels["zero"].active and channels.step > 0
+    """Whether the module's weights came out of an encoded gather (stages 1 and 2, BF16) or copy."""
+    gathers = hasattr(engine.optimizer, "update_lp_params") and channels["zero"].active
+    copies = ds_host.sends_to_device(engine.optimizer, channels)
+    return (gathers or copies) and channels.step > 0

@@ -1,7 +1,7 @@
 """What DeepSpeed does with the traffic of each dimension: a table over the keys of a ds_config.
 
 Read from the sources of DeepSpeed 0.19.0 and 0.19.8. What only the model tells (DualPipeV, Domino,
-embeddings with sparse gradients, FPDT) is not decided here.
+embeddings with sparse gradients, FPDT) is not decided here; ``ds_offload_rules`` has ``offload``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIMENSIONS, Dimension
+from hybridcomp.policy import BETWEEN_RANKS, Dimension
 
 #: refuse   never together, whatever ``on_unsupported`` says: results would be wrong
 #: bypass   DeepSpeed sends this traffic on a path that no seam covers
@@ -262,7 +262,7 @@ RULES: tuple[Rule, ...] = (
         lambda job: job.tensor_parallel > 1 and job.tensor_parallel == job.world_size,
     ),
     Rule(
-        "note", DIMENSIONS, "one rank",
+        "note", BETWEEN_RANKS, "one rank",
         "nothing is sent, so nothing is compressed", "", lambda job: job.world_size == 1,
     ),
     Rule(

@@ -91,6 +91,11 @@ GROUPS: tuple[tuple[Dimension, str], ...] = (
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        "absent", ("offload",), "a job without DeepSpeed",
+        "only the copies of DeepSpeed's ZeRO-Offload are encoded", "leave offload out",
+        lambda job: True,
+    ),
+    Rule(
         "bypass", ("tp",), "use_transformer_engine_op_fuser",
         "fused operations of Transformer Engine do not tell gradients from activations",
         "set use_transformer_engine_op_fuser to False",

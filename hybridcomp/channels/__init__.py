@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels.channel import TWO_LEVELS, Channel
+from hybridcomp.channels.host import HostMoves
 from hybridcomp.config import CompressionConfig
 from hybridcomp.factors import Factors
 from hybridcomp.feedback import Residuals
@@ -18,7 +19,7 @@ from hybridcomp.link import Link, gathers, judge, reductions
 from hybridcomp.nodes import Nodes, Ranks, discover
 from hybridcomp.policy import DIMENSIONS, Dimension
 
-__all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "channels_of"]
+__all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "channels_of"]
 
 #: attribute that an attached engine, its optimizer and its parameters carry
 ATTRIBUTE = "_hybridcomp_channels"
@@ -50,6 +51,7 @@ class Channels:
         self.common: frozenset[str] = frozenset()
         self.generation = 0  # of the references that parameter deltas are added to
         self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
+        self.host = HostMoves(self)  # of dimension offload
 
     def __getitem__(self, dimension: Dimension) -> Channel:
         return self._by_dimension[dimension]

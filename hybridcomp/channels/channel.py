@@ -89,6 +89,15 @@ class Channel:
 
         Depends on nothing that differs between the ranks of ``group``.
         """
+        return self._choose(numel, dtype, dist.get_world_size(group), direction)
+
+    def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
+        """The codec of a copy between this rank's device and its host, None for native."""
+        return self._choose(numel, dtype, 2, direction)  # two ends
+
+    def _choose(
+        self, numel: int, dtype: torch.dtype, ends: int, direction: Direction
+    ) -> Codec | None:
         if self.is_suspended:
             return None
         step, guard = self._channels.step, self._channels.guard
@@ -98,7 +107,7 @@ class Channel:
                 direction=direction,
                 dtype=dtype,
                 numel=numel,
-                world_size=dist.get_world_size(group),
+                world_size=ends,
                 step=step,
             )
         )

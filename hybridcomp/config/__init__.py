@@ -25,6 +25,7 @@ from hybridcomp.config.dimension import (
     DimensionConfig,
     DirectionConfig,
     GradientConfig,
+    OffloadConfig,
     ParameterConfig,
     PipelineConfig,
     Strict,
@@ -54,6 +55,7 @@ __all__ = [
     "DirectionConfig",
     "GradientConfig",
     "LedgerConfig",
+    "OffloadConfig",
     "ParameterConfig",
     "PipelineConfig",
     "load_config",
@@ -71,6 +73,7 @@ SHORTHAND = frozenset(
         ParameterConfig,
         ActivationConfig,
         PipelineConfig,
+        OffloadConfig,
         DirectionConfig,
     )
 )
@@ -133,6 +136,11 @@ class CompressionConfig(Strict):
     )
     cp: ActivationConfig = Field(
         ActivationConfig(codec=NONE), description="Context or sequence parallel. Default: native."
+    )
+    offload: OffloadConfig = Field(
+        OffloadConfig(codec=NONE),
+        description="Copies between a GPU and its host with ZeRO-Offload (offload_optimizer.device "
+        "cpu): gradients to the host, updated parameters back. Default: native.",
     )
     min_bytes: int = Field(
         65536,

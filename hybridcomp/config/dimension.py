@@ -415,6 +415,17 @@ class PipelineConfig(ActivationConfig):
     )
 
 
+class OffloadConfig(ActivationConfig):
+    """Copies between a device and its host (ZeRO-Offload)."""
+
+    forward: DirectionConfig | None = Field(
+        None, description="What differs for updated parameters, host to device."
+    )
+    backward: DirectionConfig | None = Field(
+        None, description="What differs for gradients, device to host."
+    )
+
+
 def build_codec(
     given: Mapping[str, Any],
     prefix: str,

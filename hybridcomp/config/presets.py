@@ -3,7 +3,8 @@
 ``naive-zfp``, ``naive-mpc``, ``mzhybrid`` and ``zhybrid`` are the schemes of arXiv 2409.02423; its
 messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended`` is ours, from
 a rate-distortion study of training tensors: a transform gains nothing on them, so plain integers,
-and 4 bits only where error feedback gives back what is left out.
+and 4 bits only where error feedback gives back what is left out. None names ``offload``, which takes
+time of the host, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridcomp.policy import DIMENSIONS, Dimension
+from hybridcomp.policy import BETWEEN_RANKS, Dimension
 
 Settings = dict[str, Any]
 _MODEL: tuple[Dimension, ...] = (
@@ -30,12 +31,12 @@ def _blockint(bits: int) -> Settings:
 
 
 PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
-    "naive-zfp": {name: _zfp(8) for name in DIMENSIONS},
-    "naive-mpc": {name: {"codec": "mpc"} for name in DIMENSIONS},
+    "naive-zfp": {name: _zfp(8) for name in BETWEEN_RANKS},
+    "naive-mpc": {name: {"codec": "mpc"} for name in BETWEEN_RANKS},
     "mzhybrid": {"dp": _zfp(8), **{name: {"codec": "mpc"} for name in _MODEL}},
     "zhybrid": {"dp": _zfp(8), **{name: _zfp(16) for name in _MODEL}},
     "recommended": {
         "dp": {**_blockint(4), "error_feedback": True},
-        **{name: _blockint(8) for name in DIMENSIONS if name != "dp"},
+        **{name: _blockint(8) for name in BETWEEN_RANKS if name != "dp"},
     },
 }

@@ -49,7 +49,8 @@ class Outcome:
     losses: list[float]
     digests: dict[str, str]  # of the bytes of the exact parameters, by name
     skipped: list[bool]  # by step: the optimizer step was skipped
-    #: dimension -> (messages, native messages, raw bytes, wire bytes)
+    #: dimension, with its direction where it has two -> (messages, native messages, raw bytes, wire
+    #: bytes)
     ledger: dict[str, tuple[int, int, int, int]]
     residual: float  # norm of the error-feedback residuals
     #: dimension -> bytes between nodes: what native would have sent, what was sent
@@ -154,6 +155,7 @@ def train_step(engine: Any, job: Job, step: int) -> float:
 def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
     """Train; ``each(engine, step)`` is called after every step."""
     from hybridcomp.channels import channels_of
+    from hybridcomp.policy import ONE_WAY
 
     engine = make_engine(job)
     losses, skipped = [], []
@@ -168,12 +170,13 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
     between: dict[str, tuple[int, int]] = {}
     residual = 0.0
     if channels is not None:
-        for (dimension, _), entry in channels.ledger.interval.items():
+        for (dimension, way), entry in channels.ledger.interval.items():
             if entry.messages:
+                name = dimension if dimension in ONE_WAY else f"{dimension}.{way}"
                 figures = entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes
                 messages, native, raw, wire = map(int, figures)
-                ledger[dimension] = (messages, native, raw, wire)
-                between[dimension] = (int(entry.inter_raw_nbytes), int(entry.inter_nbytes))
+                ledger[name] = (messages, native, raw, wire)
+                between[name] = (int(entry.inter_raw_nbytes), int(entry.inter_nbytes))
         residual = channels.residuals.norm()
     outcome = Outcome(losses, digests(engine), skipped, ledger, residual, between)
     engine.destroy()
