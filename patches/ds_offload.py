@@ -2,14 +2,14 @@
 
 Seams:
 
-* ``copy_grads_in_partition``, which is called for each gradient of this rank once it is reduced. The
-  copies themselves are in several places below it, one of them inline; above it gradients are not
-  reduced yet. Upstream casts them to fp32 on the device and copies that; here they are encoded in
-  their own dtype and the host widens them. Norms and the overflow flag are taken on the device
+* ``copy_grads_in_partition``, which is called for each gradient of this rank once it is reduced.
+  The copies themselves are in several places below it, one of them inline; above it gradients are
+  not reduced yet. Upstream casts them to fp32 on the device and copies that; here they are encoded
+  in their own dtype and the host widens them. Norms and the overflow flag are taken on the device
   before, as upstream does, or on the host where it adds up micro-batches (``ds_host``).
-* ``step``: decoded gradients have to be there, and the copy of updated parameters is one line inside
-  it. A mode that sees every ``copy_`` finds it by its source, one of the optimizer's 16-bit host
-  buffers.
+* ``step``: decoded gradients have to be there, and the copy of updated parameters is one line
+  inside it. A mode that sees every ``copy_`` finds it by its source, one of the optimizer's 16-bit
+  host buffers.
 * ``update_lp_params``: the same copy, after loading and around saving.
 * ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums where the script says when.
 * ``get_lp_grad_fragment``: whoever reads a gradient before the step waits for its decoder.
@@ -109,7 +109,8 @@ def _copy(optimizer: Any, channels: Channels, param: Any) -> bool:
 
 
 def _norm(dtype: torch.dtype, values: Tensor) -> Tensor:
-    return values.to(dtype).norm(2)
+    norm: Tensor = values.to(dtype).norm(2)
+    return norm
 
 
 def _compact(optimizer: Any, group: int) -> bool:
@@ -149,9 +150,9 @@ class Uploads(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], Tensor):
             out, values = args[0], args[1]
-            if _start(values) in self._buffers and _start(out) not in self._buffers:
-                if upload(self._channels, values, out):
-                    return out
+            ours = _start(values) in self._buffers and _start(out) not in self._buffers
+            if ours and upload(self._channels, values, out):
+                return out
         return func(*args, **(kwargs or {}))
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.config import CompressionConfig, load_config
+from hybridcomp.config import PRESETS, CompressionConfig, load_config
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds_config import check
-from hybridcomp.patches.ds_rules import FINE, RULES, Job
+from hybridcomp.patches.ds_config import TABLES, check
+from hybridcomp.patches.ds_rules import FINE, Job
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("ds_*.json"))
@@ -20,6 +20,10 @@ FILES = sorted(CONFIGS.glob("ds_*.json"))
 
 def zero(stage: int, **keys: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **keys}}
+
+
+def offload(stage: int = 2, **keys: Any) -> dict[str, Any]:
+    return zero(stage, offload_optimizer={"device": "cpu", **keys})
 
 
 def auto_ep(**keys: Any) -> dict[str, Any]:
@@ -59,6 +63,19 @@ CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("tp", {}, {"tensor": False}, "set tensor_parallel.autotp_size"),
     ("cp", {}, {"sequence": False}, "use DeepSpeed Ulysses"),
     ("dp", {"tensor_parallel": {"autotp_size": 2}}, {"world_size": 2}, "one tensor-parallel group"),
+    ("offload", zero(2), {}, "a job without optimizer offload"),
+    ("offload", offload(0), {}, "nothing is copied between device and host"),
+    ("offload", offload(3, device="nvme"), {}, "go on to NVMe"),
+    ("offload", offload(3, super_offload=True), {}, "remove super_offload"),
+    ("offload", offload(3, ratio=0.5), {}, "below 1"),
+    (
+        "offload",
+        zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+        {},
+        "updated parameters stay on the host",
+    ),
+    ("offload", {**offload(2), "compile": {"deepcompile": True}}, {}, "copies gradients in C++"),
+    ("offload", zero(2, offload_optimizer={"device": "cpu"}, zenflow={}), {}, "remove zenflow"),
 ]
 NOTES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dp", {}, {"world_size": 1}, "one rank"),
@@ -99,7 +116,7 @@ def test_on_unsupported_native_says_so_instead(
     except ConfigError as error:
         assert "on_unsupported" not in str(error), "what does not help must not be offered"
         job = Job(ds_json, **facts)
-        rules = [rule for rule in RULES if rule.settings(lenient) and rule.applies(job)]
+        rules = [rule for rule in TABLES if rule.settings(lenient) and rule.applies(job)]
         assert any(rule.verdict == "refuse" for rule in rules)
     else:
         assert any(text.startswith(f"{dimension} native: ") for text in sentences)
@@ -135,8 +152,8 @@ def test_note(
 
 def test_every_rule_is_met_by_a_row() -> None:
     jobs = [Job(ds_json, **facts) for _, ds_json, facts, _ in CANNOT + NOTES]
-    assert [rule.reason for rule in RULES if not any(rule.applies(job) for job in jobs)] == []
-    assert [rule.reason for rule in RULES if all(map(rule.applies, jobs))] == []
+    assert [rule.reason for rule in TABLES if not any(rule.applies(job) for job in jobs)] == []
+    assert [rule.reason for rule in TABLES if all(map(rule.applies, jobs))] == []
 
 
 @pytest.mark.parametrize(("ds_json", "reason"), FINE, ids=lambda v: str(v)[:60])
@@ -194,6 +211,32 @@ def test_unknown_facts_and_auto_values_raise_nothing() -> None:
     config = block(dp="blockint", zero="blockint", pp="blockint", ep="blockint")
     auto = zero(2, reduce_scatter="auto", offload_optimizer={"device": "auto"})
     assert check(config, {**auto, "bf16": {"enabled": "auto"}}) == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload_acts_with_an_optimizer_on_the_host(stage: int) -> None:
+    for world_size in (1, 2):  # one rank has a device and a host, too
+        assert check(block(offload="blockint"), offload(stage), world_size=world_size) == []
+    old = {"zero_optimization": {"stage": 2, "cpu_offload": True}}
+    assert check(block(offload="blockint"), old) == []
+
+
+def test_gradients_are_encoded_beside_parameters_on_the_host() -> None:
+    both = zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    config = block(offload={"codec": "blockint", "forward": "none"})
+    assert check(config, both, world_size=2) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("error_feedback", True), ("delta", True), ("rank", 2)])
+def test_offload_keeps_nothing_on_the_device(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"only (dp|zero) can have {key}; remove it here"):
+        block(offload={"codec": "blockint", key: value})
+
+
+def test_presets_leave_the_host_alone() -> None:
+    for name in PRESETS:
+        assert check(block(preset=name), offload(2), pipeline=False) == []
+        assert not block(preset=name).active("offload")
 
 
 def test_zero_acts_at_stage_0_where_bf16_optimizer_partitions() -> None:

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -50,7 +50,7 @@ class HostMoves:
         self._channels = channels
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: deque[tuple[Future[float], int]] = deque()
-        self._uploads: deque[torch.cuda.Event] = deque()
+        self._uploads: deque[Any] = deque()  # events
         self._all.add(self)
 
     def to_host(
@@ -94,18 +94,15 @@ class HostMoves:
 
     def _fetch(self, part: Tensor, place: Tensor, codec: Codec, add: bool, meter: Meter) -> None:
         """Encode on the current stream, copy behind it, leave the rest to the thread."""
-        stream = torch.cuda.current_stream(part.device)
         with meter.coding():
             payload = torch.empty(
                 codec.wire_nbytes(part.numel(), part.dtype), dtype=torch.uint8, device=part.device
             )
             used = codec.encode(part, payload)
-        part.record_stream(stream)  # upstream may have allocated it on another one
+        part.record_stream(torch.cuda.current_stream(part.device))  # upstream may have another one
         host = torch.empty(used, dtype=torch.uint8, pin_memory=True)
         host.copy_(payload[:used], non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(stream)
-        dtype = part.dtype
+        copied, dtype = _marked(part.device), part.dtype
 
         def land() -> float:
             copied.synchronize()
@@ -196,13 +193,19 @@ class HostMoves:
         payload = torch.empty(used, dtype=torch.uint8, device=place.device)
         payload.copy_(host[:used], non_blocking=True)  # torch keeps ``host`` until this is through
         codec.decode(payload, place)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(place.device))
-        self._uploads.append(copied)
+        self._uploads.append(_marked(place.device))
         return used
 
     def _record(self, meter: Meter, raw_nbytes: int, direction: Direction) -> None:
         self._channels.ledger.record(("offload", direction), raw_nbytes, meter)
+
+
+def _marked(device: torch.device) -> Any:
+    """An event behind what the current stream has to do so far."""
+    cuda: Any = torch.cuda
+    event = cuda.Event()
+    event.record(cuda.current_stream(device))
+    return event
 
 
 def _chunks(values: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -3,8 +3,8 @@
 ``naive-zfp``, ``naive-mpc``, ``mzhybrid`` and ``zhybrid`` are the schemes of arXiv 2409.02423; its
 messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended`` is ours, from
 a rate-distortion study of training tensors: a transform gains nothing on them, so plain integers,
-and 4 bits only where error feedback gives back what is left out. None names ``offload``, which takes
-time of the host, too.
+and 4 bits only where error feedback gives back what is left out. None names ``offload``, which
+takes time of the host, too.
 """
 
 from __future__ import annotations

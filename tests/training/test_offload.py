@@ -1,0 +1,280 @@
+"""ZeRO-Offload: copies between device and host, encoded. On a CPU both are the same memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training.trainer import Job, Outcome, final_loss, make_engine, run, train_step
+
+FORWARD, BACKWARD = "offload.forward", "offload.backward"
+BLOCKINT = {"codec": "blockint", "bits": 8}
+#: bits of a value, with scales and padding, in the largest messages here
+BITS = 8.6
+
+
+def offloading(stage: int, dtype: str = "bf16", **more: Any) -> Job:
+    """A job whose optimizer lives on the host; torch's Adam runs there as well as DeepSpeed's."""
+    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": False}, **more.pop("zero", {})}
+    ds_json = {"zero_force_ds_cpu_optimizer": False, **more.pop("ds_json", {})}
+    return Job(stage, dtype, zero=zero, ds_json=ds_json, **more)
+
+
+def with_block(job: Job, offload: Any, **more: Any) -> Job:
+    return replace(job, block={"offload": offload, "min_bytes": 0, **more})
+
+
+KINDS = {f"zero{stage}-{dtype}": offloading(stage, dtype)
+         for stage in (1, 2, 3) for dtype in ("fp32", "bf16")}  # fmt: skip
+SHORT = 8
+VARIANTS = {
+    **{f"accumulation-zero{stage}-{dtype}": offloading(stage, dtype, accumulation=3)
+       for stage in (1, 2, 3) for dtype in ("fp32", "bf16")},
+    **{f"accumulation_fp32-zero{stage}": offloading(
+           stage, accumulation=2, ds_json={"data_types": {"grad_accum_dtype": "fp32"}})
+       for stage in (1, 2, 3)},
+    "round_robin-zero2": offloading(2, zero={"round_robin_gradients": True}),
+    "overlap-zero2": offloading(2, zero={"overlap_comm": True}),
+    "sub_groups-zero3": offloading(3, zero={"sub_group_size": 1500}),
+    **{f"fp16-zero{stage}": offloading(
+           stage, "fp16", accumulation=2, ds_json={"fp16": {"enabled": True, "loss_scale": 64}})
+       for stage in (1, 2, 3)},
+}  # fmt: skip
+
+Train = Callable[[Job], list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def train(pool: RankPool) -> Train:
+    """The outcomes of a job on two ranks, each job only once."""
+    known: dict[str, list[Outcome]] = {}
+
+    def once(job: Job) -> list[Outcome]:
+        if repr(job) not in known:
+            known[repr(job)] = [outcome for (outcome,) in pool.run(run, [job], timeout=280)]
+        return known[repr(job)]
+
+    return once
+
+
+def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
+    for mine, theirs in zip(base, other, strict=True):
+        assert theirs.losses == mine.losses
+        assert theirs.digests == mine.digests
+        assert theirs.skipped == mine.skipped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_and_lossless_are_bit_identical(train: Train, kind: str) -> None:
+    """50 steps equal the unpatched run bit for bit."""
+    job = KINDS[kind]
+    base, none = train(job), train(with_block(job, "none"))
+    lossless = train(with_block(job, "expcode"))
+    assert_same(base, none)
+    assert_same(base, lossless)
+    assert len(base[0].losses) == 50 and final_loss(base) < 0.5 * base[0].losses[0]
+    for plain, coded in zip(none, lossless, strict=True):
+        for way in (FORWARD, BACKWARD):
+            messages, native, raw, wire = plain.ledger[way]
+            assert messages == native > 0 and raw == wire > 0
+            assert coded.ledger[way][:3] == (messages, 0, raw)
+            assert coded.ledger[way][3] > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lossless_variants(train: Train, variant: str) -> None:
+    """Micro-batches that the host adds up, other layouts and dtypes: the same bits."""
+    job = replace(VARIANTS[variant], steps=SHORT)
+    base, none = train(job), train(with_block(job, "none"))
+    lossless = train(with_block(job, "mpc"))
+    assert_same(base, none)
+    assert_same(base, lossless)
+    for plain, coded in zip(none, lossless, strict=True):
+        assert coded.ledger[BACKWARD][1] == 0 and coded.ledger[FORWARD][1] == 0
+        assert coded.ledger[BACKWARD][2] == plain.ledger[BACKWARD][2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lossy_trains_as_well(train: Train, kind: str) -> None:
+    job = KINDS[kind]
+    lossy = train(with_block(job, BLOCKINT))
+    assert final_loss(lossy) == pytest.approx(final_loss(train(job)), rel=0.03)
+    first, second = lossy
+    assert first.digests == second.digests  # replicas did not drift
+    assert first.losses != train(job)[0].losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_fall_by_the_ratio_of_the_codec(train: Train, stage: int) -> None:
+    """Native: parameters in bf16, gradients in fp32; stage 3 sends them in bf16 and back before."""
+    job = KINDS[f"zero{stage}-bf16"]
+    gradient_bits = 32 if stage < 3 else 64
+    for outcome in train(with_block(job, BLOCKINT)):
+        _, _, raw, wire = outcome.ledger[FORWARD]
+        assert raw / wire >= 16 / BITS
+        messages, native, raw, wire = outcome.ledger[BACKWARD]
+        assert native == 0
+        # every message ends with padding to 16 bytes and headers, at most 32 bytes
+        assert wire <= raw * BITS / gradient_bits + 32 * messages
+
+
+def test_directions_differ(train: Train) -> None:
+    job = replace(KINDS["zero2-bf16"], steps=SHORT)
+    offload = {"codec": "blockint", "forward": "expcode", "backward": {"bits": 4}}
+    outcome = train(with_block(job, offload))[0]
+    _, _, raw, wire = outcome.ledger[BACKWARD]
+    assert raw / wire > 6
+    exact = train(with_block(job, {"codec": "none", "forward": "expcode"}))
+    assert_same(train(job), exact)
+    assert exact[0].ledger[BACKWARD][0] == exact[0].ledger[BACKWARD][1]
+
+
+def test_beside_other_dimensions(train: Train) -> None:
+    """The device's parameters are gathered encoded again; replicas stay equal."""
+    block = {
+        "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
+        "zero": {"codec": "blockint", "bits": 8},
+    }
+    for stage in (1, 3):
+        job = KINDS[f"zero{stage}-bf16"]
+        lossy = train(with_block(job, BLOCKINT, **block))
+        assert final_loss(lossy) == pytest.approx(final_loss(train(job)), rel=0.05)
+        assert lossy[0].digests == lossy[1].digests
+        lossless = train(with_block(replace(job, steps=SHORT), "mpc", dp="mpc", zero="mpc"))
+        assert_same(train(replace(job, steps=SHORT)), lossless)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_start_step_and_small_messages_stay_native(train: Train, stage: int) -> None:
+    job = replace(KINDS[f"zero{stage}-bf16"], steps=SHORT)
+    late = train(with_block(job, {"codec": "blockint", "bits": 2}, start_step=4))[0]
+    base = train(job)[0]
+    assert late.losses[:5] == base.losses[:5]  # the fifth loss comes before the fifth step
+    assert late.losses[5:] != base.losses[5:]
+    for way in (FORWARD, BACKWARD):
+        messages, native, *_ = late.ledger[way]
+        assert native == messages // 2
+    small = train(with_block(job, BLOCKINT, min_bytes=1000))[0]
+    messages, native, *_ = small.ledger[BACKWARD]
+    assert 0 < native < messages
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_fp16_skips_the_same_steps(train: Train, stage: int, accumulation: int) -> None:
+    """The first steps, whose loss scale is too large, and one with a NaN on one rank."""
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
+    job = offloading(stage, "fp16", steps=20, nan_step=15, accumulation=accumulation,
+                     ds_json={"fp16": fp16})  # fmt: skip
+    base, coded = train(job), train(with_block(job, BLOCKINT))
+    assert base[0].skipped[0] and base[0].skipped[15]
+    for mine, theirs in zip(base, coded, strict=True):
+        assert theirs.skipped == mine.skipped
+
+
+def alone(jobs: list[Job]) -> list[Outcome]:
+    return run(jobs)
+
+
+def test_one_rank_is_enough() -> None:
+    """Nothing goes to other ranks; the copies are encoded all the same."""
+    jobs = [replace(KINDS[f"zero{stage}-bf16"], steps=20) for stage in (2, 3)]
+    with RankPool(1) as single:
+        (base,) = single.run(alone, jobs, timeout=280)
+        (coded,) = single.run(alone, [with_block(job, BLOCKINT) for job in jobs])
+        (exact,) = single.run(alone, [with_block(job, "mpc") for job in jobs])
+    for plain, lossy, lossless in zip(base, coded, exact, strict=True):
+        assert_same([plain], [lossless])
+        assert lossy.losses[-1] == pytest.approx(plain.losses[-1], rel=0.1)
+        assert lossy.ledger[BACKWARD][2] > 3.5 * lossy.ledger[BACKWARD][3]
+
+
+def whole_gradients(job: Job, names: list[str]) -> tuple[dict[str, Any], int]:
+    """Whole gradients before the first step, as DeepSpeed's own reader gives them."""
+    from deepspeed.utils import safe_get_full_grad
+
+    engine = make_engine(job)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(8, 24, generator=generator).to(torch.bfloat16)
+    engine.backward(engine(values).float().square().mean())
+    found = {name: safe_get_full_grad(engine.module.get_parameter(name)) for name in names}
+    engine.step()
+    engine.destroy()
+    return {name: grad.float().cpu().tolist() for name, grad in found.items()}, 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_can_be_read_before_the_step(pool: RankPool, stage: int) -> None:
+    job, names = offloading(stage), ["inner.weight", "middle.weight"]
+    plain = pool.run(whole_gradients, job, names, timeout=280)
+    coded = pool.run(whole_gradients, with_block(job, "mpc"), names, timeout=280)
+    assert plain == coded
+    assert any(any(map(any, grad)) for grad in plain[0][0].values())
+
+
+def broken_run(job: Job, folder: str) -> tuple[list[float], list[float], float, float]:
+    """Losses after five steps without and with a restart; how far saved weights are off."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    engine = make_engine(job)
+    for step in range(5):
+        train_step(engine, job, step)
+    with torch.no_grad():
+        held = [p.detach().clone() for p in engine.module.parameters()]
+    engine.save_checkpoint(folder, tag="here")
+    for before, after in zip(held, engine.module.parameters(), strict=True):
+        assert torch.equal(before, after)
+    engine.save_16bit_model(folder, "weights.pt")
+    saved = torch.load(f"{folder}/weights.pt", weights_only=False)
+    off = used = 0.0
+    for name, weight in engine.module.named_parameters():
+        master = safe_get_full_fp32_param(weight).to(saved[name].dtype)
+        off = max(off, float((saved[name].view(-1) - master.view(-1)).float().abs().max()))
+        if job.stage < 3:
+            used = max(used, float((weight - master).float().abs().max()))
+    whole = [train_step(engine, job, step) for step in range(5, 10)]
+    engine.destroy()
+    again = make_engine(job)
+    path, _ = again.load_checkpoint(folder, tag="here")
+    assert path is not None
+    resumed = [train_step(again, job, step) for step in range(5, 10)]
+    again.destroy()
+    return whole, resumed, off, used
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"zero": "blockint"}, {"zero": {"codec": "blockint", "bits": 4, "delta": True}},
+], ids=["alone", "zero", "delta"])  # fmt: skip
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_checkpoints_are_exact_and_resume(
+    pool: RankPool, tmp_path: Path, stage: int, more: dict[str, Any]
+) -> None:
+    """Saved are the masters' values; a resumed run goes on bit for bit."""
+    if stage == 3 and isinstance(more.get("zero"), dict):
+        pytest.skip("stage 3 has no deltas")
+    zero = {"stage3_gather_16bit_weights_on_model_save": True}
+    job = offloading(stage, zero=zero)
+    block = with_block(job, {"codec": "blockint", "bits": 4}, **more)
+    for whole, resumed, off, used in pool.run(broken_run, block, str(tmp_path), timeout=280):
+        assert resumed == whole
+        assert off == 0.0
+        assert used > 0.0 or stage == 3  # training computes with decoded weights
+        assert all(map(math.isfinite, whole))
