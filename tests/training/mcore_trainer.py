@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -61,12 +62,20 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     """Every job in turn; an error of ours as its text."""
     from tests import mcore_shim
 
-    mcore_shim.install()
+    shim = _device().type == "cpu"
+    if shim:
+        mcore_shim.install()
     import megatron.core.distributed
     import megatron.core.optimizer  # noqa: F401
 
-    mcore_shim.patch()
+    if shim:
+        mcore_shim.patch()
     return [_run(job) for job in jobs]
+
+
+def _device() -> torch.device:
+    """Where models live: what ``DS_ACCELERATOR`` says, as for the tests of DeepSpeed."""
+    return torch.device(os.environ.get("DS_ACCELERATOR", "cpu"))
 
 
 def _run(job: Job) -> Outcome | str:
@@ -286,7 +295,7 @@ def _model(job: Job, config: Any, index: int) -> Any:
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=False,
         **({"vp_stage": index} if job.virtual else {}),
-    )
+    ).to(_device())
     for parameter in model.parameters():
         tensor_parallel_defaults(parameter)
     return Float16Module(config, model) if job.bf16 else model
@@ -313,9 +322,10 @@ def batches(job: Job, step: int) -> Iterator[Tensor]:
 
 
 def _forward_step(iterator: Iterator[Tensor], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-    tokens = next(iterator)
-    mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
-    positions = torch.arange(LENGTH).expand(MICRO_BATCH, LENGTH)
+    device = _device()
+    tokens = next(iterator).to(device)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, device=device).triu(1).bool()
+    positions = torch.arange(LENGTH, device=device).expand(MICRO_BATCH, LENGTH)
     output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
 
     def loss_of(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -145,6 +145,7 @@ def train_step(engine: Any, job: Job, step: int) -> float:
         values, targets = batch(rank, step * job.accumulation + micro, dtype)
         if step == job.nan_step and rank == dist.get_world_size() - 1:
             values[0, 0] = math.nan
+        values, targets = values.to(engine.device), targets.to(engine.device)
         loss = (engine(values) - targets).float().square().mean()
         engine.backward(loss)
         engine.step()
