@@ -2,10 +2,11 @@
 """ZeRO-Offload on one GPU: steps with native copies over the bus against encoded ones.
 
 One command: ``scripts/bench_offload.py``. Native and encoded steps take turns on one engine, so
-that noise of the machine hits both; printed are the median of the paired ratios with a 95% bootstrap
-interval, the bytes, and what the native bytes alone would take at the speed of a pinned copy in the
-same run: where that is a small part of the step, compression cannot help. Few tokens and several
-micro-batches make a step bound by the bus; ``--tokens`` and ``--accumulation`` set them.
+that noise of the machine hits both; printed are the median of the paired ratios with a 95%
+bootstrap interval, the bytes, and what the native bytes alone would take at the speed of a pinned
+copy in the same run: where that is a small part of the step, compression cannot help. Few tokens
+and several micro-batches make a step bound by the bus; ``--tokens`` and ``--accumulation`` set
+them.
 
 ``--device cpu`` only shows that it runs: device and host are the same memory there.
 """
@@ -159,7 +160,8 @@ def summary(
     low, high = interval(ratios)
     moved = {
         way: {
-            "native_MB": row["raw_MB"] / arguments.steps, "sent_MB": row["wire_MB"] / arguments.steps,
+            "native_MB": row["raw_MB"] / arguments.steps,
+            "sent_MB": row["wire_MB"] / arguments.steps,
             "codec": row["codec"], "codec_ms": row["codec_ms"] / arguments.steps,
             "wait_ms": row["wait_ms"] / arguments.steps,
         }
@@ -185,17 +187,16 @@ def summary(
 def show(row: dict[str, Any]) -> None:
     """Print one run."""
     print(
-        f"{row['device']}, ZeRO-{row['stage']}, {row['parameters'] / 1e6:.1f} M parameters in bf16, "
-        f"{row['accumulation']} micro-batches of {row['tokens']} tokens, {row['optimizer']} on "
+        f"{row['device']}, ZeRO-{row['stage']}, {row['parameters'] / 1e6:.1f} M parameters in "
+        f"bf16, {row['accumulation']} micro-batches of {row['tokens']} tokens, {row['optimizer']} on "
         f"{row['threads']} threads, load {row['load']:.1f}"
     )
     print(
         f"step  native {row['native_ms']:.1f} ms  encoded {row['encoded_ms']:.1f} ms  "
         f"faster by {row['speedup']:.3f}x [{row['speedup_low']:.3f}, {row['speedup_high']:.3f}]"
     )
-    print(
-        f"native bytes at the speed of the bus: {row['bus_share_of_native']:.0%} of a native step"
-    )
+    share = row["bus_share_of_native"]
+    print(f"native bytes at the speed of the bus: {share:.0%} of a native step")
     print(
         f"{'direction':24} {'codec':20} {'native MB':>10} {'sent MB':>9} {'ratio':>6} "
         f"{'codec ms':>8} {'wait ms':>7}"
@@ -227,8 +228,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error(
-            "no CUDA device: this measures copies over the bus of a GPU; run it where there is one, "
-            "or with --device cpu to see that it runs"
+            "no CUDA device: this measures copies over the bus of a GPU; run it where there is "
+            "one, or with --device cpu to see that it runs"
         )
     for name, value in (SIZES[arguments.device]).items():
         if getattr(arguments, name) is None:
@@ -242,7 +243,8 @@ def main() -> None:
         backend = "nccl" if arguments.device == "cuda" else "gloo"
         dist.init_process_group(backend, f"file://{folder}/store", rank=0, world_size=1)
         bus = bus_gbps(arguments.device)
-        for arguments.stage in arguments.stages:
+        for stage in arguments.stages:
+            arguments.stage = stage
             engine = build(arguments)
             rows.append(summary(measure(engine, arguments), engine, arguments, bus))
             show(rows[-1])
