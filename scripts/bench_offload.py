@@ -188,8 +188,8 @@ def show(row: dict[str, Any]) -> None:
     """Print one run."""
     print(
         f"{row['device']}, ZeRO-{row['stage']}, {row['parameters'] / 1e6:.1f} M parameters in "
-        f"bf16, {row['accumulation']} micro-batches of {row['tokens']} tokens, {row['optimizer']} on "
-        f"{row['threads']} threads, load {row['load']:.1f}"
+        f"bf16, {row['accumulation']} micro-batches of {row['tokens']} tokens, "
+        f"{row['optimizer']} on {row['threads']} threads, load {row['load']:.1f}"
     )
     print(
         f"step  native {row['native_ms']:.1f} ms  encoded {row['encoded_ms']:.1f} ms  "
