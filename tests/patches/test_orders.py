@@ -6,6 +6,7 @@ interaction between two patches; the shuffles cover longer chains.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 import hybridcomp
-from hybridcomp import patches
+from hybridcomp import patches, patching
 from hybridcomp.patching import Patch, apply_all
 
 
@@ -33,6 +34,12 @@ PACKAGES = [name for name in patches.MODULES if installed(name)]
 def package(request: pytest.FixtureRequest) -> str:
     importlib.import_module(request.param)
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def versions_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of patches are applied here; each would read the package's metadata again."""
+    monkeypatch.setattr(patching, "version", functools.cache(patching.version))
 
 
 def state(package: str) -> dict[str, Any]:
