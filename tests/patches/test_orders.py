@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import inspect
 import itertools
 import random
@@ -39,7 +40,7 @@ def package(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def versions_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of patches are applied here; each would read the package's metadata again."""
-    monkeypatch.setattr(patching, "version", functools.cache(patching.version))
+    monkeypatch.setattr(patching, "version", functools.cache(importlib.metadata.version))
 
 
 def state(package: str) -> dict[str, Any]:
