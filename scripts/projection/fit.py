@@ -127,6 +127,7 @@ def report(model: Model, fitted: Sequence[Cell], held: Sequence[Cell]) -> dict[s
                 "mean": float(sizes.mean()),
                 "p90": float(np.quantile(sizes, 0.9)),
                 "worst": float(sizes.max()),
+                "within_15_percent": int((sizes <= 0.15).sum()),
                 "worst_cell": f"{worst['layout']}, r {worst['r']}, {worst['arm']}",
             }
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
         ups = [native["seconds"] / cell["seconds"] for cell, native in pairs]
         sent = statistics.median(cell["sent"] for cell in own)
         native_sent = statistics.median(native["sent"] for _, native in pairs)
-        saving = native_sent / sent if sent else math.inf
+        saving = native_sent / sent if sent else None  # a loopback: nobody counted
         row |= {
             "rate": own[0]["rate"],
             "seconds": statistics.median(cell["seconds"] for cell in own),
@@ -59,7 +58,7 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
             "repetitions": len(pairs),
             "busy": max(cell["busy"] for pair in pairs for cell in pair),
         }
-        if ratio is not None and math.isfinite(saving):
+        if ratio is not None and saving:
             row["ideal"] = ideal(ratio, saving)
             row["share"] = row["speed_up"] / row["ideal"]
         rows.append(row)
@@ -95,7 +94,7 @@ def _cells(row: Record) -> list[str]:
         return [name, "", row["arm"], *[""] * 6, row["failed"].replace("|", "/")]
     rate = "-" if row["rate"] is None else f"{row['rate'] / 1e6:.1f}"
     spread = "" if row["repetitions"] < 2 else f" ({row['low']:.2f} to {row['high']:.2f})"
-    saved = f"{row['saving']:.2f}x fewer" if row["sent_MB"] else "-"
+    saved = f"{row['saving']:.2f}x fewer" if row["saving"] else "-"
     allowed = f"{row['ideal']:.2f}: {row['share']:.0%}" if "ideal" in row else "-"
     return [
         name, rate, row["arm"], f"{row['sent_MB']:.3f}", saved,

@@ -183,6 +183,9 @@ def test_speed_ups_are_paired_and_held_against_the_ideal() -> None:
     row = report.rows_of(records)[1]
     assert (row["low"], row["speed_up"], row["high"]) == (2.0, 2.25, 2.5)
     assert row["saving"] == 4.0 and row["share"] == pytest.approx(0.9)
+    (uncounted,) = report.rows_of([record(cells.REFERENCE, 5.0, 0.0)])
+    assert uncounted["saving"] is None and "share" not in uncounted
+    assert "| - |" in report.table([uncounted], "dp2")
     text = report.table(report.rows_of(records), "dp2")
     assert "2.25x (2.00 to 2.50) | 2.50: 90%" in text
 
@@ -241,7 +244,7 @@ def test_model_finds_the_constants_and_is_checked_on_other_cells() -> None:
     assert model.overlap == 0
     held[0]["seconds"] *= 2
     found = fit.report(model, fitted, held)
-    assert found["fitted"]["worst"] < 1e-4
+    assert found["fitted"]["worst"] < 1e-4 and found["held_out"]["within_15_percent"] == 9
     assert found["held_out"]["worst"] == pytest.approx(0.5, abs=1e-3)
     with pytest.raises(ValueError, match="expected at least 5 cells"):
         fit.fit(fitted[:2] + fitted[4:6])
@@ -339,4 +342,4 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps(rows()))
     assert project_scale.main([str(file), "--out", str(source)]) == 0
-    assert "| held out | 10 |" in chapters.projection_chapter(source, out)
+    assert "| held out | 10 | 10 |" in chapters.projection_chapter(source, out)
