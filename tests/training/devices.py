@@ -1,0 +1,183 @@
+"""Trainings of the other tests on a GPU, several ranks sharing it: gloo, one process a rank.
+
+NCCL refuses two ranks on one GPU, and gloo takes few CUDA tensors. What upstream sends itself goes
+through copies on the host here (``stage``); what hybridcomp sends it stages by its own means. The
+same functions run with ``device="cpu"``, where every tensor is staged as if it were on a GPU.
+
+``tests.ranks`` will not do: its fork server has imported DeepSpeed for the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+#: collectives of torch.distributed that upstream calls; all that this version has are wrapped
+COLLECTIVES = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",
+    "all_gather_single", "_all_gather_base", "reduce_scatter", "reduce_scatter_tensor",
+    "reduce_scatter_single", "_reduce_scatter_base", "all_to_all", "all_to_all_single", "send",
+    "recv",
+)  # fmt: skip
+
+
+class Done:
+    """The work of a call that is over."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def append(self, work: Any) -> None:
+        """As a coalescing manager."""
+
+
+class Received(Done):
+    """An ``irecv``: copies into the tensor when it is waited for."""
+
+    def __init__(self, work: Any, target: Tensor, staged: Tensor) -> None:
+        self._work, self._target, self._staged = work, target, staged
+
+    def wait(self, *args: Any) -> bool:
+        self._work.wait()
+        self._target.copy_(self._staged)
+        return True
+
+
+def stage(device: str) -> None:
+    """Let gloo see copies on the host of tensors on ``device``; for the rest of the process."""
+
+    def foreign(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(foreign, value))
+        return isinstance(value, Tensor) and value.device.type == device
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not foreign([*args, *kwargs.values()]):
+                return original(*args, **kwargs)
+            pairs: list[tuple[Tensor, Tensor]] = []
+
+            def host(value: Any) -> Any:
+                if not foreign(value):
+                    return value
+                if isinstance(value, (list, tuple)):
+                    return [host(part) for part in value]
+                pairs.append((value, value.detach().to("cpu", copy=True).contiguous()))
+                return pairs[-1][1]
+
+            named = {name: host(value) for name, value in kwargs.items()}
+            waits = named.pop("async_op", False)
+            result = original(*map(host, args), **named)
+            with torch.no_grad():
+                for target, copied in pairs:
+                    target.copy_(copied)
+            return Done() if waits else result
+
+        return call
+
+    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return posts["isend"](tensor.cpu() if foreign(tensor) else tensor, *args, **kwargs)
+
+    def irecv(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not foreign(tensor):
+            return posts["irecv"](tensor, *args, **kwargs)
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return Received(posts["irecv"](staged, *args, **kwargs), tensor, staged)
+
+    @contextlib.contextmanager
+    def _coalescing_manager(*args: Any, **kwargs: Any) -> Iterator[Done]:
+        yield Done()  # every call inside is over when it returns
+
+    posts = {"isend": dist.isend, "irecv": dist.irecv}
+    replaced: dict[str, Any] = {
+        name: wrap(getattr(dist, name)) for name in COLLECTIVES if hasattr(dist, name)
+    }
+    replaced |= {"isend": isend, "irecv": irecv, "_coalescing_manager": _coalescing_manager}
+    for name, replacement in replaced.items():
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, name, replacement)
+
+
+def run_on(
+    device: str, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 280.0
+) -> list[Any]:
+    """``function(*args)`` on every rank, on ``device`` (cpu, cuda); the results by rank.
+
+    Raises AssertionError with what a failing rank printed last.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "call").write_bytes(pickle.dumps((function, args)))
+        ranks = [_start(device, rank, world_size, folder) for rank in range(world_size)]
+        deadline = time.monotonic() + timeout
+        try:
+            while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+                if any(rank.poll() for rank in ranks):
+                    break
+                time.sleep(0.1)
+        finally:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.kill()
+                rank.wait()
+        tails = [(folder / f"out{rank}").read_text()[-4000:] for rank in range(world_size)]
+        assert all(rank.returncode == 0 for rank in ranks), "\n".join(tails)
+        return [pickle.loads((folder / f"result{r}").read_bytes()) for r in range(world_size)]
+
+
+def _start(device: str, rank: int, world_size: int, folder: Path) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size),
+        "LOCAL_SIZE": "1", "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_EXTENSIONS_DIR": str(folder / f"ext{rank}"), "PYTHONPATH": str(ROOT),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }  # fmt: skip
+    with (folder / f"out{rank}").open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.training.devices", str(folder)],
+            env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def main() -> None:
+    """One rank: join the group, call, write the result down."""
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    device = os.environ["DS_ACCELERATOR"]
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(0)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # upstream pads with uninitialized memory, which must not be filled with NaN
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    world_size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    if world_size > 1:
+        stage(device)
+    function, args = pickle.loads((folder / "call").read_bytes())
+    (folder / f"result{rank}").write_bytes(pickle.dumps(function(*args)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
