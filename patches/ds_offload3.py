@@ -133,12 +133,28 @@ def make_reassign(original: Callable[..., None]) -> Callable[..., None]:
             return
         assert channels is not None
         master = self.fp32_partitioned_groups_flat[sub_group_id].data
+        if channels["offload"].active:
+            _zero_padding(self.fp16_groups[sub_group_id], master)
         if upload(channels, master, flat.data):
             self._unflatten_partitioned_parameters(sub_group_id)
         else:
             original(self, sub_group_id)
 
     return _reassign_or_swap_out_partitioned_parameters
+
+
+def _zero_padding(params: list[Any], master: Tensor) -> None:
+    """Zero what upstream left uninitialized behind the end of a parameter in its last partitions.
+
+    It shares codec blocks with real values, never means anything, and may be NaN.
+    """
+    start = 0
+    for param in params:
+        size = param.partition_numel()
+        filled = param.ds_numel - size * dist.get_rank(param.ds_process_group)
+        if filled < size:
+            master[start + max(0, filled) : start + size].zero_()
+        start += size
 
 
 def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
