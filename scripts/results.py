@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import loss_study
+import segment_tables
 from training_bench import chapters
 
 from hybridcomp.compare import CompareError, Wishes, compared
@@ -199,6 +200,12 @@ def commands(studies: Mapping[str, Study]) -> list[str]:
 BENCH = "scripts/bench_training.py"
 CHAPTERS = (
     Chapter("loss", "What compression costs in loss", loss_chapter, "scripts/loss_study.py"),
+    Chapter(
+        "segments",
+        "What the length of a segment costs in loss",
+        segment_tables.chapter,
+        "scripts/segment_study.py",
+    ),
     Chapter("speed", "Tokens a second against the network", chapters.speed_chapter, BENCH),
     Chapter(
         "equal_bytes",

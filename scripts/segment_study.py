@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gpt.data import Samples
 from gpt.indexed import IndexedTokens
 from gpt.model import GPT, ModelConfig, lm_loss
+from segment_tables import NATIVE, chapter
 from torch import Tensor
 
 from hybridcomp.codecs import Radix
@@ -142,10 +142,11 @@ def study(options: argparse.Namespace) -> None:
     data = IndexedTokens(options.data.with_name(f"{options.data.name}_train"))
     options.out.mkdir(parents=True, exist_ok=True)
     _, calibration = run(data, 0, options.steps, CALIBRATED_AT, native)[-1]
-    cases = [("native", 0.0, 0)] + [(f"{b:g}", b, s) for b in options.bits for s in LENGTHS]
+    cases = [(0.0, 0), *((bits, segment) for bits in options.bits for segment in LENGTHS)]
     for seed in options.seeds:
-        for name, bits, segment in cases:
-            path = options.out / f"{name}_{label(segment) if bits else 'fp32'}_seed{seed}.json"
+        for bits, segment in cases:
+            name = f"{bits:g}_{label(segment)}" if bits else NATIVE
+            path = options.out / f"{name}_seed{seed}.json"
             if path.exists() and json.loads(path.read_text())["steps"] == options.steps:
                 continue
             begin = time.monotonic()
@@ -162,52 +163,6 @@ def study(options: argparse.Namespace) -> None:
 def label(segment: int) -> str:
     """Of a length, in tables and file names."""
     return "tensor" if segment == TENSOR else str(segment)
-
-
-def losses_of(options: argparse.Namespace, name: str) -> Any:
-    """(seeds, steps) of a case."""
-    files = [options.out / f"{name}_seed{seed}.json" for seed in options.seeds]
-    return np.array([json.loads(file.read_text())["losses"] for file in files])
-
-
-def report(options: argparse.Namespace) -> None:
-    """Print the table; draw the differences from the native run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    last = max(1, options.steps // 10)
-    baseline = losses_of(options, "native_fp32")
-    figure, panels = pyplot.subplots(
-        1, len(options.bits), figsize=(5 * len(options.bits), 4), squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    print(
-        f"{'bits':>6} {'segment':>8} {'bound':>9} {'measured':>9}   gap of the last {last} steps, %"
-    )
-    for axes, bits in zip(panels[0], options.bits, strict=True):
-        for segment in LENGTHS:
-            name = f"{bits:g}_{label(segment)}"
-            losses = losses_of(options, name)
-            gaps = 100 * (losses[:, -last:].mean(1) / baseline[:, -last:].mean(1) - 1)
-            first = json.loads((options.out / f"{name}_seed{options.seeds[0]}.json").read_text())
-            each = " ".join(f"{gap:+.3f}" for gap in gaps)
-            print(
-                f"{bits:6g} {label(segment):>8} {first['bound']:9.4g} {first['bits']:9.2f}   "
-                f"{gaps.mean():+.3f} ({each})"
-            )
-            window = np.ones(last) / last
-            smooth = [np.convolve(row, window, "valid") for row in losses]
-            native_smooth = [np.convolve(row, window, "valid") for row in baseline]
-            curve = 100 * (np.mean(smooth, 0) / np.mean(native_smooth, 0) - 1)
-            axes.plot(np.arange(last, options.steps + 1), curve, label=label(segment))
-        axes.axhline(0, color="grey", lw=1)
-        axes.set(title=f"{bits:g} bits a value", xlabel="step", ylabel="loss over native, %")
-        axes.legend(title="segment")
-    picture = options.out / "segments.png"
-    figure.savefig(picture, dpi=90)
-    print(f"picture: {picture}")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -232,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(1)
     study(options)
-    report(options)
+    print(chapter(options.out, options.out))
 
 
 if __name__ == "__main__":

@@ -147,6 +147,7 @@ def _recv(
     if not later:
         header = Header.unpack(bytes(packed.tolist()))
     (codec,) = codec.hops(1, 1, result=header.dtype)
+    meter.use(codec.spec)
     payload = POOL.take(header.nbytes, tensor.device)
     if header.nbytes:
         yield from transport.recv(payload[: header.nbytes], src, group)

@@ -111,6 +111,7 @@ def _send_recv(codec: Codec) -> None:
                         codec.decode(used[: codec.encode(values, used)], exact)
                     assert torch.equal(found, exact.to(into))
                     assert meter.wire_nbytes == 0
+                assert list(meter.used) == ([codec.spec] if me else [])
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
