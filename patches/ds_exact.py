@@ -159,8 +159,7 @@ def _path(folder: Path) -> Path:
 
 def _saves(engine: Any, channels: Channels) -> bool:
     """Whether what ranks hold differs from the exact weights, and is not to be had from them."""
-    codec = channels.policy.codecs.get(("zero", "forward"))
-    return codec is not None and not codec.lossless and _encodes_weights(engine, channels)
+    return channels.lossy("zero") and _encodes_weights(engine, channels)
 
 
 def _encodes_weights(engine: Any, channels: Channels) -> bool:

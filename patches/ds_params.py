@@ -154,7 +154,12 @@ def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]
                 original(self, persistent, forward, quantize)
             params = [p for p in params if not p.ds_persist]
         with _fetch(channel, suspended=False):
-            original(self, params, forward, quantize)
+            # the first step of an engine fetches a module's parameters together, later ones several
+            # modules': lossy codecs must not see the difference, or a resumed run would
+            apart = channel.active and channels.lossy("zero")
+            ordered = sorted(params, key=lambda p: p.ds_id)  # equal on all ranks; a set is not
+            for some in [[p] for p in ordered] if apart else [params]:
+                original(self, some, forward, quantize)
 
     return __all_gather_params_
 

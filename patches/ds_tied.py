@@ -131,7 +131,7 @@ def _raw_nbytes(grad: Tensor, group: dist.ProcessGroup) -> int:
 
 def sums_after(engine: Any, channels: Channels) -> bool:
     """Whether the tied sum has to follow the data-parallel reduction; equal on every rank."""
-    return _lossy(channels, "dp") and engine.is_data_parallel and not _sliced(engine)
+    return channels.lossy("dp") and engine.is_data_parallel and not _sliced(engine)
 
 
 def drifts(engine: Any, channels: Channels) -> bool:
@@ -140,12 +140,7 @@ def drifts(engine: Any, channels: Channels) -> bool:
         return False
     sliced = _sliced(engine)
     gathered = sliced or engine.using_bf16_optimizer
-    return (sliced and _lossy(channels, "dp")) or (gathered and _lossy(channels, "zero"))
-
-
-def _lossy(channels: Channels, dimension: Any) -> bool:
-    codec = channels.policy.codecs.get((dimension, "forward"))
-    return codec is not None and not codec.lossless
+    return (sliced and channels.lossy("dp")) or (gathered and channels.lossy("zero"))
 
 
 def _sliced(engine: Any) -> bool:

@@ -59,6 +59,11 @@ class Channels:
     def __iter__(self) -> Iterator[Channel]:
         return iter(self._by_dimension.values())
 
+    def lossy(self, dimension: Dimension) -> bool:
+        """Whether the block changes values of this dimension's forward messages."""
+        codec = self.policy.codecs.get((dimension, "forward"))
+        return codec is not None and not codec.lossless
+
     def place(self, groups: Iterable[Ranks]) -> list[str]:
         """Find the nodes and make the two levels of the groups of dp and zero; a collective.
 

@@ -274,12 +274,7 @@ def test_checkpoints_are_exact_and_resume(
     job = offloading(stage, zero=zero)
     block = with_block(job, {"codec": "blockint", "bits": 4}, **more)
     for whole, resumed, off, used in pool.run(broken_run, block, str(tmp_path), timeout=280):
-        if stage == 3 and more:
-            # stage 3 fetches one parameter at a time in the first step of an engine and several
-            # together afterwards, with other blocks for the codec of zero
-            assert resumed == pytest.approx(whole, rel=0.02)
-        else:
-            assert resumed == whole
+        assert resumed == whole
         assert off == 0.0
         assert used > 0.0 or stage == 3  # training computes with decoded weights
         assert all(map(math.isfinite, whole))
