@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from gpt.data import Samples
 from gpt.indexed import IndexedTokens
-from gpt.model import GPT, ModelConfig, lm_loss
+from gpt.model import GPT, lm_loss
+from gpt.weights import ModelConfig
 from segment_tables import NATIVE, chapter
 from torch import Tensor
 

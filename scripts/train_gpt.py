@@ -31,7 +31,8 @@ from gpt import loop
 from gpt.apex import fused_adam, what_is_apex
 from gpt.data import Samples
 from gpt.indexed import DatasetError, IndexedTokens
-from gpt.model import GPT, ModelConfig, loss_of, pipeline
+from gpt.model import GPT, loss_of, pipeline
+from gpt.weights import ModelConfig
 
 
 class ParallelismError(ValueError):

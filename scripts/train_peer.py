@@ -26,7 +26,8 @@ import torch.distributed as dist
 from gpt import loop
 from gpt.data import Samples, Share
 from gpt.indexed import DatasetError, IndexedTokens
-from gpt.model import GPT, ModelConfig, lm_loss
+from gpt.model import GPT, lm_loss
+from gpt.weights import ModelConfig
 from peers.methods import PEERS, Settings
 from peers.trainer import PeerTrainer
 from peers.wire import Wire

@@ -20,7 +20,6 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.config import describe
 from hybridcomp.config.bounds import check_kept
 from hybridcomp.config.dimension import (
-    NONE,
     ActivationConfig,
     DimensionConfig,
     DirectionConfig,
@@ -28,11 +27,10 @@ from hybridcomp.config.dimension import (
     OffloadConfig,
     ParameterConfig,
     PipelineConfig,
-    Strict,
-    codec_names,
 )
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.config.problems import NOTHING, near_key, problem, show, translate
+from hybridcomp.config.settings import NONE, Strict, codec_names
 from hybridcomp.config.sources import read_source
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import (

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gpt.model import GPT, Block, ModelConfig, lm_loss
+from gpt.model import GPT, Block, lm_loss
+from gpt.weights import ModelConfig
 from prepare_data import standard_library
 from torch import Tensor
 from torch.nn import functional as F

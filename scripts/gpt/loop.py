@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt.data import Batch, Samples, Share
-from gpt.model import ModelConfig
+from gpt.weights import ModelConfig
 
 #: steps at the end that the final loss is the mean of
 LAST = 20

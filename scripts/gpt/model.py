@@ -10,47 +10,16 @@ Shapes: B samples, T tokens, C width, H heads, D = C / H, V vocabulary.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt.apex import fused_norm
-
-Norm = Literal["rmsnorm", "layernorm"]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes. Raises ValueError where they do not fit together."""
-
-    vocabulary: int
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    norm: Norm = "rmsnorm"
-    tied: bool = False  # one weight for embedding and output
-    seed: int = 0
-    tp: int = 1  # ranks over which megatron-core cuts the layers
-
-    def __post_init__(self) -> None:
-        if self.heads % self.tp:
-            raise ValueError(
-                f"heads {self.heads}: expected a multiple of the {self.tp} tensor-parallel ranks"
-            )
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"width {self.width}, heads {self.heads}: expected a width that is a multiple of "
-                f"twice the heads, for rotary pairs; try width {2 * self.heads * 16}"
-            )
-        for name in ("vocabulary", "layers", "width", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+from gpt.weights import Draw, ModelConfig
 
 
 @functools.lru_cache(maxsize=8)
@@ -238,23 +207,3 @@ def make_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.width, eps=1e-5)
     return nn.LayerNorm(config.width)
-
-
-class Draw:
-    """Draws the weights of one layer, one after the other: normal, of deviation 0.02."""
-
-    def __init__(self, config: ModelConfig, number: int) -> None:
-        self._generator = torch.Generator().manual_seed(1_000_003 * config.seed + number)
-        self._layers = config.layers
-
-    def __call__(self, weight: Tensor) -> None:
-        """Fill a whole weight in place."""
-        self._fill(weight, 0.02)
-
-    def residual(self, weight: Tensor) -> None:
-        """Smaller, for what is added to the residual stream."""
-        self._fill(weight, 0.02 / math.sqrt(2 * self._layers))
-
-    def _fill(self, weight: Tensor, deviation: float) -> None:
-        with torch.no_grad():
-            weight.copy_(torch.randn(weight.shape, generator=self._generator) * deviation)

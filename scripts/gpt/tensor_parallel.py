@@ -21,7 +21,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt.model import Draw, ModelConfig
+from gpt.weights import Draw, ModelConfig
 
 #: fills a whole weight, fp32, in place
 Fill = Callable[[Tensor], None]

@@ -21,7 +21,8 @@ import prepare_data  # noqa: E402
 from gpt import apex, loop  # noqa: E402
 from gpt.data import Samples, Share  # noqa: E402
 from gpt.indexed import DatasetError, IndexedTokens, IndexedWriter, paths  # noqa: E402
-from gpt.model import GPT, ModelConfig, lm_loss, rotary_table, rotate  # noqa: E402
+from gpt.model import GPT, lm_loss, rotary_table, rotate  # noqa: E402
+from gpt.weights import ModelConfig  # noqa: E402
 
 from hybridcomp.compare.json_lines import read_training  # noqa: E402
 
