@@ -60,6 +60,7 @@ GRADIENT_CODEC = (
 
 
 def gradient_codec_schema(schema: dict[str, Any]) -> None:
+    """The JSON schema of ``codec`` under dp."""
     schema.clear()
     names = codec_names(gradients=True)
     schema.update({"type": "string", "enum": names, "description": GRADIENT_CODEC})

@@ -120,10 +120,10 @@ def batches(job: Job, replica: int, step: int) -> Iterator[tuple[Tensor, Tensor]
 def build(job: Job) -> Any:
     """The engine and its trainer, built as scripts/train_gpt.py does."""
     import deepspeed
-    from gpt import loop, model, tensor_parallel
+    from gpt import loop, model, tensor_parallel, weights
 
     topology = tensor_parallel.start(job.tp, job.pp)
-    config = model.ModelConfig(
+    config = weights.ModelConfig(
         vocabulary=VOCAB, layers=LAYERS, width=WIDTH, heads=HEADS, tied=job.tied, tp=job.tp
     )
     if job.pp > 1:
