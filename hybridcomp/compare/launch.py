@@ -166,10 +166,10 @@ def config_of(command: Sequence[str]) -> tuple[int, str, str] | None:
 def armed(command: Sequence[str]) -> list[str]:
     """``command`` with ``hybridcomp.run`` between launcher and script. Raises CompareError.
 
-    A command that names hybridcomp itself is left as it is. Blocks have no effect without it.
+    A command that names the module itself is left as it is. Blocks have no effect without it.
     """
     words = list(command)
-    if any("hybridcomp" in word for word in words):
+    if MODULE in words:
         return words
     place = next((i for i, word in enumerate(words) if i and word.endswith(".py")), None)
     flag = {"deepspeed": "--module", "torchrun": "-m"}.get(Path(words[0]).name, "-m")

@@ -243,15 +243,15 @@ def unknown_path(zero: dict[str, Any], policy: str) -> tuple[str, int]:
     from hybridcomp.patches import ds_config
 
     job = Job(2, steps=2, zero=zero)
-    rules = vars(ds_config)["RULES"]
-    vars(ds_config)["RULES"] = ()
+    rules = vars(ds_config)["TABLES"]
+    vars(ds_config)["TABLES"] = ()
     try:
         block = {"dp": BLOCKINT8, "min_bytes": 0, "on_unsupported": policy}
         outcome = train(replace(job, block=block))
     except ConfigError as error:
         return str(error), 0
     finally:
-        vars(ds_config)["RULES"] = rules
+        vars(ds_config)["TABLES"] = rules
     messages, native, *_ = outcome.ledger.get("dp", (0, 0, 0, 0))
     assert messages == native
     return "", messages
