@@ -213,8 +213,12 @@ def _reduce_to_owners(rng: np.random.Generator, ranks: int, dtype: torch.dtype) 
 
     # neighbours of the same owners travel together
     edges = [*cuts, *(b.start for a, b in pairwise(ranges) if a.ranks != b.ranks)]
+    hops = 1
     if plan_reduction(ranges, ranks) == "balanced":
         edges += [start for start, _ in chunk_ranges(numel, ranks)]
+        hops = 2
+    if not keeps(codec, dtype, hops):
+        return
     for rank, sums in enumerate(threads.run(ranks, one)):
         owned = [o for o in ranges if rank in o.ranks]
         for found, total in zip(owned, sums, strict=True):
@@ -345,6 +349,8 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dt
     if keeps(codec, dtype, 2):
         edges = [edge for start, inside in parts for edge in (start, *inside)]
         check(results[0][0], values, edges, promise, blocks_may_vanish=vanish)
+    if not keeps(codec, dtype, 2):  # nor is a native sum inside a node better than its dtype
+        return
     for rank, (_, total) in enumerate(results):
         given = [torch.split(v, numels)[rank] for v in shards]
         check(total, given, [], promise, blocks_may_vanish=vanish)
