@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridcomp.channels import Channels
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import transport
+from hybridcomp.collectives.encoding import Slots
 from hybridcomp.collectives.exchange import gather
 from hybridcomp.collectives.handle import Pending
 from hybridcomp.collectives.meter import Meter
@@ -142,9 +143,8 @@ class Incoming:
         else:
             room = self.message[HEADER_NBYTES if link.headed else 0 :]
             numels = [[self.values.numel() // link.parts]] * link.parts
-            steps = gather(
-                link.codec, self.values.dtype, room, [own.numel()], numels, link.tensor_group, meter
-            )
+            slots = Slots(room, [own.numel()])
+            steps = gather(link.codec, self.values.dtype, slots, numels, link.tensor_group, meter)
             rows, _ = Pending(steps, meter, async_op=False).wait()
             payloads = [payload for (payload,) in rows]
         self.meter.wait_s += meter.wait_s

@@ -57,3 +57,12 @@ def check_payload(
         raise CodecError(
             f"{spec}: {what} is too short: {payload.numel()} bytes, expected at least {wire_nbytes}"
         )
+
+
+def check_size(spec: str, size: Tensor, device: torch.device) -> None:
+    """Raise CodecError unless ``size`` can take the bytes used."""
+    if size.dtype != torch.int64 or size.numel() != 1 or size.device != device:
+        raise CodecError(
+            f"{spec}: size must be one torch.int64 on {device}, found {size.numel()} {size.dtype} "
+            f"on {size.device}"
+        )

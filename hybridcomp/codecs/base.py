@@ -106,10 +106,18 @@ class Codec(ABC):
         reproducible. Returns the bytes used, a multiple of PAYLOAD_ALIGN.
         """
 
+    def encode_into(self, values: Tensor, out: Tensor, size: Tensor) -> None:
+        """``encode``, with the bytes used stored in ``size``: one int64 on the values' device.
+
+        On a GPU codecs of variable size return without waiting for it.
+        """
+        size.fill_(self.encode(values, out))
+
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Decode ``payload`` (1-D uint8) into all of ``out`` (1-D contiguous, VALUE_DTYPES).
 
+        Bytes behind what was encoded change nothing, so all of a slot may be given.
         The dtype of ``out`` may differ from the encoded one only for lossy codecs; a lossless
         codec raises CodecError if it does. Raises CodecError on a payload that is too short.
         """

@@ -205,6 +205,9 @@ class Bounded(Codec):
     def encode(self, values: Tensor, out: Tensor) -> int:
         return self._moved(values.dtype).encode(values, out)
 
+    def encode_into(self, values: Tensor, out: Tensor, size: Tensor) -> None:
+        self._moved(values.dtype).encode_into(values, out, size)
+
     def decode(self, payload: Tensor, out: Tensor) -> None:
         self._moved(out.dtype).decode(payload, out)
 

@@ -12,10 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs._checks import check_add, check_decode, check_dtype, check_encode
+from hybridcomp.codecs._checks import (
+    check_add,
+    check_decode,
+    check_dtype,
+    check_encode,
+    check_size,
+)
 from hybridcomp.codecs.base import Codec, align
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import DTYPE_CODES, kernels_of
+from hybridcomp.kernels import DTYPE_CODES, Kernels, kernels_of, stores_sizes
 
 Mode = Literal["rel", "abs"]
 BLOCK = 16
@@ -104,9 +110,20 @@ class Radix(Codec):
         return align(HEADER + 4 * tiles + most + TAIL)
 
     def encode(self, values: Tensor, out: Tensor) -> int:
+        return self._encode(kernels_of(values.device), values, out)
+
+    def encode_into(self, values: Tensor, out: Tensor, size: Tensor) -> None:
+        kernels = kernels_of(values.device)
+        if stores_sizes(kernels) and values.numel():
+            check_size(self.spec, size, values.device)
+            self._encode(kernels, values, out, size.data_ptr())
+        else:
+            size.fill_(self._encode(kernels, values, out))
+
+    def _encode(self, kernels: Kernels, values: Tensor, out: Tensor, *size: int) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
         check_encode(self.spec, values, out, nbytes)
-        return kernels_of(values.device).radix_encode(
+        return kernels.radix_encode(
             self.segment,
             self.mode == "rel",
             self.error_bound,
@@ -116,6 +133,7 @@ class Radix(Codec):
             out.data_ptr(),
             nbytes,
             torch.get_num_threads(),
+            *size,
         )
 
     def decode(self, payload: Tensor, out: Tensor) -> None:

@@ -9,6 +9,7 @@ from hybridcomp.codecs.base import Codec, Fused
 from hybridcomp.collectives import transport
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.chunks import chunk_ranges
+from hybridcomp.collectives.encoding import Slots
 from hybridcomp.collectives.exchange import gather
 from hybridcomp.collectives.handle import Steps
 from hybridcomp.collectives.meter import Meter
@@ -50,9 +51,9 @@ def fused_all_reduce(
     with meter.coding():
         fused.reduce(received, tensor[mine], world_size, me, payload, left, owner_residual)
     # 4
-    used = [sizes[me]] if numels[me] else []
+    own = Slots(payload, [sizes[me]] if numels[me] else [])
     rows = [[numel] if numel else [] for numel in numels]
-    _, gathered = yield from gather(codec, dtype, payload, used, rows, group, meter)
+    _, gathered = yield from gather(codec, dtype, own, rows, group, meter)
     # 5
     with meter.coding():
         fused.decode(gathered, chunk, slot, tensor)

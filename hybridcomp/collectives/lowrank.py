@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.collectives import native, transport
-from hybridcomp.collectives.exchange import check_residual, check_values, settle
+from hybridcomp.collectives.encoding import check_residual, check_values, settle
 from hybridcomp.collectives.handle import Steps
 from hybridcomp.collectives.meter import Meter
 

@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup, get_rank, get_world_size
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import transport
 from hybridcomp.collectives.buffers import POOL
-from hybridcomp.collectives.exchange import Job, check_values, exchange, gather
+from hybridcomp.collectives.encoding import Job, check_values, encode_all
+from hybridcomp.collectives.exchange import exchange, gather
 from hybridcomp.collectives.handle import Handle, Steps
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.segments import overlapped, segments
@@ -78,12 +79,10 @@ def _gather_segment(
     # 1
     payload = POOL.take(codec.wire_nbytes(shard.numel(), shard.dtype), shard.device)
     with meter.coding():
-        used = codec.encode(shard, payload)
+        own = encode_all(codec, [shard], payload, shard.dtype)
     # 2
     numels = [[place.numel()] for place in places]
-    payloads, gathered = yield from gather(
-        codec, shard.dtype, payload, [used], numels, group, meter
-    )
+    payloads, gathered = yield from gather(codec, shard.dtype, own, numels, group, meter)
     # 3
     with meter.coding():
         for place, (encoded,) in zip(places, payloads, strict=True):

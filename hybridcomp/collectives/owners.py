@@ -12,14 +12,14 @@ from torch.distributed import ProcessGroup, get_rank, get_world_size
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.chunks import chunk_ranges, stretches
-from hybridcomp.collectives.exchange import (
+from hybridcomp.collectives.encoding import (
     Job,
     check_residual,
     check_values,
     decode_fp32,
-    exchange,
     sent_dtype,
 )
+from hybridcomp.collectives.exchange import exchange
 from hybridcomp.collectives.handle import Pending, Steps
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.plan import (

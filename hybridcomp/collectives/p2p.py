@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.collectives import transport
+from hybridcomp.collectives import sizes, transport
 from hybridcomp.collectives.buffers import POOL
-from hybridcomp.collectives.exchange import check_values
+from hybridcomp.collectives.encoding import check_values, encode_all
 from hybridcomp.collectives.handle import Pending, Steps
 from hybridcomp.collectives.headers import UNREAD
 from hybridcomp.collectives.meter import Meter
@@ -30,6 +30,7 @@ VERSION = 1
 #: magic, version, dtype (index into VALUE_DTYPES), numel, bytes of the payload, spec digest
 _LAYOUT = struct.Struct("<4sHHQQ8s")
 HEADER_NBYTES = _LAYOUT.size
+_SIZE_AT = slice(16, 24)  # of the bytes of the payload
 assert HEADER_NBYTES == 32
 
 
@@ -102,10 +103,19 @@ def _send(
     meter.use(codec.spec)
     payload = POOL.take(codec.wire_nbytes(tensor.numel(), tensor.dtype), tensor.device)
     with meter.coding():
-        used = codec.encode(tensor, payload) if tensor.numel() else 0
+        filled = [tensor] if tensor.numel() else []
+        own = encode_all(codec, filled, payload, tensor.dtype)
+    used = sum(own.nbytes)
     header = Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), used)
+    packed, arrival = _packed(header, tensor.device), None
+    if own.words is not None and used:
+        packed, arrival = packed.clone(), sizes.SIZES.copied(own.words)
+        packed[_SIZE_AT].copy_(own.words.view(torch.uint8))
     meter.sent(HEADER_NBYTES)
-    yield from transport.send(_packed(header, tensor.device), dst, group)
+    yield from transport.send(packed, dst, group)
+    if arrival is not None:  # the receiver has its header already
+        yield arrival
+        (used,) = arrival.sizes()
     if used:
         meter.sent(used)
         yield from transport.send(payload[:used], dst, group)

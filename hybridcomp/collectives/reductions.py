@@ -12,16 +12,15 @@ from torch.distributed import ProcessGroup, get_rank, get_world_size
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.chunks import chunk_ranges, stretches
-from hybridcomp.collectives.exchange import (
+from hybridcomp.collectives.encoding import (
     check_residual,
     check_values,
     encode_all,
-    gather,
-    gather_capacity,
     sent_dtype,
     settle,
     show_overflow,
 )
+from hybridcomp.collectives.exchange import gather, gather_capacity
 from hybridcomp.collectives.fused import fused_all_reduce
 from hybridcomp.collectives.handle import Handle, ReduceScatterHandle, Steps
 from hybridcomp.collectives.meter import Meter
@@ -147,9 +146,9 @@ def _segment(
     payload = POOL.take(gather_capacity(second, dtype, numels), tensor.device)
     with meter.coding():
         show_overflow(total, tensor.dtype)
-        used = encode_all(second, sums, payload, dtype)
+        own = encode_all(second, sums, payload, dtype)
     # 5
-    payloads, gathered = yield from gather(second, dtype, payload, used, numels, group, meter)
+    payloads, gathered = yield from gather(second, dtype, own, numels, group, meter)
     # 6
     with meter.coding():
         for row, encoded in zip(views, payloads, strict=True):

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.exchange import Job, add_values, decode_fp32, exchange, sent_dtype
+from hybridcomp.collectives.encoding import Job, add_values, decode_fp32, sent_dtype
+from hybridcomp.collectives.exchange import exchange
 from hybridcomp.collectives.handle import Steps
 from hybridcomp.collectives.meter import Meter
 

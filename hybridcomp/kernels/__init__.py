@@ -65,6 +65,9 @@ class Kernels(Protocol):
 
     ``add`` accumulates into fp32 instead of writing; the dtype of ``out`` is then fp32. Functions
     raise ValueError when a buffer is too short or an argument is out of range.
+
+    Encoders of variable size return the bytes used. Where ``stores_sizes`` they take the address
+    of an int64 as ``size``: they leave the bytes there, wait for nothing, and return 0.
     """
 
     @property
@@ -97,9 +100,18 @@ class Kernels(Protocol):
         """Convert between dtypes, saturating; ``source`` and ``to`` are dtype codes."""
 
     def mpc_encode(
-        self, dim: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
+        self,
+        dim: int,
+        dtype: int,
+        values: int,
+        numel: int,
+        out: int,
+        nbytes: int,
+        threads: int,
+        size: int = 0,
+        /,
     ) -> int:
-        """Returns the bytes used; ``nbytes`` is the worst case."""
+        """``nbytes`` is the worst case."""
 
     def mpc_decode(
         self,
@@ -126,9 +138,10 @@ class Kernels(Protocol):
         out: int,
         nbytes: int,
         threads: int,
+        size: int = 0,
         /,
     ) -> int:
-        """Returns the bytes used; ``nbytes`` is the worst case. ``bound`` is a float32."""
+        """``nbytes`` is the worst case. ``bound`` is a float32."""
 
     def radix_decode(
         self,
@@ -147,9 +160,17 @@ class Kernels(Protocol):
         """``dtype`` is that of ``out``; the payload says which one was encoded."""
 
     def expcode_encode(
-        self, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
+        self,
+        dtype: int,
+        values: int,
+        numel: int,
+        out: int,
+        nbytes: int,
+        threads: int,
+        size: int = 0,
+        /,
     ) -> int:
-        """Returns the bytes used; ``nbytes`` is the worst case."""
+        """``nbytes`` is the worst case."""
 
     def expcode_decode(
         self,
@@ -203,6 +224,11 @@ def check_payloads() -> None:
     """
     for kernels in _on_cuda.values():
         kernels.check()
+
+
+def stores_sizes(kernels: Kernels) -> bool:
+    """Whether encoders take the address of a word for the size, and wait for nothing."""
+    return bool(getattr(kernels, "STORES_SIZES", False))
 
 
 def kernels_of(device: torch.device) -> Kernels:

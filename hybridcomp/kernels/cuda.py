@@ -5,8 +5,8 @@ are the CPU's. :class:`CudaKernels` does not know how a kernel is started: a :cl
 ``CupyLauncher`` compiles with NVRTC through CuPy and launches on torch's current stream; the tests
 have one that runs the same sources on the host.
 
-Nothing here waits for the device, except the encoders whose size varies: whoever sends the payload
-must know its length.
+Nothing here waits for the device, except encoders of variable size that are asked to return it;
+those that are given the address of a word leave the size there.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class CudaKernels:
 
     Raises ValueError for a payload that does not begin at a multiple of 16 bytes.
     """
+
+    STORES_SIZES = True  # kernels.stores_sizes
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -147,12 +149,14 @@ class CudaKernels:
             self._launcher.launch("casts.cu", (), name, grid, values, numel, out)
 
     def mpc_encode(
-        self, dim: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
-    ) -> int:
-        """Waits for the size."""
+        self, dim: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,
+        size: int = 0, /,
+    ) -> int:  # fmt: skip
+        """A warp a chunk of 1024 words."""
         words = numel if dtype == 0 else _ceil_div(numel, 2)
         tiles = _ceil_div(words, 1024 * WARPS)
-        return self._variable("mpc.cu", "mpc_encode", out, tiles, (values, numel, dim, dtype, out))
+        arguments = (values, numel, dim, dtype, out)
+        return self._variable("mpc.cu", "mpc_encode", out, tiles, arguments, size)
 
     def mpc_decode(
         self, dim: int, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
@@ -169,12 +173,12 @@ class CudaKernels:
 
     def radix_encode(
         self, segment: int, relative: bool, bound: float, dtype: int, values: int, numel: int,
-        out: int, nbytes: int, threads: int, /,
+        out: int, nbytes: int, threads: int, size: int = 0, /,
     ) -> int:  # fmt: skip
-        """256 threads a segment. Waits for the size."""
+        """256 threads a segment."""
         words = (values, numel, segment, _float_bits(bound), int(relative), dtype, out)
         tiles = _ceil_div(numel, segment)
-        return self._variable("radix.cu", f"radix_encode_{DTYPES[dtype]}", out, tiles, words)
+        return self._variable("radix.cu", f"radix_encode_{DTYPES[dtype]}", out, tiles, words, size)
 
     def radix_decode(
         self, segment: int, relative: bool, bound: float, dtype: int, payload: int, nbytes: int,
@@ -189,11 +193,12 @@ class CudaKernels:
         )  # fmt: skip
 
     def expcode_encode(
-        self, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
-    ) -> int:
-        """256 threads a tile of 2048 values. Waits for the size."""
-        tiles, words = _ceil_div(numel, 2048), (values, numel, dtype, out)
-        return self._variable("expcode.cu", f"expcode_encode_{DTYPES[dtype]}", out, tiles, words)
+        self, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,
+        size: int = 0, /,
+    ) -> int:  # fmt: skip
+        """256 threads a tile of 2048 values."""
+        kernel, words = f"expcode_encode_{DTYPES[dtype]}", (values, numel, dtype, out)
+        return self._variable("expcode.cu", kernel, out, _ceil_div(numel, 2048), words, size)
 
     def expcode_decode(
         self, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
@@ -216,14 +221,19 @@ class CudaKernels:
             self._launcher.launch(source, defines, kernel, (blocks, 1), *words)
 
     def _variable(
-        self, source: str, kernel: str, out: int, tiles: int, words: tuple[int, ...]
+        self, source: str, kernel: str, out: int, tiles: int, words: tuple[int, ...], size: int
     ) -> int:
-        """Launch an encoder; the bytes it used."""
+        """Launch an encoder; the bytes it used, or 0 where ``size`` will hold them.
+
+        ``tiles`` is 0 for no values: then there is no launch, and nobody else writes ``size``.
+        """
         if not tiles:
             return 0
         work = self._launcher.zeros(2 + tiles)  # the size, the ticket, a word for each tile
         start = work.data_ptr()
-        self._fixed(source, (), kernel, out, tiles, (*words, start + 8, start))
+        self._fixed(source, (), kernel, out, tiles, (*words, start + 8, size or start))
+        if size:
+            return 0
         nbytes = int(work[0])  # waits
         self.check()
         return nbytes

@@ -93,6 +93,34 @@ def test_sizes_and_reproducible_bytes(values: Tensor, codec: Codec) -> None:
     assert (room[nbytes:] == 0x3C).all()
 
 
+@given(values=arrays.tensors(), codec=codecs, extra=st.integers(1, 200))
+@settings(max_examples=200, deadline=None)
+def test_what_lies_behind_a_payload_changes_nothing(
+    values: Tensor, codec: Codec, extra: int
+) -> None:
+    """So a decoder may be given all of a slot where only a device knows what is used of it."""
+    payload, numel = encoded(codec, values), values.numel()
+    noise = torch.randint(0, 256, (extra,), dtype=torch.uint8)
+    longer = torch.cat([payload, noise])
+    right, wrong = (decoded(codec, given, numel, values.dtype) for given in (payload, longer))
+    assert torch.equal(arrays.bits_of(right), arrays.bits_of(wrong))
+    sums = [torch.linspace(-1, 1, numel) for _ in range(2)]
+    codec.decode_add(guarded.copy(payload), sums[0], values.dtype)
+    codec.decode_add(guarded.copy(longer), sums[1], values.dtype)
+    assert torch.equal(arrays.bits_of(sums[0]), arrays.bits_of(sums[1]))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5000])
+@pytest.mark.parametrize("codec", ALL, ids=str)
+def test_sizes_are_stored_where_they_are_asked_for(codec: Codec, numel: int) -> None:
+    values, sizes = arrays.make("sparse", numel, 1), torch.full((3,), -7)
+    payload = encoded(codec, values)
+    room = guarded.empty(codec.wire_nbytes(numel, values.dtype))
+    codec.encode_into(values, room, sizes[1:2])
+    assert sizes.tolist() == [-7, payload.numel(), -7]
+    assert torch.equal(room[: payload.numel()], payload)
+
+
 @given(values=arrays.tensors(), codec=codecs)
 @settings(max_examples=300, deadline=None)
 def test_element_bound(values: Tensor, codec: Codec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.cuda.emulated import EmulatedLauncher
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 KERNELS = CudaKernels(EmulatedLauncher())
+VARIABLE = [codec for codec in CODECS if not codec.fixed_size]
 
 
 def check(codec: Codec, values: Tensor) -> None:
@@ -39,6 +41,40 @@ def test_bytes_are_the_cpus(codec: Codec, dtype: torch.dtype) -> None:
         )
     ):  # fmt: skip
         check(codec, arrays.make(kind, numel, seed, dtype))
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("codec", VARIABLE, ids=str)
+def test_sizes_are_left_on_the_device(codec: Codec, dtype: torch.dtype) -> None:
+    """The one that the CPU returns, in its own word; nobody asks for it, nor for damage."""
+    refuse = AssertionError("the host waited")
+    for kind, numel in (("normal", 0), ("outliers", 1), ("sparse", 9000), ("nonfinite", 4099)):
+        values = arrays.make(kind, numel, 3, dtype)
+        expected, sizes = payload_of(codec, values), torch.full((3,), -7)
+        room = torch.full((codec.wire_nbytes(numel, dtype),), 0xA5, dtype=torch.uint8)
+        decoded, out = torch.empty_like(values), torch.empty_like(values)
+        codec.decode(expected, decoded)
+        with kernels_replaced(KERNELS):
+            with mock.patch.object(CudaKernels, "check", side_effect=refuse):
+                codec.encode_into(values, room, sizes[1:2])
+            codec.decode(room, out)  # all of the slot
+        assert sizes.tolist() == [-7, expected.numel(), -7]
+        assert torch.equal(room[: expected.numel()], expected)
+        assert torch.equal(arrays.bits_of(out), arrays.bits_of(decoded))
+    KERNELS.check()
+
+
+def test_sizes_need_a_word() -> None:
+    codec, values = make_codec("radix"), torch.randn(100)
+    room = torch.empty(codec.wire_nbytes(100, values.dtype), dtype=torch.uint8)
+    for wrong in (torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)):
+        for name in ("radix", "expcode"):
+            codec = make_codec(name)
+            with (
+                kernels_replaced(KERNELS),
+                pytest.raises(CodecError, match="size must be one torch.int64 on cpu"),
+            ):
+                codec.encode_into(values, room, wrong)
 
 
 @pytest.mark.parametrize("bits", [2, 5, 6])

@@ -67,6 +67,29 @@ def test_runs_on_the_callers_stream(codec: Codec) -> None:
     assert torch.equal(found.cpu(), expected)
 
 
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if not codec.fixed_size], ids=str)
+def test_sizes_are_left_on_the_device_and_nobody_waits(codec: Codec) -> None:
+    """Error feedback included: the residual is what all of the slot decodes to."""
+    values = arrays.make("outliers", 300_000, 1)
+    expected, there = payload_of(codec, values), values.cuda()
+    sizes = torch.full((3,), -7, device="cuda")
+    room = torch.empty(
+        codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8, device="cuda"
+    )
+    out = torch.empty_like(there)
+    codec.decode(payload_of(codec, there), out)  # compiles
+    cuda.set_sync_debug_mode("error")
+    try:
+        codec.encode_into(there, room, sizes[1:2])
+        codec.decode(room, out)
+    finally:
+        cuda.set_sync_debug_mode("default")
+    assert sizes.tolist() == [-7, expected.numel(), -7]
+    assert torch.equal(room[: expected.numel()].cpu(), expected)
+    bits = arrays.bits_of(out.cpu())
+    assert torch.equal(bits, decoded(codec, expected, values.numel(), values.dtype))
+
+
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.fixed_size], ids=str)
 def test_a_graph_replays_what_eager_does(codec: Codec) -> None:
     values = torch.zeros(100_000, device="cuda")
@@ -139,27 +162,30 @@ def test_a_graph_replays_the_kernels_of_an_all_reduce(dtype: torch.dtype, feedba
             assert torch.equal(arrays.bits_of(right.cpu()), arrays.bits_of(wrong.cpu())), name
 
 
-def _reduced_on(device: str, dtype: torch.dtype) -> list[Tensor]:
+def _reduced_on(device: str, dtype: torch.dtype, codec: Codec) -> list[Tensor]:
     """Bits after two all_reduces with error feedback."""
     numel, rank = 70_001, dist.get_rank()
     start, stop = chunk_ranges(numel, dist.get_world_size())[rank]
-    codec = make_codec("blockint", bits=4)
     residual = torch.zeros(numel, device=device)
     owner = torch.zeros(stop - start, device=device)
     for seed in range(2):
         values = arrays.make("outliers", numel, 10 * seed + rank, dtype).to(device)
         all_reduce(
-            values, codec, None, meter=Meter(), residual=residual, owner_residual=owner
-        ).wait()
+            values, codec, None, meter=Meter(), residual=residual, owner_residual=owner,
+            cuts=() if codec.fixed_size else (5000, 30_000, 60_000),
+        ).wait()  # fmt: skip
     return [arrays.bits_of(tensor.cpu()) for tensor in (values, residual, owner)]
 
 
-def test_ranks_on_gloo_share_a_gpu_and_sum_as_on_the_cpu() -> None:
+@pytest.mark.parametrize("codec", [make_codec("blockint", bits=4), make_codec("radix")], ids=str)
+def test_ranks_on_gloo_share_a_gpu_and_sum_as_on_the_cpu(codec: Codec) -> None:
+    """Sizes of radix stay on the GPU until they are exchanged."""
     for dtype in VALUE_DTYPES:
         for right, wrong in zip(
-            run_ranks(3, _reduced_on, "cpu", dtype), run_ranks(3, _reduced_on, "cuda", dtype),
+            run_ranks(3, _reduced_on, "cpu", dtype, codec),
+            run_ranks(3, _reduced_on, "cuda", dtype, codec),
             strict=True,
-        ):  # fmt: skip
+        ):
             assert all(torch.equal(a, b) for a, b in zip(right, wrong, strict=True))
 
 

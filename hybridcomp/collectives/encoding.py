@@ -1,0 +1,160 @@
+"""Values into payloads and back: what is encoded as which dtype, error feedback, and fp32 sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import make_codec
+from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec
+from hybridcomp.collectives import sizes
+from hybridcomp.collectives.buffers import POOL
+from hybridcomp.errors import CodecError
+
+#: what reads 16-bit values as they lie in memory; a payload of so many is of PAYLOAD_ALIGN bytes
+WIDEN = {torch.bfloat16: make_codec("bf16"), torch.float16: make_codec("fp16")}
+CAST_STEP = PAYLOAD_ALIGN // 2
+
+
+@dataclass(eq=False)
+class Job:
+    """One stretch of values to encode; the same job may go to several ranks, as the same bytes.
+
+    With a ``residual`` (fp32) ``values + residual`` is sent and the residual becomes what the
+    encoding left out. ``residual is values`` means that the sum stands there already.
+    """
+
+    values: Tensor
+    residual: Tensor | None = None
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise CodecError unless ``tensor`` is 1-D, contiguous and of a dtype that travels encoded."""
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in VALUE_DTYPES:
+        raise CodecError(
+            f"{name}: expected a 1-D contiguous tensor of {VALUE_DTYPES}, found "
+            f"shape {tuple(tensor.shape)}, {tensor.dtype}, contiguous={tensor.is_contiguous()}"
+        )
+
+
+def check_residual(name: str, residual: Tensor | None, numel: int) -> None:
+    """Raise CodecError unless ``residual`` is None or a flat fp32 tensor of ``numel`` elements."""
+    if residual is None:
+        return
+    check_values(name, residual)
+    if residual.dtype != torch.float32 or residual.numel() != numel:
+        raise CodecError(
+            f"{name}: expected {numel} torch.float32 elements, found {residual.numel()} "
+            f"{residual.dtype} elements"
+        )
+
+
+def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool) -> torch.dtype:
+    """The dtype that is encoded: values of ``dtype``, or fp32 ones (``wide``) meant for ``dtype``.
+
+    A lossy codec takes fp32 as it is, which saves a rounding and a pass. A lossless one would
+    carry twice the bytes for digits that ``dtype`` cannot hold.
+    """
+    return torch.float32 if wide and not codec.lossless else dtype
+
+
+def decode_fp32(codec: Codec, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+    """Decode values of ``dtype`` into fp32 ``out``; lossless codecs do not decode across dtypes."""
+    if codec.lossless and dtype != torch.float32:
+        out.zero_()
+        codec.decode_add(payload, out, dtype)
+    else:
+        codec.decode(payload, out)
+
+
+def add_values(total: Tensor, values: Tensor) -> None:
+    """``total += values``, fp32 += fp32/bf16/fp16.
+
+    On one core torch adds 4 Mi bf16 to fp32 values in 11 ms, and the kernel of the cast in 1.9 ms.
+    """
+    whole = values.numel() - values.numel() % CAST_STEP
+    if values.dtype == torch.float32 or values.is_cuda:
+        whole = 0
+    if whole:
+        cast = WIDEN[values.dtype]
+        cast.decode_add(values[:whole].view(torch.uint8), total[:whole], torch.float32)
+    if whole < values.numel():
+        total[whole:].add_(values[whole:])
+
+
+def settle(residual: Tensor, delivered: Tensor) -> None:
+    """``residual -= delivered``, 0 where that is not finite: an overflow must not stay for ever."""
+    if delivered.dtype != torch.float32 and not delivered.is_cuda:  # slow if mixed: ``add_values``
+        buffer, wide = POOL.take_fp32(delivered.numel(), delivered.device)
+        residual.sub_(wide.copy_(delivered))
+        POOL.give(buffer)
+    else:
+        residual.sub_(delivered)
+    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def encode_job(
+    codec: Codec, job: Job, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
+) -> int:
+    """Encode ``job`` as ``dtype`` into ``out`` and update its residual; returns the bytes used.
+
+    With a ``word`` these go there, and all of ``out`` counts as used.
+    """
+    residual = job.residual
+    if residual is None:
+        return _encode_values(codec, job.values.to(dtype), out, word)
+    if job.values is not residual:
+        add_values(residual, job.values)
+    used = _encode_values(codec, residual.to(dtype), out, word)
+    buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
+    decode_fp32(codec, out[:used], decoded, dtype)
+    settle(residual, decoded)
+    POOL.give(buffer)
+    return used
+
+
+def _encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None) -> int:
+    if word is None:
+        return codec.encode(values, out)
+    codec.encode_into(values, out, word)
+    return out.numel()
+
+
+@dataclass
+class Slots:
+    """Payloads in slots that follow each other in ``buffer``.
+
+    Slots are as long as their payloads, or as these could be at most where ``words`` (int64, one
+    for each, on the device) says how long they are.
+    """
+
+    buffer: Tensor
+    nbytes: list[int]
+    words: Tensor | None = None
+
+
+def encode_all(codec: Codec, stretches: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> Slots:
+    """Encode ``stretches`` as ``dtype`` into ``out``, one after the other."""
+    found = Slots(out, [])
+    if sizes.SIZES.stay(codec, out.device):
+        found.words = out.new_empty(len(stretches), dtype=torch.int64)
+    position = 0
+    for index, values in enumerate(stretches):
+        room = codec.wire_nbytes(values.numel(), dtype)
+        word = None if found.words is None else found.words[index : index + 1]
+        slot = out[position : position + room]
+        found.nbytes.append(_encode_values(codec, values.to(dtype), slot, word))
+        position += found.nbytes[-1]
+    return found
+
+
+def show_overflow(total: Tensor, dtype: torch.dtype) -> None:
+    """Make Inf (in place) of sums that ``dtype`` would round to Inf, as they come out natively.
+
+    Codecs saturate when they narrow what they decoded, and loss scaling lives on overflows.
+    """
+    if dtype == torch.float16:
+        total.copy_(torch.where(total.half().isinf(), total.half().float(), total))

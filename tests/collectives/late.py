@@ -1,0 +1,202 @@
+"""Sizes that stay on the device, on a CPU, and every collective that may have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hybridcomp.codecs import Codec
+from hybridcomp.collectives import (
+    Meter,
+    OwnedRange,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    chunk_ranges,
+    hierarchy,
+    recv,
+    reduce_scatter,
+    reduce_to_owners,
+    send,
+    sizes,
+)
+from tests.collectives.common import digest, values_of
+from tests.collectives.test_hierarchy import levels_of
+
+NUMEL = 9001
+#: what a collective left behind: bits of everything that it wrote, and what its meter says
+Outcome = tuple[str, tuple[object, ...]]
+
+
+class Late(sizes.Sizes):
+    """Takes the CPU for a device; words reach the host when somebody waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.waits = 0
+
+    def stay(self, codec: Codec, device: torch.device) -> bool:
+        return not codec.fixed_size
+
+    def copied(self, words: Tensor) -> sizes.Arrival:
+        self.copies += 1
+        host = torch.full_like(words, -1)
+
+        def arrive() -> None:
+            self.waits += 1
+            host.copy_(words)
+
+        return sizes.Arrival(host, SimpleNamespace(synchronize=arrive))
+
+
+class Reads(TorchFunctionMode):
+    """Counts what makes the host wait for a tensor."""
+
+    NAMES = ("tolist", "item", "__int__", "__index__", "__bool__", "__float__", "cpu", "numpy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._functions = [getattr(Tensor, name) for name in self.NAMES]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in self._functions
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def late() -> Iterator[Late]:
+    with mock.patch.object(sizes, "SIZES", Late()) as found:
+        yield found
+
+
+def cuts_of(numel: int) -> list[int]:
+    return [cut for cut in (700, 1500, 4000, 4001, 7000) if cut < numel]
+
+
+class Sums:
+    """Reductions of this rank's values, each with cuts, so that a rank sends several payloads."""
+
+    def __init__(self, codec: Codec, dtype: torch.dtype, feedback: bool) -> None:
+        self.codec, self.dtype, self.feedback = codec, dtype, feedback
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.kept: dict[str, Tensor] = {}
+
+    def residual(self, name: str, numel: int) -> Tensor | None:
+        """The one that was left by the step before."""
+        return self.kept.setdefault(name, torch.zeros(numel)) if self.feedback else None
+
+    def values(self, step: int) -> Tensor:
+        found = values_of(self.rank, NUMEL, self.dtype, seed=step)
+        found[2048:4096] = 0  # much shorter payloads here
+        return found
+
+    def all_reduce(self, step: int, meter: Meter) -> list[Tensor]:
+        values = self.values(step)
+        start, stop = chunk_ranges(NUMEL, self.ranks)[self.rank]
+        all_reduce(
+            values, self.codec, None, meter=meter, residual=self.residual("all", NUMEL),
+            owner_residual=self.residual("own", stop - start), cuts=cuts_of(NUMEL),
+        ).wait()  # fmt: skip
+        return [values]
+
+    def reduce_scatter(self, step: int, meter: Meter) -> list[Tensor]:
+        lengths = [5000, NUMEL - 5000] + [0] * (self.ranks - 2)
+        residual = self.residual("scattered", NUMEL)
+        total = reduce_scatter(
+            list(torch.split(self.values(step), lengths)), self.codec, None, meter=meter,
+            residuals=None if residual is None else torch.split(residual, lengths),
+            cuts=[cuts_of(length) for length in lengths],
+        ).wait()  # fmt: skip
+        return [total]
+
+    def _owners(self, ranges: list[OwnedRange], step: int, meter: Meter) -> list[Tensor]:
+        start, stop = chunk_ranges(NUMEL, self.ranks)[self.rank]
+        name = f"owned {len(ranges)}"
+        return reduce_to_owners(
+            self.values(step), ranges, self.codec, None, meter=meter,
+            residual=self.residual(name, NUMEL), cuts=cuts_of(NUMEL),
+            owner_residual=self.residual(f"{name} own", stop - start),
+        )  # fmt: skip
+
+    def direct(self, step: int, meter: Meter) -> list[Tensor]:
+        edges = [NUMEL * rank // self.ranks for rank in range(self.ranks + 1)]
+        ranges = [OwnedRange(*edge, (rank,)) for rank, edge in enumerate(pairwise(edges))]
+        return self._owners(ranges, step, meter)
+
+    def balanced(self, step: int, meter: Meter) -> list[Tensor]:
+        every = tuple(range(self.ranks))
+        ranges = [OwnedRange(0, 8000, every), OwnedRange(8000, 8500, (1,)),
+                  OwnedRange(8500, NUMEL, (0, 1))]  # fmt: skip
+        return self._owners(ranges, step, meter)
+
+    def nodes(self, step: int, meter: Meter) -> list[Tensor]:
+        """The reductions in two levels; four ranks."""
+        levels, values = levels_of(2), self.values(step)
+        meter.remote = frozenset(range(levels.nodes))
+        low, high = hierarchy.stretch(NUMEL, levels)
+        start, stop = chunk_ranges(high - low, levels.nodes)[levels.node]
+        hierarchy.all_reduce(
+            values, self.codec, levels, meter=meter, cuts=cuts_of(high - low),
+            residual=self.residual("node", high - low),
+            owner_residual=self.residual("node own", stop - start),
+        ).wait()  # fmt: skip
+        gathered = values.new_empty(4 * NUMEL)
+        hierarchy.all_gather(values, gathered, self.codec, levels, meter=meter).wait()
+        lengths = [5000, 1, 4000, 0]
+        total = hierarchy.reduce_scatter(
+            list(torch.split(self.values(step), lengths)), self.codec, levels, meter=meter
+        ).wait()
+        ranges = [OwnedRange(0, 3000, (0, 3)), OwnedRange(3000, NUMEL, (1,))]
+        owned = hierarchy.reduce_to_owners(
+            self.values(step), ranges, self.codec, levels, meter=meter
+        )
+        return [values, gathered, total, *owned]
+
+
+def moved(codec: Codec, dtype: torch.dtype) -> Iterator[tuple[list[Tensor], Meter]]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    values, meter = values_of(rank, NUMEL, dtype), Meter()
+    out = values.new_empty(ranks * NUMEL)
+    all_gather(values, out, codec, None, meter=meter).wait()
+    yield [out], meter
+    splits, meter = [(1 + rank + other) * 500 for other in range(ranks)], Meter()
+    swapped = values.new_empty(sum(splits))
+    given = values_of(rank, sum(splits), dtype)
+    all_to_all(swapped, given, codec, None, meter=meter, in_splits=splits, out_splits=splits).wait()
+    yield [swapped], meter
+    for numel in (0, 5, NUMEL):
+        values, meter = values_of(0, numel, dtype), Meter()
+        if rank == 0:
+            send(values, 1, codec, None, meter=meter)
+        elif rank == 1:
+            values.zero_()
+            recv(values, 0, codec, None, meter=meter)
+        yield [values], meter
+
+
+def figures(meter: Meter) -> tuple[object, ...]:
+    return (meter.messages, meter.wire_nbytes, meter.inter_nbytes, list(meter.used))
+
+
+def everything(codec: Codec, dtype: torch.dtype, feedback: bool, steps: int) -> list[Outcome]:
+    found = []
+    sums, two_levels = Sums(codec, dtype, feedback), dist.get_world_size() == 4
+    for step in range(steps):
+        for reduce in (sums.all_reduce, sums.reduce_scatter, sums.direct, sums.balanced):
+            meter = Meter()
+            found.append((digest(*reduce(step, meter)), figures(meter)))
+        if two_levels:
+            meter = Meter()
+            found.append((digest(*sums.nodes(step, meter)), figures(meter)))
+    found += [(digest(*tensors), figures(meter)) for tensors, meter in moved(codec, dtype)]
+    return [*found, (digest(*sums.kept.values()), ())]
