@@ -2,7 +2,7 @@
 
 The kernels are the ``.cu`` files beside this one, around the headers that the CPU uses; their bytes
 are the CPU's. :class:`CudaKernels` does not know how a kernel is started: a :class:`Launcher` does.
-``CupyLauncher`` compiles with NVRTC through CuPy and launches on torch's current stream; the tests
+``CupyLauncher`` loads images that NVRTC compiles and launches on torch's current stream; the tests
 have one that runs the same sources on the host.
 
 Nothing here waits for the device, except encoders of variable size that are asked to return it;
@@ -11,26 +11,22 @@ those that are given the address of a word leave the size there.
 
 from __future__ import annotations
 
-import hashlib
 import struct
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hybridcomp.errors import CodecError
+from hybridcomp.kernels import images
 
-FOLDER = Path(__file__).resolve().parent
 THREADS = 256  # of a block, for every kernel
 WARPS = THREADS // 32
 WHOLE = 2**64 - 1  # no chunk is skipped
 DTYPES = ("fp32", "bf16", "fp16")  # by dtype code
 FORMATS = ("e4m3", "e5m2")
 ALIGN = 16
-#: how every kernel is compiled: bytes must not depend on fused multiply-add
-OPTIONS = ("-std=c++17", "--fmad=false", f"-I{FOLDER}")
 
 
 class Launcher(Protocol):
@@ -305,20 +301,10 @@ def _float_bits(value: float) -> int:
     return word
 
 
-@cache
-def sources_digest() -> str:
-    """Of all kernel sources: CuPy's cache on disk does not look into included files."""
-    digest = hashlib.sha256()
-    for path in sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.cu"))):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 class CupyLauncher:
-    """Compiles with NVRTC, once an architecture and cached on disk; launches on torch's stream.
+    """Loads what ``images`` compiles, through CuPy, and launches on torch's current stream.
 
-    CuPy writes its cache by renaming whole files, so ranks that start together do not meet a half
-    of one. All memory is torch's: a CUDA graph that captures the stream captures the launches.
+    All memory is torch's: a CUDA graph that captures the stream captures the launches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -328,6 +314,11 @@ class CupyLauncher:
             raise CodecError(
                 f"codecs on a GPU need CuPy ({error}); install hybridcomp[gpu], or leave this "
                 "dimension native"
+            ) from error
+        except OSError as error:  # it makes its folder when it is imported
+            raise CodecError(
+                f"CuPy cannot make its folder {images.cache_folder()} ({error}); set "
+                "CUPY_CACHE_DIR to a folder that can be written"
             ) from error
         self._cupy: Any = cupy
         self._device = torch.device(device.type, device.index or 0)
@@ -343,7 +334,7 @@ class CupyLauncher:
 
         function = self._functions.get((source, defines, kernel))
         if function is None:
-            function = self._compile(source, defines, kernel)
+            function = self._load(source, defines, kernel)
         with self._stream():
             function(grid, (THREADS,), tuple(np.uint64(word) for word in words))
 
@@ -358,14 +349,13 @@ class CupyLauncher:
             self._streams[pointer] = make(pointer, self._device.index)
         return self._streams[pointer]
 
-    def _compile(self, source: str, defines: tuple[str, ...], kernel: str) -> Any:
-        module = self._modules.get((source, defines))
-        if module is None:
-            macros = tuple(f"-D{define}" for define in (*defines, f"HC_SOURCES={sources_digest()}"))
-            with self._cupy.cuda.Device(self._device.index):
-                module = self._cupy.RawModule(
-                    code=(FOLDER / source).read_text(), options=(*OPTIONS, *macros), backend="nvrtc"
-                )
-            self._modules[source, defines] = module
-        function = self._functions[source, defines, kernel] = module.get_function(kernel)
+    def _load(self, source: str, defines: tuple[str, ...], kernel: str) -> Any:
+        device = self._cupy.cuda.Device(self._device.index)
+        with device:
+            module = self._modules.get((source, defines))
+            if module is None:
+                found = images.image(source, defines, int(device.compute_capability))
+                module = self._modules[source, defines] = self._cupy.cuda.Module()
+                module.load(found)
+            function = self._functions[source, defines, kernel] = module.get_function(kernel)
         return function

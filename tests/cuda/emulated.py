@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.kernels import cuda
+from hybridcomp.kernels import images
 
 HERE = Path(__file__).resolve().parent
-KERNELS = cuda.FOLDER
+KERNELS = images.FOLDER
 THREADS = 256
 ARGUMENTS = 12
 #: as the CPU kernels are built: the same bytes with and without fused multiply-add
@@ -55,7 +55,7 @@ class Emulated:
 @cache
 def _folder() -> Path:
     """Shared by the ranks of a test, and by sessions until a source changes."""
-    digest = hashlib.sha256(cuda.sources_digest().encode())
+    digest = hashlib.sha256(images.sources_digest().encode())
     digest.update((HERE / "emulator.h").read_bytes())
     name = f"hybridcomp-emulated-{getpass.getuser()}-{digest.hexdigest()[:16]}"
     folder = Path(tempfile.gettempdir()) / name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,6 +209,21 @@ def test_every_collective_works_on_gloo() -> None:
     expected = run_ranks(2, _gathered_on, "cpu")
     for right, wrong in zip(expected, run_ranks(2, _gathered_on, "cuda"), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(right, wrong, strict=True))
+
+
+def _compiled_and_encoded(folder: str) -> Tensor:
+    """The payload of a process that finds nothing compiled."""
+    os.environ["CUPY_CACHE_DIR"] = folder
+    dist.barrier()
+    return payload_of(make_codec("radix"), arrays.make("outliers", 50_000, 4).cuda()).cpu()
+
+
+def test_ranks_that_compile_at_once_encode_what_the_cpu_does(tmp_path: Path) -> None:
+    expected = payload_of(make_codec("radix"), arrays.make("outliers", 50_000, 4))
+    for payload in run_ranks(4, _compiled_and_encoded, str(tmp_path)):
+        assert torch.equal(payload, expected)
+    (kept,) = tmp_path.glob("hybridcomp-*")
+    assert kept.suffix == ".cubin"
 
 
 def test_every_device_has_its_own_kernels() -> None:

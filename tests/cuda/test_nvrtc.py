@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.kernels import cuda
+from hybridcomp.kernels import images
 
-nvrtc: Any = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[gpu]")
+pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[gpu]")
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 #: Turing, A100, H100, B200. V100 (sm_70) needs CUDA 12's NVRTC; nothing newer than sm_70 is used.
@@ -21,7 +21,7 @@ WIDTHS = range(2, 9) if NIGHTLY else (4, 8)
 SOURCES: list[tuple[str, tuple[str, ...]]] = [
     *(("blockint.cu", (f"HC_BITS={bits}",)) for bits in WIDTHS),
     ("blockint.cu", ("HC_BITS=4", "HC_ROTATE=1", "HC_GAUSSIAN=1")),
-    *((path.name, ()) for path in sorted(cuda.FOLDER.glob("*.cu")) if path.name != "blockint.cu"),
+    *((path.name, ()) for path in sorted(images.FOLDER.glob("*.cu")) if path.name != "blockint.cu"),
 ]
 #: registers of a thread with which two blocks of 256 fit a multiprocessor
 MOST_REGISTERS = 128
@@ -29,17 +29,10 @@ MOST_REGISTERS = 128
 Case = tuple[str, tuple[str, ...], int]
 
 
-def compiled(source: str, defines: tuple[str, ...], architecture: int) -> str:
-    """The assembler's report. Raises AssertionError with the compiler's log."""
-    program = nvrtc.createProgram((cuda.FOLDER / source).read_text(), source, [], [])
-    options = [*cuda.OPTIONS, f"-arch=sm_{architecture}", "--ptxas-options=-v"]
-    try:
-        nvrtc.compileProgram(program, (*options, *(f"-D{define}" for define in defines)))
-    except nvrtc.NVRTCError as error:
-        raise AssertionError(nvrtc.getProgramLog(program)) from error
-    log: str = nvrtc.getProgramLog(program)
-    assert len(nvrtc.getCUBIN(program)) > 1000
-    nvrtc.destroyProgram(program)
+def report_of(source: str, defines: tuple[str, ...], architecture: int) -> str:
+    """The assembler's."""
+    found, log = images.compiled(source, defines, architecture, "--ptxas-options=-v")
+    assert len(found) > 1000
     return log
 
 
@@ -50,7 +43,7 @@ def reports(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[str]]]
     chosen = [i.callspec.params for i in items if "reports" in getattr(i, "fixturenames", ())]
     with ThreadPoolExecutor(2) as threads:
         yield {
-            case: threads.submit(compiled, *case)
+            case: threads.submit(report_of, *case)
             for case in ((p["source"], p["defines"], p["architecture"]) for p in chosen)
         }
 
