@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from hybridcomp.collectives import staging
+from hybridcomp.collectives import mesh, staging
 from hybridcomp.collectives.handle import Steps
 
 Post = Callable[[Tensor, Tensor], Work]
@@ -30,8 +31,11 @@ def all_to_all(
     """Exchange 1-D parts of ``values`` (uint8 or int64) of any lengths."""
 
     def post(target: Tensor, source: Tensor) -> Work:
+        takes, gives = list(out_splits), list(in_splits)
+        if mesh.suits(target, group):
+            return mesh.all_to_all(torch.split(target, takes), torch.split(source, gives), group)
         work: Work = dist.all_to_all_single(
-            target, source, list(out_splits), list(in_splits), group=group, async_op=True
+            target, source, takes, gives, group=group, async_op=True
         )
         return work
 
@@ -42,6 +46,9 @@ def all_gather(out: Tensor, values: Tensor, group: ProcessGroup | None) -> Steps
     """Gather the ``values`` of all ranks, equally long, into ``out``."""
 
     def post(target: Tensor, source: Tensor) -> Work:
+        if mesh.suits(target, group):
+            places = torch.tensor_split(target, dist.get_world_size(group))
+            return mesh.all_to_all(places, [source] * len(places), group)
         work: Work = _all_gather_single(target, source, group=group, async_op=True)
         return work
 

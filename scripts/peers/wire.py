@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.collectives import mesh
+
 
 @dataclass
 class Wire:
     """Bytes that this rank handed to torch.distributed for other ranks, scales included.
+
+    Messages travel as hybridcomp's do, so that a comparison of times is one of methods.
 
     Reductions count as the ring that sends least, as in nccl-tests (PERFORMANCE.md) and in
     hybridcomp's ledger.
@@ -27,17 +31,23 @@ class Wire:
 
     def all_to_all(self, rows: Tensor, group: Any) -> Tensor:
         """Row d of ``rows`` to member d; row s of the result from member s."""
-        out = torch.empty_like(rows)
+        out, rows = torch.empty_like(rows), rows.contiguous()
         members = len(rows)
-        dist.all_to_all_single(out, rows.contiguous(), group=group)
+        if mesh.suits(rows, group):
+            mesh.all_to_all(list(out), list(rows), group).wait()
+        else:
+            dist.all_to_all_single(out, rows, group=group)
         self.count(rows.nbytes * (members - 1) / members)
         return out
 
     def all_gather(self, row: Tensor, group: Any) -> Tensor:
         """(n,) of every member as (members, n)."""
         members = dist.get_world_size(group)
-        out = torch.empty(members, len(row), dtype=row.dtype)
-        dist.all_gather_into_tensor(out.view(-1), row.contiguous(), group=group)
+        out, row = torch.empty(members, len(row), dtype=row.dtype), row.contiguous()
+        if mesh.suits(row, group):
+            mesh.all_to_all(list(out), [row] * members, group).wait()
+        else:
+            dist.all_gather_into_tensor(out.view(-1), row, group=group)
         self.count(row.nbytes * (members - 1))
         return out
 

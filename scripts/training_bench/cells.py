@@ -144,7 +144,8 @@ def settings_of(layout: str, arm: Arm, sizes: Sizes, ledger: Path) -> dict[str, 
     settings: dict[str, Any] = json.loads((CONFIGS / LAYOUTS[layout].config).read_text())
     batch = settings["train_micro_batch_size_per_gpu"]
     settings["train_micro_batch_size_per_gpu"] = max(1, batch // sizes.divide_batch)
-    settings["steps_per_print"] = 10**6
+    # one report of the ledger, at the last step
+    settings["steps_per_print"] = sizes.warm + sizes.steps
     settings["bf16"] = {"enabled": arm.bf16}
     settings["zero_optimization"] = {**settings["zero_optimization"], **dict(arm.zero)}
     if arm.block is not None:

@@ -36,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=1000, help="of a training for --losses")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of --losses")
+    add(
+        "--lr",
+        type=float,
+        default=3e-4,
+        help="of --losses; at the 1e-3 of the committed files two runs of a small batch that "
+        "differ in one bit end a per cent apart",
+    )
     add("--peers", nargs="*", default=list(PEERS), metavar="NAME", help="of --losses")
 
 
@@ -48,6 +55,7 @@ def main(asked: argparse.Namespace) -> int:
     loss_study.main(
         [
             "--steps", str(asked.steps), "--seeds", *map(str, asked.seeds), "--layouts", "dp2",
+            "--lr", str(asked.lr),
             "--presets", "--blocks", str(blocks), "--peers", *asked.peers,
             "--divide-batch", str(asked.divide_batch), "--data", str(asked.data), "--out", str(out),
         ]
