@@ -78,10 +78,25 @@ class Reporter:
         return events
 
     def close(self) -> None:
-        """Write the totals as the last record; harmless when called twice."""
+        """Write the totals as the last record; harmless when called twice.
+
+        What was sent since the last report is in no total, as no rank can ask the others now.
+        """
         if self._jsonl is not None:
-            rows = self._channels.ledger.rows(self._totals, self._used)
-            self._jsonl.write({"summary": True, "step": self._step, "dimensions": rows})
+            ledger = self._channels.ledger
+            rows = ledger.rows(self._totals, self._used)
+            record: dict[str, Any] = {"summary": True, "step": self._step, "dimensions": rows}
+            missing = round(sum(entry.messages for entry in ledger.interval.values()))
+            if missing:  # an evaluation at the end, or steps after the last report
+                record["unreported_messages"] = missing
+            if missing and not self._step:
+                print(
+                    "hybridcomp: the run ended before its first report, so the ledger's summary is "
+                    "empty. One is made every `steps_per_print` steps (without DeepSpeed: "
+                    "compression.ledger.every); set it to no more than the number of steps",
+                    flush=True,
+                )
+            self._jsonl.write(record)
             self._jsonl.close()
             self._jsonl = None
 

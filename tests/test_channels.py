@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,3 +71,19 @@ def test_every_rank_gets_the_events_of_all() -> None:
     first, second = run_ranks(2, report)
     assert first == second
     assert dict(first)["Train/Compression/tp/backward/raw_MB"] == 0.003
+
+
+def ended_early(folder: str) -> tuple[dict[str, Any], str]:
+    channels = Channels(CompressionConfig.parse({"tp": "blockint"}))
+    channels["tp"].native(1000, "backward")
+    file = Path(folder, "ledger.jsonl")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        Reporter(channels, file, torch.device("cpu")).close()
+    return json.loads(file.read_text()) if dist.get_rank() == 0 else {}, said.getvalue()
+
+
+def test_a_run_without_a_report_says_so(tmp_path: Path) -> None:
+    (record, said), (_, silent) = run_ranks(2, ended_early, str(tmp_path))
+    assert record["summary"] and record["step"] == 0 and record["unreported_messages"] == 1
+    assert "before its first report" in said and not silent
