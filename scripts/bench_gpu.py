@@ -11,6 +11,9 @@ when it reads and writes as many bytes, in the same run and with cold caches. Ta
 the own values and encodes the sum, all in one launch; `all_reduce` is the three launches of one,
 without the messages.
 
+It also measures what it costs that sizes of radix payloads travel first, and says from how many
+values of a message on radix is worth that, beside the threshold that `codec: "auto"` has.
+
 Before it measures it runs `pytest -m gpu tests/cuda`: the same bytes as on the CPU, the same result
 from a replayed CUDA graph, three launches an all_reduce. `--no-tests` leaves that out.
 Peers that are not installed, or do not build, are left out by name. Exit status 2: no GPU.
@@ -20,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_bench import ours, peers, report, targets
+from gpu_bench import ours, peers, report, size_exchange, targets
 from gpu_bench.measure import Bench, DeviceStopwatch, Point, Work, cuda
 from torch import Tensor
 
@@ -39,8 +41,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES = tuple(64 << (10 + 2 * step) for step in range(8))  # 64 KB to 1 GB
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
-#: of a slow link, for which a wait is told in bytes
-LINK_GBPS = 50.0
 
 Source = Callable[[Tensor], Iterator[Work]]
 
@@ -91,21 +91,6 @@ def measure(
         )  # fmt: skip
 
 
-def size_wait_seconds(repeats: int = 50) -> float:
-    """What the host waits for one number of the device: copied to pinned memory, and an event."""
-    there = torch.zeros(1, dtype=torch.int64, device="cuda")
-    here = torch.zeros(1, dtype=torch.int64).pin_memory()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        here.copy_(there, non_blocking=True)
-        event = cuda.Event()
-        event.record()
-        event.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
 def run_tests() -> bool:
     """``pytest -m gpu`` on the kernels' tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/cuda"]
@@ -122,7 +107,6 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "size_wait_s": size_wait_seconds(),
     }
 
 
@@ -154,25 +138,35 @@ def main() -> int:
     bench, found = Bench(DeviceStopwatch(arguments.repeats), torch.device("cuda")), Found()
     messages = [(nbytes, dtype) for nbytes in arguments.sizes for dtype in arguments.dtypes]
     measure(bench, messages, torch.device("cuda"), found, sources())
-    return conclude(found, {**facts(), "tests_passed": tested}, arguments)
+    sizes = None
+    try:
+        sizes = size_exchange.measured(bench)
+    except Exception as error:  # an hour of other figures must not be lost
+        found.left_out["exchange of sizes"] = f"{type(error).__name__}: {error}"
+    return conclude(found, sizes, {**facts(), "tests_passed": tested}, arguments)
 
 
-def conclude(found: Found, known: dict[str, Any], arguments: argparse.Namespace) -> int:
+def conclude(
+    found: Found,
+    sizes: size_exchange.Measured | None,
+    known: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> int:
     """Print and write what was found; the exit status."""
     missed = targets.missed(found.points)
     if known["tests_passed"] is False:
         missed.append("pytest -m gpu tests/cuda failed")
-    known = {**known, "left_out": found.left_out, "missed": missed}
+    known = {
+        **known, "left_out": found.left_out, "missed": missed,
+        "size_exchange": size_exchange.facts(*sizes) if sizes else None,
+    }  # fmt: skip
     report.write_json(arguments.json, found.points, known)
     report.draw(arguments.png, found.points, f"codecs on {known['device']}")
     print(report.table(found.points))
     for name, reason in found.left_out.items():
         print(f"left out: {name}: {reason}")
-    wait = known["size_wait_s"]
-    print(
-        f"a message of variable size waits {wait * 1e6:.0f} us for each of its sizes: as long as "
-        f"{wait * LINK_GBPS * 1e3:.1f} MB take at {LINK_GBPS:.0f} GB/s"
-    )
+    if sizes:
+        print(*size_exchange.lines(*sizes), sep="\n")
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if missed and arguments.check else 0

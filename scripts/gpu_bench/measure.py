@@ -83,6 +83,10 @@ class Bench:
         self._device = device
         self._copies: dict[int, float] = {}
 
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of one call of ``run``."""
+        return self._stopwatch.seconds(run)
+
     def copy_seconds(self, nbytes: int) -> float:
         """What ``Tensor.copy_`` takes to read and write ``nbytes`` in all."""
         half = max(nbytes // 2, 1)

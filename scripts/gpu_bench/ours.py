@@ -58,7 +58,11 @@ def works(values: Tensor, *, name: str, codec: Codec) -> Iterator[Work]:
 
 
 def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]:
-    return lambda: codec.encode(values, room)
+    """As collectives encode: sizes that vary stay on the GPU, and the host does not wait."""
+    if codec.fixed_size:
+        return lambda: codec.encode(values, room)
+    size = torch.zeros(1, dtype=torch.int64, device=values.device)
+    return lambda: codec.encode_into(values, room, size)
 
 
 class AllReduce:

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+
+from tests.collectives.late import late
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 CPU = torch.device("cpu")
@@ -35,11 +38,21 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The modules of the script, found as it finds them."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import bench_gpu
-    from gpu_bench import blocks, measure, ours, peers, published, report, targets
+    from gpu_bench import (
+        blocks,
+        measure,
+        ours,
+        peers,
+        published,
+        report,
+        size_exchange,
+        targets,
+    )
 
     yield {
         "script": bench_gpu, "blocks": blocks, "measure": measure, "ours": ours, "peers": peers,
-        "published": published, "report": report, "targets": targets,
+        "published": published, "report": report, "size_exchange": size_exchange,
+        "targets": targets,
     }  # fmt: skip
 
 
@@ -186,17 +199,62 @@ def test_table_json_and_picture(
             point = Point("device copy", "copy", dtype, size, 1e-4, 4000.0, 1.0, 0.0, "the ceiling")
             found.points.append(point)
     arguments = argparse.Namespace(json=tmp_path / "b.json", png=tmp_path / "b.png", check=True)
-    known = {"device": "made up", "tests_passed": True, "size_wait_s": 2e-5}
-    assert script.conclude(found, known, arguments) == 1
+    known = {"device": "made up", "tests_passed": True}
+    Cost, Choice = modules["size_exchange"].Cost, modules["size_exchange"].Choice
+    sizes = (Cost(1e-5, 2e-5), [Choice(0.1, "blockint(bits=5)", "radix()", 2.0, 1e-12)])
+    assert script.conclude(found, sizes, known, arguments) == 1
     printed = capsys.readouterr()
     assert "256 MB of bf16" in printed.out and "cuSZp2" in printed.out
     assert "0.90 MISSED" in printed.out and "0.75 met" in printed.out
     assert "left out: nvCOMP ANS" in printed.out
-    assert "1.0 MB take at 50 GB/s" in printed.out
+    assert "take 10 us, with their exchange in a group of one rank (no link) 20 us" in printed.out
+    # 20 us / (a quarter of a byte / link - 1 ps)
+    assert "worth it at 50 GB/s from 5e+06 values, at 12.5 GB/s from 1.05e+06 values" in printed.out
+    assert "auto takes it from 262144 values on" in printed.out
     assert "MISSED blockint 8 encode fp32: 0.80 of a copy, expected 0.90" in printed.err
     written = json.loads((tmp_path / "b.json").read_text())
     assert len(written["points"]) == len(found.points) and written["missed"]
     assert written["points"][1]["target"] == 0.9
+    (row,) = written["size_exchange"]["choices"]
+    assert row["break_even"]["50"] == pytest.approx(5e6)
+    assert written["size_exchange"]["threshold_numel"] == 262144
     assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
     arguments.check = False
-    assert script.conclude(found, known, arguments) == 0
+    assert script.conclude(found, None, known, arguments) == 0
+    assert json.loads((tmp_path / "b.json").read_text())["size_exchange"] is None
+
+
+def test_slower_kernels_may_never_be_worth_it(modules: dict[str, Any]) -> None:
+    sizes = modules["size_exchange"]
+    choice = sizes.Choice(0.1, "blockint(bits=5)", "radix()", 1.0, 3e-12)
+    assert choice.break_even(1e-5, 50.0) is None
+    assert choice.break_even(1e-5, 12.5) == pytest.approx(1e-5 / (1e-11 - 3e-12))
+    cost = sizes.Cost(1e-5, None, "nccl: RuntimeError: no NCCL")
+    assert cost.seconds == 1e-5
+    said = "\n".join(sizes.lines(cost, [choice]))
+    assert "was not measured (nccl: RuntimeError: no NCCL)" in said
+    assert "worth it at 50 GB/s never, at 12.5 GB/s from" in said
+
+
+def test_what_an_exchange_of_sizes_costs(modules: dict[str, Any]) -> None:
+    """On the CPU, over gloo, with sizes that arrive when they are waited for."""
+    sizes, bench = modules["size_exchange"], modules["measure"].Bench(FakeStopwatch(), CPU)
+    with late() as watched:
+        cost = sizes.cost(CPU, repeats=3)
+    assert not torch.distributed.is_initialized()
+    assert watched.waits == 6 and cost.wait_s > 0 and not cost.left_out
+    assert cost.exchange_s is not None and cost.exchange_s > cost.wait_s
+    found = sizes.choices(bench, CPU, numel=100_000)
+    assert [choice.bound for choice in found][:2] == [0.2, 0.1]
+    for choice in found:
+        assert choice.fixed.startswith("blockint") and choice.variable.startswith("radix")
+        assert 0 < choice.saved_bits < 4
+
+
+def test_a_backend_that_does_not_start_is_named(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = modules["size_exchange"]
+    monkeypatch.setattr(sizes.dist, "init_process_group", mock.Mock(side_effect=OSError("no\nway")))
+    with late():
+        assert sizes.cost(CPU, repeats=1).left_out == "gloo: OSError: no way"
