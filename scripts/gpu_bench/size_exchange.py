@@ -11,6 +11,7 @@ n are the values that a rank sends in one exchange; an all_reduce has two.
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,11 +89,13 @@ def _exchange(words: Tensor) -> None:
 @contextmanager
 def _alone(backend: str) -> Iterator[None]:
     """A default group of this process."""
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        method = f"file://{folder}/store"
+        dist.init_process_group(backend, init_method=method, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def _median(run: Callable[[], object], repeats: int) -> float:
