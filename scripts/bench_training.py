@@ -8,6 +8,7 @@ The network is chosen by r, the time that the bytes of native bf16 take over its
 without limits first, then links are set so that r is 0.25, 1 and 4. Arms take turns on each network
 and are paired with native bf16. Every cell is kept in --out: started again, it goes on. Timing
 stops where the machine is busy with something else (--force goes on and says how busy it was).
+Tables, JSON and pictures hold everything that is kept: layouts and arms can be measured one by one.
 """
 
 from __future__ import annotations
@@ -77,15 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     bench = Bench(options, lambda text: print(text, flush=True))
     print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)
-    records, ratios = [], [*([None] if asked.unshaped else []), *asked.r]
+    ratios = [*([None] if asked.unshaped else []), *asked.r]
     for layout in asked.layouts:
         try:
             arms = cells.arms_of(layout, asked.arms)
-            records += bench.run(layout, arms, ratios, asked.repetitions)
+            bench.run(layout, arms, ratios, asked.repetitions)
         except (CellError, ValueError) as error:
             print(f"bench_training: {error}", file=sys.stderr)
             return 1
-        rows = report.rows_of(records)
+        rows = report.rows_of(bench.kept())  # with what earlier calls measured
         print(f"\n{layout}\n\n{report.table(rows, layout)}\n", flush=True)
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "bench_training.json").write_text(json.dumps(rows, indent=1) + "\n")

@@ -76,14 +76,12 @@ class Bench:
     ) -> dict[str, Any]:
         """Measure, or take what was measured with the same settings; failures are kept too."""
         options = self.options
-        file = options.out / layout / where / f"{arm.name.replace(' ', '_')}.json"
+        file = self._file(layout, arm, where)
         ledger = file.with_suffix(".ledger.jsonl")
-        settings = cells.settings_of(layout, arm, options.sizes, ledger)
-        key = cells.digest(settings, asdict(arm), asdict(options.sizes), rate, options.loopback)
-        if file.is_file():
-            kept: dict[str, Any] = json.loads(file.read_text())
-            if kept["key"] == key:
-                return kept
+        settings, key = self._settings(layout, arm, ledger, rate)
+        kept = _read(file, key)
+        if kept is not None:
+            return kept
         found = machine.wait_until_quiet(options.busy, options.patience, options.force)
         load = os.getloadavg()[0]
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +106,42 @@ class Bench:
         record["wall"] = time.monotonic() - started
         file.write_text(json.dumps(record, indent=1))
         return record
+
+    def _file(self, layout: str, arm: Arm, where: str) -> Path:
+        return self.options.out / layout / where / f"{arm.name.replace(' ', '_')}.json"
+
+    def _settings(
+        self, layout: str, arm: Arm, ledger: Path, rate: int | None
+    ) -> tuple[dict[str, Any], str]:
+        """The DeepSpeed file of a cell, and the digest of everything that its result depends on."""
+        options = self.options
+        settings = cells.settings_of(layout, arm, options.sizes, ledger)
+        parts = settings, asdict(arm), asdict(options.sizes), rate, options.loopback
+        return settings, cells.digest(*parts)
+
+    def kept(self) -> list[dict[str, Any]]:
+        """What was measured with these settings under ``options.out``, by this and earlier calls.
+
+        By layout, ratio (the unshaped network first), arm and repetition.
+        """
+        found = []
+        for layout in LAYOUTS:
+            reference = self._file(layout, Arm(REFERENCE), "unshaped/0")
+            key = self._settings(layout, Arm(REFERENCE), reference.with_suffix(""), None)[1]
+            calibrated = _read(reference, key)
+            if calibrated is None or "failed" in calibrated:
+                continue
+            for folder in sorted((self.options.out / layout).glob("*/*"), key=_place):
+                ratio, repetition = _place(folder)
+                rate = self.rate_of(calibrated, ratio) if ratio else None
+                for arm in cells.arms_of(layout):
+                    file = self._file(layout, arm, f"{folder.parent.name}/{folder.name}")
+                    ledger = file.with_suffix(".ledger.jsonl")
+                    record = _read(file, self._settings(layout, arm, ledger, rate)[1])
+                    if record is not None:
+                        ours = {"ratio": ratio or None, "repetition": repetition}
+                        found.append(record | ours)
+        return found
 
     def calibrate(self, layout: str) -> dict[str, Any]:
         """Seconds and bytes of native bf16 where nothing is shaped."""
@@ -156,6 +190,20 @@ class Bench:
                         left = statistics.fmean(walls) * (total - number)
                         self.say(line(number, total, name, record, left))
         return found
+
+
+def _read(file: Path, key: str) -> dict[str, Any] | None:
+    """A cell that is there, None where it was measured with other settings."""
+    if not file.is_file():
+        return None
+    kept: dict[str, Any] = json.loads(file.read_text())
+    return kept if kept["key"] == key else None
+
+
+def _place(folder: Path) -> tuple[float, int]:
+    """Ratio (0: unshaped) and repetition of a folder of cells such as ``r0.25/1``."""
+    name = folder.parent.name
+    return 0.0 if name == "unshaped" else float(name.removeprefix("r")), int(folder.name)
 
 
 def codec_seconds(ledger: Path, ranks: int, sizes: Sizes) -> float:

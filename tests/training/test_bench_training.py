@@ -142,6 +142,11 @@ def test_cells_are_interleaved_paired_and_measured_once(
     count = len(bench[1].runs)
     assert count == 1 + 12
     assert bench[0].run("dp2", arms, [0.25, 4.0], 2) == records and len(bench[1].runs) == count
+    kept = bench[0].kept()  # the calibration too
+    assert kept[0]["ratio"] is None and kept[0]["arm"] == cells.REFERENCE
+    order = [(row["ratio"], row["repetition"]) for row in kept[1:]]
+    assert order == sorted(order) and len(order) == 12
+    assert sorted(map(str, kept[1:])) == sorted(map(str, records))
     rows = report.rows_of(records)
     failed = [row for row in rows if "failed" in row]
     assert [row["arm"] for row in failed] == ["recommended"] * 2
