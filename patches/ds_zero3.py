@@ -117,7 +117,8 @@ def reduce_scatter(
             pieces[-1].append(Piece(getattr(param, NAME), destination * chunk, part.numel()))
     # 2
     work = torch.float32 if channel.error_feedback else dtype
-    shards = [torch.cat(row).to(work).div_(world_size) for row in parts]
+    flat = torch.cat([part for row in parts for part in row]).to(work).div_(world_size)
+    shards = list(torch.split(flat, [sum(part.numel() for part in row) for row in parts]))
     handle = channel.reduce_scatter(shards, codec, group, raw_nbytes=raw_nbytes, pieces=pieces)
     # 3
     return list(torch.split(handle.wait().to(dtype), [part.numel() for part in parts[rank]]))

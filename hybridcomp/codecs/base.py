@@ -26,7 +26,7 @@ def align(nbytes: int) -> int:
 
 
 class Fused(Protocol):
-    """Kernels that take all chunks of an all_reduce at once; payloads are those of the codec.
+    """Kernels that take all chunks of a reduction at once; payloads are those of the codec.
 
     Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``; the payloads of the chunks, without
     that of ``skip``, follow each other ``slot`` bytes apart, the size of a whole chunk's.
@@ -63,6 +63,17 @@ class Fused(Protocol):
         as long as ``own``) is added to ``own`` and becomes 0. ``owner_residual`` is what the sum
         begins with; it becomes what decoding to the dtype of ``own`` leaves out.
         """
+
+    def sum(
+        self,
+        payloads: Tensor,
+        own: Tensor,
+        ranks: int,
+        me: int,
+        out: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """The fp32 sum, in rank order, into ``out``; ``own`` and ``residual`` as in ``reduce``."""
 
     def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:
         """All chunks into ``out``."""

@@ -21,7 +21,7 @@ from hybridcomp.collectives.encoding import (
     show_overflow,
 )
 from hybridcomp.collectives.exchange import gather, gather_capacity
-from hybridcomp.collectives.fused import fused_all_reduce
+from hybridcomp.collectives.fused import adjacent, fused_all_reduce, fused_reduce_scatter
 from hybridcomp.collectives.handle import Handle, ReduceScatterHandle, Steps
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.segments import Range, overlapped, segments
@@ -246,6 +246,13 @@ def _reduce_scatter(
     if any(shard.numel() for shard in shards):
         (first,) = codec.hops(1, len(shards), exact=1)
         meter.use(first.spec)
+        flat = None if cuts and any(cuts) else adjacent(shards)
+        left = None if residuals is None else adjacent(residuals)
+        fused = first.fused(total.device) if flat is not None else None
+        if flat is not None and fused is not None and (residuals is None or left is not None):
+            lengths = [shard.numel() for shard in shards]
+            yield from fused_reduce_scatter(flat, lengths, total, first, fused, group, meter, left)
+            return total
         rows = [
             stretches(0, shard.numel(), cuts[rank] if cuts else ())
             for rank, shard in enumerate(shards)

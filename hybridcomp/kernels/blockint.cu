@@ -99,23 +99,13 @@ HC_INLINE float show_half(float value) {
                                                             : value;
 }
 
-// The sum in rank order of `ranks` contributions to one chunk of `numel` values: this rank's own exact
-// values, and the payloads of the others, `slot` bytes apart in rank order; encoded into `out`.
-// With FEEDBACK there may be residuals (else null): that of the own values, which they take with them,
-// and `owner`, which the sum begins with and which becomes what the encoding leaves out.
+// held += `ranks` contributions to a tile of a chunk of `numel` values, in rank order: this rank's own
+// exact values, and the payloads of the others, `slot` bytes apart. With FEEDBACK there may be a residual
+// of the own values (else null), which they take with them and which becomes 0.
 template <bool FEEDBACK>
-HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
-                      u8* out, u64 dtype, float* residual, float* owner) {
-    Layout layout(numel);
-    u64 tile = warp_id();
-    if (tile >= layout.tiles) return;
+HC_INLINE void add_ranks(Four* held, const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me,
+                         u64 slot, u64 dtype, float* residual, u64 tile, const Layout& layout) {
     Place place;
-    Four held[ROUNDS];
-    clear(held);
-    if (FEEDBACK && owner) {
-#pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) held[i] = read_fp32(owner, tile * TILE + place.value(i), numel);
-    }
     for (u64 rank = 0; rank < ranks; ++rank) {
         if (rank == me) {
             add_any<FEEDBACK, true>(dtype, held, own, residual, opaque(tile), numel);
@@ -130,12 +120,50 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
             finish_iteration<HC_ROTATE || FEEDBACK>();
         }
     }
+    if (!FEEDBACK || !residual) return;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        if (FEEDBACK && residual) {
-            u64 at = opaque(tile) * TILE + place.value(i);
-            write_fp32(Four{0.0f, 0.0f, 0.0f, 0.0f}, residual, at, numel);
-        }
+        u64 at = opaque(tile) * TILE + place.value(i);
+        write_fp32(Four{0.0f, 0.0f, 0.0f, 0.0f}, residual, at, numel);
+    }
+}
+
+// `add_ranks`, in fp32.
+template <bool FEEDBACK>
+HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
+                      float* out, u64 dtype, float* residual) {
+    Layout layout(numel);
+    u64 tile = warp_id();
+    if (tile >= layout.tiles) return;
+    Place place;
+    Four held[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) held[i] = Four{-0.0f, -0.0f, -0.0f, -0.0f};  // changes nothing
+    add_ranks<FEEDBACK>(held, payloads, own, numel, ranks, me, slot, dtype, residual, tile, layout);
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        write_fp32(held[i], out, opaque(tile) * TILE + place.value(i), numel);
+    }
+}
+
+// `add_ranks`, encoded into `out`. With FEEDBACK there may also be the residual `owner`, which the sum
+// begins with and which becomes what the encoding leaves out.
+template <bool FEEDBACK>
+HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
+                      u8* out, u64 dtype, float* residual, float* owner) {
+    Layout layout(numel);
+    u64 tile = warp_id();
+    if (tile >= layout.tiles) return;
+    Place place;
+    Four held[ROUNDS];
+    clear(held);
+    if (FEEDBACK && owner) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) held[i] = read_fp32(owner, tile * TILE + place.value(i), numel);
+    }
+    add_ranks<FEEDBACK>(held, payloads, own, numel, ranks, me, slot, dtype, residual, tile, layout);
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
         if (dtype == 2) {
             held[i] = Four{show_half(held[i].x), show_half(held[i].y), show_half(held[i].z),
                            show_half(held[i].w)};
@@ -182,6 +210,20 @@ blockint_reduce_feedback(const unsigned char* payloads, const void* own, unsigne
                          float* owner) {
     hybridcomp::blockint::reduce<true>(payloads, own, numel, ranks, me, slot, out, dtype, residual,
                                        owner);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+blockint_sum(const unsigned char* payloads, const void* own, unsigned long long numel,
+             unsigned long long ranks, unsigned long long me, unsigned long long slot, float* out,
+             unsigned long long dtype) {
+    hybridcomp::blockint::add_up<false>(payloads, own, numel, ranks, me, slot, out, dtype, nullptr);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+blockint_sum_feedback(const unsigned char* payloads, const void* own, unsigned long long numel,
+                      unsigned long long ranks, unsigned long long me, unsigned long long slot,
+                      float* out, unsigned long long dtype, float* residual) {
+    hybridcomp::blockint::add_up<true>(payloads, own, numel, ranks, me, slot, out, dtype, residual);
 }
 
 #define HC_DECODE(NAME, T)                                                                       \

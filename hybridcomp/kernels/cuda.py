@@ -243,7 +243,7 @@ def _blockint(setting: int) -> tuple[str, ...]:
 
 
 class FusedBlockInt:
-    """``codecs.base.Fused`` of blockint: three launches for an all_reduce, whatever its size."""
+    """``codecs.base.Fused`` of blockint: three launches for an all_reduce, two for its half."""
 
     def __init__(self, launcher: Launcher, setting: int) -> None:
         self._launcher = launcher
@@ -269,16 +269,32 @@ class FusedBlockInt:
         residual: Tensor | None = None, owner_residual: Tensor | None = None,
     ) -> None:  # fmt: skip
         """A warp a tile: the sum stays in registers between decoding and encoding."""
-        slot = payloads.numel() // max(ranks - 1, 1)
-        words = (
-            payloads.data_ptr(), own.data_ptr(), own.numel(), ranks, me, slot, out.data_ptr(),
-            _code(own),
-        )  # fmt: skip
+        words = self._sum(payloads, own, ranks, me, out)
         if residual is None and owner_residual is None:
             self._launch("reduce", own.numel(), 1, *words)
         else:
             left = (0 if r is None else r.data_ptr() for r in (residual, owner_residual))
             self._launch("reduce_feedback", own.numel(), 1, *words, *left)
+
+    def sum(
+        self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """A warp a tile."""
+        words = self._sum(payloads, own, ranks, me, out)
+        if residual is None:
+            self._launch("sum", own.numel(), 1, *words)
+        else:
+            self._launch("sum_feedback", own.numel(), 1, *words, residual.data_ptr())
+
+    @staticmethod
+    def _sum(payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor) -> tuple[int, ...]:
+        """What the kernels that sum have in common."""
+        slot = payloads.numel() // max(ranks - 1, 1)
+        return (
+            payloads.data_ptr(), own.data_ptr(), own.numel(), ranks, me, slot, out.data_ptr(),
+            _code(own),
+        )  # fmt: skip
 
     def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:
         """A row of blocks for each chunk."""

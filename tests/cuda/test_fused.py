@@ -1,7 +1,8 @@
-"""An all_reduce of three launches: the bits and the bytes of the one that goes step by step."""
+"""Reductions of three and two launches: the bits and the bytes of those that go step by step."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs import VALUE_DTYPES, BlockInt, Codec, make_codec
-from hybridcomp.collectives import Meter, all_reduce, chunk_ranges
+from hybridcomp.collectives import Meter, all_reduce, chunk_ranges, reduce_scatter
+from hybridcomp.collectives.fused import adjacent
 from hybridcomp.kernels import cuda
 from hybridcomp.kernels.cuda import CudaKernels
 from tests.codecs import arrays
@@ -160,6 +162,78 @@ def cut(numel: int) -> bool:
             values = arrays.make("normal", numel, dist.get_rank())
             all_reduce(values, codec, None, meter=Meter(), cuts=(numel // 3,)).wait()
     return not fused.called and bool(launcher.kernels)
+
+
+def scattered(
+    lengths: list[int], settings: dict[str, Any], kind: str, dtype: torch.dtype, held: bool
+) -> list[Any]:
+    """What differs after two steps from shards that go one by one, and the kernels of a step."""
+    codec, rank, numel = make_codec("blockint", **settings), dist.get_rank(), sum(lengths)
+    start = arrays.make("outliers", numel, 50 + rank) / 100
+    plain, fused, launcher = start.clone(), start.clone(), Counting()
+    found: list[Any] = []
+    for step in range(2):
+        values = arrays.make(kind if step == 0 else "normal", numel, 10 * step + rank, dtype)
+        values[::7] = -0.0
+        sums, meters = [], []
+        for residual, kernels in ((plain, None), (fused, CudaKernels(launcher))):
+            meters.append(Meter())
+            launcher.kernels.clear()
+            with kernels_replaced(kernels) if kernels else nullcontext():
+                handle = reduce_scatter(
+                    torch.split(values, lengths), codec, None, meter=meters[-1],
+                    residuals=torch.split(residual, lengths) if held else None,
+                )  # fmt: skip
+                sums.append(handle.wait())
+        first, second = ((m.messages, m.wire_nbytes) for m in meters)
+        if first != second:
+            found.append((step, first, second))
+        for name, (right, wrong) in {"sum": sums, "residual": (plain, fused)}.items():
+            differs = arrays.bits_of(right) != arrays.bits_of(wrong)
+            # which of two NaNs an addition keeps is up to the processor
+            where = (differs & ~(right.isnan() & wrong.isnan())).nonzero().flatten()
+            if len(where):
+                found.append((step, name, len(where), int(where[0])))
+    return [*found, [kernel.removeprefix("blockint_") for kernel in launcher.kernels]]
+
+
+def many_scattered(cases: list[tuple[list[int], Any, str, torch.dtype, bool]]) -> list[list[Any]]:
+    torch.set_num_threads(1)
+    return [scattered(*case) for case in cases]
+
+
+def test_a_reduce_scatter_takes_two_launches() -> None:
+    cases: list[tuple[list[int], Any, str, torch.dtype, bool]] = [
+        (lengths, settings, kind, dtype, held)
+        for lengths, settings, kind in (
+            ([2500] * 3, {"bits": 8}, "normal"), ([1025, 1025, 7], {"bits": 4}, "nonfinite"),
+            ([2049, 2049, 0], {"bits": 4}, "near max"), ([33, 0, 0], {"bits": 8}, "normal"),
+            ([1101] * 3, {"bits": 3, "rotate": True}, "outliers"),
+        )
+        for dtype in VALUE_DTYPES
+        for held in (False, True)
+    ]  # fmt: skip
+    for macros in {cuda._blockint(BlockInt(**case[1])._setting) for case in cases}:
+        emulated("blockint.cu", *macros)
+    for rank, found in enumerate(run_ranks(3, many_scattered, cases)):
+        for case, (*different, kernels) in zip(cases, found, strict=True):
+            assert not different, case
+            names = ["encode_feedback", "sum_feedback"] if case[4] else ["encode", "sum"]
+            others = any(length for other, length in enumerate(case[0]) if other != rank)
+            mine = bool(case[0][rank])
+            assert kernels == names[:others] + names[1 : 1 + mine], case
+
+
+def test_which_shards_follow_each_other() -> None:
+    flat = torch.arange(100.0)
+    for lengths in ([25] * 4, [40, 40, 20, 0], [100, 0, 0, 0]):
+        assert torch.equal(adjacent(torch.split(flat, lengths)), flat)  # type: ignore[arg-type]
+    part = adjacent(torch.split(flat[10:40], [15, 15]))
+    assert part is not None and torch.equal(part, flat[10:40])
+    for wrong in ([20, 40, 40], [40, 20, 40], [0, 50, 50], [50, 0, 50]):
+        assert adjacent(torch.split(flat, wrong)) is None
+    assert adjacent([flat[:50], flat[50:].clone()]) is None
+    assert adjacent([flat[:40], flat[50:90]]) is None
 
 
 def test_messages_with_cuts_go_step_by_step() -> None:

@@ -20,6 +20,7 @@ from hybridcomp.collectives import (
     all_to_all,
     chunk_ranges,
     recv,
+    reduce_scatter,
     send,
 )
 from tests.codecs import arrays
@@ -165,7 +166,7 @@ def test_a_graph_replays_the_kernels_of_an_all_reduce(dtype: torch.dtype, feedba
 
 
 def _reduced_on(device: str, dtype: torch.dtype, codec: Codec) -> list[Tensor]:
-    """Bits after two all_reduces with error feedback."""
+    """Bits after two all_reduces and a reduce_scatter with error feedback."""
     numel, rank = 70_001, dist.get_rank()
     start, stop = chunk_ranges(numel, dist.get_world_size())[rank]
     residual = torch.zeros(numel, device=device)
@@ -176,7 +177,11 @@ def _reduced_on(device: str, dtype: torch.dtype, codec: Codec) -> list[Tensor]:
             values, codec, None, meter=Meter(), residual=residual, owner_residual=owner,
             cuts=() if codec.fixed_size else (5000, 30_000, 60_000),
         ).wait()  # fmt: skip
-    return [arrays.bits_of(tensor.cpu()) for tensor in (values, residual, owner)]
+    shards = torch.split(values, 30_000)  # the last one is shorter
+    total = reduce_scatter(
+        shards, codec, None, meter=Meter(), residuals=torch.split(residual, 30_000)
+    ).wait()
+    return [arrays.bits_of(tensor.cpu()) for tensor in (values, residual, owner, total)]
 
 
 @pytest.mark.parametrize("codec", [make_codec("blockint", bits=4), make_codec("radix")], ids=str)
