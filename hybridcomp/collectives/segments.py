@@ -25,17 +25,17 @@ Range = tuple[int, int]
 ALIGN = 65536
 #: Elements of the longest row in one segment, and of half a row where that is less: one message
 #: alone leaves the link idle between its hops, and each costs half a millisecond of its own.
-#: (native time / byte ratio) / time of an all-reduce of fp32, two ranks at 1 Gb/s, busy machine
+#: (native time / byte ratio) / time of an all-reduce of fp32, two ranks at 1 Gb/s, load 1.5
 #: (``scripts/bench_netlab.py --segments --megabytes N``):
 #:
 #:                   64 Ki  128 Ki  256 Ki  512 Ki    1 Mi    2 Mi    4 Mi   whole
-#:     64 MB  8 bits                  0.74    0.86    0.95    0.97    0.77    0.56
-#:            4 bits                  0.56    0.70    0.81    0.86    0.80    0.56
-#:     16 MB  8 bits   0.39    0.55   0.71    0.78    0.82                    0.58
-#:            4 bits   0.28    0.45   0.49    0.63    0.76                    0.55
-#:     4 MB   8 bits   0.40    0.40   0.71                                    0.57
-#:            4 bits   0.20    0.41   0.51                                    0.40
-SEGMENT, HALF = 1 << 21, 1 << 17
+#:     64 MB  8 bits   0.86    0.89   0.93    0.96    0.96    0.95    0.94    0.85
+#:            4 bits   0.48    0.78   0.81    0.90    0.91    0.96    0.86    0.76
+#:     16 MB  8 bits   0.63    0.77   0.85    0.92    0.91                    0.80
+#:            4 bits   0.34    0.50   0.74    0.78    0.78                    0.69
+#:     4 MB   8 bits   0.52    0.69   0.69                                    0.74
+#:            4 bits   0.33    0.34   0.59                                    0.56
+SEGMENT, HALF = 1 << 20, 1 << 18
 
 
 def segments(

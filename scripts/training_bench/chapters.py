@@ -34,7 +34,8 @@ bytes allow, (1 + r) / (1 + r / bytes saved). MB are those of the interface of t
 most, TCP and Ethernet headers included.
 
 * Compute is timed where nothing is shaped, so it contains the machine's own copying of messages.
-* bf16 is emulated where the CPU has none; native fp32 computes at another speed, it is context.
+* Where the CPU has no bf16 instructions, products of bf16 matrices are computed in fp32 and rounded
+  (torch's own loop takes forty times as long), for all arms alike. Native fp32 is context.
 * Peers are eager torch: their bytes are theirs, their seconds of coding an upper bound.
 * ZeRO++'s qwZ and qgZ have no CPU kernels; rows that failed say with what.
 """

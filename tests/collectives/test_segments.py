@@ -235,10 +235,10 @@ def test_long_messages_have_segments_and_others_halves(monkeypatch: pytest.Monke
     monkeypatch.undo()
     for longest, count in {
         100: 1,
-        1 << 18: 2,
-        1 << 20: 2,
-        1 << 22: 2,
-        7 << 20: 3,
-        1 << 26: 32,
+        1 << 18: 1,
+        1 << 19: 2,
+        1 << 21: 2,
+        7 << 20: 7,
+        1 << 26: 64,
     }.items():
         assert len(segments.segments([[(0, longest)], []], [FIXED[0]], CPU)) == count
