@@ -42,10 +42,17 @@ def compiled(
 
     For a GPU that is newer than the compiler, PTX for the newest that this knows.
 
-    Raises CodecError with the compiler's log.
+    Raises CodecError with the compiler's log, or for a GPU that is too old for the compiler.
     """
     nvrtc = _nvrtc()
-    newest = max(nvrtc.getSupportedArchs())
+    known = nvrtc.getSupportedArchs()
+    newest = max(known)
+    if architecture < min(known):
+        raise CodecError(
+            f"NVRTC {nvrtc.getVersion()} compiles for GPUs from sm_{min(known)} on, found one of "
+            f"sm_{architecture}; install CuPy and NVRTC of an older CUDA (12 for a V100), or leave "
+            "this dimension native"
+        )
     real = architecture <= newest
     target = f"-arch=sm_{architecture}" if real else f"-arch=compute_{newest}"
     program = nvrtc.createProgram((FOLDER / source).read_text(), source, [], [])

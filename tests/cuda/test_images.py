@@ -148,6 +148,11 @@ def test_what_the_compiler_says_is_told() -> None:
         images.compiled("blockint.cu", ("HC_BITS=oops",), 80)
 
 
+def test_a_gpu_that_the_compiler_has_forgotten() -> None:
+    with pytest.raises(CodecError, match=r"from sm_\d+ on, found one of sm_30; install CuPy"):
+        images.compiled("mpc.cu", (), 30)
+
+
 def test_a_cupy_that_cannot_make_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
