@@ -58,7 +58,7 @@ class Link:
         nbytes = tensor.numel() * tensor.element_size()
         if self.codec is None:
             return Outgoing(self, part.view(torch.uint8), nbytes, meter)
-        self.channels["pp"].sample(part, self.codec, self.direction)
+        self.channels["pp"].samples.take(part, self.codec, self.direction)
         room = self._room(part.numel(), part)
         start = HEADER_NBYTES if self.headed else 0
         with meter.coding():

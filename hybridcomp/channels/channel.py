@@ -8,18 +8,16 @@ collective and writes the ledger.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp import collectives, sums
-from hybridcomp.channels import samples
+from hybridcomp.channels.choice import Choice
+from hybridcomp.channels.samples import Samples
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
     Handle,
@@ -30,10 +28,9 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.common import Exact, stretches_of
-from hybridcomp.errors import ConfigError
 from hybridcomp.feedback import Piece
 from hybridcomp.nodes import Reach
-from hybridcomp.policy import DIRECTIONS, Dimension, Direction, Traffic
+from hybridcomp.policy import Dimension, Direction
 
 if TYPE_CHECKING:
     from hybridcomp.channels import Channels
@@ -46,21 +43,13 @@ TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
 NOWHERE = Reach(frozenset(), 0.0)
 
 
-class Channel:
+class Channel(Choice):
     """One dimension: policy, ledger and residuals around the collectives."""
 
     def __init__(self, dimension: Dimension, channels: Channels) -> None:
-        self.dimension = dimension
-        self._channels = channels
-        self.error_feedback = channels.config.error_feedback(dimension)
+        super().__init__(dimension, channels)
         self.delta = dimension == "zero" and channels.config.zero.delta
-        self.is_suspended = False
-
-    @property
-    def active(self) -> bool:
-        """Whether any direction of this dimension has a codec."""
-        codecs = self._channels.policy.codecs
-        return any(codecs.get((self.dimension, way)) is not None for way in DIRECTIONS)
+        self.samples = Samples(dimension, channels)
 
     @property
     def step(self) -> int:
@@ -77,72 +66,6 @@ class Channel:
         """Whether parameter deltas start anew in this step, by ``resync_every``."""
         every = self._channels.config.zero.resync_every
         return every > 0 and self.step % every == 0
-
-    def codec(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        group: dist.ProcessGroup | None,
-        direction: Direction = "forward",
-    ) -> Codec | None:
-        """The codec of a message of ``numel`` elements, None for native.
-
-        Depends on nothing that differs between the ranks of ``group``.
-        """
-        return self._choose(numel, dtype, dist.get_world_size(group), direction)
-
-    def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
-        """The codec of a copy between this rank's device and its host, None for native."""
-        return self._choose(numel, dtype, 2, direction)  # two ends
-
-    def _choose(
-        self, numel: int, dtype: torch.dtype, ends: int, direction: Direction
-    ) -> Codec | None:
-        if self.is_suspended:
-            return None
-        step, guard = self._channels.step, self._channels.guard
-        codec = self._channels.policy.choose(
-            Traffic(
-                dimension=self.dimension,
-                direction=direction,
-                dtype=dtype,
-                numel=numel,
-                world_size=ends,
-                step=step,
-            )
-        )
-        if codec is not None and self._too_fast():
-            return None
-        if codec is not None and guard.native(self.dimension, step):
-            return guard.flush(self.dimension, step) if self.error_feedback else None
-        return codec
-
-    def _too_fast(self) -> bool:
-        """Whether the link was found to be faster than the codec. Raises ConfigError where it
-        should have been measured and was not."""
-        if self._channels.link is not None:
-            return self._channels.link.native(self.dimension)
-        if self.dimension in self._channels.config.measured():
-            todo = (
-                "nothing was measured, as this job makes its groups in a way of its own; write "
-                '"always"'
-            )
-            raise ConfigError(f"compression.{self.dimension}.when", "auto", todo)
-        return False
-
-    def wants_pieces(self, codec: Codec) -> bool:
-        """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""
-        common = bool(self._channels.common) and not codec.lossless
-        return self.error_feedback or codec.bounded or common
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Everything is native inside; for what is saved. All ranks enter and leave together."""
-        self.is_suspended = True
-        try:
-            yield
-        finally:
-            self.is_suspended = False
 
     def native(self, raw_nbytes: int, direction: Direction = "forward") -> None:
         """Write down a message that upstream sends itself; a group of one sends nothing."""
@@ -239,7 +162,7 @@ class Channel:
         ``relative_to``: what the sampled error is stated for, where ``shard`` is a part of it.
         """
         (only,) = codec.hops(1, 1, result=shard.dtype)
-        self.sample(shard, only, direction, relative_to=relative_to)
+        self.samples.take(shard, only, direction, relative_to=relative_to)
         levels, reach = self._levels(group), self._reach(group)
         if levels is not None:
             meter = Meter(remote=frozenset(range(levels.nodes)))
@@ -265,7 +188,7 @@ class Channel:
         async_op: bool = False,
     ) -> Handle:
         """Exchange parts of ``values`` between all ranks; splits in elements."""
-        self.sample(values, codec.hops(1, 1, result=values.dtype)[0], direction)
+        self.samples.take(values, codec.hops(1, 1, result=values.dtype)[0], direction)
         remote = self._reach(group).remote
         meter = Meter(remote=remote)
         handle = collectives.all_to_all(
@@ -292,7 +215,7 @@ class Channel:
         direction: Direction = "forward",
     ) -> None:
         """Send ``tensor`` (1-D, contiguous) to the global rank ``dst``; blocking."""
-        self.sample(tensor, codec.hops(1, 1, result=tensor.dtype)[0], direction)
+        self.samples.take(tensor, codec.hops(1, 1, result=tensor.dtype)[0], direction)
         meter = Meter()
         collectives.send(tensor, dst, codec, group, meter=meter)
         nodes = self._channels.nodes
@@ -345,11 +268,11 @@ class Channel:
             self._levels(group),
             self._reach(group).remote,
             self._channels.residuals if self.error_feedback else None,
-            lambda values, first, cuts, residual: self.sample(
+            lambda values, first, cuts, residual: self.samples.take(
                 values, first, direction, cuts, residual=residual
             ),
             self._channels.factors,
-            partial(self._sample_factors, direction) if self._channels.sampling else None,
+            partial(self.samples.factors, direction) if self._channels.sampling else None,
             apart=bool(self._channels.common),
         )
 
@@ -369,42 +292,3 @@ class Channel:
     ) -> H:
         handle.then(lambda: self._record(meter, raw_nbytes, direction, inter))
         return handle
-
-    def sample(
-        self,
-        values: Tensor,
-        codec: Codec,
-        direction: Direction,
-        cuts: Sequence[int] = (),
-        relative_to: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> None:
-        """Measure the error of one encoding of the head of ``values`` on sampling steps.
-
-        ``codec``: the one of the first quantization, ``cuts``: where it may not reach across. Of
-        radix every sampled value is held against its bound. ``relative_to``: what the error is
-        relative to, None for ``values``; ``residual``: what error feedback holds for them.
-        """
-        if codec.lossless or not self._channels.sampling or not values.numel():
-            return
-        found = samples.take(values, codec, cuts, relative_to, residual)
-        self._write_sample(direction, *found)
-
-    def _sample_factors(
-        self, direction: Direction, left_sq: float, sent_sq: float, value_sq: float
-    ) -> None:
-        """A sample of a low-rank sum: squared norms of what this rank left out, of what it had to
-        send, and of the gradients in it."""
-        held = left_sq * sent_sq / value_sq if value_sq else 0.0  # its ratio to the gradients
-        self._write_sample(direction, left_sq, sent_sq, held)
-
-    def _write_sample(
-        self, direction: Direction, error_sq: float, value_sq: float, held: float, outside: int = 0
-    ) -> None:
-        """For the ledger and the guard: squared norms of an error, its values, their residual."""
-        if not math.isfinite(value_sq):
-            return  # an overflow step tells nothing
-        error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite
-        key = (self.dimension, direction)
-        self._channels.ledger.record_error(key, error_sq, value_sq, outside)
-        self._channels.guard.sample(key, error_sq, value_sq, held)

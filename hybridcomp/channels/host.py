@@ -75,7 +75,7 @@ class HostMoves:
         """
         values, out = values.detach(), out.detach()
         (only,) = codec.hops(1, 1, result=values.dtype)
-        self._channels["offload"].sample(values, only, "backward")
+        self._channels["offload"].samples.take(values, only, "backward")
         meter = Meter()
         meter.use(only.spec)
         for part, place in _chunks(values, out):
@@ -167,7 +167,7 @@ class HostMoves:
         """
         values, out = values.detach(), out.detach()
         (only,) = codec.hops(1, 1, result=out.dtype)
-        self._channels["offload"].sample(values[:SAMPLE_NUMEL].to(out.dtype), only, "forward")
+        self._channels["offload"].samples.take(values[:SAMPLE_NUMEL].to(out.dtype), only, "forward")
         meter = Meter()
         meter.use(only.spec)
         for part, place in _chunks(values, out):

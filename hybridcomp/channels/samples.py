@@ -1,8 +1,10 @@
-"""Samples: what one encoding of the head of a message would leave out."""
+"""Samples: what one encoding of the head of a message would leave out, told to the ledger."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,12 +12,63 @@ from torch import Tensor
 from hybridcomp.codecs import Radix
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.chunks import stretches
+from hybridcomp.policy import Dimension, Direction
+
+if TYPE_CHECKING:
+    from hybridcomp.channels import Channels
 
 #: elements of a message that the sampled error looks at
 SAMPLE_NUMEL = 65536
 
 
-def take(
+class Samples:
+    """The samples of one dimension of one engine, on their way to the ledger and the guard."""
+
+    def __init__(self, dimension: Dimension, channels: Channels) -> None:
+        self._dimension = dimension
+        self._channels = channels
+
+    def take(
+        self,
+        values: Tensor,
+        codec: Codec,
+        direction: Direction,
+        cuts: Sequence[int] = (),
+        relative_to: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Measure the error of one encoding of the head of ``values`` on sampling steps.
+
+        ``codec``: the one of the first quantization, ``cuts``: where it may not reach across. Of
+        radix every sampled value is held against its bound. ``relative_to``: what the error is
+        relative to, None for ``values``; ``residual``: what error feedback holds for them.
+        """
+        if codec.lossless or not self._channels.sampling or not values.numel():
+            return
+        found = encode_once(values, codec, cuts, relative_to, residual)
+        self._write(direction, *found)
+
+    def factors(
+        self, direction: Direction, left_sq: float, sent_sq: float, value_sq: float
+    ) -> None:
+        """A sample of a low-rank sum: squared norms of what this rank left out, of what it had to
+        send, and of the gradients in it."""
+        held = left_sq * sent_sq / value_sq if value_sq else 0.0  # its ratio to the gradients
+        self._write(direction, left_sq, sent_sq, held)
+
+    def _write(
+        self, direction: Direction, error_sq: float, value_sq: float, held: float, outside: int = 0
+    ) -> None:
+        """For the ledger and the guard: squared norms of an error, its values, their residual."""
+        if not math.isfinite(value_sq):
+            return  # an overflow step tells nothing
+        error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite
+        key = (self._dimension, direction)
+        self._channels.ledger.record_error(key, error_sq, value_sq, outside)
+        self._channels.guard.sample(key, error_sq, value_sq, held)
+
+
+def encode_once(
     values: Tensor,
     codec: Codec,
     cuts: Sequence[int],
