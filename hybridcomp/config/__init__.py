@@ -1,24 +1,15 @@
 """The ``"compression"`` block: its model, its presets, and errors that name the key.
 
-A dimension that is written with a codec replaces the preset's; one without a codec changes only the
-settings that it names. The same holds for ``forward`` and ``backward`` inside a dimension.
+The model is ``block``, with ``dimension`` for one dimension of it and ``settings`` for a codec.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import torch
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
-from pydantic.functional_validators import ModelWrapValidatorHandler
-
-from hybridcomp.codecs.base import Codec
-from hybridcomp.config import describe
-from hybridcomp.config.bounds import check_kept
+from hybridcomp.config.block import BLOCK, CompressionConfig, LedgerConfig
 from hybridcomp.config.dimension import (
     ActivationConfig,
     DimensionConfig,
@@ -28,21 +19,11 @@ from hybridcomp.config.dimension import (
     ParameterConfig,
     PipelineConfig,
 )
+from hybridcomp.config.json_schema import schema
 from hybridcomp.config.presets import PRESETS
-from hybridcomp.config.problems import NOTHING, near_key, problem, show, translate
-from hybridcomp.config.settings import NONE, Strict, codec_names
+from hybridcomp.config.problems import near_key, show
 from hybridcomp.config.sources import read_source
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import (
-    DIMENSIONS,
-    DIRECTIONS,
-    ONE_WAY,
-    Dimension,
-    Direction,
-    Limits,
-    Policy,
-    Rung,
-)
 
 __all__ = [
     "BLOCK",
@@ -61,275 +42,6 @@ __all__ = [
     "schema",
 ]
 
-#: the key of the block in a ds_config.json
-BLOCK = "compression"
-#: models that may be written as the bare name of a codec
-SHORTHAND = frozenset(
-    model.__name__
-    for model in (
-        GradientConfig,
-        ParameterConfig,
-        ActivationConfig,
-        PipelineConfig,
-        OffloadConfig,
-        DirectionConfig,
-    )
-)
-#: ``ledger.every`` when it is not written
-REPORT_EVERY = 10
-
-
-class LedgerConfig(Strict):
-    """What is written down about the traffic. Counting itself is always on."""
-
-    jsonl: str | None = Field(
-        None,
-        min_length=1,
-        description="File for one JSON record every `every` steps (DeepSpeed: every "
-        "`steps_per_print`), written by rank 0 and relative to its working directory. null: "
-        "no file.",
-    )
-    every: int | None = Field(
-        None,
-        ge=1,
-        description="Optimizer steps between two reports in a job without DeepSpeed, default 10. "
-        "DeepSpeed's own key is `steps_per_print`, and this one an error beside it.",
-    )
-    sample_every: int = Field(
-        10,
-        ge=0,
-        description="Steps between samples of the relative error of an encoding. More often: more "
-        "time in the codec (one extra encoding of up to 65536 values a message). 0: never.",
-    )
-
-    @property
-    def interval(self) -> int:
-        """Optimizer steps between two reports where DeepSpeed's steps_per_print does not rule."""
-        return REPORT_EVERY if self.every is None else self.every
-
-
-class CompressionConfig(Strict):
-    """The block, with its preset merged in."""
-
-    enabled: bool = Field(True, description="false: everything is native, as without the block.")
-    preset: str | None = Field(
-        None,
-        description="Settings to start from; the keys beside it override it.",
-        json_schema_extra={"enum": [*PRESETS, None]},
-    )
-    dp: GradientConfig = Field(
-        GradientConfig(codec=NONE), description="Gradient reduction. Default: native."
-    )
-    zero: ParameterConfig = Field(
-        ParameterConfig(codec=NONE), description="ZeRO parameter all-gather. Default: native."
-    )
-    tp: ActivationConfig = Field(
-        ActivationConfig(codec=NONE), description="Tensor parallel. Default: native."
-    )
-    pp: PipelineConfig = Field(
-        PipelineConfig(codec=NONE), description="Pipeline sends. Default: native."
-    )
-    ep: ActivationConfig = Field(
-        ActivationConfig(codec=NONE), description="Expert (MoE) all-to-all. Default: native."
-    )
-    cp: ActivationConfig = Field(
-        ActivationConfig(codec=NONE), description="Context or sequence parallel. Default: native."
-    )
-    offload: OffloadConfig = Field(
-        OffloadConfig(codec=NONE),
-        description="Copies between a GPU and its host with ZeRO-Offload (offload_optimizer.device "
-        "cpu): gradients to the host, updated parameters back. Default: native.",
-    )
-    min_bytes: int = Field(
-        65536,
-        ge=0,
-        description="Messages of fewer bytes stay native. Lower: more messages are compressed, "
-        "where latency counts more than bytes.",
-    )
-    start_step: int = Field(
-        0,
-        ge=0,
-        description="Optimizer steps that are native before compression starts; for a warm-up.",
-    )
-    hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] = Field(
-        "auto",
-        description="Two levels for dp and zero where a group spans nodes: native inside a node, "
-        "encoded between nodes, which then carry the bytes of one rank instead of those of all "
-        "its ranks. auto: nodes as the launcher numbers them (CROSS_RANK, GROUP_RANK), else by "
-        "host. N: every N consecutive ranks share a node. none: one level. A group inside one "
-        "node, or with one rank on each, is always compressed in one level.",
-    )
-    on_unsupported: Literal["error", "native"] = Field(
-        "error",
-        description="When a key cannot take effect. error: stop before training. native: say once "
-        "what stays uncompressed, and train.",
-    )
-    ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
-
-    _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
-
-    @field_validator("hierarchy", mode="before")
-    @classmethod
-    def _one_of(cls, found: Any) -> Any:
-        number = isinstance(found, int) and not isinstance(found, bool) and found > 0
-        if not number and found not in ("auto", "none"):
-            todo = 'expected "auto", "none" or the number of consecutive ranks that share a node'
-            raise problem("", found, f"{todo}; correct it")
-        return found
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _with_preset(
-        cls, data: Any, handler: ModelWrapValidatorHandler[CompressionConfig]
-    ) -> CompressionConfig:
-        if not isinstance(data, Mapping):
-            raise problem("", data, 'expected an object, such as {"preset": "recommended"}')
-        merged = dict(data)
-        preset = data.get("preset")
-        if preset is not None:
-            if not isinstance(preset, str) or preset not in PRESETS:
-                near = near_key(PRESETS, preset) if isinstance(preset, str) else None
-                hint = f"did you mean {near!r}? " if near else ""
-                raise problem("preset", preset, f"{hint}expected one of {', '.join(PRESETS)}")
-            for name, settings in PRESETS[preset].items():
-                merged[name] = _override(settings, data[name]) if name in data else settings
-        config = handler(merged)
-        config._explicit = frozenset(name for name in DIMENSIONS if name in data)
-        if preset is None and not config._explicit:
-            todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
-            raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)}")
-        config._check_samples(data)
-        if data.get("hierarchy", "none") != "none" and not (
-            config.active("dp") or config.active("zero")
-        ):
-            todo = "only dp and zero have two levels, and neither is compressed; remove it"
-            raise problem("hierarchy", config.hierarchy, todo)
-        low_rank = config.policy().low_rank and not config.active("zero")
-        if low_rank and data.get("hierarchy", "none") != "none":
-            todo = "powersgd sums its factors natively over all ranks, in one level; remove it"
-            raise problem("hierarchy", config.hierarchy, todo)
-        return config
-
-    @model_validator(mode="after")
-    def _keeps_bounds(self) -> CompressionConfig:
-        for (name, way), codec in self.codecs().items():
-            override = getattr(getattr(self, name), way, None)
-            there = override is not None and "error_bound" in override.given()
-            check_kept(name, codec, f"{name}.{way}.error_bound" if there else f"{name}.error_bound")
-        for (name, _), rungs in self.ramps().items():
-            for rung in rungs:
-                check_kept(name, rung.codec, f"{name}.ramp.from")
-        return self
-
-    def _check_samples(self, written: Mapping[str, Any]) -> None:
-        """The guard looks at samples: a guard that was written down needs them."""
-        for name in DIMENSIONS if not self.ledger.sample_every else ():
-            settings: DimensionConfig = getattr(self, name)
-            if name in written and "guard" in settings.model_fields_set and settings.limits().any:
-                todo = f'{name}.guard looks at samples; set it above 0, or that guard to "none"'
-                raise problem("ledger.sample_every", 0, todo)
-
-    @classmethod
-    def parse(cls, block: object) -> CompressionConfig:
-        """The configuration of a bare block. Raises ConfigError in one line, naming the key."""
-        try:
-            return cls.model_validate(block)
-        except ValidationError as error:
-            raise translate(error, cls, BLOCK) from None
-
-    @property
-    def explicit(self) -> frozenset[Dimension]:
-        """Dimensions that the user wrote, as opposed to those that only a preset names."""
-        return self._explicit
-
-    def error_feedback(self, dimension: Dimension) -> bool:
-        """Whether ``dimension`` keeps residuals; only dp can."""
-        return dimension == "dp" and self.dp.feeds_back
-
-    def measured(self) -> tuple[Dimension, ...]:
-        """Dimensions that turn themselves off where the link is faster than their codec."""
-        both: tuple[Dimension, ...] = ONE_WAY
-        return tuple(name for name in both if getattr(self, name).when == "auto")
-
-    def limits(self) -> dict[Dimension, Limits]:
-        """What the guard looks at, by dimension; nothing without samples."""
-        if not self.ledger.sample_every:
-            return {}
-        found: dict[Dimension, Limits] = {n: getattr(self, n).limits() for n in DIMENSIONS}
-        return {name: limits for name, limits in found.items() if limits.any}
-
-    def policy(self) -> Policy:
-        """The codecs, built, by dimension and direction."""
-        return Policy(self.codecs(), self.min_bytes, self.start_step, self.ramps())
-
-    def active(self, dimension: Dimension) -> bool:
-        """Whether any direction of ``dimension`` has a codec."""
-        return any(codec for (name, _), codec in self.codecs().items() if name == dimension)
-
-    def flat(self) -> dict[str, Any]:
-        """What the ranks of a job have to agree on, resolved, by dotted key.
-
-        Independent of key order, shorthand and preset; of the ledger only when it reports.
-        """
-        settings: dict[str, Any] = {
-            f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
-            for (name, direction), codec in self.codecs().items()
-        }
-        settings[f"{BLOCK}.dp.error_feedback"] = self.error_feedback("dp")
-        settings.update({f"{BLOCK}.{name}.when": getattr(self, name).when for name in ONE_WAY})
-        settings[f"{BLOCK}.zero.delta"] = self.zero.delta
-        settings[f"{BLOCK}.zero.resync_every"] = self.zero.resync_every
-        settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather
-        settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
-        for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
-            settings[f"{BLOCK}.{name}"] = getattr(self, name)
-        for (name, direction), rungs in self.ramps().items():
-            levels = [[rung.stop, rung.codec.spec] for rung in rungs]
-            settings[f"{BLOCK}.{name}.{direction}.ramp"] = levels
-        for name, limits in self.limits().items():
-            settings[f"{BLOCK}.{name}.guard"] = [limits.error, limits.residual]
-            settings[f"{BLOCK}.ledger.sample_every"] = self.ledger.sample_every
-        return settings
-
-    def digest(self) -> str:
-        """SHA-256 of ``flat()`` as 64 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self.flat(), sort_keys=True).encode()).hexdigest()
-
-    def describe(self, absent: Collection[Dimension] = ()) -> list[str]:
-        """One line for each compressed dimension (and direction, where they differ).
-
-        ``absent``: dimensions without traffic in this job; they are only listed.
-        """
-        return describe.lines(self, absent)
-
-    def notes(self, dtype: torch.dtype) -> list[str]:
-        """Warnings about codecs that save nothing on messages of ``dtype``."""
-        return describe.notes(self, dtype)
-
-    def ramps(self) -> dict[tuple[Dimension, Direction], tuple[Rung, ...]]:
-        """The steps of every ramp, by dimension and direction."""
-        ways = {key: getattr(self, key[0]).rungs_of(key[1]) for key in self.codecs()}
-        return {key: rungs for key, rungs in ways.items() if rungs}
-
-    def codecs(self) -> dict[tuple[Dimension, Direction], Codec | None]:
-        """The codecs, built; None for native."""
-        return {
-            (name, way): getattr(self, name).codec_of(way)
-            for name in DIMENSIONS
-            for way in DIRECTIONS
-            if way == "forward" or name not in ONE_WAY
-        }
-
-
-def _override(preset: Mapping[str, Any], written: Any) -> Any:
-    """A preset's dimension with what the user wrote for it; a bound alone names codec auto."""
-    if not isinstance(written, Mapping) or "codec" in written or "error_bound" in written:
-        return written
-    ways = [written.get(way) for way in DIRECTIONS]
-    if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):
-        return written
-    return {**preset, **written}
-
 
 def load_config(source: Mapping[str, Any] | str | Path) -> CompressionConfig | None:
     """The block of a DeepSpeed configuration, None where there is none or it is not enabled.
@@ -345,33 +57,3 @@ def load_config(source: Mapping[str, Any] | str | Path) -> CompressionConfig | N
         return None
     config = CompressionConfig.parse(ds_json[BLOCK])
     return config if config.enabled else None
-
-
-def schema() -> dict[str, Any]:
-    """JSON schema of a ds_config.json as far as the block goes; other keys are DeepSpeed's."""
-    block = _with_shorthand(CompressionConfig.model_json_schema())
-    definitions = block.pop("$defs")
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "ds_config.json with a compression block",
-        "type": "object",
-        "properties": {BLOCK: {"$ref": "#/$defs/CompressionConfig"}},
-        "$defs": {**definitions, "CompressionConfig": block},
-    }
-
-
-def _with_shorthand(node: Any) -> Any:
-    """``node`` with "or the name of a codec" wherever an object with a codec may stand."""
-    if isinstance(node, list):
-        return [_with_shorthand(part) for part in node]
-    if not isinstance(node, dict):
-        return node
-    found = {key: _with_shorthand(part) for key, part in node.items() if key != "allOf"}
-    for part in node.get("allOf", ()):  # pydantic before 2.10 wraps a reference that has company
-        found.update(part)
-    name = str(found.get("$ref", "")).removeprefix("#/$defs/")
-    if name in SHORTHAND:
-        reference = {"$ref": found.pop("$ref")}
-        names = codec_names(gradients=name == GradientConfig.__name__)
-        found["anyOf"] = [{"type": "string", "enum": names}, reference]
-    return found

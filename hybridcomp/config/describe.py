@@ -16,7 +16,7 @@ from hybridcomp.config.settings import NONE
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension
 
 if TYPE_CHECKING:
-    from hybridcomp.config import CompressionConfig
+    from hybridcomp.config.block import CompressionConfig
 
 #: values of the message that ratios are stated for: 4 MiB of fp32
 TYPICAL_NUMEL = 1 << 20

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridcomp.policy import BETWEEN_RANKS, Dimension
+from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, Dimension
 
 Settings = dict[str, Any]
 _MODEL: tuple[Dimension, ...] = (
@@ -40,3 +40,13 @@ PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
         **{name: _blockint(8) for name in BETWEEN_RANKS if name != "dp"},
     },
 }
+
+
+def overridden(preset: Mapping[str, Any], written: Any) -> Any:
+    """A preset's dimension with what the user wrote for it; a bound alone names codec auto."""
+    if not isinstance(written, Mapping) or "codec" in written or "error_bound" in written:
+        return written
+    ways = [written.get(way) for way in DIRECTIONS]
+    if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):
+        return written
+    return {**preset, **written}

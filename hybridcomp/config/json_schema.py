@@ -1,0 +1,59 @@
+"""The block as a JSON schema, for editors and for those who read it without Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridcomp.config.block import BLOCK, CompressionConfig
+from hybridcomp.config.dimension import (
+    ActivationConfig,
+    DirectionConfig,
+    GradientConfig,
+    OffloadConfig,
+    ParameterConfig,
+    PipelineConfig,
+)
+from hybridcomp.config.settings import codec_names
+
+#: models that may be written as the bare name of a codec
+SHORTHAND = frozenset(
+    model.__name__
+    for model in (
+        GradientConfig,
+        ParameterConfig,
+        ActivationConfig,
+        PipelineConfig,
+        OffloadConfig,
+        DirectionConfig,
+    )
+)
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of a ds_config.json as far as the block goes; other keys are DeepSpeed's."""
+    block = _with_shorthand(CompressionConfig.model_json_schema())
+    definitions = block.pop("$defs")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "ds_config.json with a compression block",
+        "type": "object",
+        "properties": {BLOCK: {"$ref": "#/$defs/CompressionConfig"}},
+        "$defs": {**definitions, "CompressionConfig": block},
+    }
+
+
+def _with_shorthand(node: Any) -> Any:
+    """``node`` with "or the name of a codec" wherever an object with a codec may stand."""
+    if isinstance(node, list):
+        return [_with_shorthand(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    found = {key: _with_shorthand(part) for key, part in node.items() if key != "allOf"}
+    for part in node.get("allOf", ()):  # pydantic before 2.10 wraps a reference that has company
+        found.update(part)
+    name = str(found.get("$ref", "")).removeprefix("#/$defs/")
+    if name in SHORTHAND:
+        reference = {"$ref": found.pop("$ref")}
+        names = codec_names(gradients=name == GradientConfig.__name__)
+        found["anyOf"] = [{"type": "string", "enum": names}, reference]
+    return found
