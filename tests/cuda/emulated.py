@@ -90,9 +90,9 @@ class EmulatedLauncher:
     def launch(
         self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int], *words: int
     ) -> None:
-        """See ``cuda.Launcher``."""
+        """See ``launcher.Launcher``."""
         emulated(source, *defines).launch(kernel, grid, *words)
 
     def zeros(self, words: int) -> Tensor:
-        """See ``cuda.Launcher``."""
+        """See ``launcher.Launcher``."""
         return torch.zeros(words, dtype=torch.int64)

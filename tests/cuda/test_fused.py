@@ -12,8 +12,8 @@ import torch.distributed as dist
 from hybridcomp.codecs import VALUE_DTYPES, BlockInt, Codec, make_codec
 from hybridcomp.collectives import Meter, all_reduce, chunk_ranges, reduce_scatter
 from hybridcomp.collectives.fused import adjacent
-from hybridcomp.kernels import cuda
 from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda_fused import blockint_macros
 from tests.codecs import arrays
 from tests.cuda.common import kernels_replaced
 from tests.cuda.emulated import EmulatedLauncher, emulated
@@ -68,7 +68,7 @@ def test_same_bits_and_bytes_with_three_launches() -> None:
         )
         for dtype in VALUE_DTYPES
     ]  # fmt: skip
-    for macros in {cuda._blockint(BlockInt(**case[1])._setting) for case in cases}:
+    for macros in {blockint_macros(BlockInt(**case[1])._setting) for case in cases}:
         emulated("blockint.cu", *macros)  # built once, before the ranks want it
     for found in run_ranks(3, many, cases):
         for case, (same, plain, fused, kernels) in zip(cases, found, strict=True):
@@ -141,7 +141,7 @@ def test_error_feedback_takes_three_launches_and_leaves_the_same_residuals() -> 
         )
         for dtype in VALUE_DTYPES
     ]  # fmt: skip
-    for macros in {cuda._blockint(BlockInt(**case[1])._setting) for case in cases}:
+    for macros in {blockint_macros(BlockInt(**case[1])._setting) for case in cases}:
         emulated("blockint.cu", *macros)
     for found in run_ranks(3, many_with_feedback, cases):
         for case, (*different, kernels) in zip(cases, found, strict=True):
@@ -213,7 +213,7 @@ def test_a_reduce_scatter_takes_two_launches() -> None:
         for dtype in VALUE_DTYPES
         for held in (False, True)
     ]  # fmt: skip
-    for macros in {cuda._blockint(BlockInt(**case[1])._setting) for case in cases}:
+    for macros in {blockint_macros(BlockInt(**case[1])._setting) for case in cases}:
         emulated("blockint.cu", *macros)
     for rank, found in enumerate(run_ranks(3, many_scattered, cases)):
         for case, (*different, kernels) in zip(cases, found, strict=True):

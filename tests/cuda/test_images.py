@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import images
-from hybridcomp.kernels.cuda import CupyLauncher
+from hybridcomp.kernels.launcher import CupyLauncher
 from tests.ranks import RankPool
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[gpu]")

@@ -1,0 +1,85 @@
+"""Kernels for all chunks of a reduction at once; only blockint has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridcomp.kernels.launcher import DTYPES, WARPS, WHOLE, Launcher, ceil_div
+
+
+def blockint_macros(setting: int) -> tuple[str, ...]:
+    """The macros of one setting: bits, + 16 rotated, + 32 with Gaussian levels."""
+    rotate = ("HC_ROTATE=1",) if setting & 16 else ()
+    gaussian = ("HC_GAUSSIAN=1",) if setting & 32 else ()
+    return (f"HC_BITS={setting & 15}", *rotate, *gaussian)
+
+
+class FusedBlockInt:
+    """``codecs.base.Fused`` of blockint: three launches for an all_reduce, two for its half."""
+
+    def __init__(self, launcher: Launcher, setting: int) -> None:
+        self._launcher = launcher
+        self._defines = blockint_macros(setting)
+
+    def encode(
+        self, values: Tensor, chunk: int, slot: int, skip: int, out: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """A row of blocks for each chunk."""
+        chunks = ceil_div(values.numel(), chunk)
+        rows = chunks - 1 if 0 <= skip < chunks else chunks
+        words = (
+            values.data_ptr(), values.numel(), chunk, slot, skip, out.data_ptr(), _code(values)
+        )  # fmt: skip
+        if residual is None:
+            self._launch("encode", chunk, rows, *words)
+        else:
+            self._launch("encode_feedback", chunk, rows, *words, residual.data_ptr())
+
+    def reduce(
+        self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
+        residual: Tensor | None = None, owner_residual: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """A warp a tile: the sum stays in registers between decoding and encoding."""
+        words = self._sum(payloads, own, ranks, me, out)
+        if residual is None and owner_residual is None:
+            self._launch("reduce", own.numel(), 1, *words)
+        else:
+            left = (0 if r is None else r.data_ptr() for r in (residual, owner_residual))
+            self._launch("reduce_feedback", own.numel(), 1, *words, *left)
+
+    def sum(
+        self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """A warp a tile."""
+        words = self._sum(payloads, own, ranks, me, out)
+        if residual is None:
+            self._launch("sum", own.numel(), 1, *words)
+        else:
+            self._launch("sum_feedback", own.numel(), 1, *words, residual.data_ptr())
+
+    @staticmethod
+    def _sum(payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor) -> tuple[int, ...]:
+        """What the kernels that sum have in common."""
+        slot = payloads.numel() // max(ranks - 1, 1)
+        return (
+            payloads.data_ptr(), own.data_ptr(), own.numel(), ranks, me, slot, out.data_ptr(),
+            _code(own),
+        )  # fmt: skip
+
+    def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:
+        """A row of blocks for each chunk."""
+        rows = ceil_div(out.numel(), chunk)
+        words = (payloads.data_ptr(), out.numel(), chunk, slot, WHOLE, out.data_ptr())
+        self._launch(f"decode_{DTYPES[_code(out)]}", chunk, rows, *words)
+
+    def _launch(self, kernel: str, chunk: int, rows: int, *words: int) -> None:
+        grid = (ceil_div(chunk, 1024 * WARPS), rows)
+        if grid[0] and grid[1]:
+            self._launcher.launch("blockint.cu", self._defines, f"blockint_{kernel}", grid, *words)
+
+
+def _code(values: Tensor) -> int:
+    return (torch.float32, torch.bfloat16, torch.float16).index(values.dtype)
