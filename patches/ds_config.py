@@ -12,7 +12,8 @@ from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.problems import Shown, idle
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches import ds_offload_rules, neox_rules
-from hybridcomp.patches.ds_rules import RULES, Job, Rule
+from hybridcomp.patches.ds_rules import RULES
+from hybridcomp.patches.rules import Job, Rule
 from hybridcomp.policy import DIMENSIONS, Dimension
 
 #: of every dimension

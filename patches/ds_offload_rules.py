@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config import CompressionConfig
-from hybridcomp.patches.ds_rules import Job, Rule
+from hybridcomp.patches.rules import Job, Rule
 
 
 def _offload(job: Job, key: str, default: Any = None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridcomp.patches.ds_rules import Job, Rule
+from hybridcomp.patches.rules import Job, Rule
 
 #: switches that put Transformer Engine's layers in the place of GPT-NeoX's own
 TRANSFORMER_ENGINE = (

@@ -12,7 +12,8 @@ import pytest
 from hybridcomp.config import PRESETS, CompressionConfig, load_config
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds_config import TABLES, check
-from hybridcomp.patches.ds_rules import FINE, Job
+from hybridcomp.patches.ds_rules import FINE
+from hybridcomp.patches.rules import Job
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("ds_*.json"))
