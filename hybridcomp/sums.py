@@ -25,6 +25,7 @@ from hybridcomp.collectives import (
     ReduceScatterHandle,
     chunk_ranges,
     hierarchy,
+    hierarchy_owners,
     plan_reduction,
 )
 from hybridcomp.collectives.lowrank import Measure
@@ -227,13 +228,13 @@ def reduce_to_owners(
     feedback, meter, levels = spot.feedback(pieces, tensor), spot.meter(), spot.levels
     planned = ranges
     if levels is not None:
-        planned = hierarchy.ranges_of_nodes(ranges, spot.within(tensor.numel()), levels)
+        planned = hierarchy_owners.ranges_of_nodes(ranges, spot.within(tensor.numel()), levels)
     balanced = plan_reduction(planned, spot.encoders) == "balanced"
     residual, owner = feedback.sender(), feedback.owner() if balanced else None
     cuts = spot.cuts(codec, pieces)
     probe = spot.shows(codec, cuts, 2 if balanced else 1, torch.float32, residual)
     if levels is not None:
-        sums = hierarchy.reduce_to_owners(
+        sums = hierarchy_owners.reduce_to_owners(
             tensor,
             ranges,
             codec,

@@ -23,6 +23,7 @@ from hybridcomp.collectives import (
     all_to_all,
     chunk_ranges,
     hierarchy,
+    hierarchy_owners,
     recv,
     reduce_scatter,
     reduce_to_owners,
@@ -157,7 +158,7 @@ class Sums:
             list(torch.split(self.values(step), lengths)), self.codec, levels, meter=meter
         ).wait()
         ranges = [OwnedRange(0, 3000, (0, 3)), OwnedRange(3000, NUMEL, (1,))]
-        owned = hierarchy.reduce_to_owners(
+        owned = hierarchy_owners.reduce_to_owners(
             self.values(step), ranges, self.codec, levels, meter=meter
         )
         return [values, gathered, total, *owned]

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges, hierarchy
+from hybridcomp.collectives import (
+    Levels,
+    Meter,
+    OwnedRange,
+    chunk_ranges,
+    hierarchy,
+    hierarchy_owners,
+)
 from hybridcomp.errors import ConfigError
 from hybridcomp.nodes import Nodes, discover, grid_of
 from tests.collectives.common import bound, digest, rank_order_sum, values_of
@@ -160,7 +167,7 @@ def _to_owners(codec: Codec, width: int, ranges: list[OwnedRange], dtype: torch.
     numel = ranges[-1].stop
     inputs = [values_of(rank, numel, dtype) for rank in range(ranks)]
     own = inputs[me].clone()
-    sums = hierarchy.reduce_to_owners(own, ranges, codec, levels, meter=meter_of(levels))
+    sums = hierarchy_owners.reduce_to_owners(own, ranges, codec, levels, meter=meter_of(levels))
     assert torch.equal(own, inputs[me])
     mine = [owned for owned in ranges if me in owned.ranks]
     found = {}
