@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,25 +11,18 @@ from torch.distributed import ProcessGroup, get_rank, get_world_size
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.chunks import chunk_ranges, stretches
-from hybridcomp.collectives.encoding import (
-    Job,
-    check_residual,
-    check_values,
-    decode_fp32,
-    sent_dtype,
-)
-from hybridcomp.collectives.exchange import exchange
+from hybridcomp.collectives.encoding import check_residual, check_values, sent_dtype
 from hybridcomp.collectives.handle import Pending, Steps
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.plan import (
     OwnedRange,
-    Piece,
     cut_at_chunks,
     even_ranges,
     merge_neighbours,
     plan_reduction,
 )
 from hybridcomp.collectives.segments import Range, overlapped, segments
+from hybridcomp.collectives.spread import piece_segments, place, spread
 from hybridcomp.collectives.summing import Part, sum_parts
 from hybridcomp.errors import CodecError
 
@@ -87,7 +79,7 @@ def reduce_to_owners(
         Pending(steps, meter, False)
     empty = tensor.new_empty(0, dtype=torch.float32)
     return [
-        _place(sums, owned.start, owned.stop) if owned.start < owned.stop else empty
+        place(sums, owned.start, owned.stop) if owned.start < owned.stop else empty
         for owned in ranges
         if me in owned.ranks
     ]
@@ -106,12 +98,6 @@ def _check_ranges(ranges: Sequence[OwnedRange], numel: int, world_size: int) -> 
         position = owned.stop
     if position != numel:
         raise CodecError(f"ranges: expected to cover {numel} elements, found {position}")
-
-
-def _place(sums: dict[int, Tensor], start: int, stop: int) -> Tensor:
-    """The view of elements ``[start, stop)`` in the sum of the run that holds them."""
-    run = max(first for first in sums if first <= start)
-    return sums[run][start - run : stop - run]
 
 
 def _cut(ranges: Sequence[OwnedRange], cuts: Sequence[int]) -> list[OwnedRange]:
@@ -181,7 +167,7 @@ def _owned_parts(
     parts = _parts(tensor, ranges, residual)
     for part, owned in zip(parts, ranges, strict=True):
         if me in owned.ranks:
-            part.out = _place(sums, owned.start, owned.stop)
+            part.out = place(sums, owned.start, owned.stop)
     return parts
 
 
@@ -196,7 +182,7 @@ def _balanced(
     owner_residual: Tensor | None,
     cuts: Sequence[int],
 ) -> Steps[None]:
-    """1 sum my chunk of the even split, 2 send the sums on (``_spread``).
+    """1 sum my chunk of the even split, 2 send the sums on (``spread``).
 
     A bounded codec must see the same stretches in both, so it cuts where owners change as well.
     """
@@ -223,13 +209,13 @@ def _balanced(
     dtype = sent_dtype(second, tensor.dtype, wide=True)
     pieces = cut_at_chunks(_cut(runs, cuts), world_size)
     feedback = owner_residual is not None
-    spread = []
-    for segment in _piece_segments(pieces, second, tensor.device):
+    messages = []
+    for segment in piece_segments(pieces, second, tensor.device):
         mine = {p: total[p.start - even[me].start :][: p.numel] for p in segment if p.source == me}
-        spread.append(
-            _spread(segment, mine, feedback, sums, second, dtype, tensor.device, group, meter)
+        messages.append(
+            spread(segment, mine, feedback, sums, second, dtype, tensor.device, group, meter)
         )
-    yield from overlapped(spread)
+    yield from overlapped(messages)
     POOL.give(buffer)
 
 
@@ -249,65 +235,3 @@ def _even_parts(
             part.out = total[owned.start - start : owned.stop - start]
             part.fresh = owner_residual is None
     return parts
-
-
-def _piece_segments(
-    pieces: Sequence[Piece], codec: Codec, device: torch.device
-) -> list[list[Piece]]:
-    """``pieces`` in segments with a share of every way from a source to its owners."""
-    rows: dict[tuple[int, tuple[int, ...]], list[Range]] = {}
-    for piece in pieces:
-        rows.setdefault((piece.source, piece.ranks), []).append((piece.start, piece.stop))
-    return [
-        sorted(
-            (
-                Piece(start, stop, ranks, source)
-                for (source, ranks), row in zip(rows, shares, strict=True)
-                for start, stop in row
-            ),
-            key=lambda piece: piece.start,
-        )
-        for shares in segments(list(rows.values()), (codec,), device)
-    ]
-
-
-def _spread(
-    pieces: Sequence[Piece],
-    mine: dict[Piece, Tensor],
-    feedback: bool,
-    sums: dict[int, Tensor],
-    codec: Codec,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: ProcessGroup | None,
-    meter: Meter,
-) -> Steps[None]:
-    """1 send the sums of my chunk (``mine``) to their owners, 2 decode what I own into ``sums``.
-
-    With ``feedback`` the memory behind ``mine`` becomes the residual of this quantization.
-    """
-    me, world_size = get_rank(group), get_world_size(group)
-    # 1
-    jobs = {p: Job(v, v if feedback else None) for p, v in mine.items() if not p.stays}
-    outgoing = [
-        [job for piece, job in jobs.items() if rank in piece.ranks and rank != me]
-        for rank in range(world_size)
-    ]
-    incoming = [
-        [p for p in pieces if p.source == rank != me and me in p.ranks]
-        for rank in range(world_size)
-    ]
-    numels = [[piece.numel for piece in row] for row in incoming]
-    payloads = yield from exchange(codec, dtype, outgoing, numels, device, group, meter)
-    # 2
-    arrived = [*zip(chain(*incoming), chain(*payloads.received), strict=True)]
-    arrived += [(p, payloads.encoded[job]) for p, job in jobs.items() if me in p.ranks]
-    with meter.coding():
-        for piece, payload in arrived:
-            decode_fp32(codec, payload, _place(sums, piece.start, piece.stop), dtype)
-        for piece, values in mine.items():
-            if piece.stays:
-                _place(sums, piece.start, piece.stop).copy_(values)
-                if feedback:
-                    values.zero_()
-    payloads.release()
