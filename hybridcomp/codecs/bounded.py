@@ -21,24 +21,11 @@ absolute mode both come on top: they depend on the values, and native has them t
   in two hops whose own rounding u is above the bound;
 * with error feedback x_r is what was to be sent: the values and their residual. The owner's
   residual counts as the values of one more rank;
-* fixed-size codecs have absolute floors: with them M_r counts as at least ``FLOOR``. radix and
-  lossless codecs have none; ``auto`` takes fixed-size ones only for fp16, whose values lie above.
+* fixed-size codecs have absolute floors: with them M_r counts as at least ``budget.FLOOR``.
+  radix and lossless codecs have none; ``auto`` takes fixed-size ones only for fp16, whose values
+  lie above.
 
-**The budget.** Let every encoding keep e times the absmax of its segment. The ranks' decoded values
-are off by e A in sum and reach (1 + e) A; summing them in fp32 adds g times that. So the sum T has
-M_T <= (1 + g)(1 + e) A and is off by (1 + g)(1 + e) A - A. Encoding T adds e M_T, and rounding what
-was decoded to 16 bits u (1 + e) M_T, so that with n quantizations
-
-    |result - exact| <= ((1 + e)^n (1 + g)(1 + u) - 1) A
-    e = ((1 + error_bound) / ((1 + g)(1 + u)))^(1/n) - 1
-
-keeps the promise. Equal shares: a hop costs log2(1 / e) bits a value, and both carry as many. With
-an absolute bound E errors add up: k encoded summands keep E / k in one hop, E / 2k and E / 2 in
-two.
-
-Segments of both hops are the same stretches, or the first inequality would not hold; so where a
-message has owners it is cut where they change as well. Source of g: Higham, Accuracy and Stability
-of Numerical Algorithms, section 4.2.
+How the bound is split over the quantizations: ``codecs/budget.py``.
 """
 
 from __future__ import annotations
@@ -53,6 +40,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.blockint import BlockInt
+from hybridcomp.codecs.budget import FLOOR, ROUNDING, shares, worst_ratio
 from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.radix import BLOCK, LARGEST_SEGMENT, SMALLEST_SEGMENT, Mode, Radix
@@ -69,14 +57,6 @@ LADDERS: Mapping[str, tuple[Codec, ...]] = {
     "fp16": (Fp16(),),
 }
 FAMILIES = (AUTO, RADIX, *LADDERS)
-#: magnitudes below count as this where a fixed-size codec carries them
-FLOOR = 2.0**-72
-#: half a unit of a result's own rounding, relative
-ROUNDING: Mapping[torch.dtype, float] = {
-    torch.float32: 0.0,
-    torch.bfloat16: 2.0**-8,
-    torch.float16: 2.0**-11,
-}
 #: error of one encoding below which expcode needs fewer bits than radix, from 2^20 Gaussian values:
 #: fp32 27.2 bits, where radix takes 21 at 5e-7 and keeps blocks raw from 2.4e-7 down; bf16 11.2,
 #: radix 11.1 at 5e-4; fp16 14.2, radix 13.5 at 1e-4
@@ -218,38 +198,6 @@ class Bounded(Codec):
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Of a message that is moved; ``absmax`` of its segment."""
         return self._moved(dtype).element_bound(absmax, dtype)
-
-
-def shares(
-    bound: float, mode: Mode, count: int, summands: int, sums: int, rounding: float
-) -> tuple[float, ...]:
-    """What each quantization may add, see the top of this module; 0.0 where nothing is left.
-
-    ``summands`` are encoded, ``sums`` fp32 operations may round.
-    """
-    if mode == "abs":
-        k = max(1, summands)
-        return (bound / k,) if count == 1 else (bound / (2 * k), bound / 2)
-    unit = sums * 2.0**-24
-    given_away = math.log1p(unit / (1 - unit)) + math.log1p(rounding)
-    share = math.expm1((math.log1p(bound) - given_away) / count)
-    return (max(0.0, share * (1 - 2.0**-40)),) * count  # the logarithms' own rounding
-
-
-def worst_ratio(codec: Codec, dtype: torch.dtype, smallest: float) -> float:
-    """Largest error of an element over its segment's absmax, for an absmax from ``smallest`` up.
-
-    Bounds of elements are a constant below some absmax and grow linearly above it, so that the ends
-    of the range tell.
-    """
-    ends = (smallest, 1.0, torch.finfo(dtype).max)
-    return max(codec.element_bound(absmax, dtype) / absmax for absmax in ends)
-
-
-def best_bound(ladder: tuple[Codec, ...], count: int) -> float:
-    """The smallest relative bound that ``count`` quantizations of fp32 messages of 8 ranks keep."""
-    ratio = min(worst_ratio(codec, torch.float32, FLOOR) for codec in ladder)
-    return (1 + ratio) ** count * (1 + 11 * 2.0**-24) - 1
 
 
 @lru_cache(maxsize=256)

@@ -10,14 +10,8 @@ import torch
 
 from hybridcomp.codecs import CODECS, PowerSgd
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.bounded import (
-    LADDERS,
-    ROUNDING,
-    SMALL_NUMEL,
-    Bounded,
-    best_bound,
-    make_bounded,
-)
+from hybridcomp.codecs.bounded import LADDERS, SMALL_NUMEL, Bounded, make_bounded
+from hybridcomp.codecs.budget import ROUNDING, best_bound
 from hybridcomp.config.problems import NOTHING, problem
 from hybridcomp.errors import CodecError
 from hybridcomp.policy import Dimension

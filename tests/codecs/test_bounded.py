@@ -11,17 +11,8 @@ from hypothesis import strategies as st
 
 from hybridcomp.codecs import Bf16, BlockInt, Bounded, ExpCode, Fp8, Radix, Zfp
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.codecs.bounded import (
-    FLOOR,
-    LADDERS,
-    LOSSLESS_BELOW,
-    ROUNDING,
-    SMALL_NUMEL,
-    best_bound,
-    make_bounded,
-    shares,
-    worst_ratio,
-)
+from hybridcomp.codecs.bounded import LADDERS, LOSSLESS_BELOW, SMALL_NUMEL, make_bounded
+from hybridcomp.codecs.budget import FLOOR, ROUNDING, best_bound, shares, worst_ratio
 from hybridcomp.errors import CodecError
 
 BIG = 1 << 30

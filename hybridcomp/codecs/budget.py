@@ -1,0 +1,71 @@
+"""The budget of a promise: what each quantization of a collective may add.
+
+The promise, and what A, M, W, u and g are, stands at the top of ``codecs/bounded.py``.
+
+Let every encoding keep e times the absmax of its segment. The ranks' decoded values are off by e A
+in sum and reach (1 + e) A; summing them in fp32 adds g times that. So the sum T has M_T <=
+(1 + g)(1 + e) A and is off by (1 + g)(1 + e) A - A. Encoding T adds e M_T, and rounding what was
+decoded to 16 bits u (1 + e) M_T, so that with n quantizations
+
+    |result - exact| <= ((1 + e)^n (1 + g)(1 + u) - 1) A
+    e = ((1 + error_bound) / ((1 + g)(1 + u)))^(1/n) - 1
+
+keeps the promise. Equal shares: a hop costs log2(1 / e) bits a value, and both carry as many. With
+an absolute bound E errors add up: k encoded summands keep E / k in one hop, and E / 2k and E / 2
+in two.
+
+Segments of both hops are the same stretches, or the first inequality would not hold; so where a
+message has owners it is cut where they change as well. Source of g: Higham, Accuracy and Stability
+of Numerical Algorithms, section 4.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.radix import Mode
+
+#: magnitudes below count as this where a fixed-size codec carries them
+FLOOR = 2.0**-72
+#: half a unit of a result's own rounding, relative
+ROUNDING: Mapping[torch.dtype, float] = {
+    torch.float32: 0.0,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}
+
+
+def shares(
+    bound: float, mode: Mode, count: int, summands: int, sums: int, rounding: float
+) -> tuple[float, ...]:
+    """What each quantization may add, see the top of this module; 0.0 where nothing is left.
+
+    ``summands`` are encoded, ``sums`` fp32 operations may round.
+    """
+    if mode == "abs":
+        k = max(1, summands)
+        return (bound / k,) if count == 1 else (bound / (2 * k), bound / 2)
+    unit = sums * 2.0**-24
+    given_away = math.log1p(unit / (1 - unit)) + math.log1p(rounding)
+    share = math.expm1((math.log1p(bound) - given_away) / count)
+    return (max(0.0, share * (1 - 2.0**-40)),) * count  # the logarithms' own rounding
+
+
+def worst_ratio(codec: Codec, dtype: torch.dtype, smallest: float) -> float:
+    """Largest error of an element over its segment's absmax, for an absmax from ``smallest`` up.
+
+    Bounds of elements are a constant below some absmax and grow linearly above it, so that the ends
+    of the range tell.
+    """
+    ends = (smallest, 1.0, torch.finfo(dtype).max)
+    return max(codec.element_bound(absmax, dtype) / absmax for absmax in ends)
+
+
+def best_bound(ladder: tuple[Codec, ...], count: int) -> float:
+    """The smallest relative bound that ``count`` quantizations of fp32 messages of 8 ranks keep."""
+    ratio = min(worst_ratio(codec, torch.float32, FLOOR) for codec in ladder)
+    return (1 + ratio) ** count * (1 + 11 * 2.0**-24) - 1
