@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config.problems import problem
-from hybridcomp.config.ramp import moving, rungs
+from hybridcomp.config.ramp import RampConfig, moving, rungs
 from hybridcomp.config.settings import (
     GRADIENT_CODEC,
     NONE,
@@ -49,21 +49,6 @@ class GuardConfig(Strict):
         if not isinstance(data, (Mapping, GuardConfig)):
             raise problem("", data, 'expected limits, such as {"error": 0.5}, or "none"')
         return data
-
-
-class RampConfig(Strict):
-    """A setting that starts mild and reaches its value after some steps."""
-
-    start: float = Field(
-        alias="from",
-        gt=0,
-        allow_inf_nan=False,
-        description="What `error_bound` (smaller), or `bits` of blockint or `rate` of zfp "
-        "(larger), is at first. At most 8 levels: bounds in equal ratios, the others evenly.",
-    )
-    steps: int = Field(
-        ge=1, description="Optimizer steps after `start_step` until the setting has its value."
-    )
 
 
 class DirectionConfig(CodecSettings):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config.problems import problem
+from hybridcomp.config.settings import Strict
 from hybridcomp.policy import Rung
 
 #: most values that a ramp takes before its end: ranks and readers see few codecs
@@ -17,6 +19,21 @@ LEVELS = 8
 MOVES: tuple[tuple[str, bool], ...] = (("error_bound", False), ("bits", True), ("rate", True))
 #: zfp takes whole bits for a block of 4 values
 RATE_STEP = 0.25
+
+
+class RampConfig(Strict):
+    """A setting that starts mild and reaches its value after some steps."""
+
+    start: float = Field(
+        alias="from",
+        gt=0,
+        allow_inf_nan=False,
+        description="What `error_bound` (smaller), or `bits` of blockint or `rate` of zfp "
+        "(larger), is at first. At most 8 levels: bounds in equal ratios, the others evenly.",
+    )
+    steps: int = Field(
+        ge=1, description="Optimizer steps after `start_step` until the setting has its value."
+    )
 
 
 def moving(settings: Mapping[str, Any]) -> str | None:
