@@ -111,6 +111,34 @@ def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
+@dataclass(frozen=True)
+class Layers:
+    """Whose collectives these are.
+
+    Attributes:
+        dimension: what a group carries; None for a group whose messages stay exact.
+        way: the direction of the message that is being sent now.
+        whose: the channels that it goes through; without it those of the process.
+    """
+
+    dimension: Callable[[dist.ProcessGroup | None], Dimension | None]
+    way: Callable[[], Direction] = direction
+    whose: Callable[[], Channels | None] | None = None
+
+    def route(
+        self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup | None, raw_nbytes: int
+    ) -> Route | None:
+        """How a message of ``numel`` elements travels; None: as upstream sends it."""
+        return route(self.dimension(group), numel, dtype, group, raw_nbytes, self.way(), self.whose)
+
+    def leave_native(self, group: dist.ProcessGroup | None, raw_nbytes: int) -> None:
+        """Write down a message that no codec may touch."""
+        channels = current() if self.whose is None else self.whose()
+        dimension = self.dimension(group)
+        if channels is not None and dimension is not None and dist.get_world_size(group) > 1:
+            channels[dimension].native(raw_nbytes, self.way())
+
+
 class Namespace(types.ModuleType):
     """A module with some names replaced; everything else is looked up in the real one."""
 

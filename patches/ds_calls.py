@@ -20,7 +20,7 @@ from typing import Any
 from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches import process
-from hybridcomp.patches.tp_calls import Layers
+from hybridcomp.patches.calls import Layers
 from hybridcomp.policy import Dimension, Direction
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"

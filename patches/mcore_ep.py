@@ -11,10 +11,9 @@ native. DeepEP, HybridEP and other dispatchers move tokens themselves; ``mcore_r
 
 from __future__ import annotations
 
-from hybridcomp.patches.calls import make_backward
+from hybridcomp.patches.calls import Layers, make_backward
 from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.mcore_groups import dimension_of
-from hybridcomp.patches.tp_calls import Layers
 from hybridcomp.patching import Seam
 
 BACKWARD = Seam(

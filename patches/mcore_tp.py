@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybridcomp.patches.calls import make_backward, make_torch, torch_seam
+from hybridcomp.patches.calls import Layers, make_backward, make_torch, torch_seam
 from hybridcomp.patches.mcore_attach import REQUIREMENT
 from hybridcomp.patches.mcore_ep import TOKENS
 from hybridcomp.patches.mcore_groups import dimension_of
 from hybridcomp.patches.tp_calls import (
-    Layers,
     make_all_gather_into_tensor,
     make_all_gather_list,
     make_all_reduce,

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybridcomp.patches.calls import make_backward, make_torch, torch_seam
+from hybridcomp.patches.calls import Layers, make_backward, make_torch, torch_seam
 from hybridcomp.patches.neox_source import MAPPINGS, REQUIREMENT, source
 from hybridcomp.patches.tp_calls import (
-    Layers,
     make_all_gather_into_tensor,
     make_all_gather_list,
     make_all_reduce,

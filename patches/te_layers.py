@@ -29,11 +29,10 @@ import torch.distributed as dist
 
 from hybridcomp.collectives.native import all_gather_nbytes
 from hybridcomp.errors import SeamError
-from hybridcomp.patches.calls import make_torch, torch_seam
+from hybridcomp.patches.calls import Layers, make_torch, torch_seam
 from hybridcomp.patches.mcore_groups import dimension_of
 from hybridcomp.patches.tp_calls import (
     Collective,
-    Layers,
     Maker,
     make_all_gather_into_tensor,
     make_all_reduce,

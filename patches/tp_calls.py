@@ -1,8 +1,8 @@
 """Collectives of layers, encoded: replacements for what they call in torch.
 
 megatron-core's layers, GPT-NeoX's and DeepSpeed's call the same functions of torch.distributed, or
-of modules with the same names; each seam module says which dimension a group carries there, which
-way its messages go and whose they are. No seam is in here.
+of modules with the same names; each seam module says, as ``calls.Layers``, which dimension a group
+carries there, which way its messages go and whose they are. No seam is in here.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channels
 from hybridcomp.collectives.native import (
     all_gather_nbytes,
     all_reduce_nbytes,
@@ -25,43 +23,13 @@ from hybridcomp.collectives.native import (
     reduce_scatter_nbytes,
     send_nbytes,
 )
-from hybridcomp.patches.calls import Route, direction, flat, route
-from hybridcomp.patches.process import current
-from hybridcomp.policy import Dimension, Direction
+from hybridcomp.patches.calls import Layers, flat
 
 Collective = Callable[..., Any]
 Maker = Callable[[Collective], Collective]
 
 #: stands for the unknown length of a message with splits: no ``min_bytes`` is above it
 ANY_NUMEL = sys.maxsize // 8
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Whose collectives these are.
-
-    Attributes:
-        dimension: what a group carries; None for a group whose messages stay exact.
-        way: the direction of the message that is being sent now.
-        whose: the channels that it goes through; without it those of the process.
-    """
-
-    dimension: Callable[[dist.ProcessGroup | None], Dimension | None]
-    way: Callable[[], Direction] = direction
-    whose: Callable[[], Channels | None] | None = None
-
-    def route(
-        self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup | None, raw_nbytes: int
-    ) -> Route | None:
-        """How a message of ``numel`` elements travels; None: as upstream sends it."""
-        return route(self.dimension(group), numel, dtype, group, raw_nbytes, self.way(), self.whose)
-
-    def leave_native(self, group: dist.ProcessGroup | None, raw_nbytes: int) -> None:
-        """Write down a message that no codec may touch."""
-        channels = current() if self.whose is None else self.whose()
-        dimension = self.dimension(group)
-        if channels is not None and dimension is not None and dist.get_world_size(group) > 1:
-            channels[dimension].native(raw_nbytes, self.way())
 
 
 def make_all_reduce(layers: Layers) -> Maker:
