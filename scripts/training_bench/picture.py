@@ -10,17 +10,21 @@ from training_bench.cells import REFERENCE
 
 
 def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> None:
-    """One line an arm, drawn where it was measured at two rates or more, labelled at its end."""
+    """One line an arm; one measured at fewer rates than others is in the table only."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     lines: dict[str, list[tuple[float, float]]] = {}
+    ticks: dict[float, str] = {}
     for row in rows:
         if row["layout"] == layout and "failed" not in row and row["rate"] is not None:
             point = (row["rate"] / 1e6, row["tokens_per_second"])
             lines.setdefault(row["arm"], []).append(point)
+            ticks[point[0]] = f"{point[0]:.0f}\n(r {row['r']:g})"
+    most = max(map(len, lines.values()), default=0)
+    lines = {arm: points for arm, points in lines.items() if len(points) == most}
     figure, axes = plt.subplots(figsize=(8.5, 5.2), constrained_layout=True)
     colors = plt.get_cmap("tab20").colors
     for number, (arm, points) in enumerate(lines.items()):
@@ -34,7 +38,9 @@ def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> None:
             label=arm,
         )  # fmt: skip
     axes.set_xscale("log")
-    axes.set_xlabel("link of every node, Mb/s")
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.minorticks_off()
+    axes.set_xlabel("link of every node, Mb/s (r: time of native bytes over time of compute)")
     axes.set_ylabel("tokens a second")
     axes.set_ylim(bottom=0)
     axes.set_title(f"{layout}: training speed over slow links")
