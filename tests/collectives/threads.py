@@ -25,6 +25,7 @@ from hybridcomp.collectives import (
     moves,
     owners,
     reductions,
+    spread,
     summing,
     transport,
 )
@@ -128,7 +129,7 @@ def in_process() -> Iterator[None]:
         patch.object(mesh, "suits", lambda values, group: False),
     ]
     names = {"get_rank": lambda group: group.rank, "get_world_size": lambda g: g.board.size}
-    for module in (exchange, moves, owners, reductions, summing):
+    for module in (exchange, moves, owners, reductions, spread, summing):
         patches += [patch.object(module, k, f) for k, f in names.items() if hasattr(module, k)]
     for one in patches:
         one.start()
