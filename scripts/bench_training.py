@@ -90,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{layout}\n\n{report.table(rows, layout)}\n", flush=True)
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "bench_training.json").write_text(json.dumps(rows, indent=1) + "\n")
-        if asked.r:
-            picture.draw(rows, layout, asked.out / f"{layout}.png")
+        if picture.draw(rows, layout, asked.out / f"{layout}.png"):
             print(f"picture: {asked.out / f'{layout}.png'}", flush=True)
     return 0
 

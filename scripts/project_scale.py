@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -28,14 +29,14 @@ GPUS = (24, 48, 96, 192)
 def projected(options: argparse.Namespace, model: fit.Model) -> list[dict[str, Any]]:
     """One row for each width of messages, scheme and number of GPUs."""
     cluster = neox.Cluster(**{f.name: getattr(options, f.name) for f in fields(neox.Cluster)})
-    rows = []
+    rows, slowdown = [], statistics.median(model.slowdown.values())
     speeds = [1e9 * speed for speed in (options.zfp, options.mpc, options.blockint)]
     for width in (32, 16):
         for gpus in options.gpus:
             base = None
             for scheme in neox.schemes(width, *speeds):
                 found = neox.step(
-                    cluster, gpus, scheme, width, model.slowdown, model.overlap, 1.0
+                    cluster, gpus, scheme, width, slowdown, model.overlap, 1.0
                 )  # fmt: skip
                 rate = found.samples / found.seconds
                 base = rate if base is None else base
@@ -120,9 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"project_scale: {error}", file=sys.stderr)
         return 1
     print(f"compute {', '.join(f'{k} {v:.3f} s' for k, v in model.compute.items())}")
+    print(f"bytes / rate x {', '.join(f'{k} {v:.2f}' for k, v in model.slowdown.items())}")
     print(
-        f"wire {model.slowdown:.3f} x bytes / rate, overlap {model.overlap:.0%} of the compute, "
-        f"coding {model.coding:.2f} x the ledger's seconds"
+        f"overlap {model.overlap:.0%} of the compute, coding {model.coding:.2f} x the ledger's "
+        f"seconds, {1e3 * model.round:.2f} ms a message, twice that where sizes go ahead"
     )
     for name in ("fitted", "held_out"):
         if name in found:

@@ -1,10 +1,12 @@
 """The cost model of a measured cell, fitted to some cells and checked on the others.
 
-    step = compute + slowdown * max(0, bytes / rate - overlap * compute) + coding * codec seconds
+    step = compute + slowdown * max(0, bytes / rate - overlap * compute)
+         + coding * codec seconds + round * rounds
 
-``compute`` is the layout's own, latencies included; ``slowdown`` says how much longer the wire
-takes than bytes / rate; ``coding`` how much of the ledger's seconds of a rank lengthens the step;
-``overlap`` which share of the compute hides communication.
+``compute`` is the layout's own; ``slowdown`` says how much longer its wire takes than bytes / rate;
+``overlap`` which share of the compute hides communication; ``coding`` how much of the ledger's
+seconds of a rank lengthens the step; ``round`` what an encoded message costs beside its bytes,
+twice where sizes go ahead of it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from numpy.typing import NDArray
 from training_bench.cells import FP32, REFERENCE
 
 Cell = dict[str, Any]
-#: arms that the model is fitted to, and the ratios r; every other cell is held out
-FITTED_ARMS = (REFERENCE, "recommended")
+#: arms that the model is fitted to, at the lowest and the highest r; every other cell is held out
+FITTED_ARMS = (REFERENCE, "recommended", "naive-zfp")
 OVERLAPS = tuple(n / 20 for n in range(11))
 
 
@@ -28,56 +30,63 @@ class Model:
     """Fitted constants."""
 
     compute: dict[str, float]  # layout -> seconds
-    slowdown: float
+    slowdown: dict[str, float]  # layout -> factor
     coding: float
+    round: float  # seconds
     overlap: float
 
     def seconds(self, cell: Cell) -> float:
         """Of a step."""
         compute = self.compute[cell["layout"]]
         wire = max(0.0, wire_seconds(cell) - self.overlap * compute)
-        return compute + self.slowdown * wire + self.coding * float(cell["codec_s"])
+        own = self.coding * float(cell["codec_s"]) + self.round * float(cell["rounds"])
+        return compute + self.slowdown[cell["layout"]] * wire + own
 
 
 def wire_seconds(cell: Cell) -> float:
-    """Bytes of the node that sends most over the rate of its link; 0 where nothing is shaped."""
-    return 0.0 if cell["rate"] is None else 8e6 * float(cell["sent_MB"]) / float(cell["rate"])
+    """Bytes of the node that sends most over the rate of its link."""
+    return 8e6 * float(cell["sent_MB"]) / float(cell["rate"])
 
 
 def usable(rows: Sequence[Cell]) -> list[Cell]:
-    """Rows of bench_training.json that the model is about.
+    """Rows of bench_training.json that the model is about: shaped links, layouts with several r.
 
     fp32 computes at another speed, and the peers are eager torch without seconds of coding.
     """
-    return [
+    found = [
         row for row in rows
         if "failed" not in row and not row["arm"].startswith(("native fp32", FP32))
-        and not row["arm"].startswith(("peer", "ZeRO++"))
+        and not row["arm"].startswith(("peer", "ZeRO++")) and row["r"] is not None
     ]  # fmt: skip
+    several = {
+        layout for layout in {row["layout"] for row in found}
+        if len({row["r"] for row in found if row["layout"] == layout}) > 1
+    }  # fmt: skip
+    return [row for row in found if row["layout"] in several]
 
 
 def split(rows: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
-    """Cells to fit to, the lowest and the highest r of two arms; and all others."""
+    """Cells to fit to, the lowest and the highest r of some arms; and all others."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
-        if row["r"] is not None:
-            ratios.setdefault(row["layout"], []).append(row["r"])
+        ratios.setdefault(row["layout"], []).append(row["r"])
     fitted: list[Cell] = []
     held: list[Cell] = []
     for row in rows:
-        ends = ratios.get(row["layout"], [])
-        chosen = row["arm"] in FITTED_ARMS and ends and row["r"] in (min(ends), max(ends))
+        ends = ratios[row["layout"]]
+        chosen = row["arm"] in FITTED_ARMS and row["r"] in (min(ends), max(ends))
         (fitted if chosen else held).append(row)
-    return fitted, [row for row in held if any(f["layout"] == row["layout"] for f in fitted)]
+    return fitted, held
 
 
 def fit(rows: Sequence[Cell]) -> Model:
     """Least squares of relative errors, nothing below zero. Raises ValueError with too few rows."""
     layouts = sorted({row["layout"] for row in rows})
-    if len(rows) < len(layouts) + 3:
+    needed = 2 * len(layouts) + 3
+    if len(rows) < needed:
         raise ValueError(
-            f"expected at least {len(layouts) + 3} cells to fit {len(layouts) + 2} constants to, "
-            f"found {len(rows)}; measure {' and '.join(FITTED_ARMS)} at two r or more"
+            f"expected at least {needed} cells to fit {needed - 1} constants to, found "
+            f"{len(rows)}; measure {' and '.join(FITTED_ARMS)} at two r or more"
         )
     measured = np.array([row["seconds"] for row in rows])
     best: tuple[float, Model] | None = None
@@ -85,17 +94,25 @@ def fit(rows: Sequence[Cell]) -> Model:
         # compute is inside max(): a few rounds with the compute of the round before
         compute = dict.fromkeys(layouts, 0.0)
         for _ in range(8):
-            columns = [[float(row["layout"] == name) for name in layouts] for row in rows]
-            wire = [max(0.0, wire_seconds(row) - overlap * compute[row["layout"]]) for row in rows]
-            table = np.column_stack([columns, wire, [row["codec_s"] for row in rows]])
+            table = np.array([_terms(row, layouts, compute, overlap) for row in rows])
             found = non_negative(table / measured[:, None], np.ones(len(rows)))
             compute = dict(zip(layouts, map(float, found), strict=False))
-        model = Model(compute, float(found[-2]), float(found[-1]), overlap)
+        slowdown = dict(zip(layouts, map(float, found[len(layouts) :]), strict=False))
+        model = Model(compute, slowdown, float(found[-2]), float(found[-1]), overlap)
         error = float(np.mean([errors(model, [row])[0] ** 2 for row in rows]))
         if best is None or error < best[0] - 1e-12:
             best = error, model
     assert best is not None
     return best[1]
+
+
+def _terms(
+    row: Cell, layouts: Sequence[str], compute: dict[str, float], overlap: float
+) -> list[float]:
+    """What the constants are multiplied with: compute and wire by layout, coding, rounds."""
+    wire = max(0.0, wire_seconds(row) - overlap * compute[row["layout"]])
+    own = [float(row["layout"] == name) for name in layouts]
+    return [*own, *(wire * one for one in own), float(row["codec_s"]), float(row["rounds"])]
 
 
 def non_negative(table: NDArray[Any], goal: NDArray[Any]) -> NDArray[Any]:

@@ -16,6 +16,9 @@ from training_bench import cells, machine
 from training_bench.cells import LAYOUTS, REFERENCE, Arm, Sizes
 from training_bench.runners import CellError, Runner, Steps, network
 
+#: in the names of codecs whose payloads vary in size
+VARIABLE = ("radix", "mpc", "expcode", "auto")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -42,6 +45,7 @@ class Figures:
     tokens: int  # a step
     loss: float  # mean of the timed steps
     codec_s: float  # a step and rank, of the ledger; 0 without one
+    rounds: float  # encoded messages a step and rank, those of variable size twice
     busy: float  # share of the cores that others used just before
     load: float
     wall: float  # seconds of the whole cell
@@ -100,7 +104,7 @@ class Bench:
                 record |= summary(
                     ranks, options.sizes, LAYOUTS[layout].per_node, options.sizes.length
                 )
-                record["codec_s"] = codec_seconds(ledger, len(ranks), options.sizes)
+                record |= coded(ledger, len(ranks) * (options.sizes.warm + options.sizes.steps))
             except CellError as error:
                 record["failed"] = str(error)
         record["wall"] = time.monotonic() - started
@@ -206,13 +210,16 @@ def _place(folder: Path) -> tuple[float, int]:
     return 0.0 if name == "unshaped" else float(name.removeprefix("r")), int(folder.name)
 
 
-def codec_seconds(ledger: Path, ranks: int, sizes: Sizes) -> float:
-    """Seconds of coding a step and rank, all steps together; 0 without a ledger."""
-    if not ledger.is_file():
-        return 0.0
-    rows = json.loads(ledger.read_text().splitlines()[-1])["dimensions"]
-    total = sum(row.get("codec_ms") or 0.0 for ways in rows.values() for row in ways.values())
-    return float(total) / 1e3 / ranks / (sizes.warm + sizes.steps)
+def coded(ledger: Path, steps: int) -> dict[str, float]:
+    """Of a ledger, over all ``steps`` of all ranks: seconds of coding, rounds of messages."""
+    found = {"codec_s": 0.0, "rounds": 0.0}
+    if ledger.is_file():
+        rows = json.loads(ledger.read_text().splitlines()[-1])["dimensions"]
+        for row in (row for ways in rows.values() for row in ways.values()):
+            found["codec_s"] += (row.get("codec_ms") or 0.0) / 1e3 / steps
+            sizes = any(name in row["codec"] for name in VARIABLE)
+            found["rounds"] += (1 + sizes) * (row["messages"] - row["native_messages"]) / steps
+    return found
 
 
 def line(number: int, total: int, where: str, record: dict[str, Any], left: float) -> str:

@@ -9,13 +9,11 @@ from typing import Any
 from training_bench.cells import REFERENCE
 
 
-def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> None:
-    """One line an arm; one measured at fewer rates than others is in the table only."""
-    import matplotlib
+def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
+    """One line an arm; one measured at fewer rates than others is in the table only.
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    Draws nothing and returns False where there is one rate at most.
+    """
     lines: dict[str, list[tuple[float, float]]] = {}
     ticks: dict[float, str] = {}
     for row in rows:
@@ -24,7 +22,14 @@ def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> None:
             lines.setdefault(row["arm"], []).append(point)
             ticks[point[0]] = f"{point[0]:.0f}\n(r {row['r']:g})"
     most = max(map(len, lines.values()), default=0)
+    if most < 2:
+        return False
     lines = {arm: points for arm, points in lines.items() if len(points) == most}
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(figsize=(8.5, 5.2), constrained_layout=True)
     colors = plt.get_cmap("tab20").colors
     for number, (arm, points) in enumerate(lines.items()):
@@ -49,3 +54,4 @@ def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+    return True

@@ -55,6 +55,7 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
             "high": max(ups),
             "loss": statistics.fmean(cell["loss"] for cell in own),
             "codec_s": statistics.median(cell["codec_s"] for cell in own),
+            "rounds": statistics.median(cell["rounds"] for cell in own),
             "repetitions": len(pairs),
             "busy": max(cell["busy"] for pair in pairs for cell in pair),
         }
