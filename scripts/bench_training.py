@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from training_bench import cells, losses, picture, report
+from training_bench import cells, losses, picture, products, report
 from training_bench.measure import Bench, Options
 from training_bench.runners import CellError
 
@@ -78,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     bench = Bench(options, lambda text: print(text, flush=True))
     print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)
+    if products.needed():
+        print("no bf16 instructions here: products of bf16 matrices run in fp32, for all arms")
     ratios = [*([None] if asked.unshaped else []), *asked.r]
     for layout in asked.layouts:
         try:

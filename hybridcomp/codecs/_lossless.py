@@ -4,40 +4,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs._checks import (
-    check_add,
-    check_decode,
-    check_dtype,
-    check_encode,
-    check_size,
-)
-from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs._checks import check_add, check_decode, check_dtype, check_encode
+from hybridcomp.codecs._variable import VariableCodec
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES
 
 
-class Pair(NamedTuple):
-    """What encodes, what decodes, and whether the former stores sizes (``kernels.Kernels``)."""
-
-    encode: Callable[..., int]
-    decode: Callable[..., None]
-    stores_sizes: bool
-
-
-class LosslessCodec(Codec):
+class LosslessCodec(VariableCodec):
     """Runs a pair of kernels; what they compute is up to the subclass."""
 
     lossless = True
-    fixed_size = False
 
     @abstractmethod
-    def _kernels(self, device: torch.device) -> Pair:
-        """Those for ``device``. Raises CodecError if the device has none."""
+    def _kernels(self, device: torch.device) -> tuple[Callable[..., int], Callable[..., None]]:
+        """(encode, decode) for ``device``. Raises CodecError if the device has none."""
 
     @property
     @abstractmethod
@@ -49,21 +33,10 @@ class LosslessCodec(Codec):
     def _least_nbytes(self) -> int:
         """The smallest payload of any values; the kernel checks the rest against its header."""
 
-    def encode(self, values: Tensor, out: Tensor) -> int:
-        return self._encode(self._kernels(values.device), values, out)
-
-    def encode_into(self, values: Tensor, out: Tensor, size: Tensor) -> None:
-        kernels = self._kernels(values.device)
-        if kernels.stores_sizes and values.numel():
-            check_size(self.spec, size, values.device)
-            self._encode(kernels, values, out, size.data_ptr())
-        else:
-            size.fill_(self._encode(kernels, values, out))
-
-    def _encode(self, kernels: Pair, values: Tensor, out: Tensor, *size: int) -> int:
+    def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
         check_encode(self.spec, values, out, nbytes)
-        return kernels.encode(
+        return self._kernels(values.device)[0](
             *self._settings,
             DTYPE_CODES[values.dtype],
             values.data_ptr(),
@@ -84,7 +57,7 @@ class LosslessCodec(Codec):
     def _decode(self, payload: Tensor, out: Tensor, dtype: torch.dtype, *, add: bool) -> None:
         check_decode(self.spec, payload, out, self._least_nbytes if out.numel() else 0)
         try:
-            self._kernels(out.device).decode(
+            self._kernels(out.device)[1](
                 *self._settings,
                 DTYPE_CODES[dtype],
                 payload.data_ptr(),

@@ -5,15 +5,16 @@ The format is at the top of ``kernels/expcode.h``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 
 from hybridcomp.codecs._checks import check_dtype
-from hybridcomp.codecs._lossless import LosslessCodec, Pair
+from hybridcomp.codecs._lossless import LosslessCodec
 from hybridcomp.codecs.base import align
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import kernels_of, stores_sizes
+from hybridcomp.kernels import kernels_of
 
 BLOCK, TILE = 32, 2048
 HEADER, TILE_HEADER = 32, 4
@@ -49,9 +50,9 @@ class ExpCode(LosslessCodec):
         most = (tiles - 1) * _largest_tile(TILE, dtype) + _largest_tile(last, dtype)
         return align(HEADER + 4 * tiles + most)
 
-    def _kernels(self, device: torch.device) -> Pair:
+    def _kernels(self, device: torch.device) -> tuple[Callable[..., int], Callable[..., None]]:
         kernels = kernels_of(device)
-        return Pair(kernels.expcode_encode, kernels.expcode_decode, stores_sizes(kernels))
+        return kernels.expcode_encode, kernels.expcode_decode
 
     @property
     def _settings(self) -> tuple[int, ...]:

@@ -5,15 +5,16 @@ The stream is described at the top of ``kernels/mpc.h``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 
 from hybridcomp.codecs._checks import check_dtype
-from hybridcomp.codecs._lossless import LosslessCodec, Pair
+from hybridcomp.codecs._lossless import LosslessCodec
 from hybridcomp.codecs.base import align
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import kernels_of, stores_sizes
+from hybridcomp.kernels import kernels_of
 
 GROUP = 32
 HEADER_WORDS = 2
@@ -49,9 +50,9 @@ class Mpc(LosslessCodec):
         groups = -(-numel * dtype.itemsize // (4 * GROUP))
         return align(4 * (HEADER_WORDS + groups + GROUP * groups + 1)) if numel else 0
 
-    def _kernels(self, device: torch.device) -> Pair:
+    def _kernels(self, device: torch.device) -> tuple[Callable[..., int], Callable[..., None]]:
         kernels = kernels_of(device)
-        return Pair(kernels.mpc_encode, kernels.mpc_decode, stores_sizes(kernels))
+        return kernels.mpc_encode, kernels.mpc_decode
 
     @property
     def _settings(self) -> tuple[int, ...]:

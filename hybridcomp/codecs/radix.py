@@ -12,16 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs._checks import (
-    check_add,
-    check_decode,
-    check_dtype,
-    check_encode,
-    check_size,
-)
-from hybridcomp.codecs.base import Codec, align
+from hybridcomp.codecs._checks import check_add, check_decode, check_dtype, check_encode
+from hybridcomp.codecs._variable import VariableCodec
+from hybridcomp.codecs.base import align
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import DTYPE_CODES, Kernels, kernels_of, stores_sizes
+from hybridcomp.kernels import DTYPE_CODES, kernels_of
 
 Mode = Literal["rel", "abs"]
 BLOCK = 16
@@ -44,7 +39,7 @@ def _largest_tile(numel: int, dtype: torch.dtype) -> int:
     return -(-(head + blocks * BLOCK * dtype.itemsize + 8) // 4) * 4
 
 
-class Radix(Codec):
+class Radix(VariableCodec):
     """No finite element is further than ``error_bound`` times its segment's absmax from its value.
 
     Segments are aligned stretches of ``segment`` values; their absmax is taken over their finite
@@ -109,21 +104,10 @@ class Radix(Codec):
         most = (tiles - 1) * _largest_tile(self.segment, dtype) + _largest_tile(last, dtype)
         return align(HEADER + 4 * tiles + most + TAIL)
 
-    def encode(self, values: Tensor, out: Tensor) -> int:
-        return self._encode(kernels_of(values.device), values, out)
-
-    def encode_into(self, values: Tensor, out: Tensor, size: Tensor) -> None:
-        kernels = kernels_of(values.device)
-        if stores_sizes(kernels) and values.numel():
-            check_size(self.spec, size, values.device)
-            self._encode(kernels, values, out, size.data_ptr())
-        else:
-            size.fill_(self._encode(kernels, values, out))
-
-    def _encode(self, kernels: Kernels, values: Tensor, out: Tensor, *size: int) -> int:
+    def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
         check_encode(self.spec, values, out, nbytes)
-        return kernels.radix_encode(
+        return kernels_of(values.device).radix_encode(
             self.segment,
             self.mode == "rel",
             self.error_bound,

@@ -41,6 +41,22 @@ def stretch(numel: int, levels: Levels) -> tuple[int, int]:
     return chunk_ranges(numel, levels.width)[levels.local]
 
 
+def node_sum(
+    values: Tensor,
+    lengths: Sequence[int],
+    codec: Codec,
+    levels: Levels,
+    meter: Meter,
+    probe: Probe | None,
+) -> Steps[tuple[Tensor, Tensor]]:
+    """``sum_inside`` as ``codec`` takes it: ``(buffer to give back, the sum, shown to probe)``."""
+    buffer, total = yield from sum_inside(values, lengths, levels, meter)
+    work = total.to(values.dtype) if codec.lossless else total
+    if probe is not None:
+        probe(work)
+    return buffer, work
+
+
 def all_reduce(
     tensor: Tensor,
     codec: Codec,
@@ -87,10 +103,7 @@ def _all_reduce(
         return
     lengths = [stop - start for start, stop in chunk_ranges(tensor.numel(), levels.width)]
     # 1
-    buffer, total = yield from sum_inside(tensor, lengths, levels, meter)
-    work = total.to(tensor.dtype) if codec.lossless else total
-    if probe is not None:
-        probe(work)
+    buffer, work = yield from node_sum(tensor, lengths, codec, levels, meter, probe)
     # 2
     handle = reductions.all_reduce(
         work,
@@ -150,10 +163,7 @@ def _reduce_scatter(
     values = torch.cat([shards[rank] for column in columns for rank in column])
     if not values.numel():
         return values.to(torch.float32)
-    buffer, total = yield from sum_inside(values, lengths, levels, meter)
-    work = total.to(values.dtype) if codec.lossless else total
-    if probe is not None:
-        probe(work)
+    buffer, work = yield from node_sum(values, lengths, codec, levels, meter, probe)
     # 2
     mine = torch.split(work, [shards[rank].numel() for rank in columns[levels.local]])
     handle = reductions.reduce_scatter(

@@ -12,8 +12,8 @@ from hybridcomp.collectives import owners
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.chunks import chunk_ranges
 from hybridcomp.collectives.handle import Pending, Steps
-from hybridcomp.collectives.hierarchy import Probe, stretch
-from hybridcomp.collectives.levels import Levels, exchange_inside, sum_inside
+from hybridcomp.collectives.hierarchy import Probe, node_sum, stretch
+from hybridcomp.collectives.levels import Levels, exchange_inside
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.plan import OwnedRange
 
@@ -56,10 +56,7 @@ def _reduce_to_owners(
     """1 sum my stretch inside the node, 2 send the sums to the owners' nodes, 3 hand them on."""
     lengths = [stop - start for start, stop in chunk_ranges(tensor.numel(), levels.width)]
     # 1
-    buffer, total = yield from sum_inside(tensor, lengths, levels, meter)
-    work = total.to(tensor.dtype) if codec.lossless else total
-    if probe is not None:
-        probe(work)
+    buffer, work = yield from node_sum(tensor, lengths, codec, levels, meter, probe)
     # 2
     sums = owners.reduce_to_owners(
         work,

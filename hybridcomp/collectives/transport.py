@@ -28,7 +28,7 @@ def all_to_all(
     in_splits: Sequence[int],
     group: ProcessGroup | None,
 ) -> Steps[None]:
-    """Exchange 1-D parts of ``values`` (uint8 or int64) of any lengths."""
+    """Exchange 1-D parts of ``values`` of any lengths, of a dtype that the backend takes."""
 
     def post(target: Tensor, source: Tensor) -> Work:
         takes, gives = list(out_splits), list(in_splits)

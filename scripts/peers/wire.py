@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives import mesh
+from hybridcomp.collectives import transport
+from hybridcomp.collectives.handle import Steps
 
 
 @dataclass
@@ -33,10 +34,8 @@ class Wire:
         """Row d of ``rows`` to member d; row s of the result from member s."""
         out, rows = torch.empty_like(rows), rows.contiguous()
         members = len(rows)
-        if mesh.suits(rows, group):
-            mesh.all_to_all(list(out), list(rows), group).wait()
-        else:
-            dist.all_to_all_single(out, rows, group=group)
+        splits = [rows[0].numel()] * members
+        wait_for(transport.all_to_all(out.view(-1), rows.view(-1), splits, splits, group))
         self.count(rows.nbytes * (members - 1) / members)
         return out
 
@@ -44,10 +43,7 @@ class Wire:
         """(n,) of every member as (members, n)."""
         members = dist.get_world_size(group)
         out, row = torch.empty(members, len(row), dtype=row.dtype), row.contiguous()
-        if mesh.suits(row, group):
-            mesh.all_to_all(list(out), [row] * members, group).wait()
-        else:
-            dist.all_gather_into_tensor(out.view(-1), row, group=group)
+        wait_for(transport.all_gather(out.view(-1), row, group))
         self.count(row.nbytes * (members - 1))
         return out
 
@@ -98,3 +94,9 @@ class Nodes:
             dist.new_group([n * per_node + i for n in range(self.count)]) for i in range(per_node)
         ]
         self.intra, self.inter = inside[node], across[local]
+
+
+def wait_for(message: Steps[None]) -> None:
+    """Send and receive to the end."""
+    for work in message:
+        work.wait()

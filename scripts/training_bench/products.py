@@ -45,8 +45,12 @@ def _wide(values: Tensor) -> torch.dtype:
     return torch.float32 if values.dtype == torch.bfloat16 else values.dtype
 
 
-def install() -> list[Any]:
-    """Widen products on the CPU from here on, in this process; keep what is returned.
+#: what is installed; freed, it would be taken back
+_kept: list[Any] = []
+
+
+def install() -> None:
+    """Widen products on the CPU from here on, in this process.
 
     The variants that are given their output are left as they are, and do the work.
     """
@@ -63,4 +67,4 @@ def install() -> list[Any]:
         return mixed.to(query.dtype)
 
     F.scaled_dot_product_attention = widened
-    return [library]
+    _kept.append(library)

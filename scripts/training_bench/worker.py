@@ -48,7 +48,8 @@ def main() -> int:
     """Train, then print what was seen."""
     sys.path.insert(0, str(SCRIPTS))
     products = importlib.import_module("training_bench.products")
-    kept = products.install() if products.needed() else []  # alive until the training has ended
+    if products.needed():
+        products.install()
     program, sys.argv = sys.argv[1], sys.argv[1:]
     steps: list[dict[str, float]] = []
     script = importlib.import_module(program)
@@ -61,7 +62,6 @@ def main() -> int:
         trainer.step = watched(trainer.step, steps)
     status: int = script.main()
     print(PREFIX + json.dumps(steps), flush=True)
-    del kept
     return status
 
 

@@ -15,7 +15,7 @@ from hybridcomp.kernels import Kernels
 from tests.codecs import arrays
 
 #: where a codec looks its kernels up
-MODULES = ("blockint", "casts", "expcode", "mpc", "radix", "zfp")
+MODULES = ("_variable", "blockint", "casts", "expcode", "mpc", "radix", "zfp")
 
 CODECS: list[Codec] = [
     make_codec("bf16"),

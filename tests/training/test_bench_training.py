@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -361,3 +362,40 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     file.write_text(json.dumps(rows()))
     assert project_scale.main([str(file), "--out", str(source)]) == 0
     assert "| held out | 6 | 6 |" in chapters.projection_chapter(source, out)
+
+
+# ---- bf16 without instructions for it
+
+
+PRODUCTS = """
+import torch
+import torch.nn.functional as F
+from training_bench import products
+
+torch.manual_seed(0)
+left, right, bias = torch.randn(7, 9), torch.randn(9, 5), torch.randn(5)
+query = torch.randn(1, 2, 6, 8, dtype=torch.bfloat16)
+short = [values.bfloat16().requires_grad_() for values in (left, right, bias)]
+wide = [values.detach().float().requires_grad_() for values in short]
+mixed = F.scaled_dot_product_attention(*[query.float()] * 3, is_causal=True).bfloat16()
+double = torch.mm(left.double(), right.double())
+wide_of, seen = products._wide, []
+products._wide = lambda values: (seen.append(values.dtype), wide_of(values))[1]
+products.install()
+for function in (torch.mm, lambda a, b: torch.bmm(a[None], b[None])[0]):
+    assert function(*short[:2]).equal(torch.mm(*wide[:2]).bfloat16())
+found, expected = torch.addmm(short[2], *short[:2]), torch.addmm(wide[2], *wide[:2]).bfloat16()
+assert found.dtype == torch.bfloat16 and found.equal(expected)
+found.sum().backward()
+expected.sum().backward()
+assert all(a.grad.equal(b.grad.bfloat16()) for a, b in zip(short, wide))
+assert F.scaled_dot_product_attention(*[query] * 3, is_causal=True).equal(mixed)
+assert torch.mm(left.double(), right.double()).equal(double)
+assert {torch.bfloat16, torch.float32, torch.float64} == set(seen)
+assert seen.count(torch.bfloat16) >= 8
+"""
+
+
+def test_bf16_products_are_those_of_fp32_rounded_once() -> None:
+    """In a process of its own: what is installed stays."""
+    subprocess.run([sys.executable, "-c", PRODUCTS], cwd=SCRIPTS, check=True)
