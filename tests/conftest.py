@@ -17,10 +17,19 @@ settings.register_profile("hybridcomp", deadline=None, print_blob=True)
 settings.load_profile("hybridcomp")
 
 
+#: parts of the paths of files that take minutes, the longest first
+SLOW = ("launch", "restart", "identity", "training", "nvrtc", "patches", "compare")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU."""
+    """Slow files first, so that no worker is left alone with one; skip GPU tests without a GPU."""
+    items.sort(key=lambda item: _slowness(item.nodeid.partition("::")[0]))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+def _slowness(path: str) -> int:
+    return next((place for place, part in enumerate(SLOW) if part in path), len(SLOW))
