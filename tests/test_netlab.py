@@ -182,7 +182,8 @@ for attempt in range(200):
 with link:
     link.sendall(bytes(2_000_000))
 thread.join()
-print(socket.gethostname(), sorted(os.sched_getaffinity(0)))
+batch = os.sched_getscheduler(0) == os.SCHED_BATCH
+print(socket.gethostname(), sorted(os.sched_getaffinity(0)), batch)
 """
 
 
@@ -194,7 +195,7 @@ def test_bytes_and_rates_of_a_real_lab(root: None) -> None:
         result = lab.run([sys.executable, "-c", TALK])
     assert not any(name.startswith(lab.prefix) for name in namespaces.present())
     assert result.statuses == (0, 0), result.outputs
-    assert result.outputs == (f"node0 [{core}]\n", f"node1 [{core}]\n")
+    assert result.outputs == (f"node0 [{core}] True\n", f"node1 [{core}] True\n")
     for traffic in result.traffic:  # headers of 66 bytes in 1514, and acknowledgements
         assert 2_000_000 < traffic.sent < 3_000_000  # with what TCP sends again
     assert min(result.seconds) > 0.7  # 0.8 s at 20 Mb/s; a shaped link is never faster
