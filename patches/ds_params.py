@@ -25,6 +25,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -67,8 +69,28 @@ GATHER_NUMEL = 1 << 27
 #: chunks of a shard start at multiples of this: no codec block or segment is cut
 CHUNK_ALIGN = 4096
 
-#: the channel whose parameters are being fetched (stage 3)
-_fetching: ContextVar[Channel | None] = ContextVar("hybridcomp_fetch", default=None)
+
+@dataclass(frozen=True)
+class _Fetch:
+    """What stage 3 is fetching."""
+
+    channel: Channel
+    #: elements of each parameter's partition, in the order of the message; empty: one stretch
+    lengths: tuple[int, ...] = ()
+
+    def cuts(self, numel: int) -> list[int]:
+        """Where one parameter ends and the next begins, in a shard of ``numel`` elements."""
+        if numel in self.lengths or not self.lengths:
+            return []  # one parameter in a message ("stage3_allgather_sequential")
+        if numel != sum(self.lengths):
+            raise RuntimeError(
+                f"hybridcomp: stage 3 gathers {numel} elements of a rank, expected partitions of "
+                f"{list(self.lengths)}; please report this with the version of DeepSpeed"
+            )
+        return list(accumulate(self.lengths))[:-1]
+
+
+_fetching: ContextVar[_Fetch | None] = ContextVar("hybridcomp_fetch", default=None)
 
 
 def make_all_gather_into_tensor_dp_groups(original: Callable[..., None]) -> Callable[..., None]:
@@ -146,22 +168,53 @@ def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]
             original(self, params, forward, quantize)
             return
         channel = channels["zero"]
-        persistent = [p for p in params if p.ds_persist] if channel.active else []
-        if channel.active:
-            _zero_padding(self, params)
+        if not channel.active:
+            with _fetch(_Fetch(channel), suspended=False):
+                original(self, params, forward, quantize)
+            return
+        _zero_padding(self, params)
+        persistent = [p for p in params if p.ds_persist]
+        others = [p for p in params if not p.ds_persist]
         if persistent:
-            with _fetch(channel, suspended=True):
+            with _fetch(_Fetch(channel), suspended=True):
                 original(self, persistent, forward, quantize)
-            params = [p for p in params if not p.ds_persist]
-        with _fetch(channel, suspended=False):
-            # the first step of an engine fetches a module's parameters together, later ones several
-            # modules': lossy codecs must not see the difference, or a resumed run would
-            apart = channel.active and channels.lossy("zero")
-            ordered = sorted(params, key=lambda p: p.ds_id)  # equal on all ranks; a set is not
-            for some in [[p] for p in ordered] if apart else [params]:
+        if not channels.lossy("zero"):
+            with _fetch(_Fetch(channel), suspended=False):
+                original(self, others, forward, quantize)
+            return
+        for some, encoded in _messages(channel, others):
+            lengths = tuple(_partition_numel(p) for p in some)
+            with _fetch(_Fetch(channel, lengths), suspended=not encoded):
                 original(self, some, forward, quantize)
 
     return __all_gather_params_
+
+
+def _messages(channel: Channel, params: Iterable[Any]) -> Iterator[tuple[list[Any], bool]]:
+    """The parameters that upstream gathers in one message each, and whether that is encoded.
+
+    The first step of an engine fetches a module's parameters together, later ones several modules'.
+    A lossy codec must not see the difference, or a resumed run would: each parameter is judged and
+    encoded by itself, and only travels with others.
+    """
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for p in sorted(params, key=lambda p: p.ds_id):  # equal on all ranks; a set is not
+        if p.ds_status.name != "NOT_AVAILABLE":
+            continue
+        group, shard = p.ds_process_group, p.ds_tensor
+        numel = _partition_numel(p) * dist.get_world_size(group)
+        encoded = channel.codec(numel, shard.dtype, group) is not None
+        # as upstream tells them apart
+        key = (encoded, id(group), shard.dtype, p.ds_secondary_tensor is None)
+        found.setdefault(key, []).append(p)
+    for key, some in found.items():
+        yield some, key[0]
+
+
+def _partition_numel(param: Any) -> int:
+    """Elements of this rank's partition of ``param``, or of its secondary one (hpZ)."""
+    groups = 1 if param.ds_secondary_tensor is None else param.ds_secondary_tensor_num_of_groups
+    return int(param.ds_tensor.ds_numel * groups)
 
 
 def _zero_padding(coordinator: Any, params: Iterable[Any]) -> None:
@@ -182,10 +235,10 @@ def _zero_padding(coordinator: Any, params: Iterable[Any]) -> None:
 
 
 @contextmanager
-def _fetch(channel: Channel, suspended: bool) -> Iterator[None]:
-    token = _fetching.set(channel)
+def _fetch(fetch: _Fetch, suspended: bool) -> Iterator[None]:
+    token = _fetching.set(fetch)
     try:
-        with channel.suspended() if suspended else nullcontext():
+        with fetch.channel.suspended() if suspended else nullcontext():
             yield
     finally:
         _fetching.reset(token)
@@ -196,9 +249,10 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _dist_allgather_fn(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
-        channel = _fetching.get()
-        if channel is None:
+        fetch = _fetching.get()
+        if fetch is None:
             return original(input_tensor, output_tensor, group)
+        channel = fetch.channel
         shard, out = input_tensor.detach(), output_tensor.detach()
         raw_nbytes = native.all_gather_nbytes(
             shard.numel(), shard.dtype, dist.get_world_size(group)
@@ -216,6 +270,7 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
             codec,
             group,
             raw_nbytes=raw_nbytes,
+            cuts=fetch.cuts(shard.numel()),
             async_op=channel.posts_once(codec, group),
         )
 

@@ -154,23 +154,27 @@ class Channel(Choice):
         *,
         raw_nbytes: int,
         direction: Direction = "forward",
+        cuts: Sequence[int] = (),
         async_op: bool = False,
         relative_to: Tensor | None = None,
     ) -> Handle:
         """Gather the shards of all ranks into ``out``; every rank decodes the same bytes.
 
-        ``relative_to``: what the sampled error is stated for, where ``shard`` is a part of it.
+        ``cuts``: see ``collectives.all_gather``. ``relative_to``: what the sampled error is stated
+        for, where ``shard`` is a part of it.
         """
         (only,) = codec.hops(1, 1, result=shard.dtype)
-        self.samples.take(shard, only, direction, relative_to=relative_to)
+        self.samples.take(shard, only, direction, cuts, relative_to)
         levels, reach = self._levels(group), self._reach(group)
         if levels is not None:
             meter = Meter(remote=frozenset(range(levels.nodes)))
-            handle = hierarchy.all_gather(shard, out, codec, levels, meter=meter, async_op=async_op)
+            handle = hierarchy.all_gather(
+                shard, out, codec, levels, meter=meter, cuts=cuts, async_op=async_op
+            )
         else:
             meter = Meter(remote=reach.remote)
             handle = collectives.all_gather(
-                shard, out, codec, group, meter=meter, async_op=async_op
+                shard, out, codec, group, meter=meter, cuts=cuts, async_op=async_op
             )
         return self._recorded(handle, meter, raw_nbytes, direction, reach.ring)
 

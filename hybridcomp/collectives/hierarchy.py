@@ -181,6 +181,7 @@ def all_gather(
     levels: Levels,
     *,
     meter: Meter,
+    cuts: Sequence[int] = (),
     async_op: bool = False,
 ) -> Handle:
     """``collectives.all_gather`` over nodes and inside them; the same bits on all ranks.
@@ -189,12 +190,12 @@ def all_gather(
     saved between the nodes is 1/N. Every rank decodes N shards instead of N * L.
     ``wait()`` posts a second message, so handles must be waited for in one order on all ranks.
     """
-    steps = _all_gather(shard.detach(), out.detach(), codec, levels, meter)
+    steps = _all_gather(shard.detach(), out.detach(), codec, levels, meter, cuts)
     return Handle(steps, meter, async_op)
 
 
 def _all_gather(
-    shard: Tensor, out: Tensor, codec: Codec, levels: Levels, meter: Meter
+    shard: Tensor, out: Tensor, codec: Codec, levels: Levels, meter: Meter, cuts: Sequence[int]
 ) -> Steps[None]:
     """1 gather my column of the grid between nodes, encoded, 2 gather the columns inside."""
     numel = shard.numel()
@@ -202,7 +203,9 @@ def _all_gather(
         return
     # 1
     column = shard.new_empty(levels.nodes * numel)
-    handle = moves.all_gather(shard, column, codec, levels.outer, meter=meter, async_op=True)
+    handle = moves.all_gather(
+        shard, column, codec, levels.outer, meter=meter, cuts=cuts, async_op=True
+    )
     yield from handle.rest()
     # 2
     wire, columns = yield from gather_inside(column, [column.numel()] * levels.width, levels, meter)

@@ -11,11 +11,12 @@ from torch.distributed import ProcessGroup, get_rank, get_world_size
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import transport
 from hybridcomp.collectives.buffers import POOL
+from hybridcomp.collectives.chunks import stretches
 from hybridcomp.collectives.encoding import Job, check_values, encode_all
-from hybridcomp.collectives.exchange import exchange, gather
+from hybridcomp.collectives.exchange import exchange, gather, gather_capacity
 from hybridcomp.collectives.handle import Handle, Steps
 from hybridcomp.collectives.meter import Meter
-from hybridcomp.collectives.segments import overlapped, segments
+from hybridcomp.collectives.segments import Range, overlapped, segments
 from hybridcomp.errors import CodecError
 
 
@@ -26,6 +27,7 @@ def all_gather(
     group: ProcessGroup | None,
     *,
     meter: Meter,
+    cuts: Sequence[int] = (),
     async_op: bool = False,
 ) -> Handle:
     """Gather the shards of all ranks into ``out``, by group rank; the same bits on all ranks.
@@ -37,6 +39,8 @@ def all_gather(
             ``out``. Read before the call returns.
         out: same dtype, ``world_size * shard.numel()`` elements; not to be touched before
             ``wait()``.
+        cuts: ascending elements of ``shard`` where no codec block may reach across, equal on all
+            ranks. What lies between two of them comes out as it would in a message of its own.
         codec, group, meter, async_op: as for ``all_reduce``.
 
     Raises CodecError on other tensors.
@@ -50,11 +54,16 @@ def all_gather(
             f"out: expected {world_size * shard.numel()} elements of {shard.dtype}, found "
             f"{out.numel()} of {out.dtype}"
         )
-    return Handle(_all_gather(shard, out, codec, group, meter), meter, async_op)
+    return Handle(_all_gather(shard, out, codec, group, meter, cuts), meter, async_op)
 
 
 def _all_gather(
-    shard: Tensor, out: Tensor, codec: Codec, group: ProcessGroup | None, meter: Meter
+    shard: Tensor,
+    out: Tensor,
+    codec: Codec,
+    group: ProcessGroup | None,
+    meter: Meter,
+    cuts: Sequence[int],
 ) -> Steps[None]:
     """Cut into segments, then all of them side by side; all are encoded before the first wait."""
     world_size, numel = get_world_size(group), shard.numel()
@@ -64,29 +73,35 @@ def _all_gather(
     (codec,) = codec.hops(1, 1, result=shard.dtype)
     meter.use(codec.spec)
     places = torch.split(out, numel)
-    cut = segments([[(0, numel)]], (codec,), shard.device)
-    ranges = [only for (row,) in cut for only in row]
     yield from overlapped(
-        _gather_segment(shard[a:b], [place[a:b] for place in places], codec, group, meter)
-        for a, b in ranges
+        _gather_segment(shard, places, row, codec, group, meter)
+        for (row,) in segments([stretches(0, numel, cuts)], (codec,), shard.device)
+        if row
     )
 
 
 def _gather_segment(
-    shard: Tensor, places: Sequence[Tensor], codec: Codec, group: ProcessGroup | None, meter: Meter
+    shard: Tensor,
+    places: Sequence[Tensor],
+    row: Sequence[Range],
+    codec: Codec,
+    group: ProcessGroup | None,
+    meter: Meter,
 ) -> Steps[None]:
-    """1 encode, 2 all-gather, 3 decode to ``places``, by rank."""
+    """1 encode stretches ``row`` of the shard, 2 all-gather, 3 decode to ``places``, by rank."""
     # 1
-    payload = POOL.take(codec.wire_nbytes(shard.numel(), shard.dtype), shard.device)
+    dtype, lengths = shard.dtype, [stop - start for start, stop in row]
+    payload = POOL.take(gather_capacity(codec, dtype, [lengths]), shard.device)
     with meter.coding():
-        own = encode_all(codec, [shard], payload, shard.dtype)
+        own = encode_all(codec, [shard[start:stop] for start, stop in row], payload, dtype)
     # 2
-    numels = [[place.numel()] for place in places]
-    payloads, gathered = yield from gather(codec, shard.dtype, own, numels, group, meter)
+    numels = [lengths] * len(places)
+    payloads, gathered = yield from gather(codec, dtype, own, numels, group, meter)
     # 3
     with meter.coding():
-        for place, (encoded,) in zip(places, payloads, strict=True):
-            codec.decode(encoded, place)
+        for place, parts in zip(places, payloads, strict=True):
+            for (start, stop), encoded in zip(row, parts, strict=True):
+                codec.decode(encoded, place[start:stop])
     POOL.give(payload, gathered)
 
 

@@ -122,8 +122,9 @@ def parse(status: int, output: str) -> Steps:
         steps: Steps = json.loads(found[-1][len(PREFIX) :])
         if steps:
             return steps
-    errors = [line for line in lines if "Error" in line and not line.startswith(" ")]
-    said = errors[-1] if errors else (lines[-1] if lines else "nothing was printed")
+    rest = [line for line in lines if line.strip() and not line.startswith(PREFIX)]
+    errors = [line for line in rest if "Error" in line and not line.startswith(" ")]
+    said = errors[-1] if errors else (rest[-1] if rest else "nothing was printed")
     raise CellError(f"status {status}: {said.strip()[:300]}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from unittest import mock
 
 import pytest
@@ -53,6 +54,28 @@ def _all_gather(codec: Codec) -> list[str]:
 def test_all_gather(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
     results = on_ranks(ranks, _all_gather, codec)
     assert len(results[0]) == 24 and all(result == results[0] for result in results)
+
+
+def _gathered_together(codec: Codec) -> None:
+    """Stretches of one message come out as they do one by one."""
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    lengths = (33, 1, 256, 4096 + 7, 64)
+    for dtype in DTYPES:
+        shard = torch.cat([values_of(me, n, dtype) * 0.5**i for i, n in enumerate(lengths)])
+        out, meter = torch.zeros(ranks * shard.numel(), dtype=dtype), Meter()
+        cuts = list(accumulate(lengths))
+        all_gather(shard, out, codec, None, meter=meter, cuts=cuts[:-1])
+        together = torch.split(out, shard.numel())
+        for start, stop in pairwise([0, *cuts]):
+            alone = torch.zeros(ranks * (stop - start), dtype=dtype)
+            all_gather(shard[start:stop], alone, codec, None, meter=Meter())
+            assert torch.equal(alone, torch.cat([part[start:stop] for part in together]))
+        assert meter.messages == (1 if codec.fixed_size else 2)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_cuts_of_an_all_gather(on_ranks: RunRanks, codec: Codec) -> None:
+    on_ranks(3, _gathered_together, codec)
 
 
 def _all_to_all(codec: Codec, lengths: list[list[int]] | None) -> None:

@@ -234,6 +234,31 @@ def test_cut_gathers_are_the_same(pool: RankPool, job: Job) -> None:
         assert outcome.ledger["zero"][0] == 4 and messages == 4 * 6
 
 
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [(BLOCKINT4, "bf16"), ({"codec": "zfp", "rate": 8}, "fp32"), ({"error_bound": 1e-2}, "bf16")],
+    ids=["blockint", "zfp", "bound"],
+)
+def test_prefetched_parameters_share_messages_and_nothing_else(
+    pool: RankPool, codec: dict[str, Any], dtype: str
+) -> None:
+    """How many are prefetched decides what travels together; what they decode to stays the same."""
+    # with the larger limit inner.weight and outer.weight stay native, middle.weight does not
+    for least in (0, 8000 if dtype == "fp32" else 4000):
+        job = Job(3, dtype, steps=4, block={"dp": "none", "zero": codec, "min_bytes": least})
+        prefetched = [
+            {"stage3_prefetch_bucket_size": numel, "stage3_max_reuse_distance": 0}
+            for numel in (0, 2000, 100_000)
+        ]
+        first, second = pool.run(run, [replace(job, zero=keys) for keys in prefetched])
+        losses = [(a.losses, b.losses, a.digests) for a, b in zip(first, second, strict=True)]
+        messages = [a.ledger["zero"][0] - a.ledger["zero"][1] for a in first]
+        assert losses[0] == losses[1] == losses[2]
+        assert messages[0] == 2 * 4 * (1 if least else 3)
+        assert messages[0] > messages[1] and messages[2] > 0
+        assert messages[1] > messages[2] or least
+
+
 def unknown_path(zero: dict[str, Any], policy: str) -> tuple[str, int]:
     """Train on a path of gradients without a seam that the check of the config did not see.
 
