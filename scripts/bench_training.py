@@ -18,6 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from training_bench import cells, losses, picture, products, report
@@ -80,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)
     if products.needed():
         print("no bf16 instructions here: products of bf16 matrices run in fp32, for all arms")
+    drawing = find_spec("matplotlib") is not None
+    if not drawing:
+        print("no pictures: they need matplotlib, pip install 'hybridcomp[plot]'", flush=True)
     ratios = [*([None] if asked.unshaped else []), *asked.r]
     for layout in asked.layouts:
         try:
@@ -92,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{layout}\n\n{report.table(rows, layout)}\n", flush=True)
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "bench_training.json").write_text(json.dumps(rows, indent=1) + "\n")
-        if picture.draw(rows, layout, asked.out / f"{layout}.png"):
+        if drawing and picture.draw(rows, layout, asked.out / f"{layout}.png"):
             print(f"picture: {asked.out / f'{layout}.png'}", flush=True)
     return 0
 

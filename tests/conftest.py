@@ -12,6 +12,11 @@ from hypothesis import settings
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# ranks share cores with each other: a thread of gloo that wakes must not take the core from the one
+# that holds the lock it then polls for, see scripts/lab/namespaces.py
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 # wall-clock limits say nothing on a shared machine
 settings.register_profile("hybridcomp", deadline=None, print_blob=True)
 settings.load_profile("hybridcomp")
