@@ -112,14 +112,17 @@ class Sharded:
 class OneBit:
     """1-bit Adam: no gradient is sent after the freeze, momenta are."""
 
-    def __init__(self, model: nn.Module, wire: Wire, settings: Settings) -> None:
+    def __init__(
+        self, model: nn.Module, wire: Wire, settings: Settings, exact: bool = False
+    ) -> None:
         self.model = model
         self._flat = Flat(model.parameters(), dist.get_world_size())
         self._weights = nn.Parameter(self._flat.weights())
         freeze = settings.start or onebit.warm_up_steps(settings.steps, 0.2)
         self.optimizer: torch.optim.Optimizer = onebit.OneBitAdam(
-            self._weights, self._flat.owners(), wire, freeze, clip=settings.clip, **settings.adam
-        )
+            self._weights, self._flat.owners(), wire, freeze, clip=settings.clip, exact=exact,
+            **settings.adam,
+        )  # fmt: skip
 
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
         """Nothing is sent in the backward pass."""
@@ -217,6 +220,12 @@ PEERS: dict[str, Peer] = {
         "1-bit Adam: native for the first 20% of steps, then signs of momenta",
         "arXiv 2102.02888, algorithm 1",
         OneBit,
+        clean_room=True,
+    ),
+    "onebit-adam-exact": Peer(
+        "1-bit Adam's optimizer, momenta averaged natively: what it does without compression",
+        "arXiv 2102.02888, algorithm 1",
+        lambda model, wire, settings: OneBit(model, wire, settings, exact=True),
         clean_room=True,
     ),
     "sdp4bit": Peer(

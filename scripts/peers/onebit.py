@@ -30,16 +30,19 @@ class OneBitAdam(torch.optim.Optimizer):
     Args:
         weights: (W * c,) fp32, updated in place. Gradient: ``weights.grad``, of this rank alone.
         owners: (W * c,) parameter number of every value.
+        exact: average the momenta as they are. With a frozen v and gradients clipped one by one
+            this is another optimizer than Adam, which shows in losses with no compression at all.
     """
 
     def __init__(
         self, weights: Tensor, owners: Tensor, wire: Wire, freeze: int,
         lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, clip: float = 0.0,
+        weight_decay: float = 0.0, clip: float = 0.0, exact: bool = False,
     ) -> None:  # fmt: skip
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__([weights], defaults)
         self.weights, self.wire, self.freeze, self.clip = weights, wire, freeze, clip
+        self.exact = exact
         self.steps = 0
         self.ranks = dist.get_world_size()
         self.momentum, self.variance = torch.zeros_like(weights), torch.zeros_like(weights)
@@ -77,6 +80,8 @@ class OneBitAdam(torch.optim.Optimizer):
 
     def average(self, momentum: Tensor) -> Tensor:
         """Step 3: the compressed average, the same on all ranks."""
+        if self.exact:
+            return self.wire.all_reduce(momentum) / self.ranks
         rows = (momentum + self.worker_error).view(self.ranks, -1)
         message, decoded = self._compress(rows, self._segments)
         self.worker_error = (rows - decoded).view(-1)

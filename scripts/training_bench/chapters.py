@@ -123,7 +123,8 @@ def equal_bytes_chapter(source: Path, out: Path) -> str:
         f"gaps are to the uncompressed run in percent, paired by seed ({seeds}), with the 95% "
         "interval. "
         '"neither": the two differ by less than their intervals.\n\n'
-        f"{losses.table(duels)}\n\n## Commands\n\n```\nscripts/bench_training.py --losses\n"
+        + "\n\n".join([losses.table(duels), *losses.optimizers(duels)])
+        + "\n\n## Commands\n\n```\nscripts/bench_training.py --losses\n"
         "scripts/results.py --equal-bytes runs/training_bench\n```"
     )
 

@@ -25,9 +25,11 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "dp": {**FEEDBACK, "bits": 2}, "zero": {**DELTA["zero"], "bits": 3},
     },
 }  # fmt: skip
-#: those of the issue, and SDP4Bit, the strongest of the reimplementations
+#: peers that bring an optimizer of their own -> that optimizer without compression
+OPTIMIZERS = {"onebit-adam": "onebit-adam-exact"}
 PEERS = (
     "powersgd-4", "powersgd-16", "powersgd-32", "qgz", "qgz-qwz", "loco", "onebit-adam", "sdp4bit",
+    *OPTIMIZERS.values(),
 )  # fmt: skip
 
 
@@ -64,6 +66,7 @@ def main(asked: argparse.Namespace) -> int:
     duels = duels_of(rows)
     (out / "equal_bytes.json").write_text(json.dumps(duels, indent=1) + "\n")
     print(f"\nat equal or fewer bytes, gaps to the baseline in percent\n\n{table(duels)}")
+    print("\n".join(optimizers(duels)))
     return 0
 
 
@@ -78,15 +81,18 @@ def duels_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Chosen by bytes alone, before a loss is looked at. ``ours`` is None where all of ours send more.
     """
     ours = [row for row in rows if row["label"] in BLOCKS and row["ledger"]]
+    peers = {
+        row["label"].removeprefix("peer "): row for row in rows if row["label"].startswith("peer ")
+    }
     duels = []
-    for row in rows:
-        if not row["label"].startswith("peer "):
+    for name, row in peers.items():
+        if name in OPTIMIZERS.values():
             continue
         limit = sent_MB(row)
         allowed = [own for own in ours if sent_MB(own) <= limit]
         best = max(allowed, key=sent_MB, default=None)
         duel: dict[str, Any] = {
-            "peer": row["label"].removeprefix("peer "), "peer_MB": limit, "peer_gap": row["gap"],
+            "peer": name, "peer_MB": limit, "peer_gap": row["gap"],
             "peer_interval": row["gap_interval"], "ours": None, "steps": row["steps"],
             "seeds": row["seeds"],
         }  # fmt: skip
@@ -95,6 +101,8 @@ def duels_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "ours": best["label"], "our_MB": sent_MB(best), "our_gap": best["gap"],
                 "our_interval": best["gap_interval"], "winner": winner(best, row),
             }  # fmt: skip
+        if (exact := peers.get(OPTIMIZERS.get(name, ""))) is not None:
+            duel |= {"exact_gap": exact["gap"], "exact_interval": exact["gap_interval"]}
         duels.append(duel)
     return duels
 
@@ -123,6 +131,17 @@ def table(duels: Sequence[dict[str, Any]]) -> str:
             cells += [duel["ours"], f"{duel['our_MB']:.0f}", _gap(duel, "our"), duel["winner"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def optimizers(duels: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each peer that is another optimizer: what that does without compression."""
+    return [
+        f"{duel['peer']} is another optimizer than the baseline's AdamW. Uncompressed it ends at "
+        f"{_gap(duel, 'exact')} %, so its compression costs "
+        f"{duel['peer_gap'] - duel['exact_gap']:+.2f} %."
+        for duel in duels
+        if "exact_gap" in duel
+    ]
 
 
 def _gap(duel: dict[str, Any], whose: str) -> str:

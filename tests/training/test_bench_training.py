@@ -212,13 +212,17 @@ def test_ours_is_chosen_by_bytes_before_losses() -> None:
         loss_row("recommended", 100, 0.0), loss_row("3 bits, deltas 3", 50, 0.5),
         loss_row("2 bits, deltas 3", 40, 0.1), loss_row("peer qgz", 60, 1.0),
         loss_row("peer sdp4bit", 45, 0.15), loss_row("peer powersgd-4", 10, 3.0),
-        loss_row("peer loco", 55, 0.2),
+        loss_row("peer loco", 55, 0.2), loss_row("peer onebit-adam", 70, -3.0),
+        loss_row("peer onebit-adam-exact", 200, -3.5),
     ]  # fmt: skip
     found = {duel["peer"]: duel for duel in losses.duels_of(rows)}
     assert found["qgz"]["ours"] == "3 bits, deltas 3" and found["qgz"]["winner"] == "ours"
     assert found["sdp4bit"]["winner"] == "neither" and found["loco"]["winner"] == "peer"
     assert found["powersgd-4"]["ours"] is None
     assert "all of ours send more" in losses.table(list(found.values()))
+    assert "onebit-adam-exact" not in found and found["onebit-adam"]["winner"] == "peer"
+    (said,) = losses.optimizers(list(found.values()))
+    assert "Uncompressed it ends at -3.50 ± 0.10 %, so its compression costs +0.50 %" in said
     assert losses.winner(loss_row("a", 1, 0.0, None), loss_row("b", 1, 1.0)) == "one seed"
 
 

@@ -287,6 +287,7 @@ def test_all_learn_alike_and_replicas_stay_equal(two: RankPool) -> None:
     most = {
         "ddp-fp16": 0.51, "ddp-bf16": 0.51, "powersgd-4": 0.35, "powersgd-16": 0.65,
         "qgz": 0.57, "qgz-qwz": 0.21, "loco": 0.57, "onebit-adam": 0.26, "sdp4bit": 0.14,
+        "onebit-adam-exact": 1.01,
     }  # fmt: skip
     for name, share in most.items():
         (losses, sent, weights), (_, _, others) = two.run(fit, name, steps)
@@ -302,7 +303,7 @@ def test_power_sgd_waits_for_a_tenth_of_the_run_and_more_than_one_step() -> None
 
 def test_every_reimplementation_says_so_and_names_its_paper() -> None:
     clean = {name for name, peer in PEERS.items() if peer.clean_room}
-    assert clean == {"qgz", "qgz-qwz", "loco", "onebit-adam", "sdp4bit"}
+    assert clean == {"qgz", "qgz-qwz", "loco", "onebit-adam", "onebit-adam-exact", "sdp4bit"}
     assert all("arXiv" in PEERS[name].source for name in clean)
 
 
