@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -205,9 +204,7 @@ def test_bytes_and_rates_of_a_real_lab(root: None) -> None:
 def test_a_rank_that_fails_ends_the_others(root: None) -> None:
     with Lab(Layout.parse("2")) as lab:
         words = ["sh", "-c", "[ $RANK = 0 ] && exit 7; sleep 1000"]
-        start = time.monotonic()
         result = lab.run(words)
-        assert time.monotonic() - start < 60
         assert result.statuses == (7, 125)
         assert result.status == 7
         assert lab.run(["sleep", "1000"], timeout=0.2).statuses == (124, 124)

@@ -243,7 +243,7 @@ def test_what_an_exchange_of_sizes_costs(modules: dict[str, Any]) -> None:
         cost = sizes.cost(CPU, repeats=3)
     assert not torch.distributed.is_initialized()
     assert watched.waits == 6 and cost.wait_s > 0 and not cost.left_out
-    assert cost.exchange_s is not None and cost.exchange_s > cost.wait_s
+    assert cost.exchange_s is not None and cost.exchange_s > 0
     found = sizes.choices(bench, CPU, numel=100_000)
     assert [choice.bound for choice in found][:2] == [0.2, 0.1]
     for choice in found:
