@@ -42,12 +42,8 @@ def read_run(label: str, paths: str, ledger: str) -> Run:
     A folder is a W&B offline run, or holds a log ``loss.jsonl``, or one such folder for each seed.
     Raises CompareError.
     """
-    trainings = []
-    for text in paths.split(","):
-        found = [Path(text)] if Path(text).exists() else sorted(map(Path, glob.glob(text)))
-        if not found:
-            raise CompareError(f"{text}: no such run; train with --log {text}")
-        trainings += [_read(place, ledger) for path in found for place in _places(path)]
+    found = [place for path in _split_paths(paths) for place in _places(path)]
+    trainings = [_read(place, ledger) for place in found]
     seeds = [training.seed for training in trainings]
     if len(set(seeds)) < len(seeds) and None not in seeds:
         raise CompareError(f"{label}: two logs have one seed, {seeds}; give one log for each seed")
@@ -56,6 +52,23 @@ def read_run(label: str, paths: str, ledger: str) -> Run:
         lacking = trainings[there.index(False)].source.with_name(ledger)
         raise CompareError(f"{lacking}: missing, while other seeds have one")
     return Run(label, trainings)
+
+
+def _split_paths(paths: str) -> list[Path]:
+    """What ``paths`` names; a comma may be part of a name. Raises CompareError."""
+    found: list[Path] = []
+    parts, first = paths.split(","), 0
+    while first < len(parts):
+        for last in range(first + 1, len(parts) + 1):
+            text = ",".join(parts[first:last])
+            some = [Path(text)] if Path(text).exists() else sorted(map(Path, glob.glob(text)))
+            if some:
+                break
+        else:
+            raise CompareError(f"{parts[first]}: no such run; train with --log {parts[first]}")
+        found += some
+        first = last
+    return found
 
 
 def _places(path: Path) -> list[Path]:

@@ -184,3 +184,12 @@ def test_codecs_are_short_in_tables() -> None:
     assert short("radix(error_bound=0.1, segment=512, mode=abs)") == (
         "radix(error_bound=0.1, mode=abs)"
     )
+
+
+def test_commas_between_paths_and_in_them(tmp_path: Path) -> None:
+    logs = [write_run(tmp_path / "4 bits, deltas 3" / f"seed{seed}", seed, 1.0) for seed in (0, 1)]
+    plain = write_run(tmp_path / "plain", 2, 1.0)
+    for paths in (f"{logs[0]},{logs[1]},{plain}", f"{tmp_path}/4 bits, deltas 3/seed*,{plain}"):
+        assert read_run("ours", paths, "ledger.jsonl").seeds == [0, 1, 2]
+    with pytest.raises(CompareError, match=r"^missing: no such run"):
+        read_run("ours", f"{plain},missing,{logs[0]}", "ledger.jsonl")
