@@ -221,8 +221,8 @@ def _all_gather(codec: Codec, width: int) -> str:
     shard = values_of(me, 1000, torch.bfloat16)  # cut at 900: as two messages
     whole = torch.empty(ranks * 1000, dtype=torch.bfloat16)
     hierarchy.all_gather(shard, whole, codec, levels, meter=meter_of(levels), cuts=[900]).wait()
-    places = whole.view(ranks, -1).split([900, 100], 1)
-    for part, place in zip(shard.split([900, 100]), places, strict=True):
+    places = torch.split(whole.view(ranks, -1), [900, 100], 1)
+    for part, place in zip(torch.split(shard, [900, 100]), places, strict=True):
         out = torch.empty(place.numel(), dtype=torch.bfloat16)
         hierarchy.all_gather(part, out, codec, levels, meter=meter_of(levels)).wait()
         assert torch.equal(out, place.reshape(-1))
