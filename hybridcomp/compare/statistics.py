@@ -34,6 +34,7 @@ class Comparison:
     final_loss: float  # mean over seeds and the last points
     gap: float
     gap_interval: float | None  # half-width at 95% over paired seeds, None with one seed
+    gaps: list[float]  # of each seed, in the run's order
     valid_loss: float | None
     valid_gap: float | None
     seconds: float | None  # of training, to the end of the axis
@@ -121,6 +122,7 @@ def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> C
         final_loss=float(final.mean()),
         gap=float(gaps.mean()),
         gap_interval=half_width(gaps),
+        gaps=gaps.tolist(),
         valid_loss=valid,
         valid_gap=valid_gap,
         seconds=seconds,

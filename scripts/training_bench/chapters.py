@@ -122,7 +122,7 @@ def equal_bytes_chapter(source: Path, out: Path) -> str:
         "alone. MB are of all ranks over the whole run, native warm-ups of the peers included; "
         f"gaps are to the uncompressed run in percent, paired by seed ({seeds}), with the 95% "
         "interval. "
-        '"neither": the two differ by less than their intervals.\n\n'
+        '"neither": that interval of the difference, paired by seed, holds 0.\n\n'
         + "\n\n".join([losses.table(duels), *losses.optimizers(duels)])
         + "\n\n## Commands\n\n```\nscripts/bench_training.py --losses\n"
         "scripts/results.py --equal-bytes runs/training_bench\n```"

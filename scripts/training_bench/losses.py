@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import loss_study
+import numpy as np
 
+from hybridcomp.compare.statistics import half_width
 from training_bench.cells import DELTA
 
 FEEDBACK = {"codec": "blockint", "error_feedback": True}
@@ -99,7 +101,7 @@ def duels_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if best is not None:
             duel |= {
                 "ours": best["label"], "our_MB": sent_MB(best), "our_gap": best["gap"],
-                "our_interval": best["gap_interval"], "winner": winner(best, row),
+                "our_interval": best["gap_interval"], **apart(best, row),
             }  # fmt: skip
         if (exact := peers.get(OPTIMIZERS.get(name, ""))) is not None:
             duel |= {"exact_gap": exact["gap"], "exact_interval": exact["gap_interval"]}
@@ -107,28 +109,38 @@ def duels_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return duels
 
 
-def winner(own: dict[str, Any], peer: dict[str, Any]) -> str:
-    """``ours``, ``peer``, or ``neither`` where the seeds differ by more than the two do."""
-    spread = [row["gap_interval"] for row in (own, peer)]
-    if None in spread:
-        return "one seed"
-    apart = peer["gap"] - own["gap"]
-    if abs(apart) <= (spread[0] ** 2 + spread[1] ** 2) ** 0.5:
-        return "neither"
-    return "ours" if apart > 0 else "peer"
+def apart(own: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
+    """How much further off the peer ends, of the same seeds, and whose loss is smaller.
+
+    ``neither`` where the 95 % interval of the difference over the seeds holds 0.
+    """
+    theirs = dict(zip(peer["seeds"], peer["gaps"], strict=True))
+    differences = np.array(
+        [theirs[seed] - gap for seed, gap in zip(own["seeds"], own["gaps"], strict=True)]
+    )
+    mean, half = float(differences.mean()), half_width(differences)
+    sided = "ours" if mean > 0 else "peer"
+    winner = "one seed" if half is None else "neither" if abs(mean) <= half else sided
+    return {
+        "further_gap": mean, "further_interval": half, "winner": winner,
+        "seeds_ours": int((differences > 0).sum()),
+    }  # fmt: skip
 
 
 def table(duels: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| peer | MB | gap % | ours | MB | gap % | smaller loss |", "|---|---|---|---|---|---|---|"
-    ]  # fmt: skip
+        "| peer | MB | gap % | ours | MB | gap % | peer further off by % | smaller loss |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for duel in duels:
         cells = [duel["peer"], f"{duel['peer_MB']:.0f}", _gap(duel, "peer")]
         if duel["ours"] is None:
-            cells += ["all of ours send more", "", "", ""]
+            cells += ["all of ours send more", "", "", "", ""]
         else:
-            cells += [duel["ours"], f"{duel['our_MB']:.0f}", _gap(duel, "our"), duel["winner"]]
+            of = f"{duel['winner']} (ours in {duel['seeds_ours']} of {len(duel['seeds'])} seeds)"
+            cells += [duel["ours"], f"{duel['our_MB']:.0f}", _gap(duel, "our")]
+            cells += [_gap(duel, "further"), of]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
