@@ -151,6 +151,7 @@ class Lab:
         echo: Literal["none", "first", "all"],
     ) -> None:
         cores = pinning(self.layout, self.cores)
+        alone = len(self.cores) >= self.layout.world_size
         for node, name in enumerate(self.names):
             first = node * self.layout.ranks
             together = sorted({core for row in cores[first:][: self.layout.ranks] for core in row})
@@ -163,7 +164,7 @@ class Lab:
                 shown = echo == "all" or (echo == "first" and node == 0 and not local)
                 team.start(
                     fill(command, self.layout, node, hostfile),
-                    namespaces.entry(name, f"node{node}", own),
+                    namespaces.entry(name, f"node{node}", own, alone),
                     variables,
                     cwd,
                     f"[{label}] " if shown else None,

@@ -129,14 +129,16 @@ def own_counters(interface: str = INTERFACE) -> Traffic:
     raise LabError(f"netlab: expected an interface {interface}, found none in /proc/self/net/dev")
 
 
-def entry(name: str, host: str, cores: Sequence[int]) -> Callable[[], None]:
+def entry(name: str, host: str, cores: Sequence[int], alone: bool) -> Callable[[], None]:
     """What a child calls before its program starts: enter namespace ``name`` as machine ``host``,
     on ``cores``, and end when the lab ends.
 
-    It is scheduled as SCHED_BATCH: a thread that wakes waits until the running one sleeps. These
-    links answer before ``send`` has returned, which no real one does, so gloo's thread wakes while
-    the sender still holds the lock of the connection, and polls for that in a loop. On the sender's
-    own core it does so for a whole time slice, 3 to 4 ms of every other small message.
+    ``alone``: no other rank runs on ``cores``. Then it is scheduled as SCHED_BATCH: a thread that
+    wakes waits until the running one sleeps. These links answer before ``send`` has returned, which
+    no real one does, so gloo's thread wakes while the sender still holds the lock of the
+    connection, and polls for that in a loop. On the sender's own core it does so for a whole time
+    slice, 3 to 4 ms of every other small message. Where ranks share a core each would wait for the
+    other's slices instead.
     """
 
     def enter() -> None:
@@ -146,7 +148,8 @@ def entry(name: str, host: str, cores: Sequence[int]) -> Callable[[], None]:
         _call(_libc.unshare(CLONE_NEWUTS))
         socket.sethostname(host)
         os.sched_setaffinity(0, cores)
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        policy = os.SCHED_BATCH if alone else os.SCHED_OTHER
+        os.sched_setscheduler(0, policy, os.sched_param(0))
         _call(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
     return enter

@@ -33,9 +33,10 @@ repetition, with the smallest and the largest. "Of ideal" is the speed-up over w
 bytes allow, (1 + r) / (1 + r / bytes saved). MB are those of the interface of the node that sends
 most, TCP and Ethernet headers included.
 
-* Ranks are scheduled as SCHED_BATCH, all arms alike: a link without latency answers before `send`
-  has returned, and gloo's thread, on the sender's core, then polls for a lock for a time slice
-  (`scripts/lab/namespaces.py`). A small message took up to five times as long without.
+* Ranks with a core to themselves (here: layouts of two) are scheduled as SCHED_BATCH, all arms
+  alike: a link without latency answers before `send` has returned, and gloo's thread, on the
+  sender's core, then polls for a lock for a time slice (`scripts/lab/namespaces.py`). A small
+  message took up to five times as long without.
 * Compute is timed where nothing is shaped, so it contains the machine's own copying of messages.
 * Where the CPU has no bf16 instructions, products of bf16 matrices are computed in fp32 and rounded
   (torch's own loop takes forty times as long), for all arms alike. Native fp32 is context.
