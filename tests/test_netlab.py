@@ -195,9 +195,9 @@ def test_bytes_and_rates_of_a_real_lab(root: None) -> None:
     assert not any(name.startswith(lab.prefix) for name in namespaces.present())
     assert result.statuses == (0, 0), result.outputs
     assert result.outputs == (f"node0 [{core}] False\n", f"node1 [{core}] False\n")
-    with Lab(Layout.parse("1"), cores=[core]) as lab:  # a core to itself
+    with Lab(Layout.parse("1"), cores=[core]) as single:  # a core to itself
         script = "import os; print(os.sched_getscheduler(0) == os.SCHED_BATCH)"
-        assert lab.run([sys.executable, "-c", script]).outputs == ("True\n",)
+        assert single.run([sys.executable, "-c", script]).outputs == ("True\n",)
     for traffic in result.traffic:  # headers of 66 bytes in 1514, and acknowledgements
         assert 2_000_000 < traffic.sent < 3_000_000  # with what TCP sends again
     assert min(result.seconds) > 0.7  # 0.8 s at 20 Mb/s; a shaped link is never faster
