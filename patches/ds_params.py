@@ -169,29 +169,26 @@ def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]
             return
         channel = channels["zero"]
         if not channel.active:
-            with _fetch(_Fetch(channel), suspended=False):
-                original(self, params, forward, quantize)
-            return
-        _zero_padding(self, params)
-        persistent = [p for p in params if p.ds_persist]
-        others = [p for p in params if not p.ds_persist]
-        if persistent:
-            with _fetch(_Fetch(channel), suspended=True):
-                original(self, persistent, forward, quantize)
-        if not channels.lossy("zero"):
-            with _fetch(_Fetch(channel), suspended=False):
-                original(self, others, forward, quantize)
-            return
-        for some, encoded in _messages(channel, others):
-            lengths = tuple(_partition_numel(p) for p in some)
-            with _fetch(_Fetch(channel, lengths), suspended=not encoded):
+            batches: list[_Batch] = [(params, (), False)]
+        else:
+            _zero_padding(self, params)
+            others = [p for p in params if not p.ds_persist]
+            batches = [([p for p in params if p.ds_persist], (), True)]
+            batches += _apart(channel, others) if channels.lossy("zero") else [(others, (), False)]
+        for some, lengths, suspended in batches:
+            with _fetch(_Fetch(channel, lengths), suspended):
                 original(self, some, forward, quantize)
 
     return __all_gather_params_
 
 
-def _messages(channel: Channel, params: Iterable[Any]) -> Iterator[tuple[list[Any], bool]]:
-    """The parameters that upstream gathers in one message each, and whether that is encoded.
+#: parameters of one call of upstream's, the lengths of their partitions where a codec has to tell
+#: them apart, and whether they are gathered exactly
+_Batch = tuple[Iterable[Any], tuple[int, ...], bool]
+
+
+def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
+    """Batches of the parameters that upstream gathers in one message each.
 
     The first step of an engine fetches a module's parameters together, later ones several modules'.
     A lossy codec must not see the difference, or a resumed run would: each parameter is judged and
@@ -207,8 +204,10 @@ def _messages(channel: Channel, params: Iterable[Any]) -> Iterator[tuple[list[An
         # as upstream tells them apart
         key = (encoded, id(group), shard.dtype, p.ds_secondary_tensor is None)
         found.setdefault(key, []).append(p)
-    for key, some in found.items():
-        yield some, key[0]
+    return [
+        (some, tuple(_partition_numel(p) for p in some), not encoded)
+        for (encoded, *_), some in found.items()
+    ]
 
 
 def _partition_numel(param: Any) -> int:

@@ -133,7 +133,7 @@ def entry(name: str, host: str, cores: Sequence[int], alone: bool) -> Callable[[
     """What a child calls before its program starts: enter namespace ``name`` as machine ``host``,
     on ``cores``, and end when the lab ends.
 
-    ``alone``: no other rank runs on ``cores``. Then it is scheduled as SCHED_BATCH: a thread that
+    ``alone``: there is a core for every rank. Then it is scheduled as SCHED_BATCH: a thread that
     wakes waits until the running one sleeps. These links answer before ``send`` has returned, which
     no real one does, so gloo's thread wakes while the sender still holds the lock of the
     connection, and polls for that in a loop. On the sender's own core it does so for a whole time
