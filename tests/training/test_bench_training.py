@@ -80,6 +80,8 @@ def test_worker_times_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_rank_says_why() -> None:
     with pytest.raises(runners.CellError, match="status 1: ConfigError: dp: no"):
         runners.parse(1, "Traceback\n  File x\nConfigError: dp: no\nsomething after\n")
+    with pytest.raises(runners.CellError, match=r"status 1: --tp 2: expected a multiple$"):
+        runners.parse(1, "--tp 2: expected a multiple\nBENCH []\n")
     assert runners.parse(0, 'noise\nBENCH [{"seconds": 1.0}]\n') == [{"seconds": 1.0}]
 
 
