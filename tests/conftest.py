@@ -12,8 +12,9 @@ from hypothesis import settings
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# ranks share cores with each other: a thread of gloo that wakes must not take the core from the one
-# that holds the lock it then polls for, see scripts/lab/namespaces.py
+# a thread of gloo that wakes must not take the core from the one that holds the lock it then polls
+# for (scripts/lab/namespaces.py). Ranks of tests may change cores, so unlike the lab's they gain
+# even where they outnumber them: patches/test_hierarchy.py, 24 s and not 28
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
