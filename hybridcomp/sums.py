@@ -23,6 +23,7 @@ from hybridcomp.collectives import (
     Meter,
     OwnedRange,
     ReduceScatterHandle,
+    all_reduce_codecs,
     chunk_ranges,
     hierarchy,
     hierarchy_owners,
@@ -137,9 +138,13 @@ def all_reduce(
     if isinstance(codec, PowerSgd):
         return factors.all_reduce(tensor, codec, spot.low_rank(), pieces, async_op)
     feedback, meter = spot.feedback(pieces, tensor), spot.meter()
-    residual, owner = feedback.sender(), feedback.owner()
     cuts = spot.cuts(codec, pieces)
-    probe = spot.shows(codec, cuts, 2, tensor.dtype, residual)
+    codecs = all_reduce_codecs(codec, tensor.dtype, spot.encoders, tensor.device, cuts)
+    residual, owner = feedback.sender(), feedback.owner() if len(codecs) == 2 else None
+
+    def probe(values: Tensor) -> None:
+        spot.probe(values, codecs[0], cuts, residual)
+
     if spot.levels is not None:
         handle = hierarchy.all_reduce(
             tensor,

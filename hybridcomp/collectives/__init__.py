@@ -17,7 +17,7 @@ from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
 from hybridcomp.collectives.owners import reduce_to_owners
 from hybridcomp.collectives.p2p import recv, send
 from hybridcomp.collectives.plan import OwnedRange, plan_reduction
-from hybridcomp.collectives.reductions import all_reduce, reduce_scatter
+from hybridcomp.collectives.reductions import all_reduce, all_reduce_codecs, reduce_scatter
 
 __all__ = [
     "Handle",
@@ -27,6 +27,7 @@ __all__ = [
     "ReduceScatterHandle",
     "all_gather",
     "all_reduce",
+    "all_reduce_codecs",
     "all_to_all",
     "check_headers",
     "chunk_ranges",

@@ -25,10 +25,12 @@ class Job:
 
     With a ``residual`` (fp32) ``values + residual`` is sent and the residual becomes what the
     encoding left out. ``residual is values`` means that the sum stands there already.
+    ``decoded`` (fp32) receives what the others decode; it may be ``values`` itself.
     """
 
     values: Tensor
     residual: Tensor | None = None
+    decoded: Tensor | None = None
 
 
 def check_values(name: str, tensor: Tensor) -> None:
@@ -99,19 +101,21 @@ def settle(residual: Tensor, delivered: Tensor) -> None:
 def encode_job(
     codec: Codec, job: Job, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
 ) -> int:
-    """Encode ``job`` as ``dtype`` into ``out`` and update its residual; returns the bytes used.
+    """Encode ``job`` as ``dtype`` into ``out``, fill in its ``decoded``, update its residual.
 
-    With a ``word`` these go there, and all of ``out`` counts as used.
+    Returns the bytes used. With a ``word`` these go there, and all of ``out`` counts as used.
     """
-    residual = job.residual
-    if residual is None:
-        return _encode_values(codec, job.values.to(dtype), out, word)
-    if job.values is not residual:
+    residual, decoded, buffer = job.residual, job.decoded, None
+    if residual is not None and job.values is not residual:
         add_values(residual, job.values)
-    used = _encode_values(codec, residual.to(dtype), out, word)
-    buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
-    decode_fp32(codec, out[:used], decoded, dtype)
-    settle(residual, decoded)
+    values = job.values if residual is None else residual
+    used = _encode_values(codec, values.to(dtype), out, word)
+    if residual is not None and decoded is None:
+        buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
+    if decoded is not None:
+        decode_fp32(codec, out[:used], decoded, dtype)
+    if residual is not None and decoded is not None:
+        settle(residual, decoded)
     POOL.give(buffer)
     return used
 
@@ -125,7 +129,7 @@ def _encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | Non
 
 @dataclass
 class Slots:
-    """Payloads in slots that follow each other in ``buffer``.
+    """Payloads in slots that follow each other in ``buffer``, behind ``head`` bytes.
 
     Slots are as long as their payloads, or as these could be at most where ``words`` (int64, one
     for each, on the device) says how long they are.
@@ -134,21 +138,20 @@ class Slots:
     buffer: Tensor
     nbytes: list[int]
     words: Tensor | None = None
+    head: int = 0
 
 
-def encode_all(codec: Codec, stretches: Sequence[Tensor], out: Tensor, dtype: torch.dtype) -> Slots:
-    """Encode ``stretches`` as ``dtype`` into ``out``, one after the other."""
-    found = Slots(out, [])
-    if sizes.SIZES.stay(codec, out.device):
-        found.words = out.new_empty(len(stretches), dtype=torch.int64)
-    position = 0
+def encode_all(codec: Codec, stretches: Sequence[Tensor], room: Slots, dtype: torch.dtype) -> None:
+    """Encode ``stretches`` as ``dtype`` into the empty ``room``, one after the other."""
+    if sizes.SIZES.stay(codec, room.buffer.device):
+        room.words = room.buffer.new_empty(len(stretches), dtype=torch.int64)
+    position = room.head
     for index, values in enumerate(stretches):
-        room = codec.wire_nbytes(values.numel(), dtype)
-        word = None if found.words is None else found.words[index : index + 1]
-        slot = out[position : position + room]
-        found.nbytes.append(_encode_values(codec, values.to(dtype), slot, word))
-        position += found.nbytes[-1]
-    return found
+        most = codec.wire_nbytes(values.numel(), dtype)
+        word = None if room.words is None else room.words[index : index + 1]
+        slot = room.buffer[position : position + most]
+        room.nbytes.append(_encode_values(codec, values.to(dtype), slot, word))
+        position += room.nbytes[-1]
 
 
 def show_overflow(total: Tensor, dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -49,41 +49,47 @@ def exchange(
         dtype: what is encoded, on all ranks.
 
     1 encode every job once, into slots that follow each other by destination
-    2 variable-size codecs: exchange the sizes
+    2 variable-size codecs: exchange the sizes, where they do not stand in front of the payloads
     3 exchange the bytes
     """
     # 1
     late = sizes.SIZES.stay(codec, device)
-    sent = _Outgoing(jobs, [len(row) for row in numels])
+    heads = [
+        [sizes.head_nbytes(len(row), codec, device, group) for row in r] for r in (jobs, numels)
+    ]
+    sent = _Outgoing(jobs, heads[0], [len(row) for row in numels])
     with meter.coding():
         (sent.encode_late if late else sent.encode)(codec, dtype, device)
     # 2
-    if codec.fixed_size:
+    if codec.fixed_size or any(chain(*heads)):
         arriving = [[codec.wire_nbytes(n, dtype) for n in row] for row in numels]
     else:
         arriving = yield from sent.exchange_sizes(device, group, meter)
     if late:
         sent.bring_together()
     # 3
-    in_splits = [sum(row) for row in sent.sizes]
-    out_splits = [sum(row) for row in arriving]
+    in_splits = [head + sum(row) for head, row in zip(heads[0], sent.sizes, strict=True)]
+    out_splits = [head + sum(row) for head, row in zip(heads[1], arriving, strict=True)]
     recv_buffer = POOL.take(sum(out_splits), device)
     meter.sent_each(in_splits)
-    yield from transport.all_to_all(
-        recv_buffer[: sum(out_splits)],
-        sent.buffers[-1][: sum(in_splits)],
-        out_splits,
-        in_splits,
-        group,
-    )
-    return Payloads(_cut(recv_buffer, arriving), sent.encoded, [*sent.buffers, recv_buffer])
+    wire, source = recv_buffer[: sum(out_splits)], sent.buffers[-1][: sum(in_splits)]
+    yield from transport.all_to_all(wire, source, out_splits, in_splits, group)
+    received = _cut(wire, out_splits, heads[1], arriving)
+    return Payloads(received, sent.encoded, [*sent.buffers, recv_buffer])
 
 
 class _Outgoing:
-    """What one exchange sends: encoded by ``encode``, or by ``encode_late`` and step by step."""
+    """What one exchange sends: encoded by ``encode``, or by ``encode_late`` and step by step.
 
-    def __init__(self, jobs: Sequence[Sequence[Job]], counts: list[int]) -> None:
-        self.jobs, self.counts = jobs, counts  # counts: payloads that come from each rank
+    Args:
+        heads: by destination, the bytes for sizes in front of the payloads.
+        counts: by rank, the payloads that come from there.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Sequence[Job]], heads: Sequence[int], counts: list[int]
+    ) -> None:
+        self.jobs, self.heads, self.counts = jobs, heads, counts
         self.encoded: dict[Job, Tensor] = {}
         self.sizes: list[list[int]] = []  # by destination
         self.buffers: list[Tensor] = []  # in use; what is sent stands at the start of the last
@@ -92,11 +98,12 @@ class _Outgoing:
     def encode(self, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
         """Payloads and copies of them where they are sent from."""
         rooms = [codec.wire_nbytes(job.values.numel(), dtype) for job in chain(*self.jobs)]
-        out = POOL.take(sum(rooms), device)
+        out = POOL.take(sum(rooms) + sum(self.heads), device)
         self.buffers.append(out)
         position = 0
-        for row in self.jobs:
+        for row, head in zip(self.jobs, self.heads, strict=True):
             self.sizes.append([])
+            start, position = position, position + head
             for job in row:
                 if job in self.encoded:
                     used = self.encoded[job].numel()
@@ -108,6 +115,8 @@ class _Outgoing:
                     self.encoded[job] = out[position : position + used]
                 self.sizes[-1].append(used)
                 position += used
+            if head:
+                sizes.write_head(out[start:], self.sizes[-1])
 
     def encode_late(self, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
         """Payloads in slots of their largest size; their sizes to ``words``."""
@@ -161,15 +170,21 @@ class _Outgoing:
             torch.cat(payloads, out=self.buffers[-1][:total])
 
 
-def _cut(buffer: Tensor, sizes: list[list[int]]) -> list[list[Tensor]]:
-    """Views of ``buffer``, laid out by row."""
-    rows: list[list[Tensor]] = []
-    position = 0
-    for row in sizes:
-        rows.append([])
-        for size in row:
-            rows[-1].append(buffer[position : position + size])
-            position += size
+def _cut(
+    buffer: Tensor,
+    rooms: Sequence[int],
+    heads: Sequence[int],
+    nbytes: Sequence[Sequence[int]],
+) -> list[list[Tensor]]:
+    """The payloads of every rank, views of ``buffer``, in which each rank has its room.
+
+    ``nbytes`` are the sizes, or how many there are where they stand in the ``heads``.
+    """
+    rows = []
+    for message, head, known in zip(torch.split(buffer, list(rooms)), heads, nbytes, strict=True):
+        found = sizes.read_head(message, len(known)) if head else known
+        ends = list(accumulate(found, initial=head))
+        rows.append([message[start:end] for start, end in pairwise(ends)])
     return rows
 
 
@@ -184,13 +199,17 @@ def gather(
     """All-gather the payloads of every rank: ``(payloads by rank, buffer to give back)``.
 
     Args:
-        own: the encoded payloads of this rank, in a buffer of ``gather_capacity`` bytes.
+        own: the encoded payloads of this rank, in their ``gather_room``.
         numels: by rank, the elements behind each of its payloads.
 
-    Every rank's slot is as long as the longest. Variable-size codecs exchange the sizes first.
+    Every rank's slot is as long as the longest. Variable-size codecs exchange the sizes first,
+    where these do not stand in front of the payloads.
     """
     me, world_size = get_rank(group), len(numels)
     found = [[codec.wire_nbytes(numel, dtype) for numel in row] for row in numels]
+    heads = [sizes.head_nbytes(len(row), codec, own.buffer.device, group) for row in numels]
+    if any(heads):
+        return (yield from _gather_uneven(own, found, heads, group, meter))
     if not codec.fixed_size:
         found = yield from _gather_sizes(own, numels, group, meter)
     slot = max(sum(row) for row in found)
@@ -203,8 +222,29 @@ def gather(
     meter.sent_around(slot, me, world_size)
     yield from transport.all_gather(buffer[: world_size * slot], payload[:slot], group)
     POOL.give(together)
-    slots = [[*row, slot - sum(row)] for row in found]
-    return [row[:-1] for row in _cut(buffer, slots)], buffer
+    slots = [slot] * world_size
+    return _cut(buffer[: world_size * slot], slots, heads, found), buffer
+
+
+def _gather_uneven(
+    own: Slots,
+    most: Sequence[Sequence[int]],
+    heads: Sequence[int],
+    group: ProcessGroup | None,
+    meter: Meter,
+) -> Steps[tuple[list[list[Tensor]], Tensor]]:
+    """``gather`` of payloads behind their sizes; ``most``: the largest sizes that there may be."""
+    me = get_rank(group)
+    used = own.head + sum(own.nbytes)
+    if own.head:
+        sizes.write_head(own.buffer, own.nbytes)
+    rooms = [head + sum(row) for head, row in zip(heads, most, strict=True)]
+    rooms[me] = used
+    buffer = POOL.take(sum(rooms), own.buffer.device)
+    meter.sent_around(used, me, len(rooms))
+    wire = buffer[: sum(rooms)]
+    yield from transport.all_gather_uneven(wire, own.buffer[:used], rooms, group)
+    return _cut(wire, rooms, heads, most), buffer
 
 
 def _gather_sizes(
@@ -227,6 +267,17 @@ def _gather_sizes(
     return [flat[most * rank :][: len(row)] for rank, row in enumerate(numels)]
 
 
-def gather_capacity(codec: Codec, dtype: torch.dtype, numels: Sequence[Sequence[int]]) -> int:
-    """Most bytes that any rank's payloads may take in ``gather``."""
-    return max(sum(codec.wire_nbytes(numel, dtype) for numel in row) for row in numels)
+def gather_room(
+    codec: Codec,
+    dtype: torch.dtype,
+    numels: Sequence[Sequence[int]],
+    device: torch.device,
+    group: ProcessGroup | None,
+) -> Slots:
+    """A buffer for this rank's payloads in ``gather``, which the caller gives back.
+
+    As long as any rank's may be: with sizes that travel ahead, all slots are equally long.
+    """
+    heads = [sizes.head_nbytes(len(row), codec, device, group) for row in numels]
+    most = max(sum(codec.wire_nbytes(numel, dtype) for numel in row) for row in numels)
+    return Slots(POOL.take(max(heads) + most, device), [], head=heads[get_rank(group)])

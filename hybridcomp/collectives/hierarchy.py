@@ -80,7 +80,7 @@ def all_reduce(
     The other arguments are those of ``collectives.all_reduce``.
     """
     codec = codec.summing(levels.width, tensor.dtype)
-    first = codec.hops(2, levels.nodes, exact=1)[0]
+    first = reductions.all_reduce_codecs(codec, torch.float32, levels.nodes, tensor.device, cuts)[0]
     codec = first if first.lossless else codec  # a bound too tight for 16 bits: see below
     steps = _all_reduce(
         tensor.detach(), codec, levels, meter, residual, owner_residual, cuts, probe

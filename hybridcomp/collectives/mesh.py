@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
@@ -48,15 +49,16 @@ class Works(Work):
             _forgotten.append(self._works)
 
 
-def suits(values: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether ``values`` travel over gloo."""
-    return values.device.type == "cpu" and backend_of(group, values.device) == "gloo"
+def suits(device: torch.device, group: ProcessGroup | None) -> bool:
+    """Whether tensors of ``device`` travel over gloo."""
+    return device.type == "cpu" and backend_of(group, device) == "gloo"
 
 
 def all_to_all(out: Sequence[Tensor], values: Sequence[Tensor], group: ProcessGroup | None) -> Work:
     """Send ``values[r]`` to group rank r, fill ``out[r]`` with what comes from there.
 
-    Tensors of no elements do not travel; both sides know that.
+    Tensors of no elements do not travel; both sides know that. ``out[r]`` may be longer than what
+    comes from another rank: gloo asks only that it fits.
     """
     while len(_forgotten) > MOST_FORGOTTEN:  # long there: messages of a pair come in order
         for work in _forgotten.popleft():

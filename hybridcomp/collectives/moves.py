@@ -13,7 +13,7 @@ from hybridcomp.collectives import transport
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.chunks import stretches
 from hybridcomp.collectives.encoding import Job, check_values, encode_all
-from hybridcomp.collectives.exchange import exchange, gather, gather_capacity
+from hybridcomp.collectives.exchange import exchange, gather, gather_room
 from hybridcomp.collectives.handle import Handle, Steps
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.segments import Range, overlapped, segments
@@ -91,18 +91,18 @@ def _gather_segment(
     """1 encode stretches ``row`` of the shard, 2 all-gather, 3 decode to ``places``, by rank."""
     # 1
     dtype, lengths = shard.dtype, [stop - start for start, stop in row]
-    payload = POOL.take(gather_capacity(codec, dtype, [lengths]), shard.device)
-    with meter.coding():
-        own = encode_all(codec, [shard[start:stop] for start, stop in row], payload, dtype)
-    # 2
     numels = [lengths] * len(places)
+    own = gather_room(codec, dtype, numels, shard.device, group)
+    with meter.coding():
+        encode_all(codec, [shard[start:stop] for start, stop in row], own, dtype)
+    # 2
     payloads, gathered = yield from gather(codec, dtype, own, numels, group, meter)
     # 3
     with meter.coding():
         for place, parts in zip(places, payloads, strict=True):
             for (start, stop), encoded in zip(row, parts, strict=True):
                 codec.decode(encoded, place[start:stop])
-    POOL.give(payload, gathered)
+    POOL.give(own.buffer, gathered)
 
 
 def gather_words(words: Tensor, group: ProcessGroup | None, meter: Meter) -> list[list[int]]:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import sizes, transport
 from hybridcomp.collectives.buffers import POOL
-from hybridcomp.collectives.encoding import check_values, encode_all
+from hybridcomp.collectives.encoding import Slots, check_values, encode_all
 from hybridcomp.collectives.handle import Pending, Steps
 from hybridcomp.collectives.headers import UNREAD
 from hybridcomp.collectives.meter import Meter
@@ -104,7 +104,8 @@ def _send(
     payload = POOL.take(codec.wire_nbytes(tensor.numel(), tensor.dtype), tensor.device)
     with meter.coding():
         filled = [tensor] if tensor.numel() else []
-        own = encode_all(codec, filled, payload, tensor.dtype)
+        own = Slots(payload, [])
+        encode_all(codec, filled, own, tensor.dtype)
     used = sum(own.nbytes)
     header = Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), used)
     packed, arrival = _packed(header, tensor.device), None

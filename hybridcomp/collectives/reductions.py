@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
-from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.base import Codec, Fused
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.chunks import chunk_ranges, stretches
 from hybridcomp.collectives.encoding import (
@@ -20,10 +20,11 @@ from hybridcomp.collectives.encoding import (
     settle,
     show_overflow,
 )
-from hybridcomp.collectives.exchange import gather, gather_capacity
+from hybridcomp.collectives.exchange import gather, gather_room
 from hybridcomp.collectives.fused import adjacent, fused_all_reduce, fused_reduce_scatter
 from hybridcomp.collectives.handle import Handle, ReduceScatterHandle, Steps
 from hybridcomp.collectives.meter import Meter
+from hybridcomp.collectives.pair import pair_all_reduce
 from hybridcomp.collectives.segments import Range, overlapped, segments
 from hybridcomp.collectives.summing import Part, sum_parts
 from hybridcomp.errors import CodecError
@@ -44,7 +45,8 @@ def all_reduce(
 
     Two quantizations however many ranks there are. With e1 the codec's bound for one rank's values
     and e2 that for the sum, the error is at most ``(W - 1) * e1 + e2``. A bounded codec splits its
-    bound over the two.
+    bound over the two. Between two ranks there is one, and the error at most ``2 * e1``
+    (``all_reduce_codecs``).
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16; must not be touched before ``wait()``.
@@ -52,9 +54,10 @@ def all_reduce(
         group: None is the default group.
         meter: filled in, completely so after ``wait()``.
         residual: fp32, ``tensor.numel()`` elements: error feedback of the first quantization,
-            updated in place; 0 afterwards where nothing was quantized (this rank's chunk).
+            updated in place; 0 afterwards where nothing was quantized (in two hops this rank's
+            chunk).
         owner_residual: fp32, as long as this rank's chunk of ``chunk_ranges``: the same for the
-            second. Each is given on all ranks or on none.
+            second; only two hops use it. Each is given on all ranks or on none.
         cuts: ascending elements where no codec block may reach across; the same on all ranks.
         async_op: return before the first message has arrived. Asynchronous calls are waited for in
             the same order on all ranks: ``wait()`` posts the second message.
@@ -71,6 +74,29 @@ def all_reduce(
     return Handle(steps, meter, async_op)
 
 
+def all_reduce_codecs(
+    codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
+) -> tuple[Codec, ...]:
+    """Those of the quantizations of an ``all_reduce`` that returns ``dtype``.
+
+    One where each of two ranks sends all values to the other (``pair``), two everywhere else. Where
+    a GPU has the two hops in three launches it takes these: they read memory half as often.
+    """
+    twice = codec.hops(2, world_size, result=dtype, exact=1)
+    if world_size != 2 or _fused(twice, device, cuts) is not None:
+        return twice
+    return codec.hops(1, world_size, result=dtype)
+
+
+def _fused(
+    codecs: tuple[Codec, ...], device: torch.device, cuts: Sequence[int]
+) -> tuple[Codec, Fused] | None:
+    """The kernels for both hops in three launches."""
+    first, second = codecs
+    fused = first.fused(device) if first == second and not cuts else None
+    return None if fused is None else (first, fused)
+
+
 def _all_reduce(
     tensor: Tensor,
     codec: Codec,
@@ -80,18 +106,20 @@ def _all_reduce(
     owner_residual: Tensor | None,
     cuts: Sequence[int],
 ) -> Steps[None]:
-    """Cut into segments, then all of them side by side (``_segment``)."""
+    """Between two ranks a pair; else in segments, all of them side by side (``_segment``)."""
     me, world_size = get_rank(group), get_world_size(group)
     if world_size == 1 or tensor.numel() == 0:
         return
-    first, second = codec.hops(2, world_size, result=tensor.dtype, exact=1)
-    meter.use(first.spec, second.spec)
-    if first == second and not cuts:
-        fused = first.fused(tensor.device)
-        if fused is not None:
-            left = (residual, owner_residual)
-            yield from fused_all_reduce(tensor, first, fused, group, meter, *left)
-            return
+    codecs = all_reduce_codecs(codec, tensor.dtype, world_size, tensor.device, cuts)
+    meter.use(*(each.spec for each in codecs))
+    if len(codecs) == 1:
+        yield from pair_all_reduce(tensor, codecs[0], group, meter, residual, cuts)
+        return
+    fused = _fused(codecs, tensor.device, cuts)
+    if fused is not None:
+        yield from fused_all_reduce(tensor, *fused, group, meter, residual, owner_residual)
+        return
+    first, second = codecs
     chunks = chunk_ranges(tensor.numel(), world_size)
     own = tensor[slice(*chunks[me])]
     scratch, total = _accumulator(own, me, owner_residual)
@@ -143,10 +171,10 @@ def _segment(
     # 4
     dtype = sent_dtype(second, tensor.dtype, wide=True)
     numels = [[view.numel() for view in row] for row in views]
-    payload = POOL.take(gather_capacity(second, dtype, numels), tensor.device)
+    own = gather_room(second, dtype, numels, tensor.device, group)
     with meter.coding():
         show_overflow(total, tensor.dtype)
-        own = encode_all(second, sums, payload, dtype)
+        encode_all(second, sums, own, dtype)
     # 5
     payloads, gathered = yield from gather(second, dtype, own, numels, group, meter)
     # 6
@@ -156,7 +184,7 @@ def _segment(
                 second.decode(one, view)
         if whole.owner_residual is not None:
             settle(total, whole.own[mine])
-    POOL.give(payload, gathered)
+    POOL.give(own.buffer, gathered)
 
 
 def _parts(

@@ -4,18 +4,22 @@ An encoder of variable size on a GPU leaves the bytes that it used in a word the
 once. Collectives exchange the words of all payloads in one message between devices and copy what
 came to pinned memory; the host waits once for an exchange, for an event that others' work goes on
 before. On a CPU the encoder returns the size and none of this is needed.
+
+Over gloo between CPUs sizes stand in front of the payloads, in one message: a receiver makes room
+for the longest that may come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import staging
+from hybridcomp.codecs.base import Codec, align
+from hybridcomp.collectives import mesh, staging
 from hybridcomp.collectives.handle import Steps
 
 SIZE_NBYTES = 8  # sizes of payloads travel as int64
@@ -91,3 +95,22 @@ class Sizes:
 
 #: of this process; tests put another one here
 SIZES = Sizes()
+
+
+def head_nbytes(count: int, codec: Codec, device: torch.device, group: ProcessGroup | None) -> int:
+    """Bytes in front of ``count`` payloads for their sizes; 0 where these travel another way."""
+    if not count or codec.fixed_size or SIZES.stay(codec, device) or not mesh.suits(device, group):
+        return 0
+    return align(SIZE_NBYTES * count)
+
+
+def write_head(message: Tensor, nbytes: Sequence[int]) -> None:
+    """Put sizes at the start of ``message`` (uint8)."""
+    words = message[: SIZE_NBYTES * len(nbytes)].view(torch.int64)
+    words.copy_(torch.tensor(nbytes, dtype=torch.int64))
+
+
+def read_head(message: Tensor, count: int) -> list[int]:
+    """What ``write_head`` wrote: ``count`` sizes."""
+    found: list[int] = message[: SIZE_NBYTES * count].view(torch.int64).tolist()
+    return found

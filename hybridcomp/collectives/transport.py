@@ -28,11 +28,14 @@ def all_to_all(
     in_splits: Sequence[int],
     group: ProcessGroup | None,
 ) -> Steps[None]:
-    """Exchange 1-D parts of ``values`` of any lengths, of a dtype that the backend takes."""
+    """Exchange 1-D parts of ``values`` of any lengths, of a dtype that the backend takes.
+
+    Where ``mesh.suits``, ``out_splits`` may be more than what comes.
+    """
 
     def post(target: Tensor, source: Tensor) -> Work:
         takes, gives = list(out_splits), list(in_splits)
-        if mesh.suits(target, group):
+        if mesh.suits(target.device, group):
             return mesh.all_to_all(torch.split(target, takes), torch.split(source, gives), group)
         work: Work = dist.all_to_all_single(
             target, source, takes, gives, group=group, async_op=True
@@ -46,13 +49,24 @@ def all_gather(out: Tensor, values: Tensor, group: ProcessGroup | None) -> Steps
     """Gather the ``values`` of all ranks, equally long, into ``out``."""
 
     def post(target: Tensor, source: Tensor) -> Work:
-        if mesh.suits(target, group):
+        if mesh.suits(target.device, group):
             places = torch.tensor_split(target, dist.get_world_size(group))
             return mesh.all_to_all(places, [source] * len(places), group)
         work: Work = _all_gather_single(target, source, group=group, async_op=True)
         return work
 
     yield from _transfer(post, out, values, group)
+
+
+def all_gather_uneven(
+    out: Tensor, values: Tensor, rooms: Sequence[int], group: ProcessGroup | None
+) -> Steps[None]:
+    """Gather ``values`` of any lengths; only where ``mesh.suits``.
+
+    ``rooms``: by rank, the elements of ``out`` for what comes from there, at least as many as come;
+    just as many for this rank's own.
+    """
+    yield mesh.all_to_all(torch.split(out, list(rooms)), [values] * len(rooms), group)
 
 
 def all_reduce(values: Tensor, group: ProcessGroup | None) -> Steps[None]:

@@ -113,6 +113,11 @@ def numel_of(rng: np.random.Generator) -> int:
     return int((0, 1, 7, 33, 500, 5000, 30000)[rng.integers(7)] * rng.uniform(0.5, 1.5))
 
 
+def chunk_edges(numel: int, encoders: int) -> list[int]:
+    """Where an all_reduce is cut for those who sum it; two of them do not share the work."""
+    return [start for start, _ in chunk_ranges(numel, encoders)] if encoders != 2 else []
+
+
 def keeps(codec: Bounded, dtype: torch.dtype, count: int) -> bool:
     """Whether a quantization is left at all: native has no better sums than these."""
     hops = codec.for_message(1 << 20, dtype, 2).hops(count, 8, result=dtype)
@@ -156,7 +161,7 @@ def _all_reduce(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> Non
     results = threads.run(ranks, one)
     assert all(same_bits(r, results[0]) for r in results)
     if keeps(codec, dtype, 2):
-        edges = [*cuts, *(start for start, _ in chunk_ranges(numel, ranks))]
+        edges = [*cuts, *chunk_edges(numel, ranks)]
         check(results[0], values, edges, promise, blocks_may_vanish=vanish)
 
 
@@ -286,7 +291,7 @@ def _error_feedback(rng: np.random.Generator, ranks: int, dtype: torch.dtype) ->
     steps = [values_of(rng, ranks, numel, dtype) for _ in range(3)]
     residuals = [torch.from_numpy(rng.standard_normal(numel) * 0.1).float() for _ in range(ranks)]
     owners = [torch.zeros(stop - start) for start, stop in chunks]
-    edges = [*cuts, *(start for start, _ in chunks)]
+    edges = [*cuts, *chunk_edges(numel, ranks)]
     for values in steps:
         wanted = [v.float() + r for v, r in zip(values, residuals, strict=True)]
         wanted.append(torch.cat(owners))
@@ -321,9 +326,7 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dt
     values = values_of(rng, ranks, numel, dtype)
     numels = [numel_of(rng) for _ in range(ranks)]
     shards = values_of(rng, ranks, sum(numels), dtype)
-    parts = [
-        (a, [a + b for b, _ in chunk_ranges(z - a, nodes)]) for a, z in chunk_ranges(numel, width)
-    ]
+    parts = [(a, [a + b for b in chunk_edges(z - a, nodes)]) for a, z in chunk_ranges(numel, width)]
     inner = [threads.Board(width) for _ in range(nodes)]
     outer = [threads.Board(nodes) for _ in range(width)]
     grid = tuple(tuple(range(n * width, (n + 1) * width)) for n in range(nodes))
@@ -382,7 +385,7 @@ def test_errors_that_add_up(ranks: int, mode: Mode) -> None:
         )
 
     results = threads.run(ranks, one)
-    edges = [*cuts, *(start for start, _ in chunk_ranges(len(values[0]), ranks))]
+    edges = [*cuts, *chunk_edges(len(values[0]), ranks)]
     check(results[0][0], values, edges, promise)
     check(results[0][1], values, cuts, promise)
     for *_, (total,) in results:

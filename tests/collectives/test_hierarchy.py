@@ -22,7 +22,7 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.errors import ConfigError
 from hybridcomp.nodes import Nodes, discover, grid_of
-from tests.collectives.common import bound, digest, rank_order_sum, values_of
+from tests.collectives.common import all_reduce_wire, bound, digest, rank_order_sum, values_of
 from tests.collectives.conftest import RunRanks
 from tests.collectives.doubles import Identity, Int8, Wide
 
@@ -94,8 +94,7 @@ def between(codec: Codec, numel: int, dtype: torch.dtype, levels: Levels) -> int
     """Closed form of what a rank sends to other nodes in an all_reduce."""
     start, stop = hierarchy.stretch(numel, levels)
     sent = dtype if codec.lossless else torch.float32
-    sizes = [codec.wire_nbytes(b - a, sent) for a, b in chunk_ranges(stop - start, levels.nodes)]
-    return sum(sizes) - sizes[levels.node] + (levels.nodes - 1) * max(sizes)
+    return all_reduce_wire(codec, stop - start, sent, levels.node, levels.nodes)
 
 
 def inside_nbytes(numel: int, dtype: torch.dtype, levels: Levels) -> int:

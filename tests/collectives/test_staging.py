@@ -32,6 +32,7 @@ from hybridcomp.collectives import (
 from hybridcomp.collectives.lowrank import Matrix, low_rank_sum
 from tests.collectives.common import digest, values_of
 from tests.collectives.conftest import RunRanks
+from tests.collectives.late import sizes_ahead
 
 #: what hands tensors to torch.distributed
 CALLS = ("all_reduce", "isend", "irecv")
@@ -74,6 +75,7 @@ def pretended() -> Iterator[Pretended]:
     found = Pretended()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(staging, "STAGING", found))
+        stack.enter_context(sizes_ahead())  # as on a GPU
         for name in CALLS:
             checked = found.guarded(name, getattr(dist, name))
             stack.enter_context(mock.patch.object(dist, name, checked))

@@ -24,6 +24,7 @@ from hybridcomp.collectives import (
     mesh,
     moves,
     owners,
+    pair,
     reductions,
     spread,
     summing,
@@ -126,10 +127,10 @@ def in_process() -> Iterator[None]:
     patches: list[Any] = [
         patch.object(transport, "dist", dist),
         patch.object(transport, "_all_gather_single", _all_gather_single),
-        patch.object(mesh, "suits", lambda values, group: False),
+        patch.object(mesh, "suits", lambda device, group: False),
     ]
     names = {"get_rank": lambda group: group.rank, "get_world_size": lambda g: g.board.size}
-    for module in (exchange, moves, owners, reductions, spread, summing):
+    for module in (exchange, moves, owners, pair, reductions, spread, summing):
         patches += [patch.object(module, k, f) for k, f in names.items() if hasattr(module, k)]
     for one in patches:
         one.start()

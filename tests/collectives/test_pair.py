@@ -1,0 +1,154 @@
+"""all_reduce between two ranks: one message, one quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import Bounded, make_codec
+from hybridcomp.codecs.base import VALUE_DTYPES, Codec
+from hybridcomp.collectives import Meter, all_reduce, all_reduce_codecs, segments
+from tests.collectives import threads
+from tests.collectives.common import CODECS, LOSSY, bound, rank_order_sum, values_of
+
+CPU = torch.device("cpu")
+NUMEL = 3 * segments.ALIGN + 777
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_process() -> Iterator[None]:
+    with threads.in_process():
+        yield
+
+
+def summed(
+    codec: Codec, dtype: torch.dtype, residuals: list[Tensor] | None = None, **more: Any
+) -> tuple[list[Tensor], Meter]:
+    """The result on both ranks, and what rank 0 sent."""
+    meters = [Meter(), Meter()]
+
+    def one(group: Any, rank: int) -> Tensor:
+        tensor = values_of(rank, NUMEL, dtype)
+        left = residuals[rank] if residuals else None
+        all_reduce(tensor, codec, group, meter=meters[rank], residual=left, **more)
+        return tensor
+
+    return threads.run(2, one), meters[0]
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_each_value_is_quantized_once(codec: Codec, dtype: torch.dtype) -> None:
+    (first, second), meter = summed(codec, dtype)
+    inputs = [values_of(rank, NUMEL, dtype) for rank in range(2)]
+    exact = rank_order_sum(inputs)
+    assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    assert float((first.float() - exact).abs().max()) <= bound(codec, inputs, hops=1)
+    assert meter.messages == (1 if codec.fixed_size else 2), "sizes ahead, and the payload"
+    if codec.fixed_size:
+        assert meter.wire_nbytes == codec.wire_nbytes(NUMEL, dtype)
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=str)
+def test_the_squared_error_is_smaller_than_in_two_hops(codec: Codec) -> None:
+    def squared(found: list[Tensor]) -> float:
+        exact = rank_order_sum([values_of(rank, NUMEL) for rank in range(2)])
+        return float((found[0] - exact).square().sum())
+
+    once = squared(summed(codec, torch.float32)[0])
+    with mock.patch.object(type(codec), "fused", lambda *_: None):
+        twice = squared(in_two_hops(codec))
+    # e^2 each of the values; of the sum, whose squares are as large as those of both, once more
+    expected = 1.0 if codec.name in ("radix",) and getattr(codec, "mode", "") == "abs" else 0.8
+    assert 0 < once < expected * twice
+
+
+def in_two_hops(codec: Codec) -> list[Tensor]:
+    """The sum of the same two, of four ranks of which two have nothing to add."""
+
+    def one(group: Any, rank: int) -> Tensor:
+        tensor = values_of(rank, NUMEL) if rank < 2 else torch.zeros(NUMEL)
+        all_reduce(tensor, codec, group, meter=Meter())
+        return tensor
+
+    return threads.run(4, one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("codec", LOSSY, ids=str)
+def test_what_was_given_is_delivered_or_held(codec: Codec, dtype: torch.dtype) -> None:
+    residuals = [values_of(rank + 7, NUMEL) for rank in range(2)]
+    given = rank_order_sum([values_of(rank, NUMEL, dtype) for rank in range(2)])
+    given = given + residuals[0] + residuals[1]
+    owner = torch.ones(NUMEL)[: (NUMEL // 64 + 1) * 32]
+    owners = [owner[:n].clone() for n in chunk_lengths()]
+    found, _ = summed_with_owners(codec, dtype, residuals, owners)
+    left = given - found[0].float() - residuals[0] - residuals[1]
+    scale = float(given.abs().max()) * (2.0**-20 + torch.finfo(dtype).eps)
+    assert float(left.abs().max()) <= scale
+    assert all(bool((owner == 1).all()) for owner in owners), "no sum is quantized"
+    assert all(bool(residual.any()) for residual in residuals)
+
+
+def chunk_lengths() -> list[int]:
+    from hybridcomp.collectives import chunk_ranges
+
+    return [stop - start for start, stop in chunk_ranges(NUMEL, 2)]
+
+
+def summed_with_owners(
+    codec: Codec, dtype: torch.dtype, residuals: list[Tensor], owners: list[Tensor]
+) -> tuple[list[Tensor], None]:
+    def one(group: Any, rank: int) -> Tensor:
+        tensor = values_of(rank, NUMEL, dtype)
+        all_reduce(
+            tensor, codec, group, meter=Meter(), residual=residuals[rank],
+            owner_residual=owners[rank],
+        )  # fmt: skip
+        return tensor
+
+    return threads.run(2, one), None
+
+
+@pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
+@pytest.mark.parametrize("cuts", [[], [1000, segments.ALIGN + 5, 2 * segments.ALIGN]], ids=str)
+def test_segments_change_nothing(
+    cuts: list[int], feedback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, found = make_codec("blockint", bits=4), []
+    for longest in (segments.ALIGN, 10 * NUMEL):
+        monkeypatch.setattr(segments, "SEGMENT", longest)
+        monkeypatch.setattr(segments, "HALF", longest)
+        left = [values_of(rank + 7, NUMEL) for rank in range(2)] if feedback else []
+        results, meter = summed(codec, torch.bfloat16, left, cuts=cuts)
+        found.append((results[0], left, meter))
+    (cut, cut_left, many), (whole, left, one) = found
+    assert torch.equal(cut, whole) and all(map(torch.equal, cut_left, left))
+    assert many.messages > one.messages == 1 and many.wire_nbytes == one.wire_nbytes
+
+
+def test_a_bound_leaves_one_quantization_twice_the_error() -> None:
+    codec = Bounded(0.02)
+    (once,) = all_reduce_codecs(codec, torch.float32, 2, CPU, ())
+    twice = all_reduce_codecs(codec, torch.float32, 3, CPU, ())
+    errors = [getattr(each, "error_bound", None) for each in (once, *twice)]
+    assert errors[0] == pytest.approx(0.02, rel=1e-4)
+    assert errors[1:] == pytest.approx([0.01, 0.01], rel=1e-2)
+    found = {}
+    for name, chosen in (("pair", codec), ("two hops", Bounded(0.0099))):
+        found[name] = summed(chosen, torch.float32)[1].wire_nbytes * 8 / NUMEL
+    assert found["pair"] == pytest.approx(found["two hops"] - 1, abs=0.1), "a bit less"
+
+
+def test_three_launches_of_a_gpu_stay_two_hops() -> None:
+    codec = make_codec("blockint", bits=8)
+    with mock.patch.object(type(codec), "fused", lambda *_: SimpleNamespace()):
+        assert len(all_reduce_codecs(codec, torch.float32, 2, CPU, ())) == 2
+        assert len(all_reduce_codecs(codec, torch.float32, 2, CPU, [64])) == 1
+    assert len(all_reduce_codecs(codec, torch.float32, 2, CPU, ())) == 1
