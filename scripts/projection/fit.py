@@ -5,8 +5,7 @@
 
 ``compute`` is the layout's own; ``slowdown`` says how much longer its wire takes than bytes / rate;
 ``overlap`` which share of the compute hides communication; ``coding`` how much of the ledger's
-seconds of a rank lengthens the step; ``round`` what an encoded message costs beside its bytes,
-twice where sizes go ahead of it.
+seconds of a rank lengthens the step; ``round`` what an encoded message costs beside its bytes.
 """
 
 from __future__ import annotations

@@ -16,9 +16,6 @@ from training_bench import cells, machine
 from training_bench.cells import LAYOUTS, REFERENCE, Arm, Sizes
 from training_bench.runners import CellError, Runner, Steps, network
 
-#: in the names of codecs whose payloads vary in size
-VARIABLE = ("radix", "mpc", "expcode", "auto")
-
 
 @dataclass(frozen=True)
 class Options:
@@ -45,7 +42,7 @@ class Figures:
     tokens: int  # a step
     loss: float  # mean of the timed steps
     codec_s: float  # a step and rank, of the ledger; 0 without one
-    rounds: float  # encoded messages a step and rank, those of variable size twice
+    rounds: float  # encoded messages of upstream a step and rank
     busy: float  # share of the cores that others used just before
     load: float
     wall: float  # seconds of the whole cell
@@ -211,14 +208,13 @@ def _place(folder: Path) -> tuple[float, int]:
 
 
 def coded(ledger: Path, steps: int) -> dict[str, float]:
-    """Of a ledger, over all ``steps`` of all ranks: seconds of coding, rounds of messages."""
+    """Of a ledger, over all ``steps`` of all ranks: seconds of coding, encoded messages."""
     found = {"codec_s": 0.0, "rounds": 0.0}
     if ledger.is_file():
         rows = json.loads(ledger.read_text().splitlines()[-1])["dimensions"]
         for row in (row for ways in rows.values() for row in ways.values()):
             found["codec_s"] += (row.get("codec_ms") or 0.0) / 1e3 / steps
-            sizes = any(name in row["codec"] for name in VARIABLE)
-            found["rounds"] += (1 + sizes) * (row["messages"] - row["native_messages"]) / steps
+            found["rounds"] += (row["messages"] - row["native_messages"]) / steps
     return found
 
 
