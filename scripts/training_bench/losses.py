@@ -17,6 +17,9 @@ from training_bench.cells import DELTA
 FEEDBACK = {"codec": "blockint", "error_feedback": True}
 #: ours, from many bytes to few
 BLOCKS: dict[str, dict[str, Any]] = {
+    "8 bits, deltas 8": {
+        "dp": {**FEEDBACK, "bits": 8}, "zero": {**DELTA["zero"], "bits": 8},
+    },
     "recommended": {"preset": "recommended"},
     "4 bits, deltas 4": DELTA,
     "4 bits, deltas 3": {**DELTA, "zero": {**DELTA["zero"], "bits": 3}},
