@@ -16,7 +16,7 @@ pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[gp
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 #: Turing, A100, H100, B200. V100 (sm_70) needs CUDA 12's NVRTC; nothing newer than sm_70 is used.
-ARCHITECTURES = (75, 80, 90, 100)
+ARCHITECTURES = (75, 80, 90, 100) if NIGHTLY else (75, 90)
 WIDTHS = range(2, 9) if NIGHTLY else (4, 8)
 SOURCES: list[tuple[str, tuple[str, ...]]] = [
     *(("blockint.cu", (f"HC_BITS={bits}",)) for bits in WIDTHS),

@@ -131,19 +131,19 @@ def wire_nbytes(numel: int) -> int:
 
 @pytest.mark.parametrize("name", ["tp", "cp"])
 def test_bytes_equal_the_closed_form(train: Train, name: str) -> None:
-    """Bytes are layers x messages x message / ratio, of which half goes to the other rank."""
+    """Bytes are layers x messages x message / ratio, of which cp sends half."""
     job = LONG[name]
     message = BATCH * LENGTH * WIDTH // job.sp
-    # AutoTP: two sums forward, one for each of q, k, v, gate and up backward; in two hops
-    per_layer, hops = ({"forward": 2, "backward": 5}, 2) if job.tp > 1 else (
-        {"forward": 4, "backward": 4}, 1)  # fmt: skip
+    # AutoTP: two sums forward, one for each of q, k, v, gate and up backward, of whole values
+    per_layer, sent = ({"forward": 2, "backward": 5}, message) if job.tp > 1 else (
+        {"forward": 4, "backward": 4}, message // 2)  # fmt: skip
     for outcome in train(replace(job, block=block(job, BLOCKINT))):
         for way, each in per_layer.items():
             count = job.steps * LAYERS * each
             messages, native, raw, wire = outcome.ledger[name, way]
             assert (messages, native) == (count, 0)
-            assert raw == count * hops * message * 4 // 2
-            assert wire == pytest.approx(count * hops * wire_nbytes(message // 2), rel=0.01)
+            assert raw == count * sent * 4
+            assert wire == pytest.approx(count * wire_nbytes(sent), rel=0.01)
             assert raw / wire == pytest.approx(32 / 8.258, rel=0.04)
 
 

@@ -19,6 +19,12 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, WARMUP, WIDTH = 6, 2, 512
+#: ZeRO stage -> how many times fewer bytes 4 bits have to move
+STAGES = {0: 3.5, 1: 6.0, 2: 6.0}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "native": {"dp": "none"},
+    "4 bits": {"dp": {"codec": "blockint", "bits": 4}, "min_bytes": 0},
+}
 
 
 def loopback_nbytes() -> int:
@@ -28,6 +34,11 @@ def loopback_nbytes() -> int:
         if name.strip() == "lo":
             return int(figures.split()[8])
     raise AssertionError("no loopback interface")
+
+
+def train_each(ds_configs: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """``train`` with one after the other: most of a launch is imports."""
+    return [train(ds_config) for ds_config in ds_configs]
 
 
 def train(ds_config: dict[str, Any]) -> dict[str, float]:
@@ -95,28 +106,27 @@ def namespace() -> list[str]:
     pytest.skip("network namespaces are not permitted here")
 
 
-def measure(
-    namespace: list[str], stage: int, block: dict[str, Any] | None
-) -> list[dict[str, float]]:
-    arguments = json.dumps(config(stage, block))
+@pytest.fixture(scope="module")
+def measured(namespace: list[str]) -> dict[tuple[int, str], list[dict[str, float]]]:
+    """Stage and name of the block -> what every rank found."""
+    cases = [(stage, name) for stage in STAGES for name in BLOCKS]
+    arguments = json.dumps([config(stage, BLOCKS[name]) for stage, name in cases])
     result = subprocess.run(
         [*namespace, sys.executable, "-m", "tests.training.test_wire", arguments],
         cwd=ROOT, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    found: list[dict[str, float]] = json.loads(result.stdout.splitlines()[-1])
-    return found
+    by_rank: list[list[dict[str, float]]] = json.loads(result.stdout.splitlines()[-1])
+    return {case: [found[i] for found in by_rank] for i, case in enumerate(cases)}
 
 
-BLOCKINT4 = {"dp": {"codec": "blockint", "bits": 4}, "min_bytes": 0}
-
-
-@pytest.mark.parametrize(("stage", "target"), [(0, 3.5), (1, 6.0), (2, 6.0)])
-def test_gradient_bytes(namespace: list[str], stage: int, target: float) -> None:
+@pytest.mark.parametrize(("stage", "target"), STAGES.items())
+def test_gradient_bytes(
+    measured: dict[tuple[int, str], list[dict[str, float]]], stage: int, target: float
+) -> None:
     """Ledger equals NIC within 3%; 4 bits move at most 1/target of native bf16 gradients."""
-    native = measure(namespace, stage, {"dp": "none"})
-    coded = measure(namespace, stage, BLOCKINT4)
+    native, coded = measured[stage, "native"], measured[stage, "4 bits"]
     for ranks in (native, coded):
         wire = sum(rank["wire"] for rank in ranks)
         assert wire == pytest.approx(ranks[0]["nic"], rel=0.03)
@@ -146,4 +156,4 @@ def lo_up() -> None:
 
 if __name__ == "__main__":
     lo_up()
-    print(json.dumps(run_ranks(2, train, json.loads(sys.argv[1]))))
+    print(json.dumps(run_ranks(2, train_each, json.loads(sys.argv[1]))))
