@@ -37,7 +37,8 @@ most, TCP and Ethernet headers included.
   alike: a link without latency answers before `send` has returned, and gloo's thread, on the
   sender's core, then polls for a lock for a time slice (`scripts/lab/namespaces.py`). A small
   message took up to five times as long without.
-* Compute is timed where nothing is shaped, so it contains the machine's own copying of messages.
+* Compute is timed where nothing is shaped, the median of three cells, so it contains the machine's
+  own copying of messages.
 * Where the CPU has no bf16 instructions, products of bf16 matrices are computed in fp32 and rounded
   (torch's own loop takes forty times as long), for all arms alike. Native fp32 is context.
 * Peers are eager torch: their bytes are theirs, their seconds of coding an upper bound.

@@ -106,12 +106,14 @@ class Fake:
 
     def __init__(self) -> None:
         self.runs: list[list[str]] = []
+        self.late: list[float] = []  # seconds more, of the first runs
 
     def run(self, command: list[str], layout: cells.Layout, timeout: float) -> list[runners.Steps]:
         self.runs.append(command)
         if "hybridcomp.run" in command:
             raise runners.CellError("status 1: no such thing")
-        steps = [{"seconds": 1.0 + rank, "sent": 1e6, "loss": 2.0, "tokens": 8}
+        late = self.late.pop(0) if self.late else 0.0
+        steps = [{"seconds": 1.0 + rank + late, "sent": 1e6, "loss": 2.0, "tokens": 8}
                  for rank in range(2)]  # fmt: skip
         return [[step] * 5 for step in steps]
 
@@ -143,17 +145,22 @@ def test_cells_are_interleaved_paired_and_measured_once(
     order = [record["arm"] for record in records[:6]]
     assert order == [arm.name for arm in arms] + [arm.name for arm in arms[::-1]]
     count = len(bench[1].runs)
-    assert count == 1 + 12
+    assert count == 3 + 12
     assert bench[0].run("dp2", arms, [0.25, 4.0], 2) == records and len(bench[1].runs) == count
     kept = bench[0].kept()  # the calibration too
-    assert kept[0]["ratio"] is None and kept[0]["arm"] == cells.REFERENCE
-    order = [(row["ratio"], row["repetition"]) for row in kept[1:]]
+    assert {(row["ratio"], row["arm"]) for row in kept[:3]} == {(None, cells.REFERENCE)}
+    order = [(row["ratio"], row["repetition"]) for row in kept[3:]]
     assert order == sorted(order) and len(order) == 12
-    assert sorted(map(str, kept[1:])) == sorted(map(str, records))
+    assert sorted(map(str, kept[3:])) == sorted(map(str, records))
     rows = report.rows_of(records)
     failed = [row for row in rows if "failed" in row]
     assert [row["arm"] for row in failed] == ["recommended"] * 2
     assert "no such thing" in report.table(rows, "dp2")
+
+
+def test_one_slow_cell_does_not_set_the_rate(bench: tuple[measure.Bench, Fake]) -> None:
+    bench[1].late = [0.0, 9.0, 3.0]
+    assert bench[0].calibrate("dp2")["seconds"] == 5.0
 
 
 def test_a_busy_machine_is_not_timed(
