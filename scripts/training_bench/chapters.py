@@ -89,11 +89,13 @@ def speed_chapter(source: Path, out: Path) -> str:
 
 
 def busy_of(rows: Sequence[dict[str, Any]]) -> str:
-    """What else the machine did."""
+    """What else the machine did, and how far a burst may run ahead of a link's rate."""
     found = [row["busy"] for row in rows if "busy" in row]
     if not found:
         return "No cell finished."
-    return f"Other work took up to {max(found):.0%} of the cores before a cell."
+    bursts = sorted({row["burst_ms"] for row in rows if row.get("burst_ms")})
+    buckets = "".join(f" The links' buckets hold {burst:g} ms of their rate." for burst in bursts)
+    return f"Other work took up to {max(found):.0%} of the cores before a cell.{buckets}"
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.layout import BURST_S
+
 from training_bench import cells, machine
 from training_bench.cells import LAYOUTS, REFERENCE, Arm, Sizes
 from training_bench.runners import CellError, Runner, Steps, network
@@ -91,7 +93,8 @@ class Bench:
         file.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         record: dict[str, Any] = {
-            "key": key, "layout": layout, "arm": arm.name, "rate": rate, "busy": found, "load": load
+            "key": key, "layout": layout, "arm": arm.name, "rate": rate, "busy": found,
+            "load": load, "burst_ms": 1e3 * BURST_S,
         }  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             config = Path(folder, "ds_config.json")

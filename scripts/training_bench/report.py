@@ -57,6 +57,7 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
             "codec_s": statistics.median(cell["codec_s"] for cell in own),
             "rounds": statistics.median(cell["rounds"] for cell in own),
             "repetitions": len(pairs),
+            "burst_ms": own[0].get("burst_ms"),
             "busy": max(cell["busy"] for pair in pairs for cell in pair),
         }
         if ratio is not None and saving:
