@@ -163,6 +163,7 @@ def paper_chapter(source: Path, out: Path) -> str:
         "scripts/loss_study.py --layouts 3d --out runs/training_bench/losses\n"
         "scripts/results.py --paper runs/training_bench"
     )
+    lines += ["", trained(source)]
     return f"{PAPER_HEAD}\n" + "\n".join(lines) + f"\n\n## Commands\n\n```\n{commands}\n```"
 
 
@@ -173,13 +174,32 @@ def gain(cells: dict[str, dict[str, Any]], arm: str, base: str) -> str:
     return f"{100 * (cells[arm]['speed_up'] / cells[base]['speed_up'] - 1):+.1f} %"
 
 
-def final_gaps(source: Path) -> dict[str, str]:
-    """Scheme -> gap of the final loss in percent, of ``loss_study.py --layouts 3d``."""
+def trained_in_3d(source: Path) -> list[dict[str, Any]]:
+    """The runs of ``loss_study.py --layouts 3d``, the baseline too; none where not trained."""
     file = source / "losses" / "3d" / "comparison.json"
     if not file.is_file():
-        return {}
+        return []
+    runs: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["runs"]
+    return runs
+
+
+def trained(source: Path) -> str:
+    """What the gaps of the losses are of."""
+    runs = trained_in_3d(source)
+    if not runs:
+        return "Losses were not trained."
+    steps, seeds = runs[0]["steps"], runs[0]["seeds"]
+    many = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]} only"
+    return (
+        f"Losses: the mean of the last 20 of {steps} steps over the baseline's, {many}, fp32 "
+        "messages; every run has the weights and the order of the data of the baseline's run."
+    )
+
+
+def final_gaps(source: Path) -> dict[str, str]:
+    """Scheme -> gap of the final loss in percent."""
     found = {}
-    for run in json.loads(file.read_text(encoding="utf-8"))["runs"]:
+    for run in trained_in_3d(source):
         half = run["gap_interval"]
         found[run["label"]] = f"{run['gap']:+.2f}" + ("" if half is None else f" ± {half:.2f}")
     return found

@@ -368,9 +368,13 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     assert "| 4 | naive-zfp | +25.0 % | +25.0 % | not trained | +23.6 %, +22.5 %" in paper
     assert "| 4 | zhybrid | not measured | not measured |" in paper
     (source / "losses" / "3d").mkdir(parents=True)
-    runs = [{"label": "naive-zfp", "gap": 0.5, "gap_interval": 0.25}]
+    assert "Losses were not trained." in paper
+    gap = {"label": "naive-zfp", "gap": 0.5, "gap_interval": 0.25}
+    runs = [{**gap, "steps": 300, "seeds": [0]}]
     (source / "losses" / "3d" / "comparison.json").write_text(json.dumps({"runs": runs}))
-    assert "+25.0 % | +0.50 ± 0.25 |" in chapters.paper_chapter(source, out)
+    paper = chapters.paper_chapter(source, out)
+    assert "+25.0 % | +0.50 ± 0.25 |" in paper and "of 300 steps" in paper
+    assert "seed 0 only" in paper
     (source / "losses" / "equal_bytes.json").write_text(
         json.dumps(losses.duels_of([loss_row("recommended", 5, 0.0), loss_row("peer qgz", 6, 1.0)]))
     )
