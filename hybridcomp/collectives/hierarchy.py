@@ -29,6 +29,7 @@ from hybridcomp.collectives import moves, reductions
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.chunks import chunk_ranges
 from hybridcomp.collectives.handle import Handle, ReduceScatterHandle, Steps
+from hybridcomp.collectives.hops import all_reduce_codecs
 from hybridcomp.collectives.levels import Levels, gather_inside, sum_inside
 from hybridcomp.collectives.meter import Meter
 
@@ -80,7 +81,7 @@ def all_reduce(
     The other arguments are those of ``collectives.all_reduce``.
     """
     codec = codec.summing(levels.width, tensor.dtype)
-    first = reductions.all_reduce_codecs(codec, torch.float32, levels.nodes, tensor.device, cuts)[0]
+    first = all_reduce_codecs(codec, torch.float32, levels.nodes, tensor.device, cuts)[0]
     codec = first if first.lossless else codec  # a bound too tight for 16 bits: see below
     steps = _all_reduce(
         tensor.detach(), codec, levels, meter, residual, owner_residual, cuts, probe

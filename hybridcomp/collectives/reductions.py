@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
-from hybridcomp.codecs.base import Codec, Fused
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.chunks import chunk_ranges, stretches
 from hybridcomp.collectives.encoding import (
@@ -23,6 +23,7 @@ from hybridcomp.collectives.encoding import (
 from hybridcomp.collectives.exchange import gather, gather_room
 from hybridcomp.collectives.fused import adjacent, fused_all_reduce, fused_reduce_scatter
 from hybridcomp.collectives.handle import Handle, ReduceScatterHandle, Steps
+from hybridcomp.collectives.hops import all_reduce_codecs, both_fused
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.pair import pair_all_reduce
 from hybridcomp.collectives.segments import Range, overlapped, segments
@@ -74,29 +75,6 @@ def all_reduce(
     return Handle(steps, meter, async_op)
 
 
-def all_reduce_codecs(
-    codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
-) -> tuple[Codec, ...]:
-    """Those of the quantizations of an ``all_reduce`` that returns ``dtype``.
-
-    One where each of two ranks sends all values to the other (``pair``), two everywhere else. Where
-    a GPU has the two hops in three launches it takes these: they read memory half as often.
-    """
-    twice = codec.hops(2, world_size, result=dtype, exact=1)
-    if world_size != 2 or _fused(twice, device, cuts) is not None:
-        return twice
-    return codec.hops(1, world_size, result=dtype)
-
-
-def _fused(
-    codecs: tuple[Codec, ...], device: torch.device, cuts: Sequence[int]
-) -> tuple[Codec, Fused] | None:
-    """The kernels for both hops in three launches."""
-    first, second = codecs
-    fused = first.fused(device) if first == second and not cuts else None
-    return None if fused is None else (first, fused)
-
-
 def _all_reduce(
     tensor: Tensor,
     codec: Codec,
@@ -115,7 +93,7 @@ def _all_reduce(
     if len(codecs) == 1:
         yield from pair_all_reduce(tensor, codecs[0], group, meter, residual, cuts)
         return
-    fused = _fused(codecs, tensor.device, cuts)
+    fused = both_fused(codecs, tensor.device, cuts)
     if fused is not None:
         yield from fused_all_reduce(tensor, *fused, group, meter, residual, owner_residual)
         return
