@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Every case, then the tables. Raises CompareError."""
+    """Every case, then the tables. Raises CompareError, for a package before the first training."""
+    if find_spec("matplotlib") is None:
+        raise CompareError("the pictures need matplotlib: pip install 'hybridcomp[plot]'")
     cases = list(cases_of(options))
     for number, case in enumerate(cases, 1):
         seconds = train(case, options)

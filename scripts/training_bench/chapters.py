@@ -192,8 +192,23 @@ def trained(source: Path) -> str:
     many = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]} only"
     return (
         f"Losses: the mean of the last 20 of {steps} steps over the baseline's, {many}, fp32 "
-        "messages; every run has the weights and the order of the data of the baseline's run."
+        f"messages; every run has the weights and the order of the data of the baseline's run."
+        f"{left_native(runs)}"
     )
+
+
+def left_native(runs: Sequence[dict[str, Any]]) -> str:
+    """A sentence about the dimensions of which every scheme sent all bytes, if there are any."""
+    ledgers = [run["ledger"] for run in runs if run.get("ledger")]
+    names = sorted({name for ledger in ledgers for name in ledger})
+    whole = [
+        name for name in names
+        if all(way["wire_MB"] == way["raw_MB"] for ledger in ledgers
+               for way in ledger.get(name, {}).values())
+    ]  # fmt: skip
+    if not whole:
+        return ""
+    return f" The messages of {', '.join(whole)} are below `min_bytes` in so small a batch: native."
 
 
 def final_gaps(source: Path) -> dict[str, str]:

@@ -370,11 +370,14 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     (source / "losses" / "3d").mkdir(parents=True)
     assert "Losses were not trained." in paper
     gap = {"label": "naive-zfp", "gap": 0.5, "gap_interval": 0.25}
-    runs = [{**gap, "steps": 300, "seeds": [0]}]
+    ways = {"pp": {"forward": {"raw_MB": 5.0, "wire_MB": 5.0}},
+            "tp": {"forward": {"raw_MB": 5.0, "wire_MB": 5.0},
+                   "backward": {"raw_MB": 5.0, "wire_MB": 2.0}}}  # fmt: skip
+    runs = [{**gap, "steps": 300, "seeds": [0], "ledger": ways}, {**gap, "ledger": {}}]
     (source / "losses" / "3d" / "comparison.json").write_text(json.dumps({"runs": runs}))
     paper = chapters.paper_chapter(source, out)
     assert "+25.0 % | +0.50 ± 0.25 |" in paper and "of 300 steps" in paper
-    assert "seed 0 only" in paper
+    assert "seed 0 only" in paper and "messages of pp are below `min_bytes`" in paper
     (source / "losses" / "equal_bytes.json").write_text(
         json.dumps(losses.duels_of([loss_row("recommended", 5, 0.0), loss_row("peer qgz", 6, 1.0)]))
     )

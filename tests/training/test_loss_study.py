@@ -118,6 +118,15 @@ def test_a_failure_shows_the_end_of_the_output(
     assert not (case.folder(tmp_path / "out") / "done.json").exists()
 
 
+def test_a_missing_package_is_said_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_study, "find_spec", lambda name: None)
+    monkeypatch.setattr(loss_study, "train", lambda *_: pytest.fail("trained"))
+    with pytest.raises(CompareError, match="matplotlib"):
+        loss_study.study(options(tmp_path))
+
+
 def test_missing_data_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         loss_study.parse(["--data", str(tmp_path / "none")])
