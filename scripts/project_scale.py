@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"bytes / rate x {', '.join(f'{k} {v:.2f}' for k, v in model.slowdown.items())}")
     print(
         f"overlap {model.overlap:.0%} of the compute, coding {model.coding:.2f} x the ledger's "
-        f"seconds, {1e3 * model.round:.2f} ms a message, twice that where sizes go ahead"
+        f"seconds, {1e3 * model.round:.2f} ms a message"
     )
     for name in ("fitted", "held_out"):
         if name in found:

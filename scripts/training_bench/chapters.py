@@ -39,6 +39,7 @@ most, TCP and Ethernet headers included.
   message took up to five times as long without.
 * Compute is timed where nothing is shaped, the median of three cells, so it contains the machine's
   own copying of messages.
+* A link's bucket lets small messages run ahead of its rate for as long as it holds, in all arms.
 * Where the CPU has no bf16 instructions, products of bf16 matrices are computed in fp32 and rounded
   (torch's own loop takes forty times as long), for all arms alike. Native fp32 is context.
 * Peers are eager torch: their bytes are theirs, their seconds of coding an upper bound.
