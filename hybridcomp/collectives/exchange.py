@@ -54,14 +54,13 @@ def exchange(
     """
     # 1
     late = sizes.SIZES.stay(codec, device)
-    heads = [
-        [sizes.head_nbytes(len(row), codec, device, group) for row in r] for r in (jobs, numels)
-    ]
+    in_front = sizes.in_front(codec, device, group)
+    heads = [[sizes.head_nbytes(len(row) * in_front) for row in rows] for rows in (jobs, numels)]
     sent = _Outgoing(jobs, heads[0], [len(row) for row in numels])
     with meter.coding():
         (sent.encode_late if late else sent.encode)(codec, dtype, device)
     # 2
-    if codec.fixed_size or any(chain(*heads)):
+    if codec.fixed_size or in_front:
         arriving = [[codec.wire_nbytes(n, dtype) for n in row] for row in numels]
     else:
         arriving = yield from sent.exchange_sizes(device, group, meter)
@@ -207,8 +206,9 @@ def gather(
     """
     me, world_size = get_rank(group), len(numels)
     found = [[codec.wire_nbytes(numel, dtype) for numel in row] for row in numels]
-    heads = [sizes.head_nbytes(len(row), codec, own.buffer.device, group) for row in numels]
-    if any(heads):
+    in_front = sizes.in_front(codec, own.buffer.device, group)
+    heads = [sizes.head_nbytes(len(row) * in_front) for row in numels]
+    if in_front:
         return (yield from _gather_uneven(own, found, heads, group, meter))
     if not codec.fixed_size:
         found = yield from _gather_sizes(own, numels, group, meter)
@@ -278,6 +278,7 @@ def gather_room(
 
     As long as any rank's may be: with sizes that travel ahead, all slots are equally long.
     """
-    heads = [sizes.head_nbytes(len(row), codec, device, group) for row in numels]
+    in_front = sizes.in_front(codec, device, group)
+    heads = [sizes.head_nbytes(len(row) * in_front) for row in numels]
     most = max(sum(codec.wire_nbytes(numel, dtype) for numel in row) for row in numels)
     return Slots(POOL.take(max(heads) + most, device), [], head=heads[get_rank(group)])

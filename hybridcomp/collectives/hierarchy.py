@@ -9,7 +9,7 @@ of a segment of S_a is at most the sum over the node's ranks of their M_r (plus 
 fp32 sum, which ``Codec.summing`` leaves room for). A codec that keeps
 ``error <= bound * sum_a M(S_a)`` over N senders therefore keeps ``bound * sum_r M_r`` over all
 ranks: the bound of the flat collective holds as it is, with the codec's budget split for N senders
-and still two quantizations.
+and as many quantizations.
 
 Residuals belong to a node's sum: a rank holds those of its own stretch only, and over the ranks
 of a node every element is held once.

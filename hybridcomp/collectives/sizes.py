@@ -97,10 +97,14 @@ class Sizes:
 SIZES = Sizes()
 
 
-def head_nbytes(count: int, codec: Codec, device: torch.device, group: ProcessGroup | None) -> int:
-    """Bytes in front of ``count`` payloads for their sizes; 0 where these travel another way."""
-    if not count or codec.fixed_size or SIZES.stay(codec, device) or not mesh.suits(device, group):
-        return 0
+def in_front(codec: Codec, device: torch.device, group: ProcessGroup | None) -> bool:
+    """Whether sizes of payloads of ``codec`` stand in front of them; the same on all ranks."""
+    stay = codec.fixed_size or SIZES.stay(codec, device)
+    return not stay and mesh.suits(device, group)
+
+
+def head_nbytes(count: int) -> int:
+    """Bytes in front of ``count`` payloads for their sizes."""
     return align(SIZE_NBYTES * count)
 
 

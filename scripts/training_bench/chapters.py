@@ -193,7 +193,7 @@ def trained(source: Path) -> str:
     many = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]} only"
     return (
         f"Losses: the mean of the last 20 of {steps} steps over the baseline's, {many}, fp32 "
-        f"messages; every run has the weights and the order of the data of the baseline's run."
+        "messages; every run has the weights and the order of the data of the baseline's run."
         f"{left_native(runs)}"
     )
 

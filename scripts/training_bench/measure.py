@@ -123,7 +123,8 @@ class Bench:
         """The DeepSpeed file of a cell, and the digest of everything that its result depends on."""
         options = self.options
         settings = cells.settings_of(layout, arm, options.sizes, ledger)
-        parts = settings, asdict(arm), asdict(options.sizes), rate, options.loopback
+        link = None if rate is None else (rate, BURST_S)
+        parts = settings, asdict(arm), asdict(options.sizes), link, options.loopback
         return settings, cells.digest(*parts)
 
     def kept(self) -> list[dict[str, Any]]:

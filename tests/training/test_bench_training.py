@@ -158,6 +158,17 @@ def test_cells_are_interleaved_paired_and_measured_once(
     assert "no such thing" in report.table(rows, "dp2")
 
 
+def test_links_of_another_kind_are_measured_again(
+    bench: tuple[measure.Bench, Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = cells.arms_of("dp2", [])
+    bench[0].run("dp2", arms, [1.0], 1)
+    monkeypatch.setattr(measure, "BURST_S", 1e-3)
+    assert len(bench[1].runs) == 3 + 1 and [row["ratio"] for row in bench[0].kept()] == [None] * 3
+    bench[0].run("dp2", arms, [1.0], 1)
+    assert len(bench[1].runs) == 3 + 2
+
+
 def test_one_slow_cell_does_not_set_the_rate(bench: tuple[measure.Bench, Fake]) -> None:
     bench[1].late = [0.0, 9.0, 3.0]
     assert bench[0].calibrate("dp2")["seconds"] == 5.0

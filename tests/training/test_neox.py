@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from hybridcomp.codecs import make_codec
-from hybridcomp.collectives import chunk_ranges
 from hybridcomp.collectives.p2p import HEADER_NBYTES
+from tests.collectives.common import all_reduce_wire
 from tests.ranks import run_ranks
 from tests.training.neox_trainer import (
     HIDDEN,
@@ -136,21 +136,6 @@ def test_masks_and_metadata_are_not_marked_as_values(results: Results, layout: s
     assert last.marks == []
 
 
-def all_reduce_wire(numel: int, ranks: int) -> int:
-    """Bytes that one rank hands over: one chunk to every other, then its sum to every other.
-
-    Two ranks swap whole values.
-    """
-    codec = make_codec("blockint", bits=8)
-    if ranks == 2:
-        return codec.wire_nbytes(numel, torch.float32)
-    mine = {
-        codec.wire_nbytes(stop - start, torch.float32) for start, stop in chunk_ranges(numel, ranks)
-    }
-    assert len(mine) == 1
-    return 2 * (ranks - 1) * mine.pop()
-
-
 def test_tensor_parallel_bytes_are_those_of_the_formula(results: Results, layout: str) -> None:
     """4 all-reduces a layer, one of the embedding and one of the logits' input.
 
@@ -162,7 +147,8 @@ def test_tensor_parallel_bytes_are_those_of_the_formula(results: Results, layout
         pytest.skip("no tensor parallelism")
     passes, here, last = job.steps * job.micro_batches, LAYERS // job.pp, job.pp - 1
     part = HIDDEN // job.tp
-    gathered = (job.tp - 1) * make_codec("blockint", bits=8).wire_nbytes(part, torch.float32)
+    codec = make_codec("blockint", bits=8)
+    gathered = (job.tp - 1) * codec.wire_nbytes(part, torch.float32)
     for rank, outcome in enumerate(results["blockint"]):
         stage = rank // job.tp
         reduces = {"forward": 2 * here + (stage == 0), "backward": 2 * here + (stage == last)}
@@ -171,7 +157,8 @@ def test_tensor_parallel_bytes_are_those_of_the_formula(results: Results, layout
             messages, native, raw, wire = outcome.ledger["tp", way]
             assert (messages, native) == (passes * (reduces[way] + gathers[way]), 0)
             assert raw == passes * 4 * (reduces[way] * HIDDEN + gathers[way] * (job.tp - 1) * part)
-            expected = reduces[way] * all_reduce_wire(HIDDEN, job.tp) + gathers[way] * gathered
+            reduced = all_reduce_wire(codec, HIDDEN, torch.float32, rank % job.tp, job.tp)
+            expected = reduces[way] * reduced + gathers[way] * gathered
             assert wire == pytest.approx(passes * expected, rel=0.01)
 
 
