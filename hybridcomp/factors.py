@@ -91,7 +91,7 @@ class Place:
             codec.rank,
             self.group,
             meter=meter,
-            residual=self.residuals.get("sender", known, world_size, values),
+            residual=self.residuals.get("sender", known, world_size, values, last=True),
             warm=self.factors.warm,
             needed=needed,
             measure=self.measure,

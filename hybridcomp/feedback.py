@@ -82,7 +82,15 @@ class Residuals:
     #: loaded from another number of ranks: the sum over all ranks and hops, by name
     _shared: dict[str, Tensor] = field(default_factory=dict)
 
-    def get(self, hop: Hop, pieces: Sequence[Piece], world_size: int, like: Tensor) -> Tensor:
+    def get(
+        self,
+        hop: Hop,
+        pieces: Sequence[Piece],
+        world_size: int,
+        like: Tensor,
+        *,
+        last: bool = False,
+    ) -> Tensor:
         """The flat fp32 residual of these pieces, to be updated in place.
 
         Args:
@@ -91,13 +99,16 @@ class Residuals:
             world_size: ranks of the group that reduces it; a sum that was loaded from another
                 number of ranks is shared evenly among them.
             like: gives the device.
+            last: no owner encodes the sum again. What this rank's owner hop had left out of it, in
+                a run that was saved in two hops, then belongs to this one.
         """
         key = (hop, tuple(pieces))
         if key not in self._stretches:
             numel = sum(piece.numel for piece in pieces)
             stretch = _Stretch(key[1], torch.zeros(numel, dtype=torch.float32, device=like.device))
             for piece, part in stretch.parts():
-                self._collect(hop, piece, part, world_size)
+                for source in HOPS if last else (hop,):
+                    self._collect(source, piece, part, world_size)
             self._stretches[key] = stretch
         return self._stretches[key].flat
 

@@ -110,25 +110,29 @@ class Feedback:
     pieces: Sequence[Piece] | None
     like: Tensor
 
-    def sender(self) -> Tensor | None:
-        """What was left out of this rank's values, or of its stretch of the node's sum."""
-        return self._get("sender", self._own())
+    def hops(self, count: int) -> tuple[Tensor | None, Tensor | None]:
+        """The residuals of the sender and, of two hops, of the owner."""
+        return self._sender(last=count == 1), self._owner() if count == 2 else None
 
-    def owner(self) -> Tensor | None:
+    def _sender(self, last: bool) -> Tensor | None:
+        """What was left out of this rank's values, or of its stretch of the node's sum."""
+        return self._get("sender", self._own(), last)
+
+    def _owner(self) -> Tensor | None:
         """What was left out of the sum that this rank encodes again, its chunk of all."""
         own = self._own()
         numel = sum(piece.numel for piece in own)
         chunks = chunk_ranges(numel, self.spot.encoders)
-        return self._get("owner", cut(own, *chunks[self.spot.index]))
+        return self._get("owner", cut(own, *chunks[self.spot.index]), last=False)
 
     def _own(self) -> list[Piece]:
         pieces = self.pieces or ()
         return cut(pieces, *self.spot.within(sum(piece.numel for piece in pieces)))
 
-    def _get(self, hop: Hop, pieces: Sequence[Piece]) -> Tensor | None:
+    def _get(self, hop: Hop, pieces: Sequence[Piece], last: bool) -> Tensor | None:
         if self.pieces is None or self.spot.residuals is None:
             return None
-        return self.spot.residuals.get(hop, pieces, self.spot.encoders, self.like)
+        return self.spot.residuals.get(hop, pieces, self.spot.encoders, self.like, last=last)
 
 
 def all_reduce(
@@ -140,7 +144,7 @@ def all_reduce(
     feedback, meter = spot.feedback(pieces, tensor), spot.meter()
     cuts = spot.cuts(codec, pieces)
     codecs = all_reduce_codecs(codec, tensor.dtype, spot.encoders, tensor.device, cuts)
-    residual, owner = feedback.sender(), feedback.owner() if len(codecs) == 2 else None
+    residual, owner = feedback.hops(len(codecs))
 
     def probe(values: Tensor) -> None:
         spot.probe(values, codecs[0], cuts, residual)
@@ -190,7 +194,7 @@ def reduce_scatter(
     residual = residuals = None
     if pieces is not None and spot.residuals is not None:
         flat = [piece for rank in encoded for piece in pieces[rank]]
-        residual = spot.residuals.get("sender", flat, spot.encoders, shards[0])
+        residual = spot.residuals.get("sender", flat, spot.encoders, shards[0], last=True)
         residuals = list(torch.split(residual, [shards[rank].numel() for rank in encoded]))
     if levels is not None:
         handle = hierarchy.reduce_scatter(
@@ -235,9 +239,10 @@ def reduce_to_owners(
     if levels is not None:
         planned = hierarchy_owners.ranges_of_nodes(ranges, spot.within(tensor.numel()), levels)
     balanced = plan_reduction(planned, spot.encoders) == "balanced"
-    residual, owner = feedback.sender(), feedback.owner() if balanced else None
+    hops = 2 if balanced else 1
+    residual, owner = feedback.hops(hops)
     cuts = spot.cuts(codec, pieces)
-    probe = spot.shows(codec, cuts, 2 if balanced else 1, torch.float32, residual)
+    probe = spot.shows(codec, cuts, hops, torch.float32, residual)
     if levels is not None:
         sums = hierarchy_owners.reduce_to_owners(
             tensor,

@@ -67,6 +67,17 @@ def test_same_rank_restarts_exactly() -> None:
     assert not new.get("owner", [Piece("a", 0, 2)], 2, LIKE).any()
 
 
+def test_saved_in_two_hops_and_resumed_in_one_loses_nothing() -> None:
+    """A GPU takes two hops between two ranks, a CPU one: the owner's share is still missing."""
+    old = Residuals()
+    filled(old, [A, B])
+    old.get("owner", [Piece("a", 2, 3)], 2, LIKE).fill_(7)
+    new = Residuals()
+    new.load(old.state_dict())
+    assert new.get("sender", [A, B], 2, LIKE, last=True).tolist() == [1, 2, 10, 11, 12, 6, 7, 8]
+    assert not new.get("owner", [Piece("a", 2, 3)], 2, LIKE).any()  # applied only once
+
+
 @given(
     old_ranks=st.integers(1, 4),
     new_ranks=st.integers(1, 4),
