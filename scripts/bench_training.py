@@ -5,9 +5,10 @@ scripts/bench_training.py --layouts dp2 zero1 --repetitions 3        as root: li
 scripts/bench_training.py --losses --steps 1000                      losses at equal bytes
 
 The network is chosen by r, the time that the bytes of native bf16 take over its compute: measured
-without limits first, then links are set so that r is 0.25, 1 and 4. Arms take turns on each network
-and are paired with native bf16. Every cell is kept in --out: started again, it goes on. Timing
-stops where the machine is busy with something else (--force goes on and says how busy it was).
+without limits first, then links are set so that r is 0.25, 1 and 4. All arms run side by side and
+take turns, one step each: every step is paired with native bf16's of the same turn, as this
+machine's speed changes by the minute. Every cell is kept in --out: started again, it goes on.
+Timing stops where the machine is busy with something else (--force goes on and says how busy).
 Tables, JSON and pictures hold everything that is kept: layouts and arms can be measured one by one.
 """
 
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from training_bench import cells, losses, picture, products, report
+from training_bench import cells, losses, machine, picture, products, report
 from training_bench.measure import Bench, Options
 from training_bench.runners import CellError
 
@@ -37,20 +38,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--arms", nargs="+", metavar="NAME", help="default: all that the layout has")
     add("--r", nargs="*", type=float, default=[0.25, 1.0, 4.0], help="communication to compute")
     add("--unshaped", action="store_true", help="the network without limits too")
-    add("--repetitions", type=int, default=3)
+    add("--repetitions", type=int, default=1, help="of the whole; pairs are pooled")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=256)
     add("--length", type=int, default=128)
     add("--divide-batch", type=int, default=4, metavar="N", help="of the committed batch sizes")
     add("--warm", type=int, default=3, help="steps of a cell that are not timed")
-    add("--timed", type=int, default=8, help="steps of a cell that are")
+    add("--timed", type=int, default=16, help="steps of a cell that are")
     add("--seed", type=int, default=0)
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
     add("--out", type=Path, default=Path("runs/training_bench"), metavar="FOLDER")
     add("--busy", type=float, default=0.15, help="share of the cores that others may use")
     add("--patience", type=float, default=60.0, metavar="S", help="to wait for quiet")
     add("--force", action="store_true", help="time on a busy machine")
-    add("--timeout", type=float, default=600.0, metavar="S", help="of a cell")
+    add("--timeout", type=float, default=600.0, metavar="S", help="of a start or a step")
+    add(
+        "--processes",
+        type=int,
+        default=machine.room(),
+        metavar="N",
+        help="ranks side by side; default: what the free memory holds, here %(default)s",
+    )
     add("--loopback", action="store_true", help="no lab: loopback, unshaped, no root needed")
     add("--losses", action="store_true", help="train for losses at equal bytes instead")
     losses.add_arguments(parser)
@@ -75,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = Options(
         asked.data, asked.out, sizes, asked.seed, asked.busy, asked.patience, asked.force,
-        asked.loopback, asked.timeout,
+        asked.loopback, asked.timeout, asked.processes,
     )  # fmt: skip
     bench = Bench(options, lambda text: print(text, flush=True))
     print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)

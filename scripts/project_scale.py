@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"project_scale: {error}", file=sys.stderr)
         return 1
-    print(f"compute {', '.join(f'{k} {v:.3f} s' for k, v in model.compute.items())}")
+    print(f"compute x {', '.join(f'{k} {v:.2f}' for k, v in model.base.items())}")
     print(f"bytes / rate x {', '.join(f'{k} {v:.2f}' for k, v in model.slowdown.items())}")
     print(
         f"overlap {model.overlap:.0%} of the compute, coding {model.coding:.2f} x the ledger's "

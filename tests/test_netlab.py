@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -87,6 +88,24 @@ def test_every_link_is_shaped_at_both_ends() -> None:
     assert masters["p2"] == "br1"
     assert masters["up1"] == "br1"
     assert masters["core1"] == "core"
+
+
+def test_links_get_other_rates_while_ranks_run(root: None) -> None:
+    def queues(lab: Lab) -> list[str]:
+        return [
+            namespaces.command(["tc", "-n", name, "qdisc", "show", "dev", "eth0"])
+            for name in lab.names
+        ]
+
+    with Lab(Layout.parse("1+1"), Rates(10**8)) as lab:
+        assert all("tbf" in queue and "100Mbit" in queue for queue in queues(lab))
+        for rates in (Rates(), Rates(10**9, uplink=10**7), Rates(10**8, nodes={1: None})):
+            lab.shape(rates)
+            shown = [re.search(r"rate (\S+)", queue) for queue in queues(lab)]
+            found = [match and match[1] for match in shown]
+            assert found == {
+                None: [None, None], 10**9: ["1Gbit"] * 2, 10**8: ["100Mbit", None],
+            }[rates.link]  # fmt: skip
 
 
 def test_one_switch_needs_no_core() -> None:

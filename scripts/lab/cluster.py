@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Literal
+from typing import Literal
 
 from lab import namespaces
-from lab.layout import Layout, Rates, environment, fill, pinning, show_rate, wiring
+from lab.layout import (
+    Layout,
+    Rates,
+    environment,
+    fill,
+    link_ends,
+    pinning,
+    shaping,
+    show_rate,
+    unshaping,
+    wiring,
+)
 from lab.namespaces import Traffic
+from lab.team import STOPPED, Team
 
-#: seconds that the others may take to end after one rank failed, and that all may take to be killed
-GRACE_S = 5.0
-TIMED_OUT = 124  # the exit status of a rank that ran out of time, as of timeout(1)
-#: exit status of a rank that was ended because another one failed
-STOPPED = 125
 Per = Literal["rank", "node"]
 
 
@@ -127,6 +132,26 @@ class Lab:
         the others get GRACE_S. ``echo``: whose output is shown while it runs.
         """
         before = self.traffic()
+        with self.started(command, per=per, env=env, cwd=cwd, echo=echo) as team:
+            team.wait(timeout)
+        traffic = tuple(now - then for now, then in zip(self.traffic(), before, strict=True))
+        return Result(tuple(team.statuses), tuple(team.seconds), tuple(team.texts), traffic)
+
+    @contextmanager
+    def started(
+        self,
+        command: Sequence[str],
+        *,
+        per: Per = "rank",
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        echo: Literal["none", "first", "all"] = "none",
+    ) -> Iterator[Team]:
+        """``command`` as ``run`` starts it, beside what else runs here.
+
+        Whatever still runs at the end of the ``with`` body is killed. Jobs side by side need a
+        MASTER_PORT each.
+        """
         with tempfile.TemporaryDirectory(prefix="hclab") as folder:
             hostfile = Path(folder, "hostfile")
             hosts = [f"node{n} slots={self.layout.ranks}\n" for n in range(self.layout.nodes)]
@@ -134,11 +159,20 @@ class Lab:
             team = Team()
             try:
                 self._start(team, command, per, env, cwd, str(hostfile), echo)
-                team.wait(timeout)
+                yield team
             finally:
                 team.end()
-        traffic = tuple(now - then for now, then in zip(self.traffic(), before, strict=True))
-        return Result(tuple(team.statuses), tuple(team.seconds), tuple(team.texts), traffic)
+
+    def shape(self, rates: Rates) -> None:
+        """Give the links other rates while ranks run; what waits in front of one is dropped."""
+        before = link_ends(self.layout, self.rates, self.prefix)
+        now = link_ends(self.layout, rates, self.prefix)
+        for (namespace, interface, old), (_, _, new) in zip(before, now, strict=True):
+            commands = [] if old is None else unshaping(namespace, interface)
+            commands += [] if new is None else shaping(namespace, interface, new)
+            for words in commands if old != new else ():
+                namespaces.command(words)
+        self.rates = rates
 
     def _start(
         self,
@@ -197,97 +231,3 @@ class Lab:
 def _leave(number: int, frame: FrameType | None) -> None:
     """End as an exception, so that every ``finally`` runs."""
     raise SystemExit(128 + number)
-
-
-class Team:
-    """Processes that run together."""
-
-    def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._readers: list[threading.Thread] = []
-        self._lines: list[list[bytes]] = []
-        self._began: list[float] = []
-        self._ended: dict[int, float] = {}
-        self._forced: dict[int, int] = {}
-
-    def start(
-        self,
-        words: Sequence[str],
-        enter: Callable[[], None],
-        env: Mapping[str, str],
-        cwd: str | Path | None,
-        prefix: str | None,
-    ) -> None:
-        """Start one; ``prefix`` stands before its lines on the terminal, None shows nothing."""
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            cwd=cwd,
-            start_new_session=True,
-            preexec_fn=enter,
-        )
-        self._processes.append(process)
-        self._began.append(time.monotonic())
-        lines: list[bytes] = []
-        self._lines.append(lines)
-        assert process.stdout is not None
-        reader = threading.Thread(target=_read, args=(process.stdout, lines, prefix), daemon=True)
-        self._readers.append(reader)
-        reader.start()
-
-    def wait(self, timeout: float) -> None:
-        """Until all have ended, one failed GRACE_S ago, or ``timeout`` seconds are over."""
-        deadline, forced = time.monotonic() + timeout, TIMED_OUT
-        while len(self._ended) < len(self._processes) and time.monotonic() < deadline:
-            for index, process in enumerate(self._processes):
-                if index not in self._ended and process.poll() is not None:
-                    self._ended[index] = time.monotonic()
-                    if process.returncode and forced == TIMED_OUT:
-                        deadline = min(deadline, time.monotonic() + GRACE_S)
-                        forced = STOPPED
-            time.sleep(0.01)
-        for index in range(len(self._processes)):
-            if index not in self._ended:
-                self._forced[index] = forced
-
-    def end(self) -> None:
-        """Kill what still runs, with all that it started, and collect the output."""
-        for process in self._processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)  # also what outlived its parent
-            except ProcessLookupError:
-                continue
-        for index, process in enumerate(self._processes):
-            process.wait(GRACE_S)
-            self._ended.setdefault(index, time.monotonic())
-        for reader in self._readers:
-            reader.join(GRACE_S)
-
-    @property
-    def statuses(self) -> list[int]:
-        """By process; those that were killed by a signal as a shell would say it."""
-        codes = [process.returncode for process in self._processes]
-        plain = [code if code >= 0 else 128 - code for code in codes]
-        return [self._forced.get(index, status) for index, status in enumerate(plain)]
-
-    @property
-    def seconds(self) -> list[float]:
-        """How long each ran."""
-        return [self._ended[index] - began for index, began in enumerate(self._began)]
-
-    @property
-    def texts(self) -> list[str]:
-        """What each wrote."""
-        return [b"".join(lines).decode(errors="replace") for lines in self._lines]
-
-
-def _read(stream: IO[bytes], lines: list[bytes], prefix: str | None) -> None:
-    with stream:
-        for line in stream:
-            lines.append(line)
-            if prefix is not None:
-                sys.stdout.write(prefix + line.decode(errors="replace"))
-                sys.stdout.flush()

@@ -1,11 +1,13 @@
 """The cost model of a measured cell, fitted to some cells and checked on the others.
 
-    step = compute + slowdown * max(0, bytes / rate - overlap * compute)
+    step = base * compute + slowdown * max(0, bytes / rate - overlap * compute)
          + coding * codec seconds + round * rounds
 
-``compute`` is the layout's own; ``slowdown`` says how much longer its wire takes than bytes / rate;
-``overlap`` which share of the compute hides communication; ``coding`` how much of the ledger's
-seconds of a rank lengthens the step; ``round`` what an encoded message costs beside its bytes.
+``compute`` is the step of native bf16 without limit, measured in the same turns; ``base`` which
+share of it is left where the copying of its messages is counted as wire; ``slowdown`` says how much
+longer a layout's wire takes than bytes / rate; ``overlap`` which share of the compute hides
+communication; ``coding`` how much of the ledger's seconds of a rank lengthens the step; ``round``
+what an encoded message costs beside its bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ OVERLAPS = tuple(n / 20 for n in range(11))
 class Model:
     """Fitted constants."""
 
-    compute: dict[str, float]  # layout -> seconds
+    base: dict[str, float]  # layout -> share of the measured compute
     slowdown: dict[str, float]  # layout -> factor
     coding: float
     round: float  # seconds
@@ -36,10 +38,9 @@ class Model:
 
     def seconds(self, cell: Cell) -> float:
         """Of a step."""
-        compute = self.compute[cell["layout"]]
-        wire = max(0.0, wire_seconds(cell) - self.overlap * compute)
-        own = self.coding * float(cell["codec_s"]) + self.round * float(cell["rounds"])
-        return compute + self.slowdown[cell["layout"]] * wire + own
+        layouts = list(self.base)
+        factors = [*self.base.values(), *self.slowdown.values(), self.coding, self.round]
+        return float(np.dot(_terms(cell, layouts, self.overlap), factors))
 
 
 def wire_seconds(cell: Cell) -> float:
@@ -90,14 +91,11 @@ def fit(rows: Sequence[Cell]) -> Model:
     measured = np.array([row["seconds"] for row in rows])
     best: tuple[float, Model] | None = None
     for overlap in OVERLAPS:
-        # compute is inside max(): a few rounds with the compute of the round before
-        compute = dict.fromkeys(layouts, 0.0)
-        for _ in range(8):
-            table = np.array([_terms(row, layouts, compute, overlap) for row in rows])
-            found = non_negative(table / measured[:, None], np.ones(len(rows)))
-            compute = dict(zip(layouts, map(float, found), strict=False))
+        table = np.array([_terms(row, layouts, overlap) for row in rows])
+        found = non_negative(table / measured[:, None], np.ones(len(rows)))
+        base = dict(zip(layouts, map(float, found), strict=False))
         slowdown = dict(zip(layouts, map(float, found[len(layouts) :]), strict=False))
-        model = Model(compute, slowdown, float(found[-2]), float(found[-1]), overlap)
+        model = Model(base, slowdown, float(found[-2]), float(found[-1]), overlap)
         error = float(np.mean([errors(model, [row])[0] ** 2 for row in rows]))
         if best is None or error < best[0] - 1e-12:
             best = error, model
@@ -105,13 +103,13 @@ def fit(rows: Sequence[Cell]) -> Model:
     return best[1]
 
 
-def _terms(
-    row: Cell, layouts: Sequence[str], compute: dict[str, float], overlap: float
-) -> list[float]:
+def _terms(row: Cell, layouts: Sequence[str], overlap: float) -> list[float]:
     """What the constants are multiplied with: compute and wire by layout, coding, rounds."""
-    wire = max(0.0, wire_seconds(row) - overlap * compute[row["layout"]])
+    compute = float(row["compute_s"])
+    wire = max(0.0, wire_seconds(row) - overlap * compute)
     own = [float(row["layout"] == name) for name in layouts]
-    return [*own, *(wire * one for one in own), float(row["codec_s"]), float(row["rounds"])]
+    parts = [*(compute * one for one in own), *(wire * one for one in own)]
+    return [*parts, float(row["codec_s"]), float(row["rounds"])]
 
 
 def non_negative(table: NDArray[Any], goal: NDArray[Any]) -> NDArray[Any]:

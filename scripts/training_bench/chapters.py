@@ -27,18 +27,21 @@ PAPER = {
 SPEED_HEAD = """\
 The example GPT on nodes that are network namespaces of one machine (`scripts/netlab.py`), one rank
 to a node unless said otherwise, over links set so that the bytes of native bf16 take r times its
-compute: r is what carries over to other machines, Mb/s is not. Every repetition trains all arms in
-turn, every second one backwards; a speed-up is the median of the ratios to native bf16 of the same
-repetition, with the smallest and the largest. "Of ideal" is the speed-up over what the measured
-bytes allow, (1 + r) / (1 + r / bytes saved). MB are those of the interface of the node that sends
-most, TCP and Ethernet headers included.
+compute: r is what carries over to other machines, Mb/s is not. All arms run side by side and make
+their steps in turn, one at a time, every second round backwards, because the machine's speed
+changes by the minute. A speed-up is the median of the ratios to native bf16 of the same round, with
+the 95 % interval of that median. Native bf16 is there twice: the second one makes its steps while
+the links have no limit, which says what r was in these rounds (in brackets). "Of ideal" is the
+speed-up over what the measured bytes allow, (1 + r) / (1 + r / bytes saved), with that r. MB are
+those of the interface of the node that sends most, TCP and Ethernet headers included.
 
 * Ranks with a core to themselves (here: layouts of two) are scheduled as SCHED_BATCH, all arms
   alike: a link without latency answers before `send` has returned, and gloo's thread, on the
   sender's core, then polls for a lock for a time slice (`scripts/lab/namespaces.py`). A small
   message took up to five times as long without.
-* Compute is timed where nothing is shaped, the median of three cells, so it contains the machine's
-  own copying of messages.
+* Compute is a step without limit on the links: it contains the machine's own copying of messages.
+* Trainings that wait for their turn do not let their connections start slowly again (TCP's slow
+  start after idle is off in the lab, for all arms).
 * A link's bucket lets small messages run ahead of its rate for as long as it holds, in all arms.
 * Where the CPU has no bf16 instructions, products of bf16 matrices are computed in fp32 and rounded
   (torch's own loop takes forty times as long), for all arms alike. Native fp32 is context.

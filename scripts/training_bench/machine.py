@@ -1,4 +1,4 @@
-"""Whether the machine is quiet enough to time something on it."""
+"""Whether the machine is quiet enough to time something on it, and how much it holds."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ def busy(seconds: float = 1.0) -> float:
     time.sleep(seconds)
     now = ticks()
     return (now[0] - then[0]) / max(1, now[1] - then[1])
+
+
+#: of a rank with torch, DeepSpeed and the example's model: 0.25 to 0.5 GB here
+RANK_NBYTES = 0.5e9
+
+
+def room() -> int:
+    """How many ranks the free memory holds."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return max(2, int(1024 * free / RANK_NBYTES))
 
 
 def wait_until_quiet(limit: float, patience: float, force: bool) -> float:

@@ -1,4 +1,4 @@
-"""Calibration, cells in turn, and what is kept on disk so that nothing is measured twice."""
+"""Cells side by side, and what is kept on disk so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,14 @@ from lab.layout import BURST_S
 
 from training_bench import cells, machine
 from training_bench.cells import LAYOUTS, REFERENCE, Arm, Sizes
-from training_bench.runners import CellError, Runner, Steps, network
+from training_bench.runners import CellError, Steps, network
+from training_bench.session import Session
+from training_bench.turns import Job
 
-#: cells of native bf16 on the unshaped network: one alone was off by a third
-CALIBRATIONS = ("unshaped/0", "unshaped/1", "unshaped/2")
+#: steps of native bf16 without limit that the rate of the links is taken from
+LOOKS = 6
+#: changes when cells are measured in another way: those of before are measured again
+METHOD = "side by side"
 
 
 @dataclass(frozen=True)
@@ -35,39 +39,28 @@ class Options:
     force: bool
     loopback: bool
     timeout: float
-    rate_limit: float = 20e9  # bits a second; above, a link is not worth shaping here
+    processes: int  # ranks side by side
 
 
-@dataclass(frozen=True)
-class Figures:
-    """One cell."""
-
-    seconds: float  # of a step, median
-    sent: float  # bytes a step of the node that sends most, median
-    tokens: int  # a step
-    loss: float  # mean of the timed steps
-    codec_s: float  # a step and rank, of the ledger; 0 without one
-    rounds: float  # encoded messages of upstream a step and rank
-    busy: float  # share of the cores that others used just before
-    load: float
-    wall: float  # seconds of the whole cell
+def by_step(ranks: Sequence[Steps]) -> list[float]:
+    """Seconds: a step ends when its slowest rank ends."""
+    return [max(step["seconds"] for step in each) for each in zip(*ranks, strict=False)]
 
 
-def summary(ranks: list[Steps], sizes: Sizes, per_node: int, length: int) -> dict[str, float]:
-    """Of the steps after the warm-up: a step ends when its slowest rank ends."""
-    timed = [steps[sizes.warm :] for steps in ranks]
-    count = min(len(steps) for steps in timed)
-    if count < 1:
-        raise CellError(f"expected more than {sizes.warm} steps, found {len(ranks[0])}")
-    seconds = [max(steps[i]["seconds"] for steps in timed) for i in range(count)]
+def summary(ranks: Sequence[Steps], per_node: int, length: int) -> dict[str, Any]:
+    """Of some steps. ``length``: tokens of a sequence."""
+    seconds = by_step(ranks)
+    if not seconds:
+        raise CellError("expected more steps, found none that is timed")
     # ranks of a node share its interface: the first one's counters are the node's
-    sent = [max(timed[rank][i]["sent"] for rank in range(0, len(timed), per_node))
-            for i in range(count)]  # fmt: skip
+    first = ranks[::per_node]
+    sent = [max(step["sent"] for step in each) for each in zip(*first, strict=False)]
     return {
-        "seconds": statistics.median(seconds),
-        "sent": statistics.median(sent),
-        "tokens": int(timed[0][0]["tokens"]) * length,
-        "loss": statistics.fmean(steps["loss"] for steps in timed[0]),
+        "seconds": statistics.median(seconds),  # of a step
+        "steps": seconds,
+        "sent": statistics.median(sent),  # bytes a step of the node that sends most
+        "tokens": int(ranks[0][0]["tokens"]) * length,  # a step
+        "loss": statistics.fmean(step["loss"] for step in ranks[0]),
     }
 
 
@@ -77,146 +70,188 @@ class Bench:
     def __init__(self, options: Options, say: Callable[[str], None]) -> None:
         self.options, self.say = options, say
 
-    def cell(
-        self, runner: Callable[[], Runner], layout: str, arm: Arm, where: str, rate: int | None
-    ) -> dict[str, Any]:
-        """Measure, or take what was measured with the same settings; failures are kept too."""
-        options = self.options
-        file = self._file(layout, arm, where)
-        ledger = file.with_suffix(".ledger.jsonl")
-        settings, key = self._settings(layout, arm, ledger, rate)
-        kept = _read(file, key)
-        if kept is not None:
-            return kept
-        found = machine.wait_until_quiet(options.busy, options.patience, options.force)
-        load = os.getloadavg()[0]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
-        record: dict[str, Any] = {
-            "key": key, "layout": layout, "arm": arm.name, "rate": rate, "busy": found,
-            "load": load, "burst_ms": 1e3 * BURST_S,
-        }  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            config = Path(folder, "ds_config.json")
-            config.write_text(json.dumps(settings))
-            command = cells.command_of(
-                layout, arm, options.sizes, config, options.data, options.seed
-            )
-            try:
-                ranks = runner().run(command, LAYOUTS[layout], options.timeout)
-                record |= summary(
-                    ranks, options.sizes, LAYOUTS[layout].per_node, options.sizes.length
-                )
-                record |= coded(ledger, len(ranks) * (options.sizes.warm + options.sizes.steps))
-            except CellError as error:
-                record["failed"] = str(error)
-        record["wall"] = time.monotonic() - started
-        file.write_text(json.dumps(record, indent=1))
-        return record
+    def run(
+        self, layout: str, arms: list[Arm], ratios: list[float | None], repetitions: int
+    ) -> list[dict[str, Any]]:
+        """All cells of a layout, of every ratio (None: the network without limit).
 
-    def _file(self, layout: str, arm: Arm, where: str) -> Path:
-        return self.options.out / layout / where / f"{arm.name.replace(' ', '_')}.json"
-
-    def _settings(
-        self, layout: str, arm: Arm, ledger: Path, rate: int | None
-    ) -> tuple[dict[str, Any], str]:
-        """The DeepSpeed file of a cell, and the digest of everything that its result depends on."""
-        options = self.options
-        settings = cells.settings_of(layout, arm, options.sizes, ledger)
-        link = None if rate is None else (rate, BURST_S)
-        parts = settings, asdict(arm), asdict(options.sizes), link, options.loopback
-        return settings, cells.digest(*parts)
+        Cells that are there already are taken as they are; the others are measured beside native
+        bf16, as many at once as the memory holds. Raises CellError where that itself fails.
+        """
+        found, begin = [], time.monotonic()
+        beside = max(1, self.options.processes // _ranks(layout) - 2)
+        todo = {
+            (ratio, repetition): self._missing(layout, arms, ratio, repetition)
+            for ratio in ratios
+            for repetition in range(repetitions)
+        }
+        total, done = sum(map(len, todo.values())), 0
+        for (ratio, repetition), missing in todo.items():
+            others = [arm for arm in missing if arm.name != REFERENCE]
+            parts = [others[i : i + beside] for i in range(0, len(others), beside)]
+            for part in parts or [[]] * bool(missing):
+                for record in self._side_by_side(layout, part, ratio, repetition):
+                    done += 1
+                    left = (time.monotonic() - begin) / done * max(0, total - done)
+                    self.say(line(done, total, _name(ratio), record, left))
+            found += self._records(layout, arms, ratio, repetition)
+        return found
 
     def kept(self) -> list[dict[str, Any]]:
         """What was measured with these settings under ``options.out``, by this and earlier calls.
 
-        By layout, ratio (the unshaped network first), arm and repetition.
+        By layout, ratio (the network without limit first), repetition and arm.
         """
         found = []
         for layout in LAYOUTS:
-            files = [self._file(layout, Arm(REFERENCE), where) for where in CALIBRATIONS]
-            key = self._settings(layout, Arm(REFERENCE), files[0].with_suffix(""), None)[1]
-            ends = [record for file in files if (record := _read(file, key)) is not None]
-            if len(ends) < len(files) or any("failed" in record for record in ends):
-                continue
-            calibrated = _middle(ends)
             for folder in sorted((self.options.out / layout).glob("*/*"), key=_place):
                 ratio, repetition = _place(folder)
-                rate = self.rate_of(calibrated, ratio) if ratio else None
-                for arm in cells.arms_of(layout):
-                    file = self._file(layout, arm, f"{folder.parent.name}/{folder.name}")
-                    ledger = file.with_suffix(".ledger.jsonl")
-                    record = _read(file, self._settings(layout, arm, ledger, rate)[1])
-                    if record is not None:
-                        ours = {"ratio": ratio or None, "repetition": repetition}
-                        found.append(record | ours)
+                found += self._records(layout, cells.arms_of(layout), ratio or None, repetition)
         return found
 
-    def calibrate(self, layout: str) -> dict[str, Any]:
-        """Native bf16 where nothing is shaped: of its cells that with the median seconds."""
-        ends = []
-        with network(LAYOUTS[layout], None, self.options.loopback) as runner:
-            for where in CALIBRATIONS:
-                ends.append(self.cell(lambda: runner, layout, Arm(REFERENCE), where, None))
-                if "failed" in ends[-1]:
-                    raise CellError(f"{layout}: {REFERENCE} itself fails: {ends[-1]['failed']}")
-        return _middle(ends)
+    def _records(
+        self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
+    ) -> list[dict[str, Any]]:
+        found = (self._kept(layout, arm, ratio, repetition) for arm in arms)
+        return [record for record in found if record is not None]
 
-    def rate_of(self, calibrated: dict[str, Any], ratio: float) -> int:
-        """Bits a second at which the bytes of native bf16 take ``ratio`` times its compute."""
-        seconds, nbytes = float(calibrated["seconds"]), float(calibrated["sent"])
+    def _missing(
+        self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
+    ) -> list[Arm]:
+        return [arm for arm in arms if self._kept(layout, arm, ratio, repetition) is None]
+
+    def _side_by_side(
+        self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
+    ) -> list[dict[str, Any]]:
+        """Measure native bf16 and ``arms``; write and return the records, failures too."""
+        options, began = self.options, time.monotonic()
+        busy = machine.wait_until_quiet(options.busy, options.patience, options.force)
+        arms, load = [Arm(REFERENCE), *arms], os.getloadavg()[0]
+        self.say(f"{layout} {_name(ratio)}: {len(arms)} trainings side by side")
+        with tempfile.TemporaryDirectory() as folder:
+            rate, compute, ends = self._trained(folder, layout, arms, ratio)
+            if isinstance(ends[0], CellError):
+                raise CellError(f"{layout}: {REFERENCE} itself fails: {ends[0]}")
+            common = {
+                "layout": layout, "ratio": ratio, "repetition": repetition, "rate": rate,
+                "busy": busy, "load": load, "burst_ms": 1e3 * BURST_S, "compute": compute,
+                "native": by_step(ends[0]), "native_sent": self._summary(layout, ends[0])["sent"],
+                "wall": time.monotonic() - began,
+            }  # fmt: skip
+            found = []
+            for arm, ranks in zip(arms, ends, strict=True):
+                own: dict[str, Any] = {"failed": str(ranks)}
+                if not isinstance(ranks, CellError):
+                    steps = sum(map(len, ranks)) + len(ranks) * options.sizes.warm
+                    own = self._summary(layout, ranks) | coded(_ledger(folder, arm), steps)
+                found.append({"arm": arm.name, **common, **own})
+        for arm, record in zip(arms, found, strict=True):
+            if self._kept(layout, arm, ratio, repetition) is None:
+                file = self._file(layout, arm, ratio, repetition)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                key = self._key(layout, arm, ratio)
+                file.write_text(json.dumps({"key": key, **record}, indent=1))
+        return found
+
+    def _trained(
+        self, folder: str, layout: str, arms: list[Arm], ratio: float | None
+    ) -> tuple[int | None, list[float], list[list[Steps] | CellError]]:
+        """Bits a second, seconds of native bf16 without limit, and each arm's timed steps by rank.
+
+        On a shaped network native bf16 runs twice: one of the two makes its steps while the links
+        have no limit. The first of these set the rate, the others, in the turns of the arms, say
+        what r really is.
+        """
+        options, place = self.options, LAYOUTS[layout]
+        warm, timed = options.sizes.warm, options.sizes.steps
+        with (
+            network(place, options.loopback) as runner,
+            Session(runner, place, options.timeout) as session,
+        ):
+            rate, free = None, None
+            if ratio is not None:
+                sizes = replace(options.sizes, steps=LOOKS + warm + timed)
+                free = session.start(self._command(folder, layout, arms[0], sizes))
+                for _ in range(warm + LOOKS):
+                    free.step()
+                rate = self._rate(layout, free.said, ratio)
+                runner.shape(rate)
+            jobs = [session.start(self._command(folder, layout, arm)) for arm in arms]
+            for cycle in range(warm + timed):
+                if free is not None:
+                    runner.shape(None)
+                    free.step()
+                    runner.shape(rate)
+                for job in jobs[:: 1 if cycle % 2 == 0 else -1]:
+                    job.step()
+            compute = [] if free is None else by_step(_last(session, free, timed))
+            return rate, compute, [_outcome(session, job, timed) for job in jobs]
+
+    def _summary(self, layout: str, ranks: Sequence[Steps]) -> dict[str, Any]:
+        return summary(ranks, LAYOUTS[layout].per_node, self.options.sizes.length)
+
+    def _rate(self, layout: str, said: Sequence[Steps], ratio: float) -> int:
+        """Bits a second at which the bytes of a step take ``ratio`` times the step itself."""
+        found = self._summary(layout, [steps[-LOOKS:] for steps in said])
+        seconds, nbytes = float(found["seconds"]), float(found["sent"])
         return max(8000, round(8 * nbytes / (ratio * seconds)))
 
-    def run(
-        self, layout: str, arms: list[Arm], ratios: list[float | None], repetitions: int
-    ) -> list[dict[str, Any]]:
-        """All cells of a layout: at each rate the arms in turn, every second time backwards.
+    def _command(self, folder: str, layout: str, arm: Arm, sizes: Sizes | None = None) -> list[str]:
+        options, sizes = self.options, sizes or self.options.sizes
+        config = _ledger(folder, arm).with_suffix(f".{sizes.steps}.json")
+        settings = cells.settings_of(layout, arm, sizes, _ledger(folder, arm))
+        config.write_text(json.dumps(settings))
+        return cells.command_of(layout, arm, sizes, config, options.data, options.seed)
 
-        A ratio of None is the unshaped network.
-        """
-        calibrated, found = self.calibrate(layout), []
-        total, number, walls = len(ratios) * repetitions * len(arms), 0, [calibrated["wall"]]
-        for ratio in ratios:
-            rate = None if ratio is None else self.rate_of(calibrated, ratio)
-            if rate is not None and rate > self.options.rate_limit:
-                self.say(
-                    f"{layout} r {ratio}: {rate / 1e9:.0f} Gb/s is beyond this machine, left out"
-                )
-                continue
-            name = "unshaped" if ratio is None else f"r{ratio:g}"
-            with network(LAYOUTS[layout], rate, self.options.loopback) as runner:
-                for repetition in range(repetitions):
-                    order = arms if repetition % 2 == 0 else arms[::-1]
-                    for arm in order:
-                        number += 1
-                        begin = time.monotonic()
-                        record = self.cell(
-                            lambda: runner, layout, arm, f"{name}/{repetition}", rate
-                        )
-                        record |= {"ratio": ratio, "repetition": repetition}
-                        found.append(record)
-                        if time.monotonic() - begin > 0.5:
-                            walls.append(record["wall"])
-                        left = statistics.fmean(walls) * (total - number)
-                        self.say(line(number, total, name, record, left))
-        return found
+    def _kept(
+        self, layout: str, arm: Arm, ratio: float | None, repetition: int
+    ) -> dict[str, Any] | None:
+        """A cell that is there; None where there is none, or one of other settings."""
+        file = self._file(layout, arm, ratio, repetition)
+        if not file.is_file():
+            return None
+        kept: dict[str, Any] = json.loads(file.read_text())
+        return kept if kept["key"] == self._key(layout, arm, ratio) else None
+
+    def _file(self, layout: str, arm: Arm, ratio: float | None, repetition: int) -> Path:
+        folder = self.options.out / layout / _name(ratio) / str(repetition)
+        return folder / f"{arm.name.replace(' ', '_')}.json"
+
+    def _key(self, layout: str, arm: Arm, ratio: float | None) -> str:
+        """The digest of everything that a cell's result depends on."""
+        options = self.options
+        settings = cells.settings_of(layout, arm, options.sizes, Path("ledger.jsonl"))
+        link = None if ratio is None else (ratio, BURST_S)
+        parts = METHOD, settings, asdict(arm), asdict(options.sizes), link, options.loopback
+        return cells.digest(*parts)
 
 
-def _middle(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record with the median seconds; the rate of the links hangs on it."""
-    return sorted(records, key=lambda record: float(record["seconds"]))[len(records) // 2]
+def _last(session: Session, job: Job, count: int) -> list[Steps]:
+    """The last ``count`` steps of all ranks. Raises CellError."""
+    return [steps[-count:] for steps in session.steps(job)]
 
 
-def _read(file: Path, key: str) -> dict[str, Any] | None:
-    """A cell that is there, None where it was measured with other settings."""
-    if not file.is_file():
-        return None
-    kept: dict[str, Any] = json.loads(file.read_text())
-    return kept if kept["key"] == key else None
+def _outcome(session: Session, job: Job, count: int) -> list[Steps] | CellError:
+    try:
+        return _last(session, job, count)
+    except CellError as error:
+        return error
+
+
+def _ranks(layout: str) -> int:
+    return LAYOUTS[layout].nodes * LAYOUTS[layout].per_node
+
+
+def _name(ratio: float | None) -> str:
+    return "unshaped" if ratio is None else f"r{ratio:g}"
+
+
+def _ledger(folder: str, arm: Arm) -> Path:
+    return Path(folder, f"{arm.name.replace(' ', '_')}.ledger.jsonl")
 
 
 def _place(folder: Path) -> tuple[float, int]:
-    """Ratio (0: unshaped) and repetition of a folder of cells such as ``r0.25/1``."""
+    """Ratio (0: no limit) and repetition of a folder of cells such as ``r0.25/1``."""
     name = folder.parent.name
     return 0.0 if name == "unshaped" else float(name.removeprefix("r")), int(folder.name)
 

@@ -14,13 +14,19 @@ def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
 
     Draws nothing and returns False where there is one rate at most.
     """
+    shaped = [
+        row for row in rows
+        if row["layout"] == layout and "failed" not in row and row["rate"] is not None
+    ]  # fmt: skip
+    # sessions differ in rate and in the machine's speed: all stand where the reference does
+    base = {row["r"]: row for row in shaped if row["arm"] == REFERENCE}
     lines: dict[str, list[tuple[float, float]]] = {}
-    ticks: dict[float, str] = {}
-    for row in rows:
-        if row["layout"] == layout and "failed" not in row and row["rate"] is not None:
-            point = (row["rate"] / 1e6, row["tokens_per_second"])
+    for row in shaped:
+        if row["r"] in base:
+            native = base[row["r"]]
+            point = (native["rate"] / 1e6, native["tokens_per_second"] * row["speed_up"])
             lines.setdefault(row["arm"], []).append(point)
-            ticks[point[0]] = f"{point[0]:.0f}\n(r {row['r']:g})"
+    ticks = {row["rate"] / 1e6: f"{row['rate'] / 1e6:.0f}\n(r {r:g})" for r, row in base.items()}
     most = max(map(len, lines.values()), default=0)
     if most < 2:
         return False
@@ -34,12 +40,12 @@ def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
     colors = plt.get_cmap("tab20").colors
     for number, (arm, points) in enumerate(lines.items()):
         points.sort()
-        native = arm.startswith("native")
+        wide = arm == "recommended" or arm.startswith("native")
         axes.plot(
             [x for x, _ in points], [y for _, y in points],
             color="black" if arm == REFERENCE else colors[number % len(colors)],
             linestyle="--" if arm.startswith("peer") else "-",
-            linewidth=2.4 if native or arm == "recommended" else 1.3, marker="o", markersize=3.5,
+            linewidth=2.4 if wide else 1.3, marker="o", markersize=3.5,
             label=arm,
         )  # fmt: skip
     axes.set_xscale("log")

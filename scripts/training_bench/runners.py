@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import os
 import socket
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
+
+from lab.layout import PORT, Rates
+from lab.layout import Layout as Nodes
+from lab.team import STOPPED, Team
 
 from training_bench.cells import SCRIPTS, Layout
 from training_bench.worker import PREFIX
@@ -24,25 +26,30 @@ class CellError(RuntimeError):
 
 
 class Runner(Protocol):
-    """A network."""
+    """A network, and how to start ranks on it."""
 
-    def run(self, command: list[str], layout: Layout, timeout: float) -> list[Steps]:
-        """Run ``command`` (after the interpreter) on every rank; the steps of each rank."""
+    counts: bool  # whether the interface's bytes are those of the ranks alone
+
+    def started(
+        self, command: list[str], layout: Layout, env: dict[str, str]
+    ) -> AbstractContextManager[Team]:
+        """``command`` (after the interpreter) on every rank; killed at the end of the body."""
+
+    def shape(self, rate: int | None) -> None:
+        """Bits a second of every node's link from now on, None: no limit."""
 
 
 class Loopback:
     """All ranks on this machine, nothing shaped; needs no root."""
 
-    def run(self, command: list[str], layout: Layout, timeout: float) -> list[Steps]:
-        """Raises CellError."""
-        ranks = layout.nodes * layout.per_node
-        with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-            probe.close()
-            files = [Path(folder, f"rank{rank}") for rank in range(ranks)]
-            processes = []
-            for rank, file in enumerate(files):
+    counts = False
+
+    @contextmanager
+    def started(self, command: list[str], layout: Layout, env: dict[str, str]) -> Iterator[Team]:
+        """As ``Runner`` says."""
+        ranks, team, port = layout.nodes * layout.per_node, Team(), free_port()
+        try:
+            for rank in range(ranks):
                 node, local = divmod(rank, layout.per_node)
                 places = {
                     "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local,
@@ -50,56 +57,48 @@ class Loopback:
                     "GROUP_WORLD_SIZE": layout.nodes, "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
                 }  # fmt: skip
-                env = {
-                    **os.environ,
-                    **environment(folder),
-                    **{k: str(v) for k, v in places.items()},
-                }
-                with file.open("w") as out:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, *command], stdout=out, stderr=out, env=env
-                        )
-                    )
-            statuses = _wait(processes, timeout)
-            found = [
-                parse(status, file.read_text(errors="replace"))
-                for status, file in zip(statuses, files, strict=True)
-            ]
-        # the counters of a machine's own loopback hold everybody's bytes
-        return [[{**step, "sent": 0.0} for step in steps] for steps in found]
+                variables = {**os.environ, **{k: str(v) for k, v in places.items()}, **env}
+                team.start([sys.executable, *command], lambda: None, variables, None, None)
+            yield team
+        finally:
+            team.end()
+
+    def shape(self, rate: int | None) -> None:
+        """Only None."""
+        assert rate is None, "a loopback has no rate"
 
 
 class InLab:
-    """Ranks in the network namespaces of a lab that has the right rate."""
+    """Ranks in the network namespaces of a lab."""
+
+    counts = True
 
     def __init__(self, lab: Any) -> None:
         self.lab = lab
+        self._ports = itertools.count(PORT)
 
-    def run(self, command: list[str], layout: Layout, timeout: float) -> list[Steps]:
-        """Raises CellError."""
-        with tempfile.TemporaryDirectory() as folder:
-            result = self.lab.run(
-                [sys.executable, *command], per="rank", env=environment(folder), timeout=timeout
-            )
-        first = [s not in (0, 125) for s in result.statuses]  # 125: ended because another failed
-        order = sorted(range(len(first)), key=lambda rank: not first[rank])
-        found = {rank: parse(result.statuses[rank], result.outputs[rank]) for rank in order}
-        return [found[rank] for rank in range(len(first))]
+    def started(
+        self, command: list[str], layout: Layout, env: dict[str, str]
+    ) -> AbstractContextManager[Team]:
+        """As ``Runner`` says."""
+        own = {**env, "MASTER_PORT": str(next(self._ports))}
+        team: AbstractContextManager[Team] = self.lab.started([sys.executable, *command], env=own)
+        return team
+
+    def shape(self, rate: int | None) -> None:
+        """As ``Runner`` says."""
+        self.lab.shape(Rates(link=rate))
 
 
-@contextlib.contextmanager
-def network(layout: Layout, rate: int | None, loopback: bool) -> Iterator[Runner]:
-    """A runner; ``rate``: bits a second of every node's link, None: not shaped."""
+@contextmanager
+def network(layout: Layout, loopback: bool) -> Iterator[Runner]:
+    """A runner whose links have no limit yet."""
     if loopback:
-        assert rate is None, "a loopback has no rate"
         yield Loopback()
         return
     from lab.cluster import Lab
-    from lab.layout import Layout as Nodes
-    from lab.layout import Rates
 
-    with Lab(Nodes.parse(layout.lab), Rates(link=rate)) as lab:
+    with Lab(Nodes.parse(layout.lab)) as lab:
         yield InLab(lab)
 
 
@@ -128,17 +127,16 @@ def parse(status: int, output: str) -> Steps:
     raise CellError(f"status {status}: {said.strip()[:300]}")
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
-    """Exit statuses; when one fails or time is up the others are ended."""
-    import time
+def free_port() -> str:
+    """One that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
-    deadline = time.monotonic() + timeout
-    while any(process.poll() is None for process in processes):
-        failed = any(process.poll() not in (None, 0) for process in processes)
-        if failed or time.monotonic() > deadline:
-            time.sleep(1.0)
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-        time.sleep(0.05)
-    return [process.wait() for process in processes]
+
+def steps_of(statuses: Sequence[int], outputs: Sequence[str]) -> list[Steps]:
+    """Of all ranks of a job that has ended. Raises CellError with what the first to fail said."""
+    first = [status not in (0, STOPPED) for status in statuses]
+    order = sorted(range(len(first)), key=lambda rank: not first[rank])
+    found = {rank: parse(statuses[rank], outputs[rank]) for rank in order}
+    return [found[rank] for rank in range(len(first))]

@@ -1,6 +1,8 @@
 """One rank: a training script as it is, with a stop watch and the NIC's counters around every step.
 
 worker.py train_gpt|train_peer ARGUMENT ...   prints one line ``BENCH {...}`` at its end.
+
+Where the bench gives turns (``turns``) every step waits for one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parents[1]
+if str(SCRIPTS) not in sys.path:
+    sys.path.insert(0, str(SCRIPTS))
+
+from training_bench import turns  # noqa: E402
+
 PREFIX = "BENCH "
 
 
@@ -32,6 +39,8 @@ def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callab
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
 
     def around(self: Any, batches: Any) -> float:
+        if (seat := turns.own_seat()) is not None:
+            seat.wait(steps[-1] if steps else {})
         before, start = sent_nbytes(interface), time.perf_counter()
         loss = step(self, batches)
         seconds = time.perf_counter() - start
@@ -46,7 +55,6 @@ def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callab
 
 def main() -> int:
     """Train, then print what was seen."""
-    sys.path.insert(0, str(SCRIPTS))
     products = importlib.import_module("training_bench.products")
     if products.needed():
         products.install()
