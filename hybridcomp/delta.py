@@ -34,11 +34,15 @@ from torch import Tensor
 from hybridcomp.channels import Channel
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
+from hybridcomp.collectives.buffers import POOL
 
 #: attribute of a buffer that is gathered by deltas: its Reference
 ATTRIBUTE = "_hybridcomp_reference"
 #: 64-bit words that are weighted differently in a digest; prime, so that no row length divides it
 WEIGHTS = 4093
+
+#: values that are worked on at once
+PIECE, CPU_PIECE = 1 << 22, 1 << 16
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -125,8 +129,8 @@ def gather(
     start, stop = columns or (0, reference.own.numel())
     rows = _rows(buffer, group)[:, start:stop]
     own, held = rows[rank], reference.own[start:stop]
-    difference = _difference(own, held, codec)
-    out = difference.new_empty(rows.numel())
+    difference, taken = _difference(own, held, codec)
+    out, filled = _room(rows.numel(), difference)
     handle = channel.all_gather(
         difference,
         out,
@@ -142,23 +146,38 @@ def gather(
         own.copy_(held)
         _add(rows, out.view(rows.shape), codec)
         held.copy_(own)
+        POOL.give(taken, filled)
 
     return handle.then(add)
 
 
-def _difference(new: Tensor, old: Tensor, codec: Codec) -> Tensor:
+def _room(numel: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``numel`` values to be overwritten, and the buffer of the pool that they are in."""
+    if like.dtype != torch.float32:
+        return like.new_empty(numel), None
+    buffer, values = POOL.take_fp32(numel, like.device)
+    return values, buffer
+
+
+def _difference(new: Tensor, old: Tensor, codec: Codec) -> tuple[Tensor, Tensor | None]:
+    """The difference, and the buffer of the pool that it is in."""
     if codec.lossless:
         integers = _INTEGERS[new.dtype.itemsize]
-        return (new.view(integers) - old.view(integers)).view(new.dtype)
-    return new.float() - old.float()
+        return (new.view(integers) - old.view(integers)).view(new.dtype), None
+    buffer, out = POOL.take_fp32(new.numel(), new.device)
+    for part, one, other in _pieces(out, new, old):
+        torch.sub(one.float(), other.float(), out=part)
+    return out, buffer
 
 
 def _add(rows: Tensor, decoded: Tensor, codec: Codec) -> None:
     if codec.lossless:
         integers = _INTEGERS[rows.dtype.itemsize]
         rows.view(integers).add_(decoded.view(integers))
-    else:
-        rows.copy_(decoded.add_(rows))  # the sum in fp32, rounded once
+        return
+    for row, change in zip(rows, decoded, strict=True):
+        for part, more in _pieces(row, change):
+            part.copy_(more.add_(part.float()))  # the sum in fp32, rounded once
 
 
 def _rows(buffer: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -189,7 +208,9 @@ def _state(
     return ready, int(total)
 
 
-def _pieces(*tensors: Tensor, numel: int = 1 << 20) -> Iterator[tuple[Tensor, ...]]:
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Of 1-D tensors of one length, so that what is made of them stays small, on a CPU in cache."""
+    numel = CPU_PIECE if tensors[0].device.type == "cpu" else PIECE
     yield from zip(*(torch.split(tensor, numel) for tensor in tensors), strict=True)
 
 

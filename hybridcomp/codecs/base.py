@@ -98,6 +98,9 @@ class Codec(ABC):
     fixed_size: bool
     #: ``element_bound`` takes the absmax of aligned stretches of this many values
     span: ClassVar[int] = 1
+    #: codecs of variable size: aligned stretches of this many values decode to the same wherever a
+    #: message is cut between them
+    segment: int = 1
     #: limits the error of whole collectives, whose messages are then cut at parameters' borders
     bounded: ClassVar[bool] = False
 

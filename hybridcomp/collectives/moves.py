@@ -75,7 +75,7 @@ def _all_gather(
     places = torch.split(out, numel)
     yield from overlapped(
         _gather_segment(shard, places, row, codec, group, meter)
-        for (row,) in segments([stretches(0, numel, cuts)], (codec,), shard.device)
+        for (row,) in segments([stretches(0, numel, cuts)], (codec,), shard.device, group)
         if row
     )
 

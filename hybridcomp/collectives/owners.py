@@ -132,12 +132,12 @@ def _direct(
     meter.use(first.spec)
     yield from overlapped(
         sum_parts(_owned_parts(tensor, segment, sums, residual, me), first, group, meter)
-        for segment in _segments(_cut(runs, cuts), first, tensor.device)
+        for segment in _segments(_cut(runs, cuts), first, tensor.device, group)
     )
 
 
 def _segments(
-    ranges: Sequence[OwnedRange], codec: Codec, device: torch.device
+    ranges: Sequence[OwnedRange], codec: Codec, device: torch.device, group: ProcessGroup | None
 ) -> list[list[OwnedRange]]:
     """``ranges`` in segments that give every owner its share of each, so that none is idle."""
     rows: dict[tuple[int, ...], list[Range]] = {}
@@ -152,7 +152,7 @@ def _segments(
             ),
             key=lambda owned: owned.start,
         )
-        for shares in segments(list(rows.values()), (codec,), device)
+        for shares in segments(list(rows.values()), (codec,), device, group)
     ]
 
 
@@ -203,14 +203,14 @@ def _balanced(
             group,
             meter,
         )
-        for segment in _segments(_cut(even, cuts), first, tensor.device)
+        for segment in _segments(_cut(even, cuts), first, tensor.device, group)
     )
     # 2
     dtype = sent_dtype(second, tensor.dtype, wide=True)
     pieces = cut_at_chunks(_cut(runs, cuts), world_size)
     feedback = owner_residual is not None
     messages = []
-    for segment in piece_segments(pieces, second, tensor.device):
+    for segment in piece_segments(pieces, second, tensor.device, group):
         mine = {p: total[p.start - even[me].start :][: p.numel] for p in segment if p.source == me}
         messages.append(
             spread(segment, mine, feedback, sums, second, dtype, tensor.device, group, meter)

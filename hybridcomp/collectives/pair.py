@@ -38,7 +38,7 @@ def pair_all_reduce(
     rows = [stretches(0, tensor.numel(), cuts)]
     yield from overlapped(
         _segment(tensor, row, codec, group, meter, residual)
-        for (row,) in segments(rows, (codec,), tensor.device)
+        for (row,) in segments(rows, (codec,), tensor.device, group)
     )
 
 

@@ -105,7 +105,7 @@ def _all_reduce(
     rows = [stretches(*chunk, cuts) for chunk in chunks]
     yield from overlapped(
         _segment(whole, segment, first, second, group, meter)
-        for segment in segments(rows, (first, second), tensor.device)
+        for segment in segments(rows, (first, second), tensor.device, group)
     )
     POOL.give(scratch)
 
@@ -265,7 +265,7 @@ def _reduce_scatter(
         ]
         yield from overlapped(
             sum_parts(_shares(shards, segment, residuals, total, me), first, group, meter)
-            for segment in segments(rows, (first,), total.device)
+            for segment in segments(rows, (first,), total.device, group)
         )
     return total
 

@@ -2,8 +2,8 @@
 
 What a rank sends or sums is a row of stretches, as everywhere in this package. The rows of all
 ranks are cut into equally many segments, each with its share of every row, so that all links stay
-busy. Where the cuts lie depends on the rows alone, which all ranks know, and only lies where no
-codec of fixed size notices: bytes, bits and residuals are those of the whole message.
+busy. Where the cuts lie depends on the rows alone, which all ranks know, and is where no codec
+notices: bits and residuals are those of the whole message, bytes too if the codec is of fixed size.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import sizes
 from hybridcomp.collectives.handle import Steps
 
 #: ``[start, stop)`` of a flat tensor
@@ -39,19 +40,33 @@ SEGMENT, HALF = 1 << 20, 1 << 18
 
 
 def segments(
-    rows: Sequence[Sequence[Range]], codecs: Sequence[Codec], device: torch.device
+    rows: Sequence[Sequence[Range]],
+    codecs: Sequence[Codec],
+    device: torch.device,
+    group: ProcessGroup | None,
 ) -> list[list[list[Range]]]:
     """``rows`` cut into segments, each with its share of every row; just one if that is better.
 
-    ``codecs``: all that the rows go through. Those of variable size keep messages whole, since a
-    payload has headers; so do GPUs, where a launch costs more than coding a segment.
+    ``codecs``: all that the rows go through. GPUs keep messages whole, as a launch costs more than
+    coding a segment.
     """
     longest = max(sum(stop - start for start, stop in row) for row in rows)
     count = max(longest // SEGMENT, 2 if longest >= 2 * HALF else 1)
-    if count == 1 or device.type != "cpu" or not all(codec.fixed_size for codec in codecs):
+    if (
+        count == 1
+        or device.type != "cpu"
+        or not all(_may_be_cut(codec, device, group) for codec in codecs)
+    ):
         return [[list(row) for row in rows]]
     cut = [_cut(row, count) for row in rows]
     return [list(shares) for shares in zip(*cut, strict=True)]
+
+
+def _may_be_cut(codec: Codec, device: torch.device, group: ProcessGroup | None) -> bool:
+    """Whether results stay what they are, and no segment waits for a message with its sizes."""
+    if codec.fixed_size:
+        return True
+    return ALIGN % codec.segment == 0 and sizes.in_front(codec, device, group)
 
 
 def _cut(row: Sequence[Range], count: int) -> list[list[Range]]:

@@ -25,7 +25,7 @@ def place(sums: dict[int, Tensor], start: int, stop: int) -> Tensor:
 
 
 def piece_segments(
-    pieces: Sequence[Piece], codec: Codec, device: torch.device
+    pieces: Sequence[Piece], codec: Codec, device: torch.device, group: ProcessGroup | None
 ) -> list[list[Piece]]:
     """``pieces`` in segments with a share of every way from a source to its owners."""
     rows: dict[tuple[int, tuple[int, ...]], list[Range]] = {}
@@ -40,7 +40,7 @@ def piece_segments(
             ),
             key=lambda piece: piece.start,
         )
-        for shares in segments(list(rows.values()), (codec,), device)
+        for shares in segments(list(rows.values()), (codec,), device, group)
     ]
 
 

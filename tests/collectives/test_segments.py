@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import (
     Meter,
@@ -22,10 +25,13 @@ from hybridcomp.collectives import (
     reduce_scatter,
     reduce_to_owners,
     segments,
+    sizes,
 )
 from hybridcomp.collectives.chunks import stretches
 from tests.collectives import threads
 from tests.collectives.common import CODECS, LOSSY, values_of
+from tests.collectives.conftest import RunRanks
+from tests.collectives.late import everything
 
 ALIGN = segments.ALIGN
 FIXED = [codec for codec in CODECS if codec.fixed_size]
@@ -56,7 +62,7 @@ def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int)
         for length in row:
             rows[-1].append((position, position + length))
             position += length
-    cut = segments.segments(rows, [FIXED[0]], CPU)
+    cut = segments.segments(rows, [FIXED[0]], CPU, None)
     longest = max(sum(row) for row in lengths)
     assert len(cut) == max(longest // ALIGN, 1)
     for index, ranges in enumerate(rows):
@@ -223,12 +229,44 @@ def test_gathers_are_the_same(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> 
         assert meter.wire_nbytes == one.wire_nbytes
 
 
-def test_variable_sizes_and_gpus_keep_messages_whole() -> None:
-    rows = [stretches(0, 8 * ALIGN, [])]
-    variable = next(codec for codec in CODECS if not codec.fixed_size)
-    assert len(segments.segments(rows, [FIXED[0]], CPU)) == 8
-    for codecs, device in (([FIXED[0], variable], CPU), ([FIXED[0]], torch.device("cuda"))):
-        assert segments.segments(rows, codecs, device) == [[[(0, 8 * ALIGN)]]]
+def test_messages_that_wait_for_sizes_stay_whole_and_those_on_gpus() -> None:
+    rows, whole = [stretches(0, 8 * ALIGN, [])], [[[(0, 8 * ALIGN)]]]
+    even, odd = (make_codec("radix", error_bound=1e-2, segment=n) for n in (256, 240))
+    assert len(segments.segments(rows, [FIXED[0]], CPU, None)) == 8
+    assert segments.segments(rows, [FIXED[0]], torch.device("cuda"), None) == whole
+    assert segments.segments(rows, [FIXED[0], even], CPU, None) == whole
+    with patch.object(sizes, "in_front", return_value=True):
+        assert len(segments.segments(rows, [FIXED[0], even], CPU, None)) == 8
+        # a cut inside a segment would give its parts steps of their own
+        assert segments.segments(rows, [FIXED[0], odd], CPU, None) == whole
+
+
+def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
+    """On gloo; in segments of 1024 elements and in one piece."""
+    expected = everything(codec, dtype, True, 2)
+    with ExitStack() as stack:
+        for name, value in {"ALIGN": 512, "SEGMENT": 1024, "HALF": 512}.items():
+            stack.enter_context(patch.object(segments, name, value))
+        found = everything(codec, dtype, True, 2)
+    assert [bits for bits, _ in found] == [bits for bits, _ in expected]
+    more = [
+        cast(int, cut[0]) > cast(int, one[0])
+        for (_, cut), (_, one) in zip(found, expected, strict=True)
+        if cut
+    ]
+    assert sum(more) >= 8, "reductions and gathers go in segments"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_payloads_of_variable_size_are_cut_where_nobody_notices(
+    on_ranks: RunRanks, ranks: int
+) -> None:
+    for codec in (
+        make_codec("radix", error_bound=1e-2, segment=256), make_codec("expcode"),
+        make_codec("mpc"), Bounded(1e-2, segment=256, family="radix"),
+    ):  # fmt: skip
+        for dtype in (torch.float32, torch.bfloat16):
+            on_ranks(ranks, _short_and_whole, codec, dtype)
 
 
 def test_long_messages_have_segments_and_others_halves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,4 +279,4 @@ def test_long_messages_have_segments_and_others_halves(monkeypatch: pytest.Monke
         7 << 20: 7,
         1 << 26: 64,
     }.items():
-        assert len(segments.segments([[(0, longest)], []], [FIXED[0]], CPU)) == count
+        assert len(segments.segments([[(0, longest)], []], [FIXED[0]], CPU, None)) == count
