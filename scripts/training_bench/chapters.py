@@ -40,8 +40,8 @@ those of the interface of the node that sends most, TCP and Ethernet headers inc
   sender's core, then polls for a lock for a time slice (`scripts/lab/namespaces.py`). A small
   message took up to five times as long without.
 * Compute is a step without limit on the links: it contains the machine's own copying of messages.
-* Trainings that wait for their turn do not let their connections start slowly again (TCP's slow
-  start after idle is off in the lab, for all arms).
+* The lab's TCP is cubic without its slow start after idle: trainings that waited for their turn go
+  on as fast as before, all arms alike.
 * A link's bucket lets small messages run ahead of its rate for as long as it holds, in all arms.
 * Where the CPU has no bf16 instructions, products of bf16 matrices are computed in fp32 and rounded
   (torch's own loop takes forty times as long), for all arms alike. Native fp32 is context.
