@@ -217,6 +217,11 @@ def test_bytes_and_rates_of_a_real_lab(root: None) -> None:
     with Lab(Layout.parse("1"), cores=[core]) as single:  # a core to itself
         script = "import os; print(os.sched_getscheduler(0) == os.SCHED_BATCH)"
         assert single.run([sys.executable, "-c", script]).outputs == ("True\n",)
+        tcp = [
+            f"/proc/sys/net/ipv4/tcp_{n}" for n in ("slow_start_after_idle", "congestion_control")
+        ]
+        (shown,) = single.run(["cat", *tcp]).outputs
+        assert shown.split() in (["0", "cubic"], ["0", "reno"])
     for traffic in result.traffic:  # headers of 66 bytes in 1514, and acknowledgements
         assert 2_000_000 < traffic.sent < 3_000_000  # with what TCP sends again
     assert min(result.seconds) > 0.7  # 0.8 s at 20 Mb/s; a shaped link is never faster
