@@ -128,15 +128,16 @@ def equal_bytes_chapter(source: Path, out: Path) -> str:
     return (
         "For each peer that one of ours that sends most without sending more, chosen by bytes "
         "alone. MB are of all ranks over the whole run, native warm-ups of the peers included; "
-        f"gaps are to the uncompressed run in percent, paired by seed ({', '.join(numbers)}), with the "
-        "95% interval. "
+        "gaps are to the uncompressed run in percent, paired by seed "
+        f"({', '.join(numbers)}), with the 95% interval. "
         '"neither": that interval of the difference, paired by seed, holds 0.\n\n'
         "Ours are `recommended` and blocks that send less: gradients as blockint with error "
         "feedback, parameters as differences, of so many bits. The example GPT, ZeRO 1, two ranks, "
         f"{duels[0]['steps'] if duels else 0} steps. The peers are reimplementations but for "
         "PowerSGD, which is torch's (`scripts/peers/`).\n\n"
         + "\n\n".join([losses.table(duels), *losses.optimizers(duels)])
-        + f"\n\n## Commands\n\n```\nscripts/bench_training.py --losses --seeds {' '.join(numbers)}\n"
+        + "\n\n## Commands\n\n```\n"
+        f"scripts/bench_training.py --losses --seeds {' '.join(numbers)}\n"
         "scripts/results.py --equal-bytes runs/training_bench\n```"
     )
 
