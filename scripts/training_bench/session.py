@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from lab.team import Team
 
@@ -32,12 +31,7 @@ class Session:
         self._stack.callback(self._door.close)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def start(self, command: list[str]) -> Job:
