@@ -150,9 +150,14 @@ def entry(name: str, host: str, cores: Sequence[int], alone: bool) -> Callable[[
         os.sched_setaffinity(0, cores)
         policy = os.SCHED_BATCH if alone else os.SCHED_OTHER
         os.sched_setscheduler(0, policy, os.sched_param(0))
-        _call(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+        end_with_parent()
 
     return enter
+
+
+def end_with_parent() -> None:
+    """What a child calls before its program starts, so as not to stay when its parent is killed."""
+    _call(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
 
 def _call(result: int) -> None:

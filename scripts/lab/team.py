@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -78,18 +79,30 @@ class Team:
         """Whether one of them has, well or not."""
         return any(process.poll() is not None for process in self._processes)
 
+    def pause(self) -> None:
+        """Stop all that run, with their threads, until ``resume``; returns when they have."""
+        self._signal(signal.SIGSTOP)
+        for process in self._processes:
+            if process.poll() is None:
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        """Let all go on that ``pause`` stopped."""
+        self._signal(signal.SIGCONT)
+
     def end(self) -> None:
         """Kill what still runs, with all that it started, and collect the output."""
-        for process in self._processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)  # also what outlived its parent
-            except ProcessLookupError:
-                continue
+        self._signal(signal.SIGKILL)
         for index, process in enumerate(self._processes):
             process.wait(GRACE_S)
             self._ended.setdefault(index, time.monotonic())
         for reader in self._readers:
             reader.join(GRACE_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)  # also what outlived its parent
 
     @property
     def statuses(self) -> list[int]:

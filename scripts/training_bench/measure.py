@@ -22,8 +22,10 @@ from training_bench.turns import Job
 
 #: steps of native bf16 without limit that the rate of the links is taken from
 LOOKS = 6
+#: seconds after which a session that goes on says how far it is
+QUIET_S = 20.0
 #: changes when cells are measured in another way: those of before are measured again
-METHOD = "side by side"
+METHOD = "side by side, who waits is stopped"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Bench:
 
     def __init__(self, options: Options, say: Callable[[str], None]) -> None:
         self.options, self.say = options, say
+        self._spoke = 0.0  # when the last word of a session was
 
     def run(
         self, layout: str, arms: list[Arm], ratios: list[float | None], repetitions: int
@@ -100,7 +103,8 @@ class Bench:
     def kept(self) -> list[dict[str, Any]]:
         """What was measured with these settings under ``options.out``, by this and earlier calls.
 
-        By layout, ratio (the network without limit first), repetition and arm.
+        By layout, ratio (the network without limit first), repetition and arm; cells with other
+        numbers of steps too, as eight ranks on few cores get fewer.
         """
         found = []
         for layout in LAYOUTS:
@@ -118,7 +122,14 @@ class Bench:
     def _missing(
         self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
     ) -> list[Arm]:
-        return [arm for arm in arms if self._kept(layout, arm, ratio, repetition) is None]
+        """Arms without a cell of at least as many steps as are wanted."""
+
+        def there(arm: Arm) -> bool:
+            kept = self._kept(layout, arm, ratio, repetition)
+            return kept is not None and len(kept.get("steps", wanted)) >= len(wanted)
+
+        wanted = range(self.options.sizes.steps)
+        return [arm for arm in arms if not there(arm)]
 
     def _side_by_side(
         self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
@@ -128,6 +139,7 @@ class Bench:
         busy = machine.wait_until_quiet(options.busy, options.patience, options.force)
         arms, load = [Arm(REFERENCE), *arms], os.getloadavg()[0]
         self.say(f"{layout} {_name(ratio)}: {len(arms)} trainings side by side")
+        self._spoke = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             rate, compute, ends = self._trained(folder, layout, arms, ratio)
             if isinstance(ends[0], CellError):
@@ -146,7 +158,7 @@ class Bench:
                     own = self._summary(layout, ranks) | coded(_ledger(folder, arm), steps)
                 found.append({"arm": arm.name, **common, **own})
         for arm, record in zip(arms, found, strict=True):
-            if self._kept(layout, arm, ratio, repetition) is None:
+            if self._missing(layout, [arm], ratio, repetition):
                 file = self._file(layout, arm, ratio, repetition)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 key = self._key(layout, arm, ratio)
@@ -176,7 +188,10 @@ class Bench:
                     free.step()
                 rate = self._rate(layout, free.said, ratio)
                 runner.shape(rate)
-            jobs = [session.start(self._command(folder, layout, arm)) for arm in arms]
+            jobs: list[Job] = []
+            for arm in arms:
+                jobs.append(session.start(self._command(folder, layout, arm)))
+                self._progress(f"{layout} {_name(ratio)}: {len(jobs)} of {len(arms)} started")
             for cycle in range(warm + timed):
                 if free is not None:
                     runner.shape(None)
@@ -184,8 +199,14 @@ class Bench:
                     runner.shape(rate)
                 for job in jobs[:: 1 if cycle % 2 == 0 else -1]:
                     job.step()
+                self._progress(f"{layout} {_name(ratio)}: {cycle + 1} of {warm + timed} steps")
             compute = [] if free is None else by_step(_last(session, free, timed))
             return rate, compute, [_outcome(session, job, timed) for job in jobs]
+
+    def _progress(self, text: str) -> None:
+        if time.monotonic() - self._spoke >= QUIET_S:
+            self.say(text)
+            self._spoke = time.monotonic()
 
     def _summary(self, layout: str, ranks: Sequence[Steps]) -> dict[str, Any]:
         return summary(ranks, LAYOUTS[layout].per_node, self.options.sizes.length)
@@ -218,11 +239,11 @@ class Bench:
         return folder / f"{arm.name.replace(' ', '_')}.json"
 
     def _key(self, layout: str, arm: Arm, ratio: float | None) -> str:
-        """The digest of everything that a cell's result depends on."""
-        options = self.options
-        settings = cells.settings_of(layout, arm, options.sizes, Path("ledger.jsonl"))
+        """The digest of everything that a cell's result depends on, but for how many steps."""
+        sizes = replace(self.options.sizes, warm=0, steps=0)
+        settings = cells.settings_of(layout, arm, sizes, Path("ledger.jsonl"))
         link = None if ratio is None else (ratio, BURST_S)
-        parts = METHOD, settings, asdict(arm), asdict(options.sizes), link, options.loopback
+        parts = METHOD, settings, asdict(arm), asdict(sizes), link, self.options.loopback
         return cells.digest(*parts)
 
 

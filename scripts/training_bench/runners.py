@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from lab.layout import PORT, Rates
 from lab.layout import Layout as Nodes
+from lab.namespaces import end_with_parent
 from lab.team import STOPPED, Team
 
 from training_bench.cells import SCRIPTS, Layout
@@ -58,7 +59,7 @@ class Loopback:
                     "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
                 }  # fmt: skip
                 variables = {**os.environ, **{k: str(v) for k, v in places.items()}, **env}
-                team.start([sys.executable, *command], lambda: None, variables, None, None)
+                team.start([sys.executable, *command], end_with_parent, variables, None, None)
             yield team
         finally:
             team.end()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from training_bench import (  # noqa: E402
     report,
     runners,
     session,
+    turns,
     worker,
 )
 
@@ -122,6 +124,13 @@ def words(name: str, log: Path, count: int, fail_at: int = -1) -> list[str]:
     return ["-c", RANK, name, str(log), str(count), str(fail_at), str(SCRIPTS)]
 
 
+def states(job: turns.Job) -> list[str]:
+    """Of its ranks that have not ended, as proc(5) has them: T where stopped."""
+    running = [process for process in job._team._processes if process.poll() is None]
+    stats = [Path(f"/proc/{process.pid}/stat").read_text() for process in running]
+    return [stat.rpartition(")")[2].split()[0] for stat in stats]
+
+
 def test_jobs_take_turns_and_one_that_fails_ends_alone(tmp_path: Path) -> None:
     layout, log = cells.Layout("x", "2", ("dp",)), tmp_path / "log"
     with session.Session(runners.Loopback(), layout, 30) as side:
@@ -132,6 +141,8 @@ def test_jobs_take_turns_and_one_that_fails_ends_alone(tmp_path: Path) -> None:
         for job in (jobs[0], jobs[1], jobs[1], jobs[0]):
             job.step()
         assert log.read_text().split() == ["a0", "a0", "b0", "b0", "a1", "a1"]
+        # who waits is stopped, threads and all; the one that failed has to end
+        assert states(jobs[0]) == ["T", "T"] and "T" not in states(jobs[1])
         assert jobs[1].over and not jobs[0].over
         assert [[step["loss"] for step in rank] for rank in jobs[0].said] == [[0.0, 1.0]] * 2
         for job in jobs:
@@ -256,6 +267,34 @@ def test_arms_that_do_not_fit_beside_come_in_parts(bench: tuple[measure.Bench, F
     assert [record["arm"] for record in records] == [cells.REFERENCE, *names]
     bench[0].run("dp2", cells.arms_of("dp2", [*names, "peer loco"]), [1.0], 1)
     assert [len(fake.jobs) for fake in bench[1]] == [4, 3, 3]
+
+
+def test_cells_of_fewer_steps_stay_and_of_too_few_are_measured_again(
+    bench: tuple[measure.Bench, Fakes],
+) -> None:
+    arms = cells.arms_of("dp2", ["native fp32"])
+    bench[0].run("dp2", arms, [1.0], 1)
+
+    def other(steps: int) -> measure.Bench:
+        sizes = replace(SIZES, warm=5, steps=steps)
+        return measure.Bench(replace(bench[0].options, sizes=sizes), bench[0].say)
+
+    assert len(other(2).run("dp2", arms, [1.0], 1)) == 2 and len(bench[1]) == 1
+    assert [len(cell["steps"]) for cell in other(4).kept()] == [3, 3]
+    other(4).run("dp2", arms, [1.0], 1)
+    assert [len(cell["steps"]) for cell in bench[0].kept()] == [4, 4] and len(bench[1]) == 2
+
+
+def test_a_long_session_says_how_far_it_is(
+    bench: tuple[measure.Bench, Fakes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    bench[0].say = said.append
+    bench[0].run("dp2", cells.arms_of("dp2", []), [1.0], 1)
+    assert len(said) == 2 and "side by side" in said[0] and said[1].startswith("1/1 dp2 r1")
+    monkeypatch.setattr(measure, "QUIET_S", 0.0)
+    bench[0].run("dp2", cells.arms_of("dp2", ["native fp32"]), [4.0], 1)
+    assert "dp2 r4: 1 of 2 started" in said and "dp2 r4: 5 of 5 steps" in said
 
 
 def test_links_of_another_kind_are_measured_again(
