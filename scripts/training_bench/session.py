@@ -46,8 +46,12 @@ class Session:
         return job
 
     def steps(self, job: Job) -> list[Steps]:
-        """All steps of a job's ranks, once it is over. Raises CellError where it failed."""
+        """All steps of a job's ranks, of which the last one was made: its next turn is its end.
+
+        Raises CellError where it failed, or had more steps to make.
+        """
         team = self._teams[id(job)]
+        job.step()
         team.wait(self._timeout if job.over else 0.0)
         team.end()
         found = steps_of(team.statuses, team.texts)

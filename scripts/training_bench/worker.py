@@ -35,12 +35,17 @@ def sent_nbytes(interface: str) -> int:
 
 
 def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callable[..., float]:
-    """``step`` of a trainer, whose seconds, bytes and loss are added to ``steps``."""
+    """``step`` of a trainer, whose seconds, bytes and loss are added to ``steps``.
+
+    A turn begins and ends with a step, the last one too: a rank that ended before the others made
+    theirs would take the core from them.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
 
     def around(self: Any, batches: Any) -> float:
-        if (seat := turns.own_seat()) is not None:
-            seat.wait(steps[-1] if steps else {})
+        seat = turns.own_seat()
+        if seat is not None and not steps:
+            seat.wait({})
         before, start = sent_nbytes(interface), time.perf_counter()
         loss = step(self, batches)
         seconds = time.perf_counter() - start
@@ -48,6 +53,8 @@ def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callab
             {"seconds": seconds, "sent": sent_nbytes(interface) - before, "loss": float(loss),
              "tokens": self.share.global_batch}
         )  # fmt: skip
+        if seat is not None:
+            seat.wait(steps[-1])
         return loss
 
     return around

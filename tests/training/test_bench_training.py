@@ -147,8 +147,9 @@ def test_jobs_take_turns_and_one_that_fails_ends_alone(tmp_path: Path) -> None:
         assert [[step["loss"] for step in rank] for rank in jobs[0].said] == [[0.0, 1.0]] * 2
         for job in jobs:
             job.step()
-        assert jobs[0].over
+        assert not jobs[0].over and states(jobs[0]) == ["T", "T"]  # even after its last step
         found = side.steps(jobs[0])
+        assert jobs[0].over
         assert [[(s["loss"], s["sent"]) for s in rank] for rank in found] == [
             [(0.0, 0.0), (1.0, 0.0), (2.0, 0.0)]
         ] * 2
