@@ -8,6 +8,12 @@ from typing import Any
 
 from training_bench.cells import REFERENCE
 
+#: arms that have the same colour in every picture; others take those of a second palette
+OWN = (
+    "recommended", "bound", "naive-zfp", "delta", "mzhybrid", "zhybrid", "naive-mpc",
+    "native fp32", "recommended when auto", "recommended nodes", "bound nodes",
+)  # fmt: skip
+
 
 def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
     """One line an arm; one measured at fewer rates than others is in the table only.
@@ -37,13 +43,17 @@ def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8.5, 5.2), constrained_layout=True)
-    colors = plt.get_cmap("tab20").colors
-    for number, (arm, points) in enumerate(lines.items()):
+    first, second = plt.get_cmap("tab20").colors, plt.get_cmap("tab20b").colors
+    colors: dict[str, Any] = dict(zip(OWN, [*first[::2], first[1]], strict=True))
+    others = [arm for arm in lines if arm not in colors]
+    colors |= {arm: second[place * 3 % len(second)] for place, arm in enumerate(others)}
+    colors[REFERENCE] = "black"
+    for arm, points in lines.items():
         points.sort()
         wide = arm == "recommended" or arm.startswith("native")
         axes.plot(
             [x for x, _ in points], [y for _, y in points],
-            color="black" if arm == REFERENCE else colors[number % len(colors)],
+            color=colors[arm],
             linestyle="--" if arm.startswith("peer") else "-",
             linewidth=2.4 if wide else 1.3, marker="o", markersize=3.5,
             label=arm,
