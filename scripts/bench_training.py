@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (CellError, ValueError) as error:
             print(f"bench_training: {error}", file=sys.stderr)
             return 1
-        rows = report.rows_of(bench.kept())  # with what earlier calls measured
+        rows = report.rows_of(bench.kept.everything())  # with what earlier calls measured
         print(f"\n{layout}\n\n{report.table(rows, layout)}\n", flush=True)
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "bench_training.json").write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Cells side by side, and what is kept on disk so that nothing is measured twice."""
+"""Cells side by side: what is missing is measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lab.layout import BURST_S
 
 from training_bench import cells, machine
 from training_bench.cells import LAYOUTS, REFERENCE, Arm, Sizes
+from training_bench.kept import Kept, name_of
 from training_bench.runners import CellError, Steps, network
 from training_bench.session import Session
 from training_bench.turns import Job
@@ -24,8 +25,6 @@ from training_bench.turns import Job
 LOOKS = 6
 #: seconds after which a session that goes on says how far it is
 QUIET_S = 20.0
-#: changes when cells are measured in another way: those of before are measured again
-METHOD = "side by side, who waits is stopped"
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ class Bench:
 
     def __init__(self, options: Options, say: Callable[[str], None]) -> None:
         self.options, self.say = options, say
+        self.kept = Kept(options.out, options.sizes, options.loopback)
         self._spoke = 0.0  # when the last word of a session was
 
     def run(
@@ -84,7 +84,7 @@ class Bench:
         found, begin = [], time.monotonic()
         beside = max(1, self.options.processes // _ranks(layout) - 2)
         todo = {
-            (ratio, repetition): self._missing(layout, arms, ratio, repetition)
+            (ratio, repetition): self.kept.missing(layout, arms, ratio, repetition)
             for ratio in ratios
             for repetition in range(repetitions)
         }
@@ -96,40 +96,9 @@ class Bench:
                 for record in self._side_by_side(layout, part, ratio, repetition):
                     done += 1
                     left = (time.monotonic() - begin) / done * max(0, total - done)
-                    self.say(line(done, total, _name(ratio), record, left))
-            found += self._records(layout, arms, ratio, repetition)
+                    self.say(line(done, total, name_of(ratio), record, left))
+            found += self.kept.of(layout, arms, ratio, repetition)
         return found
-
-    def kept(self) -> list[dict[str, Any]]:
-        """What was measured with these settings under ``options.out``, by this and earlier calls.
-
-        By layout, ratio (the network without limit first), repetition and arm; cells with other
-        numbers of steps too, as eight ranks on few cores get fewer.
-        """
-        found = []
-        for layout in LAYOUTS:
-            for folder in sorted((self.options.out / layout).glob("*/*"), key=_place):
-                ratio, repetition = _place(folder)
-                found += self._records(layout, cells.arms_of(layout), ratio or None, repetition)
-        return found
-
-    def _records(
-        self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
-    ) -> list[dict[str, Any]]:
-        found = (self._kept(layout, arm, ratio, repetition) for arm in arms)
-        return [record for record in found if record is not None]
-
-    def _missing(
-        self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
-    ) -> list[Arm]:
-        """Arms without a cell of at least as many steps as are wanted."""
-
-        def there(arm: Arm) -> bool:
-            kept = self._kept(layout, arm, ratio, repetition)
-            return kept is not None and len(kept.get("steps", wanted)) >= len(wanted)
-
-        wanted = range(self.options.sizes.steps)
-        return [arm for arm in arms if not there(arm)]
 
     def _side_by_side(
         self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
@@ -138,7 +107,7 @@ class Bench:
         options, began = self.options, time.monotonic()
         busy = machine.wait_until_quiet(options.busy, options.patience, options.force)
         arms, load = [Arm(REFERENCE), *arms], os.getloadavg()[0]
-        self.say(f"{layout} {_name(ratio)}: {len(arms)} trainings side by side")
+        self.say(f"{layout} {name_of(ratio)}: {len(arms)} trainings side by side")
         self._spoke = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             rate, compute, ends = self._trained(folder, layout, arms, ratio)
@@ -158,11 +127,8 @@ class Bench:
                     own = self._summary(layout, ranks) | coded(_ledger(folder, arm), steps)
                 found.append({"arm": arm.name, **common, **own})
         for arm, record in zip(arms, found, strict=True):
-            if self._missing(layout, [arm], ratio, repetition):
-                file = self._file(layout, arm, ratio, repetition)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                key = self._key(layout, arm, ratio)
-                file.write_text(json.dumps({"key": key, **record}, indent=1))
+            if self.kept.missing(layout, [arm], ratio, repetition):
+                self.kept.add(layout, arm, ratio, repetition, record)
         return found
 
     def _trained(
@@ -191,7 +157,7 @@ class Bench:
             jobs: list[Job] = []
             for arm in arms:
                 jobs.append(session.start(self._command(folder, layout, arm)))
-                self._progress(f"{layout} {_name(ratio)}: {len(jobs)} of {len(arms)} started")
+                self._progress(f"{layout} {name_of(ratio)}: {len(jobs)} of {len(arms)} started")
             for cycle in range(warm + timed):
                 if free is not None:
                     runner.shape(None)
@@ -199,7 +165,7 @@ class Bench:
                     runner.shape(rate)
                 for job in jobs[:: 1 if cycle % 2 == 0 else -1]:
                     job.step()
-                self._progress(f"{layout} {_name(ratio)}: {cycle + 1} of {warm + timed} steps")
+                self._progress(f"{layout} {name_of(ratio)}: {cycle + 1} of {warm + timed} steps")
             compute = [] if free is None else by_step(_last(session, free, timed))
             return rate, compute, [_outcome(session, job, timed) for job in jobs]
 
@@ -224,28 +190,6 @@ class Bench:
         config.write_text(json.dumps(settings))
         return cells.command_of(layout, arm, sizes, config, options.data, options.seed)
 
-    def _kept(
-        self, layout: str, arm: Arm, ratio: float | None, repetition: int
-    ) -> dict[str, Any] | None:
-        """A cell that is there; None where there is none, or one of other settings."""
-        file = self._file(layout, arm, ratio, repetition)
-        if not file.is_file():
-            return None
-        kept: dict[str, Any] = json.loads(file.read_text())
-        return kept if kept["key"] == self._key(layout, arm, ratio) else None
-
-    def _file(self, layout: str, arm: Arm, ratio: float | None, repetition: int) -> Path:
-        folder = self.options.out / layout / _name(ratio) / str(repetition)
-        return folder / f"{arm.name.replace(' ', '_')}.json"
-
-    def _key(self, layout: str, arm: Arm, ratio: float | None) -> str:
-        """The digest of everything that a cell's result depends on, but for how many steps."""
-        sizes = replace(self.options.sizes, warm=0, steps=0)
-        settings = cells.settings_of(layout, arm, sizes, Path("ledger.jsonl"))
-        link = None if ratio is None else (ratio, BURST_S)
-        parts = METHOD, settings, asdict(arm), asdict(sizes), link, self.options.loopback
-        return cells.digest(*parts)
-
 
 def _last(session: Session, job: Job, count: int) -> list[Steps]:
     """The last ``count`` steps of all ranks. Raises CellError."""
@@ -263,18 +207,8 @@ def _ranks(layout: str) -> int:
     return LAYOUTS[layout].nodes * LAYOUTS[layout].per_node
 
 
-def _name(ratio: float | None) -> str:
-    return "unshaped" if ratio is None else f"r{ratio:g}"
-
-
 def _ledger(folder: str, arm: Arm) -> Path:
     return Path(folder, f"{arm.name.replace(' ', '_')}.ledger.jsonl")
-
-
-def _place(folder: Path) -> tuple[float, int]:
-    """Ratio (0: no limit) and repetition of a folder of cells such as ``r0.25/1``."""
-    name = folder.parent.name
-    return 0.0 if name == "unshaped" else float(name.removeprefix("r")), int(folder.name)
 
 
 def coded(ledger: Path, steps: int) -> dict[str, float]:

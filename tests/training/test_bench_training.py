@@ -26,6 +26,7 @@ from projection import fit, neox  # noqa: E402
 from training_bench import (  # noqa: E402
     cells,
     chapters,
+    kept,
     losses,
     machine,
     measure,
@@ -253,9 +254,9 @@ def test_arms_take_turns_and_are_measured_once(bench: tuple[measure.Bench, Fakes
         "native fp32", 4.0, 0)]  # fmt: skip
     assert found["steps"] == found["native"] == [10.0] * 3 and found["compute"] == [2.0] * 3
     assert bench[0].run("dp2", arms, [None, 0.25, 4.0], 2) == records and len(bench[1]) == 6
-    kept = bench[0].kept()
-    assert sorted(map(str, kept)) == sorted(map(str, records)) and kept[0]["ratio"] is None
-    rows = report.rows_of(kept)
+    there = bench[0].kept.everything()
+    assert sorted(map(str, there)) == sorted(map(str, records)) and there[0]["ratio"] is None
+    rows = report.rows_of(there)
     assert [row["arm"] for row in rows if "failed" in row] == ["recommended"] * 3
     assert "no such thing" in report.table(rows, "dp2") and "4 (4.00)" in report.table(rows, "dp2")
 
@@ -281,9 +282,11 @@ def test_cells_of_fewer_steps_stay_and_of_too_few_are_measured_again(
         return measure.Bench(replace(bench[0].options, sizes=sizes), bench[0].say)
 
     assert len(other(2).run("dp2", arms, [1.0], 1)) == 2 and len(bench[1]) == 1
-    assert [len(cell["steps"]) for cell in other(4).kept()] == [3, 3]
+    assert [len(cell["steps"]) for cell in other(4).kept.everything()] == [3, 3]
     other(4).run("dp2", arms, [1.0], 1)
-    assert [len(cell["steps"]) for cell in bench[0].kept()] == [4, 4] and len(bench[1]) == 2
+    assert [len(cell["steps"]) for cell in bench[0].kept.everything()] == [4, 4] and len(
+        bench[1]
+    ) == 2
 
 
 def test_a_long_session_says_how_far_it_is(
@@ -303,11 +306,11 @@ def test_links_of_another_kind_are_measured_again(
 ) -> None:
     arms = cells.arms_of("dp2", [])
     bench[0].run("dp2", arms, [1.0], 1)
-    assert len(bench[0].kept()) == 1
-    monkeypatch.setattr(measure, "BURST_S", 1e-3)
-    assert bench[0].kept() == []
+    assert len(bench[0].kept.everything()) == 1
+    monkeypatch.setattr(kept, "BURST_S", 1e-3)
+    assert bench[0].kept.everything() == []
     bench[0].run("dp2", arms, [1.0], 1)
-    assert len(bench[1]) == 2 and len(bench[0].kept()) == 1
+    assert len(bench[1]) == 2 and len(bench[0].kept.everything()) == 1
 
 
 def test_a_reference_that_fails_ends_the_bench(
@@ -494,9 +497,9 @@ def test_projection_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert project_scale.main([str(file), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "held out: 6 cells" in said and "the paper, up to 192" in said
-    kept = json.loads((tmp_path / "out" / "projection.json").read_text())
+    made = json.loads((tmp_path / "out" / "projection.json").read_text())
     assert (
-        len(kept["projected"]) == 2 * 4 * 5 and (tmp_path / "out" / "projection.png").stat().st_size
+        len(made["projected"]) == 2 * 4 * 5 and (tmp_path / "out" / "projection.png").stat().st_size
     )
     wrong = [
         {**row, "seconds": row["seconds"] * (3 if row["arm"] == "naive-zfp" else 1)}
