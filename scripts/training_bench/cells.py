@@ -79,6 +79,11 @@ class Arm:
     zero: tuple[tuple[str, Any], ...] = ()  # added to "zero_optimization"
     peer: str | None = None  # of scripts/peers
 
+    @property
+    def stem(self) -> str:
+        """Of the names of its files."""
+        return self.name.replace(" ", "_")
+
 
 def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
     """The arms of a layout, the reference first; ``chosen`` names those that are wanted.

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from lab.layout import BURST_S
 
 from training_bench import cells
 from training_bench.cells import LAYOUTS, Arm, Sizes
+from training_bench.report import Record
 
 #: changes when cells are measured in another way: those of before are measured again
 METHOD = "side by side, who waits is stopped"
-
-Record = dict[str, Any]
 
 
 class Kept:
@@ -49,13 +47,12 @@ class Kept:
     def missing(
         self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
     ) -> list[Arm]:
-        """Arms without a cell of at least as many steps as are wanted."""
+        """Arms without a cell of at least as many steps as are wanted; one that failed is one."""
 
         def there(arm: Arm) -> bool:
             one = self._one(layout, arm, ratio, repetition)
-            return one is not None and len(one.get("steps", wanted)) >= len(wanted)
+            return one is not None and ("failed" in one or len(one["steps"]) >= self._sizes.steps)
 
-        wanted = range(self._sizes.steps)
         return [arm for arm in arms if not there(arm)]
 
     def add(
@@ -76,7 +73,7 @@ class Kept:
 
     def _file(self, layout: str, arm: Arm, ratio: float | None, repetition: int) -> Path:
         folder = self._folder / layout / name_of(ratio) / str(repetition)
-        return folder / f"{arm.name.replace(' ', '_')}.json"
+        return folder / f"{arm.stem}.json"
 
     def _key(self, layout: str, arm: Arm, ratio: float | None) -> str:
         """The digest of everything that a cell's result depends on, but for how many steps."""

@@ -208,7 +208,7 @@ def _ranks(layout: str) -> int:
 
 
 def _ledger(folder: str, arm: Arm) -> Path:
-    return Path(folder, f"{arm.name.replace(' ', '_')}.ledger.jsonl")
+    return Path(folder, f"{arm.stem}.ledger.jsonl")
 
 
 def coded(ledger: Path, steps: int) -> dict[str, float]:

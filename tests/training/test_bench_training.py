@@ -284,9 +284,8 @@ def test_cells_of_fewer_steps_stay_and_of_too_few_are_measured_again(
     assert len(other(2).run("dp2", arms, [1.0], 1)) == 2 and len(bench[1]) == 1
     assert [len(cell["steps"]) for cell in other(4).kept.everything()] == [3, 3]
     other(4).run("dp2", arms, [1.0], 1)
-    assert [len(cell["steps"]) for cell in bench[0].kept.everything()] == [4, 4] and len(
-        bench[1]
-    ) == 2
+    assert [len(cell["steps"]) for cell in bench[0].kept.everything()] == [4, 4]
+    assert len(bench[1]) == 2
 
 
 def test_a_long_session_says_how_far_it_is(
