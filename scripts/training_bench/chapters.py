@@ -30,11 +30,11 @@ to a node unless said otherwise, over links set so that the bytes of native bf16
 compute: r is what carries over to other machines, Mb/s is not. All arms run side by side and make
 their steps in turn, one at a time, every second round backwards, because the machine's speed
 changes by the minute; those that wait are stopped. A speed-up is the median of the ratios to native
-bf16 of the same round, with the 95 % interval of that median. Native bf16 is there twice: the
-second one makes its steps while the links have no limit, which says what r was in these rounds (in
-brackets). "Of ideal" is the speed-up over what the measured bytes allow, (1 + r) / (1 + r / bytes
-saved), with that r. MB are those of the interface of the node that sends most, TCP and Ethernet
-headers included.
+bf16 of the same round ("pairs": how many), with the 95 % interval of that median. Native bf16 is
+there twice: the second one makes its steps while the links have no limit, which says what r was in
+these rounds (in brackets). "Of ideal" is the speed-up over what the measured bytes allow, (1 + r) /
+(1 + r / bytes saved), with that r. MB are those of the interface of the node that sends most, TCP
+and Ethernet headers included.
 
 * Ranks with a core to themselves (here: layouts of two) are scheduled as SCHED_BATCH, all arms
   alike: a link without latency answers before `send` has returned, and gloo's thread, on the

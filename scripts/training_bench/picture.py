@@ -43,11 +43,7 @@ def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8.5, 5.2), constrained_layout=True)
-    first, second = plt.get_cmap("tab20").colors, plt.get_cmap("tab20b").colors
-    colors: dict[str, Any] = dict(zip(OWN, [*first[::2], first[1]], strict=True))
-    others = [arm for arm in lines if arm not in colors]
-    colors |= {arm: second[place * 3 % len(second)] for place, arm in enumerate(others)}
-    colors[REFERENCE] = "black"
+    colors = colors_of(list(lines))
     for arm, points in lines.items():
         points.sort()
         wide = arm == "recommended" or arm.startswith("native")
@@ -71,3 +67,14 @@ def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return True
+
+
+def colors_of(arms: Sequence[str]) -> dict[str, Any]:
+    """By arm; those of ``OWN`` do not depend on the others."""
+    from matplotlib import color_sequences
+
+    first, second = color_sequences["tab20"], color_sequences["tab20b"]
+    found: dict[str, Any] = dict(zip(OWN, [*first[::2], first[1]], strict=True))
+    others = [arm for arm in arms if arm not in found]
+    found |= {arm: second[place * 3 % len(second)] for place, arm in enumerate(others)}
+    return {**found, REFERENCE: "black"}

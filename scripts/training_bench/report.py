@@ -94,6 +94,7 @@ HEAD = (
     "speed-up",
     "of ideal",
     "loss",
+    "pairs",
 )
 
 
@@ -111,7 +112,7 @@ def _cells(row: Record) -> list[str]:
     if "r_measured" in row:
         name += f" ({row['r_measured']:.2f})"
     if "failed" in row:
-        return [name, "", row["arm"], *[""] * 6, row["failed"].replace("|", "/")]
+        return [name, "", row["arm"], *[""] * 6, row["failed"].replace("|", "/"), ""]
     rate = "-" if row["rate"] is None else f"{row['rate'] / 1e6:.1f}"
     spread = f" ({row['low']:.2f} to {row['high']:.2f})" if row["arm"] != REFERENCE else ""
     saved = f"{row['saving']:.2f}x fewer" if row["saving"] else "-"
@@ -119,5 +120,5 @@ def _cells(row: Record) -> list[str]:
     return [
         name, rate, row["arm"], f"{row['sent_MB']:.3f}", saved,
         f"{row['seconds'] * 1e3:.0f}", f"{row['tokens_per_second']:.0f}",
-        f"{row['speed_up']:.2f}x{spread}", allowed, f"{row['loss']:.3f}",
+        f"{row['speed_up']:.2f}x{spread}", allowed, f"{row['loss']:.3f}", str(row["pairs"]),
     ]  # fmt: skip

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +32,7 @@ from training_bench import (  # noqa: E402
     losses,
     machine,
     measure,
+    picture,
     report,
     runners,
     session,
@@ -158,6 +161,29 @@ def test_jobs_take_turns_and_one_that_fails_ends_alone(tmp_path: Path) -> None:
             side.steps(jobs[1])
         with pytest.raises(runners.CellError, match="not even one"):
             side.steps(none)
+
+
+#: a bench that is killed while its rank waits, stopped
+KILLED = """
+import os, signal, sys
+from training_bench import cells, runners, session
+with session.Session(runners.Loopback(), cells.Layout("x", "1", ("dp",)), 30) as side:
+    job = side.start(sys.argv[1:])
+    print(job._team._processes[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_rank_outlives_a_bench_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, *words("a", tmp_path / "log", 3)]
+    ended = subprocess.run(command, cwd=SCRIPTS, stdout=subprocess.PIPE, text=True)
+    stat, deadline = Path("/proc", ended.stdout.strip(), "stat"), time.monotonic() + 60
+    assert ended.returncode == -signal.SIGKILL
+    while alive := stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert not alive
 
 
 def test_trainings_that_wait_end_with_the_bench(tmp_path: Path) -> None:
@@ -340,6 +366,15 @@ def test_bytes_are_of_the_busiest_node_and_seconds_of_the_slowest_rank() -> None
         measure.summary([[], []], per_node=1, length=32)
 
 
+def test_own_arms_have_the_same_color_in_every_picture() -> None:
+    few = picture.colors_of(["recommended", cells.REFERENCE])
+    many = picture.colors_of([arm.name for arm in cells.arms_of("dp2")])
+    assert all(few[arm] == many[arm] for arm in picture.OWN)
+    assert len(set(many.values())) == len(many)
+    named = {arm.name for layout in cells.LAYOUTS for arm in cells.arms_of(layout)}
+    assert set(picture.OWN) <= named
+
+
 # ---- the table
 
 
@@ -368,6 +403,7 @@ def test_speed_ups_are_of_the_same_turn_and_held_against_the_ideal() -> None:
     assert row["r_measured"] == native["r_measured"] == 4.0 and row["compute_s"] == 1.0
     assert row["saving"] == 4.0 and row["share"] == pytest.approx(2.0 / 2.5)
     text = report.table([native, row], "dp2")
+    assert "| pairs |" in text and text.splitlines()[-1].endswith("| 5 |")
     assert "2.00x (1.00 to 2.50) | 2.50: 80%" in text and "1.00x | 1.00: 100%" in text
     (uncounted,) = report.rows_of([record(cells.REFERENCE, [5.0], 0.0, ratio=None)])
     assert uncounted["saving"] is None and "share" not in uncounted
