@@ -27,6 +27,8 @@ DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 #: dimensions whose messages have one direction
 ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
+#: dimensions that can be measured, and stay native where the link is faster than their codec
+MEASURED: tuple[Dimension, ...] = ("dp", "zero", "tp", "pp")
 #: dimensions whose messages go from rank to rank
 BETWEEN_RANKS: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name != "offload")
 

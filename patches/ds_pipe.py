@@ -96,11 +96,17 @@ class Pipe:
             return link.activation(), "forward"
         return link.gradient(), "backward"
 
-    def codec(self, agreed: Agreed | None, numel: int, direction: Direction) -> Codec | None:
-        """The codec of a message; equal on both sides."""
+    def codec(
+        self, agreed: Agreed | None, numel: int, direction: Direction, hop: tuple[int, int]
+    ) -> Codec | None:
+        """The codec of a message between the global ranks of ``hop``; equal on both sides."""
         if agreed is None or not agreed.values:
             return None
-        return self.channel.codec(numel, agreed.dtype, None, direction=direction)
+        return self.channel.codec(numel, agreed.dtype, None, direction, hop)
+
+    def rank(self, stage: int) -> int:
+        """The global rank of the neighbour in ``stage``."""
+        return int(self.engine.grid.stage_to_global(stage_id=stage))
 
     def agree(self, link: Link, activations: Sequence[Agreed]) -> None:
         """Take over a set of tensors, and derive which gradients come back for it."""
@@ -157,13 +163,14 @@ def make_send(original: Callable[..., Any]) -> Callable[..., Any]:
             pipe.channel.native(tensor.nbytes, "forward")
             return original(set_marks(tensor, pipe.marks), dest_stage, async_op)
         agreed, direction = pipe.advance(dest_stage, sending=True)
-        codec = pipe.codec(agreed, tensor.numel(), direction)
+        target = pipe.rank(dest_stage)
+        codec = pipe.codec(agreed, tensor.numel(), direction, (dist.get_rank(), target))
         if codec is None or agreed is None:
             pipe.channel.native(tensor.nbytes, direction)
             return original(tensor, dest_stage, async_op)
         pipe.channel.send(
             tensor.detach().to(agreed.dtype).reshape(-1).contiguous(),
-            pipe.engine.grid.stage_to_global(stage_id=dest_stage),
+            target,
             codec,
             None,
             raw_nbytes=tensor.nbytes,
@@ -187,13 +194,13 @@ def make_recv(original: Callable[..., Any]) -> Callable[..., Any]:
             pipe.agree(pipe.incoming, take_marks(tensor, pipe.engine.ID_TO_DTYPE))
             return result
         agreed, direction = pipe.advance(src_stage, sending=False)
-        codec = pipe.codec(agreed, tensor.numel(), direction)
+        source = pipe.rank(src_stage)
+        codec = pipe.codec(agreed, tensor.numel(), direction, (source, dist.get_rank()))
         if codec is None or agreed is None:
             return original(tensor, src_stage, async_op)
         fits = tensor.dtype == agreed.dtype and tensor.is_contiguous()
         values = tensor.detach()
         flat = values.view(-1) if fits else values.new_empty(values.numel(), dtype=agreed.dtype)
-        source = pipe.engine.grid.stage_to_global(stage_id=src_stage)
         pipe.channel.recv(flat, source, codec, None, direction=direction)
         if not fits:
             values.copy_(flat.view(values.shape))

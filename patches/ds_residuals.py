@@ -24,9 +24,8 @@ def _path(folder: Path, rank: int) -> Path:
 
 def needed(channels: Channels) -> bool:
     """Whether there is anything to save; equal on every rank."""
-    measured = channels.link is not None and bool(channels.link.verdicts)
-    tripped = bool(channels.guard.trips)
-    return tripped or measured or any(channel.error_feedback for channel in channels)
+    known = bool(channels.guard.trips) or bool(channels.link.verdicts)
+    return known or any(channel.error_feedback for channel in channels)
 
 
 def save(folder: Path, channels: Channels, loss_scale: float) -> None:
@@ -40,7 +39,7 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
             "loss_scale": loss_scale,
             "residuals": channels.residuals.state_dict(),
             "guard": channels.guard.state(),
-            "link": channels.link.state() if channels.link is not None else {},
+            "link": channels.link.state(),
             "factors": channels.factors.state_dict(),
         },
         _path(folder, dist.get_rank()),
@@ -51,7 +50,7 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
     """Restore what ``save`` wrote; without such files the residuals start at zero, said once."""
     if channels.guard.watching:
         say(channels.resume_guard(_told("guard", _path(folder, 0))))
-    if channels.link is not None and channels.link.verdicts:
+    if channels.config.measured():
         say(channels.resume_link(_told("link", _path(folder, 0))))
     if not any(channel.error_feedback for channel in channels):
         return
@@ -72,7 +71,7 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
         channels.factors.load({})
         channels.residuals.load_sum(_states(folder, count, channels))
     channels.residuals.scale(loss_scale / stored["loss_scale"])
-    if channels.link is not None and channels.link.native("dp") and channels.residuals.nbytes:
+    if channels.link.native("dp") and channels.residuals.nbytes:
         channels.residuals.clear()
         say(["dp is native now (when: auto): what error feedback still held is dropped"])
 

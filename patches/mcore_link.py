@@ -153,10 +153,15 @@ class Incoming:
 
 
 def link(
-    channels: Channels, tensor: Tensor, group: Any, direction: Direction, config: Any
+    channels: Channels,
+    tensor: Tensor,
+    group: Any,
+    direction: Direction,
+    config: Any,
+    hop: tuple[int, int],
 ) -> Link | None:
-    """How ``tensor`` travels to or from a neighbouring stage; None: as upstream sends it."""
-    codec = channels["pp"].codec(tensor.numel(), tensor.dtype, group, direction)
+    """How ``tensor`` travels between the global ranks of ``hop``; None: as upstream sends it."""
+    codec = channels["pp"].codec(tensor.numel(), tensor.dtype, group, direction, hop)
     if codec is not None and not codec.fixed_size and dist.get_backend(group) != "gloo":
         mcore_refuse.apply(VARIABLE, ["pp"], channels.config)
         codec = None

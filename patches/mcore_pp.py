@@ -114,17 +114,20 @@ def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
         incoming: dict[str, Incoming] = {}
         payloads: dict[str, Tensor | None] = {}
         for slot, key, way in SLOTS:
-            tensor = kwargs[slot]
-            found = None if tensor is None else link(channels, tensor, group, way, config)
-            payloads[slot] = tensor
+            tensor = payloads[slot] = kwargs[slot]
+            if tensor is None:
+                continue
+            ends = dist.get_rank(), int(kwargs[f"{key[5:]}_pipeline_rank"])
+            hop = ends if key.startswith("send") else ends[::-1]
+            found = link(channels, tensor, group, way, config, hop)
             if found is None:
-                if tensor is not None and key.startswith("send"):
+                if key.startswith("send"):
                     channels["pp"].native(tensor.numel() * tensor.element_size(), way)
             elif key.startswith("send"):
                 outgoing[key] = found.send(tensor)
                 payloads[slot] = outgoing[key].message
             else:
-                incoming[key] = found.recv(tensor, kwargs[f"{key[5:]}_pipeline_rank"])
+                incoming[key] = found.recv(tensor, hop[0])
                 payloads[slot] = incoming[key].message
         if not outgoing and not incoming:
             return original(**kwargs)

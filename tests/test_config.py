@@ -245,7 +245,8 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"dp": {"codec": "none", "when": "auto"}}, "compression.dp.when", ("none is native",)),
     ({"dp": {"codec": "powersgd", "when": "auto"}}, "compression.dp.when", ("not measured",)),
     ({"zero": {"codec": "bf16", "when": "fast"}}, "compression.zero.when", ("'auto'",)),
-    ({"tp": {"codec": "bf16", "when": "auto"}}, "compression.tp.when", ("only dp, zero can have",)),
+    ({"pp": {"codec": "none", "when": "auto"}}, "compression.pp.when", ("none is native",)),
+    ({"ep": {"codec": "bf16", "when": "auto"}}, "compression.ep.when", ("dp, zero, tp, pp can",)),
     ({"dp": "bf16", "hierarchy": "nodes"}, "compression.hierarchy", ('"auto", "none" or the',)),
     ({"dp": "bf16", "hierarchy": True}, "compression.hierarchy", ("found true",)),
     ({"dp": "bf16", "hierarchy": 0}, "compression.hierarchy", ("found 0",)),
@@ -464,6 +465,10 @@ def test_when() -> None:
     assert config.flat()["compression.zero.when"] == "auto"
     assert config.flat()["compression.dp.when"] == "always"
     assert "measured      zero: native where that is faster, timed at start-up" in config.describe()
+    config = parse({"pp": {"codec": "none", "backward": "bf16", "when": "auto"}, "tp": "bf16"})
+    assert config.measured() == ("pp",)
+    told = "measured      pp: native where that is faster, timed at start-up (tp, pp: after the first"
+    assert any(line.startswith(told) for line in config.describe())
 
 
 def test_hierarchy() -> None:

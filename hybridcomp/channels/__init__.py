@@ -15,9 +15,11 @@ from hybridcomp.factors import Factors
 from hybridcomp.feedback import Residuals
 from hybridcomp.guard import Guard
 from hybridcomp.ledger import Ledger
-from hybridcomp.link import Link, gathers, judge, reductions
+from hybridcomp.link import Link, judge, judge_seen
 from hybridcomp.nodes import Nodes, Ranks, discover
-from hybridcomp.policy import DIMENSIONS, Dimension
+from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
+from hybridcomp.seen import Seen
+from hybridcomp.trials import gathers, messages, reductions
 
 __all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "channels_of"]
 
@@ -45,7 +47,9 @@ class Channels:
         self.residuals = Residuals()
         self.guard = Guard(config.limits())
         self.factors = Factors()
-        self.link: Link | None = None  # with ``when: auto``, once it is measured
+        self.link = Link()  # with ``when: auto``
+        self.is_weighed = False  # whether what is known before the first step was measured
+        self.seen = Seen(name for name in config.measured() if name not in ONE_WAY)
         self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
         #: names of small parameters that tensor-parallel ranks have in common; see ``common``
         self.common: frozenset[str] = frozenset()
@@ -80,13 +84,13 @@ class Channels:
     def weigh(
         self, group: dist.ProcessGroup | None, dtype: torch.dtype, device: torch.device
     ) -> list[str]:
-        """Measure the dimensions that may turn themselves off, after ``place``; a collective.
+        """Measure those of dp and zero that may turn themselves off; a collective.
 
-        ``group``: replicas of this rank's parameters, which are of ``dtype``. Returns what to tell
-        the user, the same on all ranks.
+        After ``place``. ``group``: replicas of this rank's parameters, which are of ``dtype``.
+        Returns what to tell the user, the same on all ranks.
         """
-        names = self.config.measured()
-        self.link = Link()
+        self.is_weighed = True
+        names = [name for name in self.config.measured() if name in ONE_WAY]
         if not names or dist.get_world_size(group) < 2:
             return []
         levels = self.nodes.levels(group) if self.nodes is not None else None
@@ -99,33 +103,53 @@ class Channels:
                 trials = reductions(codec, feedback, group, levels, dtype, device)
             self.link.verdicts[name] = judge(trials, dtype.itemsize, device)
         self._note_link()
-        return [verdict.told(name) for name, verdict in self.link.verdicts.items()]
+        return [self.link.verdicts[name].told(name) for name in names]
+
+    def _weigh_seen(self, device: torch.device) -> list[str]:
+        """Measure those of tp and pp that wait for it, with messages like those that were seen.
+
+        A collective. Returns what to tell the user, the same on all ranks.
+        """
+        waits = self.seen.waiting and self.step > self.config.start_step
+        if not waits or not self.seen.is_due():
+            return []
+        told = []
+        for name, (plan, nbytes) in self.seen.plans().items():
+            verdict = judge_seen(messages(plan, device), nbytes, device)
+            self.link.verdicts[name] = verdict
+            self.seen.forget(name)
+            told.append(verdict.told(name))
+        self._note_link()
+        return told
 
     def resume_link(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Take over the verdicts of a checkpoint; returns what to tell the user."""
-        told = self.link.restore(state) if self.link is not None else []
+        told = self.link.restore(state, self.seen.waiting)
+        for name in self.link.verdicts:
+            self.seen.forget(name)
         self._note_link()
         return told
 
     def _note_link(self) -> None:
         """Native from the start is what the ledger shows of a link that is too fast."""
-        for name in self.link.verdicts if self.link is not None else ():
-            if self.link is not None and self.link.native(name):
+        for name in self.link.verdicts:
+            if self.link.native(name):
                 self.ledger.native_since.setdefault(name, 0)
             elif self.ledger.native_since.get(name) == 0:
                 del self.ledger.native_since[name]
 
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
-        """After an optimizer step, with ``step`` counted on: let the guard decide.
+        """After an optimizer step, with ``step`` counted on: measure what is due, ask the guard.
 
-        ``sampled``: whether that step was a ``sampling`` one; then this is a collective. Returns
-        what to tell the user, the same on all ranks.
+        ``sampled``: whether that step was a ``sampling`` one. A collective. Returns what to tell
+        the user, the same on all ranks.
         """
+        told = self._weigh_seen(device)
         if self.guard.flushed("dp", self.step):
             self.residuals.clear()
         if not sampled or not self.guard.watching:
-            return []
-        return self._fall_back(self.guard.decide(self.step, device))
+            return told
+        return told + self._fall_back(self.guard.decide(self.step, device))
 
     def resume_guard(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Take over the guard of a checkpoint; returns what to tell the user."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIRECTIONS, Dimension, Direction, Traffic
+from hybridcomp.policy import DIRECTIONS, ONE_WAY, Dimension, Direction, Traffic
 
 if TYPE_CHECKING:
     from hybridcomp.channels import Channels
@@ -42,12 +42,18 @@ class Choice:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
         direction: Direction = "forward",
+        hop: tuple[int, int] | None = None,
     ) -> Codec | None:
         """The codec of a message of ``numel`` elements, None for native.
 
-        Depends on nothing that differs between the ranks of ``group``.
+        Depends on nothing that differs between the ranks of ``group``, or of ``hop``: the global
+        ranks of sender and receiver, where the message has only those two.
         """
-        return self._choose(numel, dtype, dist.get_world_size(group), direction)
+        codec = self._choose(numel, dtype, dist.get_world_size(group), direction)
+        if codec is not None and self.dimension in self._channels.seen.waiting:
+            self._channels.seen.note(self.dimension, codec, numel, dtype, group, direction, hop)
+            return None
+        return codec
 
     def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
         """The codec of a copy between this rank's device and its host, None for native."""
@@ -77,16 +83,16 @@ class Choice:
 
     def _too_fast(self) -> bool:
         """Whether the link was found to be faster than the codec. Raises ConfigError where it
-        should have been measured and was not."""
-        if self._channels.link is not None:
-            return self._channels.link.native(self.dimension)
-        if self.dimension in self._channels.config.measured():
+        should have been measured before the first message and was not."""
+        channels = self._channels
+        early = self.dimension in ONE_WAY and self.dimension in channels.config.measured()
+        if early and not channels.is_weighed:
             todo = (
                 "nothing was measured, as this job makes its groups in a way of its own; write "
                 '"always"'
             )
             raise ConfigError(f"compression.{self.dimension}.when", "auto", todo)
-        return False
+        return channels.link.native(self.dimension)
 
     def wants_pieces(self, codec: Codec) -> bool:
         """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""

@@ -18,6 +18,7 @@ from hybridcomp.config.dimension import (
     OffloadConfig,
     ParameterConfig,
     PipelineConfig,
+    TensorConfig,
 )
 from hybridcomp.config.json_schema import schema
 from hybridcomp.config.presets import PRESETS
@@ -37,6 +38,7 @@ __all__ = [
     "OffloadConfig",
     "ParameterConfig",
     "PipelineConfig",
+    "TensorConfig",
     "load_config",
     "read_source",
     "schema",

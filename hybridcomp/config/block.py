@@ -25,6 +25,7 @@ from hybridcomp.config.dimension import (
     OffloadConfig,
     ParameterConfig,
     PipelineConfig,
+    TensorConfig,
 )
 from hybridcomp.config.presets import PRESETS, overridden
 from hybridcomp.config.problems import NOTHING, near_key, problem, translate
@@ -32,6 +33,7 @@ from hybridcomp.config.settings import NONE, Strict
 from hybridcomp.policy import (
     DIMENSIONS,
     DIRECTIONS,
+    MEASURED,
     ONE_WAY,
     Dimension,
     Direction,
@@ -90,8 +92,8 @@ class CompressionConfig(Strict):
     zero: ParameterConfig = Field(
         ParameterConfig(codec=NONE), description="ZeRO parameter all-gather. Default: native."
     )
-    tp: ActivationConfig = Field(
-        ActivationConfig(codec=NONE), description="Tensor parallel. Default: native."
+    tp: TensorConfig = Field(
+        TensorConfig(codec=NONE), description="Tensor parallel. Default: native."
     )
     pp: PipelineConfig = Field(
         PipelineConfig(codec=NONE), description="Pipeline sends. Default: native."
@@ -215,8 +217,7 @@ class CompressionConfig(Strict):
 
     def measured(self) -> tuple[Dimension, ...]:
         """Dimensions that turn themselves off where the link is faster than their codec."""
-        both: tuple[Dimension, ...] = ONE_WAY
-        return tuple(name for name in both if getattr(self, name).when == "auto")
+        return tuple(name for name in MEASURED if getattr(self, name).when == "auto")
 
     def limits(self) -> dict[Dimension, Limits]:
         """What the guard looks at, by dimension; nothing without samples."""
@@ -243,7 +244,7 @@ class CompressionConfig(Strict):
             for (name, direction), codec in self.codecs().items()
         }
         settings[f"{BLOCK}.dp.error_feedback"] = self.error_feedback("dp")
-        settings.update({f"{BLOCK}.{name}.when": getattr(self, name).when for name in ONE_WAY})
+        settings.update({f"{BLOCK}.{name}.when": getattr(self, name).when for name in MEASURED})
         settings[f"{BLOCK}.zero.delta"] = self.zero.delta
         settings[f"{BLOCK}.zero.resync_every"] = self.zero.resync_every
         settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather

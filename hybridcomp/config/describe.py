@@ -58,7 +58,9 @@ def lines(config: CompressionConfig, absent: Collection[Dimension]) -> list[str]
         lines.append(f"{'ramp':13} {told}: from {first} in {levels}, as written from step {last}")
     if config.measured():
         names = ", ".join(config.measured())
-        lines.append(f"{'measured':13} {names}: native where that is faster, timed at start-up")
+        late = any(name not in ONE_WAY for name in config.measured())
+        when = "timed at start-up" + (" (tp, pp: after the first step)" if late else "")
+        lines.append(f"{'measured':13} {names}: native where that is faster, {when}")
     lines += _guarded(config)
     if isinstance(config.hierarchy, int):
         lines.append(f"{'nodes':13} every {config.hierarchy} consecutive ranks share one")

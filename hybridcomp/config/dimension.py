@@ -133,13 +133,14 @@ class DimensionConfig(CodecSettings):
 
 
 class MeasuredConfig(DimensionConfig):
-    """A dimension whose groups are known before the first message (dp, zero)."""
+    """A dimension that can turn itself off where the link is faster than its codec."""
 
     when: Literal["always", "auto"] = Field(
         "always",
-        description="always (default), or auto: at start-up real messages are timed natively and "
-        "encoded, on all ranks, and where encoding is not faster (one machine, a fast network) the "
-        "dimension stays native for the run. Takes seconds.",
+        description="always (default), or auto: messages are timed natively and encoded, on all "
+        "ranks, and where encoding is not faster (one machine, a fast network) the dimension stays "
+        "native for the run. dp and zero: at start-up. tp and pp: after the first step, which is "
+        "native, with messages as large as those that it sent. Takes seconds.",
     )
 
     def _check_measured(self, codec: Codec | None) -> None:
@@ -270,7 +271,15 @@ class ActivationConfig(DimensionConfig):
             build_codec(self.settings(direction), direction, own)
 
 
-class PipelineConfig(ActivationConfig):
+class TensorConfig(MeasuredConfig, ActivationConfig):
+    """Collectives of tensor-parallel layers; also what sends between stages have in common."""
+
+    def _check_codecs(self) -> None:
+        super()._check_codecs()
+        self._check_measured(self.codec_of("forward") or self.codec_of("backward"))
+
+
+class PipelineConfig(TensorConfig):
     """Sends between pipeline stages."""
 
     scatter_gather: bool = Field(

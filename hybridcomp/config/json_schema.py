@@ -12,6 +12,7 @@ from hybridcomp.config.dimension import (
     OffloadConfig,
     ParameterConfig,
     PipelineConfig,
+    TensorConfig,
 )
 from hybridcomp.config.settings import codec_names
 
@@ -22,6 +23,7 @@ SHORTHAND = frozenset(
         GradientConfig,
         ParameterConfig,
         ActivationConfig,
+        TensorConfig,
         PipelineConfig,
         OffloadConfig,
         DirectionConfig,

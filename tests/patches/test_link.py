@@ -1,14 +1,12 @@
-"""``when: auto``: ranks decide alike, a fast link makes a dimension native, restarts keep it."""
+"""``when: auto`` of dp and zero: ranks decide alike, a fast link makes a dimension native, restarts keep it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from hybridcomp import link
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
+from tests.patches.link_clock import clock
 from tests.ranks import RankPool
 
 if find_spec("deepspeed") is None:
@@ -37,31 +36,6 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-@contextmanager
-def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
-    """The collectives run, and take these seconds; yields the sizes of the trials."""
-    sizes: list[int] = []
-
-    def seconds(run: Callable[[], None], device: torch.device) -> float:
-        run()
-        return {"native": native_s, "coded": coded_s}[run.__name__]
-
-    def sized(trial: Callable[[int], Any]) -> Callable[[int], Any]:
-        def of(numel: int) -> Any:
-            sizes.append(numel)
-            return trial(numel)
-
-        return of
-
-    real = link.judge
-    with (
-        patch.object(link, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
-        patch.object(link, "seconds", seconds),
-        patch("hybridcomp.channels.judge", lambda trial, *rest: real(sized(trial), *rest)),
-    ):
-        yield sizes
-
-
 def weighed(
     times: list[tuple[float, float]], hierarchy: int | str
 ) -> tuple[dict[str, Any], list[str], list[int], list[bool]]:
@@ -70,7 +44,6 @@ def weighed(
     channels.place([tuple(range(dist.get_world_size()))])
     with clock(*times[dist.get_rank()]) as sizes:
         told = channels.weigh(None, torch.bfloat16, CPU)
-    assert channels.link is not None
     assert not channels.ledger.interval["dp", "forward"].messages, "trials are no traffic"
     native = [channels[name].codec(1000, torch.bfloat16, None) is None for name in ("dp", "zero")]
     return channels.link.state(), told, sizes, native
@@ -153,7 +126,7 @@ def resumed(
     again.load_checkpoint(folder, tag="x")
     losses = [train_step(again, job, step) for step in range(3, 6)]
     channels = channels_of(again)
-    assert channels is not None and channels.link is not None
+    assert channels is not None
     verdicts = {name: verdict.pays for name, verdict in channels.link.verdicts.items()}
     return whole, losses, verdicts, channels.ledger.native_since, channels.residuals.nbytes
 
@@ -193,7 +166,7 @@ def test_what_changed_is_told() -> None:
     assert one.restore({}) == [] and one.native("dp")
     (told,) = one.restore({"dp": vars(stored)})
     assert told.startswith("dp: stays compressed, as in the run that is continued")
-    assert "17 MB now takes 20.0 ms and native 10.0 ms" in told and '"codec": "none"' in told
+    assert "16.8 MB now takes 20.0 ms and native 10.0 ms" in told and '"codec": "none"' in told
     assert one.verdicts["dp"] == stored and not one.native("dp")
 
 

@@ -158,7 +158,7 @@ def test_two_interleaved_stages_need_single_sends(monkeypatch: pytest.MonkeyPatc
 
 def link_of(block: CompressionConfig) -> mcore_link.Link | None:
     """How four values travel to another stage."""
-    return mcore_link.link(Channels(block), torch.ones(4), None, "forward", None)
+    return mcore_link.link(Channels(block), torch.ones(4), None, "forward", None, (0, 1))
 
 
 def test_variable_size_on_the_pipeline_needs_gloo(
