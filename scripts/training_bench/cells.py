@@ -99,9 +99,8 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
         model = [name for name in dimensions if name in ("tp", "pp")]
         blocks["delta"] = {**DELTA, **{name: {"codec": "blockint", "bits": 8} for name in model}}
     # recommended, where the measured link is not faster than the codec: nothing of it on a loopback
-    switching = {name: {"when": "auto"} for name in dimensions if name in ("dp", "zero")}
-    if switching and layout != "zero3":
-        blocks["recommended when auto"] = {"preset": "recommended", **switching}
+    switching = {name: {"when": "auto"} for name in dimensions}
+    blocks["recommended when auto"] = {"preset": "recommended", **switching}
     if LAYOUTS[layout].per_node > 1:
         for name in ("recommended", "bound"):
             blocks[f"{name} nodes"] = {**blocks[name], "hierarchy": "auto"}

@@ -10,12 +10,15 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tests.patches.link_clock import clock
 
 VOCAB, WIDTH, LENGTH, MICRO_BATCH, HEADS = 32, 32, 16, 2, 4
 
@@ -45,6 +48,8 @@ class Job:
     restart: int | None = None  # before this step everything is saved, forgotten and loaded
     folder: str = ""  # for that
     raw: bool = False  # a lossless codec of fixed size on every dimension of the block
+    #: seconds of native and of encoded messages, as ``"when": "auto"`` finds them
+    link: tuple[float, float] | None = None
     block: dict[str, Any] | None = None
 
 
@@ -89,7 +94,8 @@ def _run(job: Job) -> Outcome | str:
         # a report starts the ledger anew
         process.configure({"ledger": {"every": 1_000_000}, **job.block})
     try:
-        return _train(job)
+        with nullcontext() if job.link is None else clock(*job.link):
+            return _train(job)
     except HybridcompError as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -54,6 +54,8 @@ TWO: dict[str, tuple[Job, str]] = {
 LONG = ("TP2", "TP2 SP", "PP2", "PP2 interleaved", "EP2")
 #: pipelines on which the size of a message varies with its values
 VARYING = ("PP2", "PP2 interleaved", "PP2 interleaved overlapped")
+#: layouts whose dimension is measured after the first step
+AUTO = {"TP2": "tp", "TP2 SP": "tp", "PP2": "pp", "PP2 interleaved overlapped": "pp"}
 LONG_OPTIMIZER = ("DP2 distributed optimizer", "DP2 distributed optimizer overlapped")
 
 
@@ -98,6 +100,12 @@ def two() -> Results:
     jobs["deltas lossless"] = replace(
         averaged, block=block("zero", {"codec": "mpc", "delta": True, "resync_every": 4})
     )
+    for name, dimensions in AUTO.items():
+        auto = block(dimensions, {**B8, "when": "auto"})
+        for way, link in {"fast": (0.01, 0.02), "slow": (0.02, 0.01)}.items():
+            jobs[f"{name}/{way}"] = replace(TWO[name][0], steps=6, link=link, block=auto)
+        later = {**block(dimensions, B8), "start_step": 1}
+        jobs[f"{name}/from step 1"] = replace(TWO[name][0], steps=6, block=later)
     jobs["TP2/later"] = replace(TP, steps=6, block={**block("tp", B8), "start_step": 4})
     jobs["TP2/small"] = replace(TP, steps=2, block={"tp": B8})
     refused = replace(VPP, batch_p2p=True, steps=1, block=block("pp", B8))
@@ -319,6 +327,18 @@ def test_directions_differ(two: Results) -> None:
         *_, raw_back, backward = entry(two[name], dimension, "backward")
         assert raw == raw_back
         assert 1.7 < backward / forward < 2.0
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_a_measured_dimension_is_native_for_a_step_or_for_good(two: Results, name: str) -> None:
+    fast, slow = two[f"{name}/fast"], two[f"{name}/slow"]
+    steps = len(fast[-1].losses)
+    assert fast[-1].losses == two[f"{name}/unpatched"][-1].losses[:steps]
+    assert same(slow, two[f"{name}/from step 1"]) and not same(slow, fast)
+    messages, native, *_ = entry(fast, AUTO[name], "forward")
+    assert native == messages > 0
+    messages, native, *_ = entry(slow, AUTO[name], "forward")
+    assert native == messages / steps
 
 
 def test_start_step_and_min_bytes(two: Results) -> None:
