@@ -22,11 +22,13 @@ from hybridcomp.trials import Run
 
 #: values of a message of a trial, one after the other
 SIZES = (1 << 19, 1 << 21, 1 << 23)
-#: timings of either kind at a size, in turns after one of each that counts for nothing; the
-#: shortest counts, as whatever disturbs a timing makes it longer
-REPEATS = 5
-#: the same for the messages of a step, which may be short or long: as many as the budget allows
-LEAST_REPEATS, MOST_REPEATS = 2, 30
+#: timings of either kind at a size, in turns after one of each, which says how many there is time
+#: for; the shortest counts, as whatever disturbs a timing makes it longer
+REPEATS = 5, 20
+#: the same for the messages of a step, which may be shorter or longer
+REPEATS_SEEN = 2, 100
+#: fp32 values that are written in between: 64 MB, above the caches of most processors and GPUs
+WORK_NUMEL = 1 << 24
 #: no larger trial after this many seconds: on a slow link they take long, and a small one tells
 BUDGET_S = 2.0
 #: encoded messages must be this much faster: the codec takes cores that the model wants as well
@@ -96,47 +98,72 @@ class Link:
         return told
 
 
-def judge(trials: Callable[[int], tuple[Run, Run]], itemsize: int, device: torch.device) -> Verdict:
+def judge(
+    trials: Callable[[int], tuple[Run, Run]], itemsize: int, device: torch.device, most: int
+) -> Verdict:
     """Time trials of growing size, while there is time; a collective over the whole job.
 
-    ``trials``: for a number of values, what runs the native and the encoded message.
+    ``trials``: for a number of values, what runs the native and the encoded message. ``most``:
+    values that the group of this rank has; no trial is larger.
     """
+    largest = torch.tensor(most, device=device)  # other stages have other numbers of them
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     spent = 0.0
-    for numel in SIZES:
-        runs = trials(numel)
-        _race(runs, 1, device)  # counts for nothing
-        native_s, coded_s, total = _slowest(_race(runs, REPEATS, device), device)
-        spent += total
-        if spent > BUDGET_S:
+    for size in SIZES:
+        runs = trials(max(1, min(size, most)))
+        once = float(_race(runs, 1, device).sum())
+        rows = _race(runs, _repeats(REPEATS, BUDGET_S / len(SIZES) / once), device)
+        native_s, coded_s = rows.amin(dim=0).tolist()
+        spent += float(rows.sum())
+        if spent > BUDGET_S or size >= int(largest):
             break
-    return Verdict(coded_s * MARGIN <= native_s, numel * itemsize, native_s, coded_s)
+    nbytes = min(size, int(largest)) * itemsize
+    return Verdict(coded_s * MARGIN <= native_s, nbytes, native_s, coded_s)
 
 
 def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verdict:
     """Time what this rank sends and receives natively and encoded; a collective over the job.
 
     ``nbytes``: of the largest of these messages in the job, 0 where they could not be planned. How
-    often they are timed, the first timing says.
+    often they are timed, the first timing says. Each comes after work that leaves nothing of it in
+    the caches, as a layer's does, and the median counts: such messages are short, and where ranks
+    share cores, what disturbs them is no accident.
     """
     if not nbytes:
         return Verdict(True, 0, 0.0, 0.0)
-    *_, once = _slowest(_race(runs, 1, device), device)
-    repeats = max(LEAST_REPEATS, min(MOST_REPEATS, int(BUDGET_S / once)))
-    native_s, coded_s, _ = _slowest(_race(runs, repeats, device), device)
+    work = torch.zeros(WORK_NUMEL, device=device)
+
+    def compute() -> None:
+        work.add_(1.0)
+        dist.barrier()  # ranks that end it at different times would be timed waiting
+
+    once = float(_race(runs, 1, device, compute).sum())
+    repeats = _repeats(REPEATS_SEEN, BUDGET_S / once)
+    native_s, coded_s = _race(runs, repeats, device, compute).median(dim=0).values.tolist()
     return Verdict(coded_s * MARGIN <= native_s, nbytes, native_s, coded_s)
 
 
-def _race(runs: tuple[Run, Run], repeats: int, device: torch.device) -> list[list[float]]:
-    """Seconds of both, in turns."""
-    return [[seconds(run, device) for run in runs] for _ in range(repeats)]
+def _repeats(limits: tuple[int, int], wanted: float) -> int:
+    least, most = limits
+    return max(least, min(most, int(wanted)))
 
 
-def _slowest(rows: list[list[float]], device: torch.device) -> list[float]:
-    """Of the slowest rank: its best of each column, and the sum of all; equal on all ranks."""
-    timed = torch.tensor(rows, dtype=torch.float64, device=device)
-    found = torch.cat([timed.amin(dim=0), timed.sum().reshape(1)])
+def _race(
+    runs: tuple[Run, Run], repeats: int, device: torch.device, before: Run | None = None
+) -> torch.Tensor:
+    """Seconds of both in turns, ``[repeats, 2]``; of the slowest rank, so equal on all ranks.
+
+    ``before``: runs ahead of each and is not timed.
+    """
+    found = torch.zeros(repeats, len(runs), dtype=torch.float64)
+    for row in found:
+        for column, run in enumerate(runs):
+            if before is not None:
+                before()
+            row[column] = seconds(run, device)
+    found = found.to(device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [float(value) for value in found.tolist()]
+    return found
 
 
 def seconds(run: Run, device: torch.device) -> float:

@@ -151,7 +151,8 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
             module.ATTACHED(engine, channels)
     notes += channels.place(_data_parallel(engine))
     dtype = next((parameter.dtype for parameter in engine.module.parameters()), torch.float32)
-    notes += channels.weigh(engine.seq_data_parallel_group, dtype, engine.device)
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    notes += channels.weigh(engine.seq_data_parallel_group, dtype, engine.device, numel)
     process.lend(engine, channels)
     describe_run(block)
     jsonl = block.ledger.jsonl

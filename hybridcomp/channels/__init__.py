@@ -25,6 +25,8 @@ __all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "channels_of
 
 #: attribute that an attached engine, its optimizer and its parameters carry
 ATTRIBUTE = "_hybridcomp_channels"
+#: of parameters that do not exist yet: no fewer than any trial is made of
+UNKNOWN = 1 << 62
 #: attribute of a parameter: its dotted name, unique in the job
 NAME = "_hybridcomp_name"
 
@@ -82,18 +84,24 @@ class Channels:
         return [f"{', '.join(names)}: {note}" for note in notes]
 
     def weigh(
-        self, group: dist.ProcessGroup | None, dtype: torch.dtype, device: torch.device
+        self,
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        numel: int = UNKNOWN,
     ) -> list[str]:
         """Measure those of dp and zero that may turn themselves off; a collective.
 
-        After ``place``. ``group``: replicas of this rank's parameters, which are of ``dtype``.
-        Returns what to tell the user, the same on all ranks.
+        After ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
+        ``dtype``. Returns what to tell the user, the same on all ranks.
         """
         self.is_weighed = True
         names = [name for name in self.config.measured() if name in ONE_WAY]
         if not names or dist.get_world_size(group) < 2:
             return []
         levels = self.nodes.levels(group) if self.nodes is not None else None
+        common = torch.tensor(numel, device=device)
+        dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
         for name in names:
             codec = self.policy.codecs[name, "forward"]
             assert codec is not None, "the block was checked"
@@ -101,7 +109,7 @@ class Channels:
             if name == "dp":
                 feedback = self[name].error_feedback
                 trials = reductions(codec, feedback, group, levels, dtype, device)
-            self.link.verdicts[name] = judge(trials, dtype.itemsize, device)
+            self.link.verdicts[name] = judge(trials, dtype.itemsize, device, int(common))
         self._note_link()
         return [self.link.verdicts[name].told(name) for name in names]
 

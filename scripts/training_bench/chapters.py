@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training_bench import losses, report
+from training_bench import losses, picture, report
 from training_bench.cells import FP32, LAYOUTS, REFERENCE
 
 SCHEMES = ("naive-zfp", "mzhybrid", "zhybrid", "recommended")
@@ -72,8 +72,12 @@ and r of the paper's machine is not known. The paper's two counters differ (+12.
 
 
 def speed_chapter(source: Path, out: Path) -> str:
-    """Tables and pictures of scripts/bench_training.py."""
-    rows = _rows(source)
+    """Tables and pictures of scripts/bench_training.py.
+
+    Where only some layouts or rates were measured anew, the others stay as they were written.
+    """
+    fresh = _rows(source)
+    rows = merged(_written(out / "speed.json"), fresh)
     (out / "speed.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     parts = [SPEED_HEAD]
     for layout in LAYOUTS:
@@ -81,10 +85,11 @@ def speed_chapter(source: Path, out: Path) -> str:
         if not own:
             continue
         parts.append(f"\n## {layout}\n\n{busy_of(own)}\n\n{report.table(rows, layout)}")
-        picture = source / f"{layout}.png"
-        if picture.is_file():
-            shutil.copyfile(picture, out / f"speed_{layout}.png")
-            parts.append(f"\n![tokens a second, {layout}](speed_{layout}.png)")
+        drawn = out / f"speed_{layout}.png"
+        if any(row["layout"] == layout for row in fresh):
+            picture.draw(rows, layout, drawn)
+        if drawn.is_file():
+            parts.append(f"\n![tokens a second, {layout}]({drawn.name})")
     missing = [name for name in LAYOUTS if not any(row["layout"] == name for row in rows)]
     if missing:
         parts.append(f"\nNot measured: {', '.join(missing)}.")
@@ -94,6 +99,24 @@ def speed_chapter(source: Path, out: Path) -> str:
         f"\n## Commands\n\n```\n{command}\nscripts/results.py --speed runs/training_bench\n```"
     )
     return "\n".join(parts)
+
+
+def merged(
+    before: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """``fresh``, and of ``before`` what was not measured anew: whole tables of one layout and rate.
+
+    Rows of one table are held against the reference in it, so they come from one of the two.
+    """
+    tables = {(row["layout"], row["r"]) for row in fresh}
+    rows = [*(row for row in before if (row["layout"], row["r"]) not in tables), *fresh]
+    order = list(LAYOUTS)
+    return sorted(rows, key=lambda row: (order.index(row["layout"]), row["r"] or 0.0))
+
+
+def _written(file: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else []
+    return rows
 
 
 def busy_of(rows: Sequence[dict[str, Any]]) -> str:

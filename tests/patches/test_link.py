@@ -1,4 +1,4 @@
-"""``when: auto`` of dp and zero: ranks decide alike, a fast link makes a dimension native, restarts keep it."""
+"""``when: auto`` of dp and zero: ranks decide alike, a fast link is native, restarts keep it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def pool() -> Iterator[RankPool]:
 
 
 def weighed(
-    times: list[tuple[float, float]], hierarchy: int | str
+    times: list[tuple[float, float]], hierarchy: int | str, numel: int = 1 << 20
 ) -> tuple[dict[str, Any], list[str], list[int], list[bool]]:
     """Verdicts, what is told, sizes of trials, whether messages are native."""
     channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": hierarchy}))
     channels.place([tuple(range(dist.get_world_size()))])
     with clock(*times[dist.get_rank()]) as sizes:
-        told = channels.weigh(None, torch.bfloat16, CPU)
+        told = channels.weigh(None, torch.bfloat16, CPU, numel + dist.get_rank())
     assert not channels.ledger.interval["dp", "forward"].messages, "trials are no traffic"
     native = [channels[name].codec(1000, torch.bfloat16, None) is None for name in ("dp", "zero")]
     return channels.link.state(), told, sizes, native
@@ -72,6 +72,14 @@ def test_all_ranks_decide_alike(
         assert sizes == [1 << (10 + index) for index in range(count)] * 2
         assert len(told) == 2 and ("native for this run" in told[0]) != pays
         assert told[1].startswith("zero: ") and "(compression.zero.when: auto)" in told[1]
+
+
+@pytest.mark.parametrize(("numel", "count"), [(1 << 12, 3), (1030, 2), (3, 1)])
+def test_no_trial_is_larger_than_what_there_is(pool: RankPool, numel: int, count: int) -> None:
+    """Of ranks of a group that have other numbers of values, the smallest number counts."""
+    for state, _, sizes, _ in pool.run(weighed, [(0.02, 0.01)] * 2, "none", numel):
+        assert sizes == [min(1 << (10 + index), numel) for index in range(count)] * 2
+        assert state["dp"]["nbytes"] == 2 * numel
 
 
 def test_two_levels_are_what_is_timed() -> None:

@@ -175,7 +175,9 @@ def test_pipeline_of_deepspeed(two: RankPool) -> None:
     """On a fast link bit for bit the native run, on a slow one compressed from step 1 on."""
     off, on = two.run(trained, FAST, PIPE), two.run(trained, SLOW, PIPE)
     plain = two.run(trained, FAST, {"pp": "none"})
-    always = two.run(trained, FAST, {**PIPE, "pp": {"codec": "blockint", "bits": 8}, "start_step": 1})
+    always = two.run(
+        trained, FAST, {**PIPE, "pp": {"codec": "blockint", "bits": 8}, "start_step": 1}
+    )
     for rank in range(2):
         assert (off[rank].losses, off[rank].parameters) == (
             plain[rank].losses,

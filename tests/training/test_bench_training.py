@@ -571,10 +571,9 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="run scripts/bench_training.py"):
             chapter(source, out)
     (source / "bench_training.json").write_text(json.dumps(bench_rows()))
-    (source / "3d.png").write_bytes(b"png")
     speed = chapters.speed_chapter(source, out)
     assert "1 of 2 compressed cells reach it" not in speed and "of 3 compressed cells" in speed
-    assert "Not measured: dp2, " in speed and (out / "speed_3d.png").is_file()
+    assert "Not measured: dp2, " in speed and "![" not in speed  # one rate: nothing to draw
     paper = chapters.paper_chapter(source, out)
     assert "| 4 | naive-zfp | +25.0 % | +25.0 % | not trained | +23.6 %, +22.5 %" in paper
     assert "| 4 | zhybrid | not measured | not measured |" in paper
@@ -599,6 +598,40 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     file.write_text(json.dumps(rows()))
     assert project_scale.main([str(file), "--out", str(source)]) == 0
     assert "| held out | 6 | 6 |" in chapters.projection_chapter(source, out)
+
+
+def test_what_was_not_measured_anew_stays_in_the_chapter(tmp_path: Path) -> None:
+    """Whole tables of a layout and rate are replaced, and pictures follow."""
+
+    def measured(layout: str, ratio: float | None, arms: dict[str, float]) -> list[dict[str, Any]]:
+        made = [record(arm, [seconds], 4e6, ratio) for arm, seconds in arms.items()]
+        return report.rows_of([{**cell, "layout": layout} for cell in made])
+
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    arms = {cells.REFERENCE: 5.0, "recommended": 2.0, "bound": 3.0}
+    before = [
+        row for layout in ("dp2", "pp2") for r in (1.0, 4.0) for row in measured(layout, r, arms)
+    ]
+    (source / "bench_training.json").write_text(json.dumps(before))
+    assert "![tokens a second, dp2](speed_dp2.png)" in chapters.speed_chapter(source, out)
+    pictures = {name: (out / f"speed_{name}.png").read_bytes() for name in ("dp2", "pp2")}
+    fresh = [*measured("pp2", 4.0, {cells.REFERENCE: 5.0, "recommended": 1.0}),
+             *measured("pp2", None, {cells.REFERENCE: 5.0})]  # fmt: skip
+    (source / "bench_training.json").write_text(json.dumps(fresh))
+    speed = chapters.speed_chapter(source, out)
+    written = json.loads((out / "speed.json").read_text())
+    assert [(row["layout"], row["r"], row["arm"]) for row in written] == [
+        *(("dp2", r, arm) for r in (1.0, 4.0) for arm in arms),
+        ("pp2", None, cells.REFERENCE),
+        *(("pp2", 1.0, arm) for arm in arms),
+        ("pp2", 4.0, cells.REFERENCE),
+        ("pp2", 4.0, "recommended"),
+    ]
+    assert written[-1]["seconds"] == 1.0 and "## dp2" in speed
+    assert (out / "speed_dp2.png").read_bytes() == pictures["dp2"]
+    assert (out / "speed_pp2.png").read_bytes() != pictures["pp2"]
 
 
 # ---- bf16 without instructions for it
