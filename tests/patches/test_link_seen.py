@@ -52,7 +52,7 @@ def send_messages(channels: Channels, tensor: Any, odd_rank: int | None = None) 
     """
     rank = dist.get_rank()
     numel = 900 if rank == odd_rank else 1000
-    found = [channels["tp"].codec(numel, BF16, tensor, way) for way in ("forward", "backward")]  # type: ignore[arg-type]
+    found = [channels["tp"].codec(numel, BF16, tensor, way) for way in ("forward", "backward")]
     found += [channels["tp"].codec(7, BF16, tensor) for _ in range(3)]  # many, and few bytes
     first, second = rank % 2, rank % 2 + 2
     found.append(channels["pp"].codec(500, BF16, None, "forward", (first, second)))
