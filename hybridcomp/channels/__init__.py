@@ -66,9 +66,9 @@ class Channels:
         return iter(self._by_dimension.values())
 
     def lossy(self, dimension: Dimension) -> bool:
-        """Whether the block changes values of this dimension's forward messages."""
+        """Whether values of this dimension's forward messages are changed: not on a fast link."""
         codec = self.policy.codecs.get((dimension, "forward"))
-        return codec is not None and not codec.lossless
+        return codec is not None and not codec.lossless and not self.link.native(dimension)
 
     def place(self, groups: Iterable[Ranks]) -> list[str]:
         """Find the nodes and make the two levels of the groups of dp and zero; a collective.

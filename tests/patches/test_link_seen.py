@@ -191,6 +191,25 @@ def test_pipeline_of_deepspeed(two: RankPool) -> None:
         assert on[rank].messages == always[rank].messages != off[rank].messages
 
 
+TIED = pipe_trainer.Job(steps=4, tied=True, bf16=True)
+
+
+def tied(times: tuple[float, float], dp: Any) -> Any:
+    with clock(*times):
+        (outcome,) = pipe_trainer.run([replace(TIED, block={"dp": dp, "min_bytes": 0})])
+    return outcome
+
+
+def test_tied_weights_of_a_fast_link_are_summed_in_the_order_of_upstream(pool: RankPool) -> None:
+    """Their sum moves behind that of the replicas only where something is lost."""
+    off, plain = pool.run(tied, FAST, EIGHT), pool.run(tied, FAST, "none")
+    on = pool.run(tied, SLOW, EIGHT)
+    for rank in range(4):
+        assert off[rank].losses == plain[rank].losses != on[rank].losses
+        assert off[rank].parameters == plain[rank].parameters
+        assert off[rank].messages == plain[rank].messages
+
+
 def resumed(
     folder: str, first: tuple[float, float], second: tuple[float, float]
 ) -> tuple[list[float], list[float], bool]:
