@@ -60,7 +60,8 @@ LAYOUTS = {
     "tp2": Layout("ds_zero0_baseline.json", "2", ("tp",), ("--tp", "2")),
     "pp2": Layout("ds_pipe2_baseline.json", "2", ("pp",), ("--pp", "2")),
     "tp2pp2": Layout("ds_pipe2_baseline.json", "4", ("tp", "pp"), ("--tp", "2", "--pp", "2")),
-    "dp2pp2": Layout("ds_pipe2_baseline.json", "4", ("dp", "pp"), ("--pp", "2")),
+    # bf16 without ZeRO is BF16_Optimizer in a pipeline, which gathers parameters all the same
+    "dp2pp2": Layout("ds_pipe2_baseline.json", "4", ("dp", "zero", "pp"), ("--pp", "2")),
     "asymmetric": Layout("ds_zero1_baseline.json", "2x2", ("dp", "zero"), peers=True),
     # eight ranks: the paper's three dimensions at once
     "3d": Layout(
