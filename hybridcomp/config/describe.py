@@ -56,11 +56,7 @@ def lines(config: CompressionConfig, absent: Collection[Dimension]) -> list[str]
         first, last = rungs[0].codec.spec, rungs[-1].stop + config.start_step
         levels = f"{len(rungs)} levels" if len(rungs) > 1 else "1 level"
         lines.append(f"{'ramp':13} {told}: from {first} in {levels}, as written from step {last}")
-    if config.measured():
-        names = ", ".join(config.measured())
-        late = any(name not in ONE_WAY for name in config.measured())
-        when = "timed at start-up" + (" (tp, pp: after the first step)" if late else "")
-        lines.append(f"{'measured':13} {names}: native where that is faster, {when}")
+    lines += _measured(config)
     lines += _guarded(config)
     if isinstance(config.hierarchy, int):
         lines.append(f"{'nodes':13} every {config.hierarchy} consecutive ranks share one")
@@ -74,6 +70,17 @@ def _deltas(config: CompressionConfig) -> str:
         return ""
     every = config.zero.resync_every
     return ", of what changed" + (f", exact every {every} steps" if every else "")
+
+
+def _measured(config: CompressionConfig) -> list[str]:
+    early = [name for name in config.measured() if name in ONE_WAY]
+    late = [name for name in config.measured() if name not in ONE_WAY]
+    told = {"at start-up": early, "after the first step": late}
+    return [
+        f"{'measured':13} {', '.join(names)}: native where that is faster, timed {when}"
+        for when, names in told.items()
+        if names
+    ]
 
 
 def _guarded(config: CompressionConfig) -> list[str]:
