@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from tests.patches.link_clock import clock
 from tests.training.pipe_trainer import digest, start_deepspeed
 
 VOCAB, WIDTH, LENGTH, BATCH, LAYERS = 64, 32, 16, 2, 2
@@ -46,6 +48,8 @@ class Job:
     steps: int = 50
     accumulation: int = 1
     ds_json: dict[str, Any] = field(default_factory=dict)
+    #: seconds of native and of encoded messages, as ``"when": "auto"`` finds them
+    link: tuple[float, float] | None = None
     block: dict[str, Any] | None = None
 
 
@@ -294,7 +298,8 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
     start_deepspeed()
     outcomes = []
     for job in jobs:
-        outcomes.append(train(job))
+        with nullcontext() if job.link is None else clock(*job.link):
+            outcomes.append(train(job))
         gc.collect()  # engines hang in cycles, and the first living one lends its channels
     hybridcomp.uninstall()
     return outcomes

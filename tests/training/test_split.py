@@ -105,6 +105,22 @@ def test_lossless_variants(train: Train, name: str) -> None:
     assert_all_encoded(job, lossless)
 
 
+@pytest.mark.parametrize("name", ["tp-checkpoint", "tp-overlap", "tp-accumulation"])
+def test_a_measured_dimension_is_native_for_a_step_or_for_good(train: Train, name: str) -> None:
+    """Recomputation, overlap and accumulation see one choice for all of a step."""
+    job = VARIANTS[name]
+    auto = replace(job, block=block(job, {**BLOCKINT, "when": "auto"}))
+    fast, slow = train(replace(auto, link=(0.01, 0.02))), train(replace(auto, link=(0.02, 0.01)))
+    assert_same(train(job), fast)
+    later = {**block(job, BLOCKINT), "start_step": 1}
+    assert_same(train(replace(job, block=later)), slow)
+    for way in ("forward", "backward"):
+        messages, native, *_ = fast[0].ledger["tp", way]
+        assert native == messages > 0
+        messages, native, *_ = slow[0].ledger["tp", way]
+        assert native == messages / SHORT
+
+
 def assert_all_encoded(job: Job, outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         for way in ("forward", "backward"):
