@@ -104,8 +104,13 @@ class Pipe:
             return None
         return self.channel.codec(numel, agreed.dtype, None, direction, hop)
 
+    @property
+    def own_rank(self) -> int:
+        """The global rank of this stage."""
+        return self.rank(self.engine.stage_id)
+
     def rank(self, stage: int) -> int:
-        """The global rank of the neighbour in ``stage``."""
+        """The global rank of ``stage`` in this pipeline."""
         return int(self.engine.grid.stage_to_global(stage_id=stage))
 
     def agree(self, link: Link, activations: Sequence[Agreed]) -> None:
@@ -164,7 +169,7 @@ def make_send(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(set_marks(tensor, pipe.marks), dest_stage, async_op)
         agreed, direction = pipe.advance(dest_stage, sending=True)
         target = pipe.rank(dest_stage)
-        codec = pipe.codec(agreed, tensor.numel(), direction, (dist.get_rank(), target))
+        codec = pipe.codec(agreed, tensor.numel(), direction, (pipe.own_rank, target))
         if codec is None or agreed is None:
             pipe.channel.native(tensor.nbytes, direction)
             return original(tensor, dest_stage, async_op)
@@ -195,7 +200,7 @@ def make_recv(original: Callable[..., Any]) -> Callable[..., Any]:
             return result
         agreed, direction = pipe.advance(src_stage, sending=False)
         source = pipe.rank(src_stage)
-        codec = pipe.codec(agreed, tensor.numel(), direction, (source, dist.get_rank()))
+        codec = pipe.codec(agreed, tensor.numel(), direction, (source, pipe.own_rank))
         if codec is None or agreed is None:
             return original(tensor, src_stage, async_op)
         fits = tensor.dtype == agreed.dtype and tensor.is_contiguous()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 import pybind11
+from pybind11.setup_helpers import ParallelCompile
 from setuptools.command.build_ext import build_ext
 
 COMPILE_ARGS = [
@@ -36,4 +37,5 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
             extension.include_dirs.append(pybind11.get_include())
             extension.extra_compile_args += COMPILE_ARGS + openmp
             extension.extra_link_args += openmp
-        super().build_extensions()
+        with ParallelCompile():  # all files of the extension at once, one for each core
+            super().build_extensions()

@@ -31,6 +31,9 @@ def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
     real = link.judge
     with (
         patch.object(link, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
+        patch.object(link, "REPEATS", (2, 3)),
+        patch.object(link, "REPEATS_SEEN", (2, 3)),
+        patch.object(link, "WORK_NUMEL", 1 << 10),
         patch.object(link, "seconds", seconds),
         patch("hybridcomp.channels.judge", lambda trial, *rest: real(sized(trial), *rest)),
     ):

@@ -207,9 +207,13 @@ class Wire:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.hops: list[tuple[int, int, str]] = []
         self.incoming: Tensor = torch.empty(0)
 
-    def codec(self, numel: int, dtype: torch.dtype, group: Any, direction: str) -> Any:
+    def codec(
+        self, numel: int, dtype: torch.dtype, group: Any, direction: str, hop: tuple[int, int]
+    ) -> Any:
+        self.hops.append((*hop, direction))
         return make_codec("blockint", bits=8) if numel >= 8 else None
 
     def native(self, raw_nbytes: int, direction: str) -> None:
@@ -237,6 +241,7 @@ def wire() -> Iterator[Wire]:
     wire = Wire()
     engine = SimpleNamespace(
         next_stage=2,
+        stage_id=1,
         prev_stage=0,
         grid=SimpleNamespace(stage_to_global=lambda stage_id: 10 + stage_id),
         has_attention_mask=False,
@@ -290,6 +295,7 @@ def test_gradients_use_the_dtype_of_the_activation(wire: Wire) -> None:
     wire.incoming = torch.arange(16.0)
     recv(torch.empty(16, dtype=torch.bfloat16), 0)
     send(torch.ones(16), 0)  # the buffer was fp32, so the gradient is
+    assert wire.hops == [(10, 11, "forward"), (11, 10, "backward")]  # global ranks of both ends
     assert wire.calls[-1] == ("send", "backward", 10, torch.bfloat16, [1.0] * 16, 64)
     for tensor in (torch.ones(16), torch.ones(16), torch.arange(16)):
         send(tensor, 2)
