@@ -284,7 +284,7 @@ def projection_chapter(source: Path, out: Path) -> str:
         ]
     parts.append(
         "\n![gains against GPUs](projection.png)\n\n## Commands\n\n```\n"
-        "scripts/project_scale.py runs/training_bench/bench_training.json --out runs/projection\n"
+        "scripts/project_scale.py docs/results/speed.json --out runs/projection\n"
         "scripts/results.py --projection runs/projection\n```"
     )
     return "\n".join(parts)
