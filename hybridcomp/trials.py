@@ -30,20 +30,28 @@ class Planned:
     numel: int
 
 
-def reductions(
-    codec: Codec,
-    feedback: bool,
-    group: dist.ProcessGroup | None,
-    levels: Levels | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Callable[[int], tuple[Run, Run]]:
+@dataclass(frozen=True)
+class Place:
+    """Whose messages are timed, over which of the two levels, and of what they are made."""
+
+    group: dist.ProcessGroup | None
+    levels: Levels | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def values(self, numel: int) -> torch.Tensor:
+        """Noise, another on each rank."""
+        return _values(numel, self.dtype, self.device)
+
+
+def reductions(codec: Codec, feedback: bool, place: Place) -> Callable[[int], tuple[Run, Run]]:
     """Trials of all-reduces of gradients; with ``feedback`` residuals are kept, too."""
+    group, levels = place.group, place.levels
 
     def trial(numel: int) -> tuple[Run, Run]:
-        values = _values(numel, dtype, device)
-        chosen = codec.for_message(numel, dtype, dist.get_world_size(group))
-        residual, owner = _residuals(numel, group, levels, device) if feedback else (None, None)
+        values = place.values(numel)
+        chosen = codec.for_message(numel, place.dtype, dist.get_world_size(group))
+        residual, owner = _residuals(numel, place) if feedback else (None, None)
 
         def coded() -> None:
             if levels is not None:
@@ -65,10 +73,9 @@ def reductions(
     return trial
 
 
-def _residuals(
-    numel: int, group: dist.ProcessGroup | None, levels: Levels | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _residuals(numel: int, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros as long as what this rank encodes, and as its chunk of it."""
+    group, levels, device = place.group, place.levels, place.device
     low, high = (0, numel) if levels is None else hierarchy.stretch(numel, levels)
     encoders = dist.get_world_size(group) if levels is None else levels.nodes
     index = dist.get_rank(group) if levels is None else levels.node
@@ -76,20 +83,15 @@ def _residuals(
     return torch.zeros(high - low, device=device), torch.zeros(stop - start, device=device)
 
 
-def gathers(
-    codec: Codec,
-    group: dist.ProcessGroup | None,
-    levels: Levels | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Callable[[int], tuple[Run, Run]]:
+def gathers(codec: Codec, place: Place) -> Callable[[int], tuple[Run, Run]]:
     """Trials of all-gathers of parameters; sizes are those of what is gathered."""
+    group, levels = place.group, place.levels
 
     def trial(numel: int) -> tuple[Run, Run]:
         world_size = dist.get_world_size(group)
-        shard = _values(-(-numel // world_size), dtype, device)
+        shard = place.values(-(-numel // world_size))
         out = shard.new_empty(world_size * shard.numel())
-        chosen = codec.for_message(shard.numel(), dtype, world_size)
+        chosen = codec.for_message(shard.numel(), place.dtype, world_size)
         rows: Sequence[torch.Tensor] = torch.split(out, shard.numel())
 
         def coded() -> None:

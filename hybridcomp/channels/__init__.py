@@ -19,7 +19,7 @@ from hybridcomp.link import Link, judge, judge_seen
 from hybridcomp.nodes import Nodes, Ranks, discover
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 from hybridcomp.seen import Seen
-from hybridcomp.trials import gathers, messages, reductions
+from hybridcomp.trials import Place, gathers, messages, reductions
 
 __all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "channels_of"]
 
@@ -100,15 +100,15 @@ class Channels:
         if not names or dist.get_world_size(group) < 2:
             return []
         levels = self.nodes.levels(group) if self.nodes is not None else None
+        place = Place(group, levels, dtype, device)
         common = torch.tensor(numel, device=device)
         dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
         for name in names:
             codec = self.policy.codecs[name, "forward"]
             assert codec is not None, "the block was checked"
-            trials = gathers(codec, group, levels, dtype, device)
+            trials = gathers(codec, place)
             if name == "dp":
-                feedback = self[name].error_feedback
-                trials = reductions(codec, feedback, group, levels, dtype, device)
+                trials = reductions(codec, self[name].error_feedback, place)
             self.link.verdicts[name] = judge(trials, dtype.itemsize, device, int(common))
         self._note_link()
         return [self.link.verdicts[name].told(name) for name in names]
