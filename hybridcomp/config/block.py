@@ -18,18 +18,11 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config import describe
 from hybridcomp.config.bounds import check_kept
-from hybridcomp.config.dimension import (
-    ActivationConfig,
-    DimensionConfig,
-    GradientConfig,
-    OffloadConfig,
-    ParameterConfig,
-    PipelineConfig,
-    TensorConfig,
-)
+from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
 from hybridcomp.config.presets import PRESETS, overridden
 from hybridcomp.config.problems import NOTHING, near_key, problem, translate
 from hybridcomp.config.settings import NONE, Strict
+from hybridcomp.config.two_ways import ActivationConfig, OffloadConfig, PipelineConfig, TensorConfig
 from hybridcomp.policy import (
     DIMENSIONS,
     DIRECTIONS,

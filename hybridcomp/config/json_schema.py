@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config.block import BLOCK, CompressionConfig
-from hybridcomp.config.dimension import (
+from hybridcomp.config.dimension import GradientConfig, ParameterConfig
+from hybridcomp.config.settings import codec_names
+from hybridcomp.config.two_ways import (
     ActivationConfig,
     DirectionConfig,
-    GradientConfig,
     OffloadConfig,
-    ParameterConfig,
     PipelineConfig,
     TensorConfig,
 )
-from hybridcomp.config.settings import codec_names
 
 #: models that may be written as the bare name of a codec
 SHORTHAND = frozenset(
