@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the schemes would do to GPT-NeoX-20B on 24 to 192 GPUs, by a cost model.
 
-project_scale.py runs/training_bench/bench_training.json --out runs/projection
+project_scale.py docs/results/speed.json --out runs/projection
 
 The model is fitted to some cells of scripts/bench_training.py and checked on the others; its error
 there is printed first. Everything about the large machine that the paper (arXiv 2409.02423) does
@@ -105,7 +105,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mpc", type=float, default=60.0, metavar="GB/s", help="of a GPU, assumed")
     add("--blockint", type=float, default=250.0, metavar="GB/s", help="of a GPU, assumed")
     add("--target", type=float, default=0.15, help="error that no held-out cell may exceed")
-    return parser.parse_args(arguments)
+    found = parser.parse_args(arguments)
+    if find_spec("matplotlib") is None:
+        parser.error("the picture needs matplotlib: pip install 'hybridcomp[plot]'")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,12 +15,13 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import loss_study
 import segment_tables
-from training_bench import chapters
+from training_bench import chapters, paper
 
 from hybridcomp.compare import CompareError, Wishes, compared
 from hybridcomp.compare.draw import draw
@@ -213,7 +214,7 @@ CHAPTERS = (
         chapters.equal_bytes_chapter,
         f"{BENCH} --losses",
     ),
-    Chapter("paper", "The paper's schemes", chapters.paper_chapter, f"{BENCH} --layouts 3d"),
+    Chapter("paper", "The paper's schemes", paper.paper_chapter, f"{BENCH} --layouts 3d"),
     Chapter(
         "projection",
         "Projected: GPT-NeoX-20B",
@@ -232,7 +233,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         flag = f"--{chapter.name.replace('_', '-')}"
         parser.add_argument(flag, type=Path, metavar="FOLDER", help=f"of {chapter.measured_by}")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="FOLDER")
-    return parser.parse_args(arguments)
+    found = parser.parse_args(arguments)
+    if find_spec("matplotlib") is None:
+        parser.error("the pictures need matplotlib: pip install 'hybridcomp[plot]'")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -53,6 +53,15 @@ def test_loss_chapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (out / "loss_dp2.png").stat().st_size > 10_000
 
 
+def test_without_matplotlib_it_says_so_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        results.main(["--loss", "nowhere"])
+    assert "pip install 'hybridcomp[plot]'" in capsys.readouterr().err
+
+
 def test_segments_chapter(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     study, out = tmp_path / "study", tmp_path / "out"

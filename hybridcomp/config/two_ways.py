@@ -1,0 +1,78 @@
+"""Dimensions whose messages have two directions: activations and their gradients, or copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
+from hybridcomp.config.problems import problem
+from hybridcomp.config.settings import CodecSettings, build_codec
+from hybridcomp.policy import DIRECTIONS, Direction
+
+
+class DirectionConfig(CodecSettings):
+    """What differs in one direction. Without ``codec`` the dimension's codec is kept."""
+
+
+class ActivationConfig(DimensionConfig):
+    """Activations in the forward pass, their gradients in the backward pass."""
+
+    forward: DirectionConfig | None = Field(
+        None, description="What differs for activations (forward pass)."
+    )
+    backward: DirectionConfig | None = Field(
+        None, description="What differs for gradients of activations (backward pass)."
+    )
+
+    def settings(self, direction: Direction) -> dict[str, Any]:
+        """Codec and codec settings that hold in ``direction``."""
+        override: DirectionConfig | None = getattr(self, direction)
+        if override is None:
+            return self.given()
+        if override.codec is not None:
+            return override.given()
+        return {**self.given(), **override.given()}
+
+    def _check_codecs(self) -> None:
+        overrides = [getattr(self, direction) for direction in DIRECTIONS]
+        for name, found in self.given().items():
+            if all(o is not None and (o.codec or name in o.given()) for o in overrides):
+                todo = (
+                    f"never used: forward and backward both name their codec or {name}; remove it"
+                )
+                raise problem(name, found, todo)
+        for direction, override in zip(DIRECTIONS, overrides, strict=True):
+            own = set() if override is None else set(override.given())
+            build_codec(self.settings(direction), direction, own)
+
+
+class TensorConfig(MeasuredConfig, ActivationConfig):
+    """Collectives of tensor-parallel layers; also what sends between stages have in common."""
+
+    def _check_codecs(self) -> None:
+        super()._check_codecs()
+        self._check_measured(self.codec_of("forward") or self.codec_of("backward"))
+
+
+class PipelineConfig(TensorConfig):
+    """Sends between pipeline stages."""
+
+    scatter_gather: bool = Field(
+        False,
+        description="Megatron-core without sequence parallelism: every tensor rank sends its part "
+        "of a message, and the receivers gather the parts. With `codec` none too. DeepSpeed does "
+        "so itself (pipe_partitioned): an error there.",
+    )
+
+
+class OffloadConfig(ActivationConfig):
+    """Copies between a device and its host (ZeRO-Offload)."""
+
+    forward: DirectionConfig | None = Field(
+        None, description="What differs for updated parameters, host to device."
+    )
+    backward: DirectionConfig | None = Field(
+        None, description="What differs for gradients, device to host."
+    )
