@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
