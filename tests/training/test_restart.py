@@ -49,11 +49,16 @@ def config(micro_batch: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def killed(folder: Path) -> Path:
-    """The log of a run that was killed after its checkpoint."""
+    """The log of a run that was killed after its checkpoint.
+
+    It would go on for long: how late the kill comes on a busy machine nobody knows. What it saved
+    after the first checkpoint is left out.
+    """
     save = ("--save=checkpoint", f"--save-every={SAVED}")
-    process = start(folder, "killed", "ranks2", f"--steps={STEPS}", *save, module=True)
+    process = start(folder, "killed", "ranks2", f"--steps={100 * STEPS}", *save, module=True)
     kill_after(folder, "killed", SAVED + 1, process)
-    assert SAVED < len(losses(folder, "killed")) < STEPS
+    assert SAVED < len(losses(folder, "killed")) < 100 * STEPS
+    (folder / "checkpoint" / "latest").write_text(f"global_step{SAVED}")
     return folder / "killed" / "loss.jsonl"
 
 
