@@ -104,7 +104,7 @@ class Pipe:
             return None
         return self.channel.codec(numel, agreed.dtype, None, direction, hop)
 
-    @property
+    @functools.cached_property
     def own_rank(self) -> int:
         """The global rank of this stage."""
         return self.rank(self.engine.stage_id)

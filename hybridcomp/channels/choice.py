@@ -84,15 +84,14 @@ class Choice:
     def _too_fast(self) -> bool:
         """Whether the link was found to be faster than the codec. Raises ConfigError where it
         should have been measured before the first message and was not."""
-        channels = self._channels
-        early = self.dimension in ONE_WAY and self.dimension in channels.config.measured()
-        if early and not channels.is_weighed:
+        channels, name = self._channels, self.dimension
+        if not channels.is_weighed and name in ONE_WAY and name in channels.config.measured():
             todo = (
                 "nothing was measured, as this job makes its groups in a way of its own; write "
                 '"always"'
             )
-            raise ConfigError(f"compression.{self.dimension}.when", "auto", todo)
-        return channels.link.native(self.dimension)
+            raise ConfigError(f"compression.{name}.when", "auto", todo)
+        return channels.link.native(name)
 
     def wants_pieces(self, codec: Codec) -> bool:
         """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""
