@@ -186,16 +186,17 @@ class CudaKernels:
 
     def _fixed(
         self, source: str, defines: tuple[str, ...], kernel: str, payload: int, blocks: int,
-        words: tuple[int, ...],
+        words: tuple[int, ...], threads: int = THREADS,
     ) -> None:  # fmt: skip
         if payload % ALIGN:
             raise ValueError(f"{kernel}: the payload must begin at a multiple of {ALIGN} bytes")
         if blocks:
-            self._launcher.launch(source, defines, kernel, (blocks, 1), *words)
+            self._launcher.launch(source, defines, kernel, (blocks, 1), *words, threads=threads)
 
     def _variable(
-        self, source: str, kernel: str, out: int, tiles: int, words: tuple[int, ...], size: int
-    ) -> int:
+        self, source: str, kernel: str, out: int, tiles: int, words: tuple[int, ...], size: int,
+        threads: int = THREADS,
+    ) -> int:  # fmt: skip
         """Launch an encoder; the bytes it used, or 0 where ``size`` will hold them.
 
         ``tiles`` is 0 for no values: then there is no launch, and nobody else writes ``size``.
@@ -204,7 +205,7 @@ class CudaKernels:
             return 0
         work = self._launcher.zeros(2 + tiles)  # the size, the ticket, a word for each tile
         start = work.data_ptr()
-        self._fixed(source, (), kernel, out, tiles, (*words, start + 8, size or start))
+        self._fixed(source, (), kernel, out, tiles, (*words, start + 8, size or start), threads)
         if size:
             return 0
         nbytes = int(work[0])  # waits

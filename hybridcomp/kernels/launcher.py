@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import images
 
-THREADS = 256  # of a block, for every kernel
+THREADS = 256  # of a block, for kernels that ask for nothing else
 WARPS = THREADS // 32
 WHOLE = 2**64 - 1  # no chunk is skipped
 DTYPES = ("fp32", "bf16", "fp16")  # by dtype code
@@ -25,9 +25,10 @@ class Launcher(Protocol):
     """Starts kernels on one device."""
 
     def launch(
-        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int], *words: int
-    ) -> None:
-        """Run ``kernel`` of ``source``, compiled with ``defines``, over ``grid`` blocks of THREADS.
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = THREADS,
+    ) -> None:  # fmt: skip
+        """Run ``kernel`` of ``source``, compiled with ``defines``, over ``grid`` blocks.
 
         Every argument is a word of 64 bits: an address, a number, or the bits of a float.
         """
@@ -62,8 +63,9 @@ class CupyLauncher:
         self._streams: dict[int, Any] = {}
 
     def launch(
-        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int], *words: int
-    ) -> None:
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = THREADS,
+    ) -> None:  # fmt: skip
         """See Launcher."""
         import numpy as np
 
@@ -71,7 +73,7 @@ class CupyLauncher:
         if function is None:
             function = self._load(source, defines, kernel)
         with self._stream():
-            function(grid, (THREADS,), tuple(np.uint64(word) for word in words))
+            function(grid, (threads,), tuple(np.uint64(word) for word in words))
 
     def zeros(self, words: int) -> Tensor:
         """See Launcher."""

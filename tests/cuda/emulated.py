@@ -88,10 +88,11 @@ class EmulatedLauncher:
     """What ``cuda.CudaKernels`` launches with, on tensors of the CPU."""
 
     def launch(
-        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int], *words: int
-    ) -> None:
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = THREADS,
+    ) -> None:  # fmt: skip
         """See ``launcher.Launcher``."""
-        emulated(source, *defines).launch(kernel, grid, *words)
+        emulated(source, *defines).launch(kernel, grid, *words, threads=threads)
 
     def zeros(self, words: int) -> Tensor:
         """See ``launcher.Launcher``."""
