@@ -1,154 +1,22 @@
-"""What the seams of ZeRO-Offload share: sums of micro-batches, verdicts, and exact refreshes.
+"""What the seams of ZeRO-Offload share: copies of parameters, steps, exact refreshes.
 
-Upstream adds up micro-batches on the device and keeps the sum on the host: each fetches the sum so
-far, adds, and sends it back, three quarters of all bytes with four micro-batches. Here the sum stays
-on the device where there is room for it (``compression.offload.sums``), in the dtype that upstream
-adds in, and crosses once a step, encoded; norm and overflow flag are upstream's. Where there is no
-room each gradient crosses, encoded, and the host adds: in one pass over the sum and in fp32, or,
-where a lossless codec has to give the same bits, in upstream's dtype. Norm and overflow flag of
-such a sum are the host's as well. No seam is here.
+No seam is here.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from hybridcomp.channels import Channels, Packed, channels_of
-from hybridcomp.codecs.base import Codec
+from hybridcomp.channels import Channels, channels_of
 from hybridcomp.patches.ds_residuals import say
-
-#: attribute of an optimizer: its Sums
-ATTRIBUTE = "_hybridcomp_sums"
-
-
-@dataclass
-class Sums:
-    """Gradients of several micro-batches of one optimizer, and what the host found in them."""
-
-    #: whether the device adds up; None: not decided yet
-    on_device: bool | None = None
-    totals: dict[int, Tensor] = field(default_factory=dict)  # by parameter id, upstream's dtype
-    packed: dict[int, Packed] = field(default_factory=dict)  # what the host adds up in fp32
-    #: parameters that no boundary has closed since the last step, and how to close them
-    open: dict[int, Callable[[], None]] = field(default_factory=dict)
-    norms: dict[int, Tensor] = field(default_factory=dict)  # of closed ones, not yet told upstream
-
-    def add(self, key: int, values: Tensor, dtype: torch.dtype, *, first: bool) -> Tensor:
-        """The sum on the device with ``values`` added; it has ``dtype``, as upstream's has."""
-        total = self.totals.get(key)
-        if total is None:
-            self.totals[key] = total = torch.empty_like(values, dtype=dtype)
-            first = True
-        if first:
-            total.copy_(values)
-        else:
-            total.add_(values.to(dtype))
-        return total
-
-    def close(self, key: int, total: Tensor, out: Tensor, norm: Callable[[Tensor], Tensor]) -> None:
-        """A sum of the host is complete: give it to the optimizer, and take its norm."""
-        out.copy_(total)
-        self.norms[key] = norm(total)
-
-    def close_packed(self, key: int, packed: Packed) -> None:
-        """The same for one that was added up where the optimizer reads it."""
-        assert packed.square is not None
-        self.norms[key] = packed.square.sqrt()
-
-
-def add_on_host(
-    optimizer: Any,
-    channels: Channels,
-    key: int,
-    values: Tensor,
-    total: Callable[[], Tensor],
-    out: Tensor,
-    codec: Codec,
-    norm: Callable[[Tensor], Tensor],
-    *,
-    raw_nbytes: int,
-    first: bool,
-    boundary: bool,
-) -> None:
-    """Send one micro-batch's gradient to the host, which adds it to the others.
-
-    ``total``: makes the sum in upstream's dtype, where the bits, or an overflow of fp16, ask for it.
-    """
-    sums, moves = sums_of(optimizer), channels.host
-    close: Callable[[], None]
-    if codec.lossless or values.dtype == torch.float16 or out.dtype != torch.float32:
-        if key not in sums.totals:
-            sums.totals[key] = total()
-        held = sums.totals[key]
-        finish = partial(sums.close, key, held, out, norm)
-        moves.to_host(values, held, codec, raw_nbytes=raw_nbytes, add=not first)
-        close = partial(moves.when_complete, finish, on=values.device)
-    else:
-        packed = sums.packed.get(key)
-        if packed is None or first:
-            sums.packed[key] = packed = Packed(out)
-        moves.pack(values, packed, codec, raw_nbytes=raw_nbytes)
-        finish = partial(sums.close_packed, key, packed)
-        close = partial(moves.unpack, packed, on=values.device, then=finish)
-    sums.open[key] = close
-    if boundary:
-        sums.open.pop(key)()
-
-
-def adds_on_device(
-    optimizer: Any, channels: Channels, like: Tensor, numel: int, device: torch.device
-) -> bool:
-    """Whether micro-batches of this step are added up on the device, small gradients as well.
-
-    ``like``: what has the dtype of sums; ``numel``: of all gradients of this rank.
-    """
-    if channels["offload"].copy_codec(1 << 40, like.dtype, "backward") is None:
-        return False
-    sums = sums_of(optimizer)
-    if sums.on_device is None:
-        sums.on_device, note = _room(channels, device, numel * like.itemsize)
-        say([note])
-    return sums.on_device
-
-
-def _room(channels: Channels, device: torch.device, nbytes: int) -> tuple[bool, str]:
-    """Whether the device has room for a sum of so many bytes, and what to tell the user.
-
-    Asked in the first backward pass, when activations take the most memory.
-    """
-    asked = channels.config.offload.sums
-    size, key = f"{nbytes / 1e6:.0f} MB", f"(compression.offload.sums: {asked})"
-    fits = True
-    if asked == "auto" and device.type == "cuda":
-        cuda: Any = torch.cuda
-        free, whole = cuda.mem_get_info(device)
-        free += cuda.memory_reserved(device) - cuda.memory_allocated(device)
-        fits = free - nbytes >= whole / 10
-    if asked == "device" or (asked == "auto" and fits):
-        return True, f"offload: micro-batches are added up on the device, in {size} of it {key}"
-    why = "" if asked == "host" else f", as {size} more would not leave a tenth of the device free"
-    return False, f"offload: micro-batches are added up on the host{why} {key}"
-
-
-def close_step(optimizer: Any, channels: Channels) -> None:
-    """After a step: time it where that is asked for."""
-    from deepspeed.accelerator import get_accelerator
-
-    device = torch.device(get_accelerator().current_device_name())
-    pace, skipped = channels.host.pace, bool(getattr(optimizer, "overflow", False))
-    told = pace.took(channels.step, device, skipped=skipped)
-    say(told)
-    if told and not pace.encodes("backward", channels.step + 1, channels.policy.start_step):
-        setattr(optimizer, ATTRIBUTE, Sums())  # its memory is upstream's again
-    channels.host.note()
+from hybridcomp.patches.ds_sums import forget, sums_of
 
 
 def has(module: str, name: str, method: str) -> bool:
@@ -156,13 +24,51 @@ def has(module: str, name: str, method: str) -> bool:
     return method in vars(getattr(importlib.import_module(module), name))
 
 
-def sums_of(optimizer: Any) -> Sums:
-    """The sums of an optimizer."""
-    found: Sums | None = getattr(optimizer, ATTRIBUTE, None)
-    if found is None:
-        found = Sums()
-        setattr(optimizer, ATTRIBUTE, found)
-    return found
+class Uploads(TorchFunctionMode):
+    """Inside, what is copied out of the optimizer's 16-bit host buffers travels encoded."""
+
+    def __init__(self, optimizer: Any, channels: Channels) -> None:
+        super().__init__()
+        self._channels = channels
+        buffers = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+        self._buffers = {_start(buffer) for buffer in buffers if buffer.numel()}
+        self._waiting: dict[int, Tensor] = {}  # what a buffer should have been filled with
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], Tensor):
+            out, values = args[0], args[1]
+            if _start(out) in self._buffers and values.shape == out.shape:
+                # rounding to 16 bits in a pass of its own would take longer than encoding
+                self._waiting[_start(out)] = values
+                return out
+            if _start(values) in self._buffers:
+                masters = self._waiting.pop(_start(values), values)
+                if upload(self._channels, masters, out):
+                    return out
+                if masters is not values:
+                    values.copy_(masters)
+        return func(*args, **(kwargs or {}))
+
+
+def _start(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
+    """Move updated parameters to ``out`` on the device; False: left to upstream."""
+    channel, raw_nbytes = channels["offload"], out.numel() * out.itemsize
+    codec = channel.copy_codec(out.numel(), out.dtype, "forward")
+    if codec is None:
+        channel.native(raw_nbytes, "forward")
+        return False
+    channels.host.to_device(values, out, codec, raw_nbytes=raw_nbytes)
+    return True
 
 
 def settle(optimizer: Any, channels: Channels) -> bool:
@@ -181,6 +87,19 @@ def settle(optimizer: Any, channels: Channels) -> bool:
     sums.norms.clear()
     sums.open.clear()
     return not finite
+
+
+def close_step(optimizer: Any, channels: Channels) -> None:
+    """After a step: time it where that is asked for."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().current_device_name())
+    pace, skipped = channels.host.pace, bool(getattr(optimizer, "overflow", False))
+    told = pace.took(channels.step, device, skipped=skipped)
+    say(told)
+    if told and not pace.encodes("backward", channels.step + 1, channels.policy.start_step):
+        forget(optimizer)
+    channels.host.note()
 
 
 def at_boundary(optimizer: Any) -> bool:

@@ -21,28 +21,27 @@ decoded, so replicas are equal; what is saved is exact (``ds_exact``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from hybridcomp.channels import Channels, HostMoves, channels_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.ds_host import (
-    add_on_host,
-    adds_on_device,
+    Uploads,
     at_boundary,
     close_step,
     has,
     norm_dtype,
     offloads,
     settle,
-    sums_of,
+    upload,
 )
+from hybridcomp.patches.ds_sums import add_on_host, adds_on_device, sums_of
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -178,53 +177,6 @@ def _native_nbytes(optimizer: Any, param: Any, out: Tensor, boundary: bool, alon
     whole = not optimizer.low_precision_master_weights_and_grads
     total = (param.numel() if whole else out.numel()) * param.itemsize
     return int(last + total * (2 if optimizer.micro_step_id > 0 else 1))
-
-
-class Uploads(TorchFunctionMode):
-    """Inside, what is copied out of the optimizer's 16-bit host buffers travels encoded."""
-
-    def __init__(self, optimizer: Any, channels: Channels) -> None:
-        super().__init__()
-        self._channels = channels
-        buffers = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
-        self._buffers = {_start(buffer) for buffer in buffers if buffer.numel()}
-        self._waiting: dict[int, Tensor] = {}  # what a buffer should have been filled with
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], Tensor):
-            out, values = args[0], args[1]
-            if _start(out) in self._buffers and values.shape == out.shape:
-                # rounding to 16 bits in a pass of its own would take longer than encoding
-                self._waiting[_start(out)] = values
-                return out
-            if _start(values) in self._buffers:
-                masters = self._waiting.pop(_start(values), values)
-                if upload(self._channels, masters, out):
-                    return out
-                if masters is not values:
-                    values.copy_(masters)
-        return func(*args, **(kwargs or {}))
-
-
-def _start(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
-    """Move updated parameters to ``out`` on the device; False: left to upstream."""
-    channel, raw_nbytes = channels["offload"], out.numel() * out.itemsize
-    codec = channel.copy_codec(out.numel(), out.dtype, "forward")
-    if codec is None:
-        channel.native(raw_nbytes, "forward")
-        return False
-    channels.host.to_device(values, out, codec, raw_nbytes=raw_nbytes)
-    return True
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:

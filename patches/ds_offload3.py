@@ -29,16 +29,14 @@ from torch import Tensor
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.ds_host import (
-    add_on_host,
-    adds_on_device,
     at_boundary,
     close_step,
     has,
     offloads,
     settle,
-    sums_of,
+    upload,
 )
-from hybridcomp.patches.ds_offload import upload
+from hybridcomp.patches.ds_sums import add_on_host, adds_on_device, sums_of
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"

@@ -142,7 +142,7 @@ class HostMoves:
         return payloads
 
     def kept(self, raw_nbytes: int, *, message: bool = True) -> None:
-        """Upstream would have moved a sum that stayed on the device; ``message``: and did only that."""
+        """Upstream would have moved a sum that stayed; ``message``: nothing else counts it."""
         self._entry.messages += message
         self._entry.raw_nbytes += raw_nbytes
 

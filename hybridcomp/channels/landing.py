@@ -145,7 +145,7 @@ class Landing:
 
 
 def decode(codec: Codec, payload: Tensor, out: Tensor, dtype: torch.dtype, add: bool) -> None:
-    """``payload`` of values of ``dtype`` into ``out``, or onto it, rounded to the dtype of ``out``."""
+    """``payload`` of values of ``dtype`` into ``out``, or onto it, rounded to its dtype."""
     if not add and (out.dtype == dtype or not codec.lossless):
         codec.decode(payload, out)
         return

@@ -114,17 +114,14 @@ class Pace:
     def told(self) -> str:
         """One sentence about the verdict."""
         assert self.chosen is not None
-        names = {("backward",): "with encoded gradients", ("forward",): "with encoded parameters"}
         parts = [
-            f"{seconds * 1e3:.1f} ms " + (names.get(kind, "encoded") if kind else "natively")
+            f"{seconds * 1e3:.1f} ms {_named(kind, self.kinds)}"
             for kind, seconds in zip(self.kinds, self.medians, strict=True)
         ]
         kind = self.kinds[self.chosen]
-        todo = {NATIVE: 'native for this run; "when": "always" compresses',
-                ("backward",): "gradients compressed, parameters native",
-                ("forward",): "parameters compressed"}.get(kind, "compressed")  # fmt: skip
-        if kind == ("backward",) and len(self.kinds) == 2:
-            todo = "gradients compressed"
+        todo = 'native for this run; "when": "always" compresses'
+        if kind:
+            todo = "compressed" if len(kind) == len(self.kinds[-1]) else "only gradients compressed"
         figures = f"{', '.join(parts[:-1])} and {parts[-1]}"
         return f"offload: a step takes {figures} (compression.offload.when: auto): {todo}"
 
@@ -166,3 +163,9 @@ class Pace:
         if self.chosen is None:
             return []
         return [f"{self.told()}, as measured in the run that is continued"]
+
+
+def _named(kind: Kind, kinds: tuple[Kind, ...]) -> str:
+    if not kind:
+        return "natively"
+    return "encoded" if kind == kinds[-1] else "with encoded gradients"

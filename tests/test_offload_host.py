@@ -1,0 +1,71 @@
+"""Sums of micro-batches that wait packed in the host's memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridcomp.channels import Channels, Packed
+from hybridcomp.channels import host as host_module
+from hybridcomp.codecs import BlockInt, ExpCode
+from hybridcomp.codecs.base import Codec
+from hybridcomp.config import CompressionConfig
+
+CPU = torch.device("cpu")
+
+
+def channels() -> Channels:
+    return Channels(CompressionConfig.model_validate({"offload": "blockint", "min_bytes": 0}))
+
+
+def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    payload = torch.empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
+    out = torch.empty(values.numel())
+    codec.decode(payload[: codec.encode(values, payload)], out)
+    return out
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("chunk", [4096, 1 << 20])
+def test_packed_sums_are_sums_of_what_was_sent(
+    count: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than fit into one pass, in one chunk and in several; twice into the same place."""
+    monkeypatch.setattr(host_module, "CHUNK_NUMEL", chunk)
+    moves, codec = channels().host, BlockInt(8)
+    out = torch.full((3 * 4096 + 77,), 9.0)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        gradients = [torch.randn(out.numel()).to(torch.bfloat16) for _ in range(count)]
+        packed, done = Packed(out), []
+        for values in gradients:
+            moves.pack(values, packed, codec, raw_nbytes=0)
+        moves.unpack(packed, on=CPU, then=lambda found=done: found.append(1))
+        expected = torch.zeros_like(out)
+        for values in gradients:
+            expected += decoded(codec, values)
+        assert torch.equal(out, expected) and done == [1] and not packed.waiting
+        assert packed.square is not None
+        assert float(packed.square) == pytest.approx(float(out.double().square().sum()), rel=1e-12)
+
+
+def test_a_nan_makes_the_norm_not_finite() -> None:
+    moves, packed = channels().host, Packed(torch.zeros(5000))
+    values = torch.ones(5000, dtype=torch.bfloat16)
+    moves.pack(values, packed, BlockInt(4), raw_nbytes=0)
+    values[4321] = float("nan")
+    moves.pack(values, packed, BlockInt(4), raw_nbytes=0)
+    moves.unpack(packed, on=CPU)
+    assert packed.square is not None and not packed.square.isfinite()
+    assert not packed.total[4321].isfinite() and packed.total[:4000].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codec", [BlockInt(8), ExpCode()], ids=str)
+def test_parameters_arrive_as_they_would_have(codec: Codec, dtype: torch.dtype) -> None:
+    """Without loss rounded before, others after: what is encoded is the master weight."""
+    torch.manual_seed(0)
+    masters, out = torch.randn(70_000), torch.empty(70_000, dtype=dtype)
+    channels().host.to_device(masters, out, codec, raw_nbytes=0)
+    expected = masters if codec.lossless else decoded(codec, masters)
+    assert torch.equal(out, expected.to(dtype))
