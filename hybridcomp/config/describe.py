@@ -75,7 +75,8 @@ def _deltas(config: CompressionConfig) -> str:
 def _measured(config: CompressionConfig) -> list[str]:
     early = [name for name in config.measured() if name in ONE_WAY]
     late = [name for name in config.measured() if name not in ONE_WAY]
-    told = {"at start-up": early, "after the first step": late}
+    host = ["offload"] if config.offload.when == "auto" else []
+    told = {"at start-up": early, "after the first step": late, "in real steps": host}
     return [
         f"{'measured':13} {', '.join(names)}: native where that is faster, timed {when}"
         for when, names in told.items()
