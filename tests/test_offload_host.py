@@ -46,7 +46,16 @@ def test_packed_sums_are_sums_of_what_was_sent(
             expected += decoded(codec, values)
         assert torch.equal(out, expected) and done == [1] and not packed.waiting
         assert packed.square is not None
-        assert float(packed.square) == pytest.approx(float(out.double().square().sum()), rel=1e-12)
+        assert float(packed.square) == pytest.approx(float(out.double().square().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("numel", [0, 5, 1024, 70_001])
+def test_squares(numel: int, scale: float) -> None:
+    """Also of values whose squares fp32 cannot hold."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * scale
+    exact = float(values.double().square().sum())
+    assert float(host_module.square_of(values)) == pytest.approx(exact, rel=1e-6)
 
 
 def test_a_nan_makes_the_norm_not_finite() -> None:

@@ -24,7 +24,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hybridcomp.channels.landing import CHUNK_NUMEL, PINNED, Landing, Payload
+from hybridcomp.channels.landing import (
+    CHUNK_NUMEL,
+    LONG_NUMEL,
+    PINNED,
+    Landing,
+    Payload,
+    fewer_threads,
+)
 from hybridcomp.channels.pace import Pace
 from hybridcomp.channels.samples import SAMPLE_NUMEL
 from hybridcomp.codecs.base import Codec
@@ -35,8 +42,6 @@ from hybridcomp.policy import Direction
 if TYPE_CHECKING:
     from hybridcomp.channels import Channels
 
-#: elements of one payload to the device, where launching costs more than the last one's delay
-UPLOAD_NUMEL = 4 * CHUNK_NUMEL
 #: payloads that may be on their way to the device
 UPLOADS = 4
 #: micro-batches that are added to a sum in one pass. Each touches the sum in memory once less
@@ -59,7 +64,7 @@ class Packed:
             payload.land(place, add)
             add = True
         if last:
-            square = torch.linalg.vector_norm(place, dtype=torch.float64) ** 2
+            square = square_of(place)
             self.square = square if self.square is None else self.square + square
 
 
@@ -95,8 +100,8 @@ class HostMoves:
             add: accumulate into ``out``, rounding to its dtype.
             then: called when ``out`` is complete, by whichever thread completes it.
         """
-        payloads = self._ship(values, codec, raw_nbytes)
-        for payload, place in zip(payloads, torch.split(out.detach(), CHUNK_NUMEL), strict=True):
+        payloads = self._ship(values, codec, raw_nbytes, LONG_NUMEL)
+        for payload, place in zip(payloads, torch.split(out.detach(), LONG_NUMEL), strict=True):
             self._do(partial(payload.land, place, add), values.device, (payload,))
         if then is not None:
             self._do(then, values.device)
@@ -108,7 +113,7 @@ class HostMoves:
         """
         if len(packed.waiting) == PACKED:
             self.unpack(packed, on=values.device, last=False)
-        packed.waiting.append(self._ship(values, codec, raw_nbytes))
+        packed.waiting.append(self._ship(values, codec, raw_nbytes, CHUNK_NUMEL))
 
     def unpack(
         self,
@@ -130,13 +135,13 @@ class HostMoves:
         if then is not None:
             self._do(then, on)
 
-    def _ship(self, values: Tensor, codec: Codec, raw_nbytes: int) -> list[Payload]:
+    def _ship(self, values: Tensor, codec: Codec, raw_nbytes: int, size: int) -> list[Payload]:
         values = values.detach()
         (only,) = codec.hops(1, 1, result=values.dtype)
         self._channels["offload"].samples.take(values, only, "backward")
         meter = Meter()
         meter.use(only.spec)
-        parts = torch.split(values, CHUNK_NUMEL) if values.numel() else ()
+        parts = torch.split(values, size) if values.numel() else ()
         payloads = [self._landing.ship(part, only, meter) for part in parts]
         self._record(meter, raw_nbytes, "backward")
         return payloads
@@ -203,9 +208,8 @@ class HostMoves:
         self._channels["offload"].samples.take(values[:SAMPLE_NUMEL].to(out.dtype), only, "forward")
         meter = Meter()
         meter.use(only.spec)
-        size = UPLOAD_NUMEL if only.fixed_size else CHUNK_NUMEL
-        for part, place in _chunks(values, out, size):
-            with meter.coding():
+        for part, place in _chunks(values, out):
+            with meter.coding(), fewer_threads():
                 if place.is_cuda:
                     meter.sent(self._push(part, place, only))
                 else:
@@ -237,8 +241,22 @@ class HostMoves:
         self._channels.ledger.record(("offload", direction), raw_nbytes, meter)
 
 
-def _chunks(values: Tensor, out: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    parts = torch.split(values, size), torch.split(out, size)
+def square_of(values: Tensor) -> Tensor:
+    """The squared L2 norm of fp32 values, in fp64.
+
+    Squares of 1,024 values are summed in fp32: it errs by 3e-9 of 4 M values, 1e-7 of 1,024, and
+    is eight times as fast.
+    """
+    head = values[: values.numel() // 1024 * 1024].view(-1, 1024)
+    square: Tensor = torch.linalg.vector_norm(head, dim=1).double().square().sum()
+    square += values[head.numel() :].double().square().sum()
+    if not 1e-30 < float(square) < 1e36:  # squares that fp32 cannot hold, or what is not finite
+        square = torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
+    return square
+
+
+def _chunks(values: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    parts = torch.split(values, LONG_NUMEL), torch.split(out, LONG_NUMEL)
     yield from zip(*parts, strict=True) if values.numel() else ()
 
 
