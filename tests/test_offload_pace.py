@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import pace
 from hybridcomp.channels.pace import TIMED, TURNS, WARM_UP, Pace
 from hybridcomp.config import CompressionConfig
 
@@ -28,7 +27,7 @@ def pace_of(offload: dict[str, Any]) -> Pace:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that have passed; the sum over ranks is one rank's."""
     now = [0.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("hybridcomp.channels.pace.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
     return now
 
