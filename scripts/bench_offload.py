@@ -271,18 +271,24 @@ def main() -> None:
         bus = bus_gbps(arguments.device)
         for index, stage in enumerate(arguments.stages):
             arguments.stage = stage
-            say(f"ZeRO {arguments.stage}: building the engine ...")
+            say(f"ZeRO {stage}: building the engine ...")
             engine = build(arguments)
             spent = time.perf_counter() - begin
             share = (arguments.seconds - spent) / (len(arguments.stages) - index)
             deadline = time.perf_counter() + share / 2  # the other half is auto's
-            row = summary(measure(engine, arguments, deadline), engine, arguments, bus)
+            rows.append(summary(measure(engine, arguments, deadline), engine, arguments, bus))
+            show(rows[-1])
             engine.destroy()
             del engine
             gc.collect()
+        for row in rows:
+            arguments.stage = row["stage"]
+            if time.perf_counter() - begin > arguments.seconds:
+                say("no time for auto")
+                break
             say(f"ZeRO {arguments.stage}: auto on an engine of its own ...")
-            rows.append({**row, "auto": verdict(arguments)})
-            show(rows[-1])
+            row["auto"] = found = verdict(arguments)
+            print(f"ZeRO-{arguments.stage}, {found['said']}; {found['auto_ms']:.1f} ms then")
             gc.collect()
         dist.destroy_process_group()
     if arguments.json:

@@ -6,6 +6,7 @@ import argparse
 import os
 import random
 import statistics
+import sys
 from typing import Any
 
 import torch
@@ -91,5 +92,4 @@ def show(row: dict[str, Any]) -> None:
                 f"{moved['sent_MB']:7.1f} sent, {ratio:5.2f}x, codec {moved['codec_ms']:6.1f} ms, "
                 f"wait {moved['wait_ms']:6.1f} ms"
             )
-    auto = row["auto"]
-    print(f"{auto['said']}; {auto['auto_ms']:.1f} ms afterwards", flush=True)
+    sys.stdout.flush()
