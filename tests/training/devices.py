@@ -1,8 +1,8 @@
 """Trainings of the other tests on a GPU, several ranks sharing it: gloo, one process a rank.
 
-NCCL refuses two ranks on one GPU, and gloo takes few CUDA tensors. What upstream sends itself goes
-through copies on the host here (``stage``); what hybridcomp sends it stages by its own means. The
-same functions run with ``device="cpu"``, where every tensor is staged as if it were on a GPU.
+gloo takes few CUDA tensors. What upstream sends itself goes through copies on the host here
+(``stage``); what hybridcomp sends it stages by its own means. The same functions run with
+``device="cpu"``, where every tensor is staged as if it were on a GPU. ``tests.nccl`` has NCCL.
 
 ``tests.ranks`` will not do: its fork server has imported DeepSpeed for the CPU.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import pickle
 import subprocess
@@ -26,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-#: collectives of torch.distributed that upstream calls; all that this version has are wrapped
+#: collectives of torch.distributed that upstream calls; all that this version has are wrapped. Each
+#: writes into its first argument and only reads the others
 COLLECTIVES = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",
     "all_gather_single", "_all_gather_base", "reduce_scatter", "reduce_scatter_tensor",
@@ -68,27 +70,29 @@ def stage(device: str) -> None:
             return any(map(foreign, value))
         return isinstance(value, Tensor) and value.device.type == device
 
+    def host(value: Any) -> Any:
+        if not foreign(value):
+            return value
+        if isinstance(value, (list, tuple)):
+            return [host(part) for part in value]
+        return value.detach().to("cpu", copy=True).contiguous()
+
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        written = next(iter(inspect.signature(original).parameters))
+
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not foreign([*args, *kwargs.values()]):
                 return original(*args, **kwargs)
-            pairs: list[tuple[Tensor, Tensor]] = []
-
-            def host(value: Any) -> Any:
-                if not foreign(value):
-                    return value
-                if isinstance(value, (list, tuple)):
-                    return [host(part) for part in value]
-                pairs.append((value, value.detach().to("cpu", copy=True).contiguous()))
-                return pairs[-1][1]
-
+            positional = list(map(host, args))
             named = {name: host(value) for name, value in kwargs.items()}
             waits = named.pop("async_op", False)
-            result = original(*map(host, args), **named)
-            with torch.no_grad():
-                for target, copied in pairs:
-                    target.copy_(copied)
+            result = original(*positional, **named)
+            # back only what is written: stage 3 reduces into a part of the tensor that it sends,
+            # and the part of the sum was overwritten with what this rank had put there
+            if original.__name__ != "send":
+                out = (args[0], positional[0]) if args else (kwargs[written], named[written])
+                _bring_back(*out)
             return Done() if waits else result
 
         return call
@@ -114,6 +118,17 @@ def stage(device: str) -> None:
     for name, replacement in replaced.items():
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, replacement)
+
+
+@torch.no_grad()
+def _bring_back(target: Any, copied: Any) -> None:
+    """Into a tensor, or a list of them, what a collective left in the copy."""
+    if isinstance(target, Tensor):
+        if target is not copied:
+            target.copy_(copied)
+    else:
+        for one, other in zip(target, copied, strict=True):
+            _bring_back(one, other)
 
 
 def run_on(
@@ -143,12 +158,17 @@ def run_on(
         return [pickle.loads((folder / f"result{r}").read_bytes()) for r in range(world_size)]
 
 
+def python_path() -> str:
+    """This repository in front of what PYTHONPATH has brought already."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def _start(device: str, rank: int, world_size: int, folder: Path) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size),
         "LOCAL_SIZE": "1", "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_EXTENSIONS_DIR": str(folder / f"ext{rank}"), "PYTHONPATH": str(ROOT),
+        "TORCH_EXTENSIONS_DIR": str(folder / f"ext{rank}"), "PYTHONPATH": python_path(),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }  # fmt: skip
     with (folder / f"out{rank}").open("wb") as out:
