@@ -43,6 +43,7 @@ class Trainings:
     def __init__(self, run: Callable[..., Any], world_size: int, *, per_node: int = 1) -> None:
         self._run = run
         self._pool = NcclPool(world_size, per_node=per_node, device=DEVICE)
+        self._timeout = 60.0 + 15 * world_size
         self._known: dict[str, list[Any] | BaseException] = {}
 
     def __call__(self, job: Any) -> list[Any]:
@@ -50,7 +51,7 @@ class Trainings:
         key = repr(job)
         if key not in self._known:
             try:
-                ranks = self._pool.run(self._run, [job], timeout=120)
+                ranks = self._pool.run(self._run, [job], timeout=self._timeout)
                 self._known[key] = [found for (found,) in ranks]
             except (AssertionError, TimeoutError) as error:
                 self._known[key] = error

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
+from multiprocessing import current_process
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -108,12 +109,13 @@ class NcclPool(RankPool):
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._ranks = RESERVE.take(self._device, self.world_size)
+        key = bytes(current_process().authkey)  # tensors of results are fetched with it
         for rank, process in enumerate(self._ranks):
             environment = one_gpu.environment(
                 rank, self.world_size, per_node=self._per_node, device=self._device
             )
             environment["TORCH_EXTENSIONS_DIR"] = f"{self._folder.name}/extensions{rank}"
-            process.pipe.send((environment, rank, self.world_size, self._folder.name))
+            process.pipe.send((environment, rank, self.world_size, self._folder.name, key))
             self._pipes.append(process.pipe)
             self._processes.append(process)
 
@@ -138,9 +140,10 @@ def main() -> None:
     if device == "cuda" and find_spec("megatron") is not None:
         import megatron.core  # noqa: F401
     try:
-        environment, rank, world_size, folder = pipe.recv()
+        environment, rank, world_size, folder, key = pipe.recv()
     except EOFError:
         return
+    current_process().authkey = key
     os.environ.update(environment)
     if device == "cuda":
         torch.cuda.set_device(0)
