@@ -22,7 +22,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: importing DeepSpeed takes a rank 5 s; a fork of a process that has it takes none
 PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed"]
@@ -145,7 +148,7 @@ class RankPool:
             self._folder.cleanup()
         self._processes, self._pipes, self._folder = [], [], None
 
-    def __enter__(self) -> RankPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -7,7 +7,11 @@ import sys
 import pytest
 
 from tests.nccl.launched import launch
-from tests.nccl.pool import one_gpu
+from tests.training.devices import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import one_gpu
 
 #: a rank says who it is; the second fails, or all wait for it
 SCRIPT = """
