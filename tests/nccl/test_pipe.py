@@ -48,7 +48,8 @@ def test_eight_bits_follow_the_baseline(train: Trainings, name: str) -> None:
     assert found[0].losses != base[0].losses
     assert tail(found) == pytest.approx(tail(base), rel=0.05)
     rows = [row for one in found for row in one.messages if row[0] == "pp" and row[3]]
-    assert rows and all(raw > 1.6 * wire for *_, raw, wire in rows)
+    least = 1.3 if job.dynamic else 1.6  # tiny messages, and a header each where shapes change
+    assert rows and all(raw > least * wire for *_, raw, wire in rows)
 
 
 @pytest.fixture(scope="module")
