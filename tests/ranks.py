@@ -27,10 +27,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+ROOT = Path(__file__).resolve().parent.parent
 #: importing DeepSpeed takes a rank 5 s; a fork of a process that has it takes none
 PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed"]
 #: seconds that the other ranks get to fail too, so that the message can show all of them
 GRACE_S = 1.0
+
+
+def python_path() -> str:
+    """This repository in front of what PYTHONPATH has brought already."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def _context() -> ForkServerContext:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.training.devices import ROOT, python_path
+from tests.ranks import ROOT, python_path
 
 
 def launch(

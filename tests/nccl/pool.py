@@ -2,11 +2,12 @@
 
 ``tests.ranks`` forks its ranks from a process that has imported DeepSpeed for a CPU; these are
 processes of their own. Importing takes one of them about 10 s, so a few are kept that have done so
-and wait to be told who they are. With ``device="cpu"`` the same goes over gloo.
+and wait to be told who they are. On a CPU, and where asked for, they talk over gloo.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import subprocess
@@ -17,8 +18,7 @@ from multiprocessing import current_process
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from tests.ranks import RankPool, serve
-from tests.training.devices import ROOT, python_path
+from tests.ranks import ROOT, RankPool, python_path, serve
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -96,14 +96,23 @@ class Reserve:
 
 
 RESERVE = Reserve()
+atexit.register(RESERVE.close)
 
 
 class NcclPool(RankPool):
     """``RankPool`` over NCCL on one GPU; ``per_node`` consecutive ranks count as one node."""
 
-    def __init__(self, world_size: int, *, per_node: int = 1, device: str = "cuda") -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        per_node: int = 1,
+        device: str = "cuda",
+        backend: str | None = None,
+    ) -> None:
         super().__init__(world_size)
         self._per_node, self._device = per_node, device
+        self._backend = backend or ("nccl" if device == "cuda" else "gloo")
         self._ranks: list[Process] = []
 
     def _start(self) -> None:
@@ -115,7 +124,8 @@ class NcclPool(RankPool):
                 rank, self.world_size, per_node=self._per_node, device=self._device
             )
             environment["TORCH_EXTENSIONS_DIR"] = f"{self._folder.name}/extensions{rank}"
-            process.pipe.send((environment, rank, self.world_size, self._folder.name, key))
+            place = self._backend, rank, self.world_size, self._folder.name
+            process.pipe.send((environment, key, place))
             self._pipes.append(process.pipe)
             self._processes.append(process)
 
@@ -140,7 +150,7 @@ def main() -> None:
     if device == "cuda" and find_spec("megatron") is not None:
         import megatron.core  # noqa: F401
     try:
-        environment, rank, world_size, folder, key = pipe.recv()
+        environment, key, place = pipe.recv()
     except EOFError:
         return
     current_process().authkey = key
@@ -150,7 +160,7 @@ def main() -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # upstream pads with uninitialized memory, which must not be filled with NaN
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    serve(pipe, "nccl" if device == "cuda" else "gloo", rank, world_size, folder)
+    serve(pipe, *place)
 
 
 if __name__ == "__main__":

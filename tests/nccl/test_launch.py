@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed")
 
 from tests.nccl.common import DEVICE, FEEDBACK, MARKS
 from tests.nccl.launched import launch
-from tests.training.devices import ROOT, python_path
+from tests.ranks import ROOT, python_path
 from tests.training.example import CONFIG, losses, prepare
 
 pytestmark = MARKS

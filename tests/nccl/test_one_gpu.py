@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.nccl.launched import launch
-from tests.training.devices import ROOT
+from tests.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 

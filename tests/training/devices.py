@@ -12,21 +12,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.nccl.pool import NcclPool
+
 #: collectives of torch.distributed that upstream calls; all that this version has are wrapped. Each
 #: writes into its first argument and only reads the others
 COLLECTIVES = (
@@ -136,68 +130,14 @@ def run_on(
 ) -> list[Any]:
     """``function(*args)`` on every rank, on ``device`` (cpu, cuda); the results by rank.
 
-    Raises AssertionError with what a failing rank printed last.
+    Raises AssertionError with what failing ranks said, TimeoutError with where they hang.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "call").write_bytes(pickle.dumps((function, args)))
-        ranks = [_start(device, rank, world_size, folder) for rank in range(world_size)]
-        deadline = time.monotonic() + timeout
-        try:
-            while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-                if any(rank.poll() for rank in ranks):
-                    break
-                time.sleep(0.1)
-        finally:
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.kill()
-                rank.wait()
-        tails = [(folder / f"out{rank}").read_text()[-4000:] for rank in range(world_size)]
-        assert all(rank.returncode == 0 for rank in ranks), "\n".join(tails)
-        return [pickle.loads((folder / f"result{r}").read_bytes()) for r in range(world_size)]
+    with NcclPool(world_size, device=device, backend="gloo") as pool:
+        return pool.run(_staged, device, function, args, timeout=timeout)
 
 
-def python_path() -> str:
-    """This repository in front of what PYTHONPATH has brought already."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
-def _start(device: str, rank: int, world_size: int, folder: Path) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size),
-        "LOCAL_SIZE": "1", "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_EXTENSIONS_DIR": str(folder / f"ext{rank}"), "PYTHONPATH": python_path(),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }  # fmt: skip
-    with (folder / f"out{rank}").open("wb") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.training.devices", str(folder)],
-            env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-
-def main() -> None:
-    """One rank: join the group, call, write the result down."""
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    device = os.environ["DS_ACCELERATOR"]
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(0)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # upstream pads with uninitialized memory, which must not be filled with NaN
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    world_size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-    )
-    if world_size > 1:
+def _staged(device: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """On a rank: call, with upstream's collectives staged."""
+    if dist.get_world_size() > 1:
         stage(device)
-    function, args = pickle.loads((folder / "call").read_bytes())
-    (folder / f"result{rank}").write_bytes(pickle.dumps(function(*args)))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return function(*args)
