@@ -69,8 +69,9 @@ def check_identity(base: list[Any], found: list[Any], dimensions: str) -> None:
 
 def lossless(job: Job, dimensions: str) -> Job:
     """``job`` encoded without loss; upstream's pipelines take no size that varies over NCCL."""
-    found: Job = with_block(job, block(dimensions, "mpc" if "pp" in dimensions else "expcode"))
-    return replace(found, raw="pp" in dimensions)
+    pipeline = "pp" in dimensions
+    found: Job = with_block(job, block(dimensions, EIGHT_BITS if pipeline else "expcode"))
+    return replace(found, raw=pipeline)
 
 
 @pytest.mark.parametrize("name", JOBS)
