@@ -43,7 +43,7 @@ class Trainings:
     def __init__(self, run: Callable[..., Any], world_size: int, *, per_node: int = 1) -> None:
         self._run = run
         self._pool = NcclPool(world_size, per_node=per_node, device=DEVICE)
-        self._timeout = 60.0 + 15 * world_size
+        self._timeout = 60.0 + 30 * world_size
         self._known: dict[str, list[Any] | BaseException] = {}
 
     def __call__(self, job: Any) -> list[Any]:
