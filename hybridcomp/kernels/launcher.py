@@ -83,8 +83,11 @@ class CupyLauncher:
     def _stream(self) -> Any:
         pointer = torch.cuda.current_stream(self._device).cuda_stream
         if pointer not in self._streams:
-            make = self._cupy.cuda.ExternalStream
-            self._streams[pointer] = make(pointer, self._device.index)
+            streams = self._cupy.cuda
+            if hasattr(streams.Stream, "from_external"):  # CuPy 14 deprecates the other
+                self._streams[pointer] = streams.Stream.from_external(_Foreign(pointer))
+            else:
+                self._streams[pointer] = streams.ExternalStream(pointer, self._device.index)
         return self._streams[pointer]
 
     def _load(self, source: str, defines: tuple[str, ...], kernel: str) -> Any:
@@ -97,3 +100,13 @@ class CupyLauncher:
                 module.load(found)
             function = self._functions[source, defines, kernel] = module.get_function(kernel)
         return function
+
+
+class _Foreign:
+    """A stream by its address, as CuPy takes those of others."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
