@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels.channel import TWO_LEVELS, Channel
-from hybridcomp.channels.host import HostMoves
+from hybridcomp.channels.host import HostMoves, Packed
 from hybridcomp.config import CompressionConfig
 from hybridcomp.factors import Factors
 from hybridcomp.feedback import Residuals
@@ -21,7 +21,7 @@ from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 from hybridcomp.seen import Seen
 from hybridcomp.trials import Place, gathers, messages, reductions
 
-__all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "channels_of"]
+__all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "Packed", "channels_of"]
 
 #: attribute that an attached engine, its optimizer and its parameters carry
 ATTRIBUTE = "_hybridcomp_channels"
