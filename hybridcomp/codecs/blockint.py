@@ -6,6 +6,7 @@ The format and the argument for its bound are at the top of ``kernels/blockint.h
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -76,7 +77,7 @@ class BlockInt(FixedCodec):
         self.rotate = rotate
         self.levels = levels
 
-    @property
+    @cached_property
     def spec(self) -> str:
         rotate = ", rotate=True" if self.rotate else ""
         levels = f", levels={self.levels}" if self.levels != "uniform" else ""

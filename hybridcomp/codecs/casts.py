@@ -6,6 +6,7 @@ so a NaN or an Inf in what was decoded was there before. The formats are in ``ke
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -114,7 +115,7 @@ class Fp8(FixedCodec):
             raise CodecError(f"fp8: format must be one of {self.FORMATS}, found {format!r}")
         self.format = format
 
-    @property
+    @cached_property
     def spec(self) -> str:
         return f"fp8(format={self.format})"
 

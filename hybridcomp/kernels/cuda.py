@@ -2,7 +2,7 @@
 
 The kernels are the ``.cu`` files beside this one, around the headers that the CPU uses; their bytes
 are the CPU's. :class:`CudaKernels` does not know how a kernel is started: a ``launcher.Launcher``
-does. ``CupyLauncher`` loads images that NVRTC compiles and launches on torch's current stream; the
+does. ``CudaLauncher`` loads images that NVRTC compiles and launches on torch's current stream; the
 tests have one that runs the same sources on the host. ``cuda_fused`` has the kernels for all chunks
 of a reduction at once.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from hybridcomp.kernels.launcher import DTYPES, WARPS, WHOLE, Launcher, ceil_div
 
 
+@cache
 def blockint_macros(setting: int) -> tuple[str, ...]:
     """The macros of one setting: bits, + 16 rotated, + 32 with Gaussian levels."""
     rotate = ("HC_ROTATE=1",) if setting & 16 else ()

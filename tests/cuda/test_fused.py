@@ -16,7 +16,7 @@ from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda_fused import blockint_macros
 from tests.codecs import arrays
 from tests.cuda.common import kernels_replaced
-from tests.cuda.emulated import EmulatedLauncher, emulated
+from tests.cuda.emulated import THREADS, EmulatedLauncher, emulated
 from tests.ranks import run_ranks
 
 
@@ -27,10 +27,11 @@ class Counting(EmulatedLauncher):
         self.kernels: list[str] = []
 
     def launch(
-        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int], *words: int
-    ) -> None:
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = THREADS, table: bytes | None = None,
+    ) -> None:  # fmt: skip
         self.kernels.append(kernel)
-        super().launch(source, defines, kernel, grid, *words)
+        super().launch(source, defines, kernel, grid, *words, threads=threads, table=table)
 
 
 def compare(
