@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpu_bench.measure import Work, cuda
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import Fused
+from hybridcomp.collectives import Meter, all_reduce
 
 #: ranks of the all_reduce whose kernels are timed; this one is in their middle
 RANKS, ME = 8, 3
@@ -65,6 +68,18 @@ def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]
     return lambda: codec.encode_into(values, room, size)
 
 
+@contextmanager
+def group_without_wire() -> Iterator[None]:
+    """RANKS ranks, of which only this one is there: torch's stand-in for a backend."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=ME, world_size=RANKS, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 class AllReduce:
     """The three launches of an all_reduce of ``values`` over RANKS ranks, without the messages.
 
@@ -74,7 +89,7 @@ class AllReduce:
     def __init__(
         self, name: str, codec: Codec, fused: Fused, values: Tensor, *, feedback: bool
     ) -> None:
-        self.name, self.fused, self.values = name, fused, values
+        self.name, self.codec, self.fused, self.values = name, codec, fused, values
         self.chunk = -(-values.numel() // RANKS // 32) * 32
         self.own = values[ME * self.chunk :][: self.chunk]
         self.slot = codec.wire_nbytes(self.chunk, values.dtype)
@@ -107,6 +122,16 @@ class AllReduce:
         self.gathered.view(RANKS, self.slot)[ME].copy_(self.payload)
         self.decode()
 
+    def path(self) -> None:
+        """The collective as channels call it: what the host does for a message, checks included.
+
+        Its group moves nothing: buffers hold what was there before, which decodes as fast.
+        """
+        all_reduce(
+            self.out, self.codec, None, meter=Meter(),
+            residual=self.residual, owner_residual=self.owner_residual,
+        ).wait()  # fmt: skip
+
     def works(self) -> Iterator[Work]:
         """Each launch and all of them, the latter also as a replayed CUDA graph."""
         self.all()
@@ -133,3 +158,5 @@ class AllReduce:
             with cuda.graph(graph):
                 self.all()
             yield Work(name, f"all_reduce{feedback} graph", everything, graph.replay, bits, note)
+        with group_without_wire():
+            yield Work(name, f"all_reduce{feedback} path", everything, self.path, bits, note)

@@ -10,7 +10,9 @@ import ctypes
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -193,3 +195,20 @@ PEERS: dict[str, Peer] = {
     "nvCOMP Bitcomp": partial(nvcomp, "Bitcomp"),
     "nvCOMP Cascaded": partial(nvcomp, "Cascaded"),
 }
+
+
+@contextmanager
+def prepared(chosen: Collection[str]) -> Iterator[None]:
+    """Build what takes long, beside the body of the ``with``; failures are told when it is used."""
+    thread = threading.Thread(target=_build, args=(chosen,))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _build(chosen: Collection[str]) -> None:
+    if "DeepSpeed" in chosen:
+        with suppress(Exception):  # the row says why
+            deepspeed_kernels()
