@@ -15,6 +15,11 @@ def blockint_macros(setting: int) -> tuple[str, ...]:
     return (f"HC_BITS={setting & 15}", *rotate, *gaussian)
 
 
+def blockint_image(setting: int, dtype: int) -> tuple[str, ...]:
+    """The macros of the image with the kernels of one setting and one dtype."""
+    return (*blockint_macros(setting), f"HC_DTYPE={dtype}")
+
+
 class FusedBlockInt:
     """``codecs.base.Fused`` of blockint: three launches for an all_reduce, two for its half."""
 
