@@ -144,7 +144,8 @@ HC_INLINE void encode_tile(const typename E::Stored* values, u64 count, u64 tile
                 rotate(sums[i].values, full || in_group(at, count));
             }
         }
-        encode_held<E, FEEDBACK>(sums, tile, count, out, residual, whole);
+        // who gets this adds it up in fp32
+        encode_held<EightFp32, FEEDBACK>(sums, tile, count, out, residual, whole);
     }
 }
 
