@@ -98,8 +98,9 @@ class EmulatedLauncher:
         self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
         *words: int, threads: int = THREADS, table: bytes | None = None,
     ) -> None:  # fmt: skip
-        """See ``launcher.Launcher``."""
-        emulated(source, *defines).launch(kernel, grid, *words, threads=threads, table=table)
+        """See ``launcher.Launcher``. One library has the kernels of all dtypes."""
+        macros = (define for define in defines if not define.startswith("HC_DTYPE="))
+        emulated(source, *macros).launch(kernel, grid, *words, threads=threads, table=table)
 
     def zeros(self, words: int) -> Tensor:
         """See ``launcher.Launcher``."""

@@ -1,0 +1,309 @@
+// CUDA kernels of blockint that add up ranks: decode, sum and, for an all_reduce, encode again; a warp
+// takes a tile (blockint_ring.h). HC_DTYPE: as in blockint.cu.
+#include "blockint_ring.h"
+
+namespace hybridcomp {
+namespace blockint {
+
+constexpr int SUM_WARPS = HC_SUM_THREADS / WARP;
+
+// What a warp has in shared memory. Feedback has a second tile of fp32: the owner's residual, then that
+// of the values, then what is written.
+template <class E, bool WIDE>
+struct Room {
+    Stage ring[HC_STAGES];
+    Shared<typename E::Stored> own;
+    Shared<float> wide;
+};
+template <class E>
+struct Room<E, false> {
+    Stage ring[HC_STAGES];
+    Shared<typename E::Stored> own;
+};
+
+// A tile of the own values, of residuals and of sums: where it is, and how it may be moved.
+struct Span {
+    u64 first, count;  // of the message: this lane's block, and all
+    bool whole;        // all of the tile is there, and aligned
+    HC_INLINE_MEMBER u32 there() const {
+        return first >= count ? 0 : count - first < BLOCK ? (u32)(count - first) : BLOCK;
+    }
+};
+
+// held += the own values, with `residual` (else null), which becomes zero.
+template <class E, bool FEEDBACK, class R>
+HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, float* residual, u64 tile,
+                       const Span& span) {
+    if (FEEDBACK && residual) await_fetch<0>();
+#pragma unroll
+    for (int i = 0; i < BLOCK / EACH; ++i) {
+        E mine;
+        EightFp32 kept;
+        u64 at = span.first + i * EACH;
+        if (span.whole) read_eight(room.own, i, mine);
+        else mine.load_some(own + at, eight_of(at, span.count));
+        if constexpr (FEEDBACK) {
+            if (residual && span.whole) read_eight(room.wide, i, kept);
+            else if (residual) kept.load_some(residual + at, eight_of(at, span.count));
+        }
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+            float value = mine.value(k);
+            if (FEEDBACK && residual) value = kept.values[k] + value;
+            held[i * EACH + k] = held[i * EACH + k] + value;
+        }
+    }
+    if constexpr (FEEDBACK) {
+        if (!residual) return;
+        if (span.whole) {
+#pragma unroll
+            for (u32 i = 0; i < TILE / 4; i += WARP) {
+                store16(0.0f, 0.0f, 0.0f, 0.0f, residual + tile * TILE + 4 * (i + lane_id()));
+            }
+        } else {
+            for (u32 k = 0; k < span.there(); ++k) residual[span.first + k] = 0.0f;
+        }
+    }
+}
+
+// 32 values of each lane -> a tile at `out`, by way of `shared`.
+HC_INLINE void write_block(const float* values, Shared<float>& shared, float* out, u64 tile,
+                           const Span& span) {
+    if (!span.whole) {
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) {
+            if ((u32)k < span.there()) out[span.first + k] = values[k];
+        }
+        return;
+    }
+    __syncwarp();  // all of it was read
+#pragma unroll
+    for (u32 i = 0; i < BLOCK / 4; ++i) shared.mine(i) = chunk_of(values + 4 * i);
+    __syncwarp();
+    shared.flush(out + tile * TILE);
+}
+
+// held += `ranks` contributions to a tile of `numel` values, in rank order: this rank's own exact values,
+// and the payloads of the others, `slot` bytes apart. With FEEDBACK there may be the residual `owner`,
+// which the sum begins with, and one of the own values, which they take with them and which becomes 0.
+template <class E, bool FEEDBACK, class R>
+HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typename E::Stored* own, u64 ranks,
+                         u64 me, u64 slot, float* residual, const float* owner, u64 tile,
+                         const Span& span) {
+    Layout layout(span.count);
+    u32 blocks = layout.blocks_of(tile), others = (u32)ranks - 1, lane = lane_id();
+    bool group = !ROTATE || in_group(span.first, span.count);
+    if (span.whole) {
+        room.own.fetch(own + tile * TILE);
+        if constexpr (FEEDBACK) {
+            if (owner) room.wide.fetch(owner + tile * TILE);
+        }
+    }
+    close_fetch();
+#pragma unroll
+    for (u32 s = 0; s < HC_STAGES; ++s) {
+        if (s < others) fetch_stage(room.ring[s], payloads + s * slot, layout, tile, blocks);
+        close_fetch();
+    }
+    // the base exponents of 32 ranks, one a lane
+    u32 bases = lane < others ? payloads[lane * slot + layout.bases + tile] : 0;
+    await_fetch<HC_STAGES>();
+    if constexpr (FEEDBACK) {
+        if (owner) {
+#pragma unroll
+            for (int i = 0; i < BLOCK / EACH; ++i) {
+                EightFp32 start;
+                u64 at = span.first + i * EACH;
+                if (span.whole) read_eight(room.wide, i, start);
+                else start.load_some(owner + at, eight_of(at, span.count));
+#pragma unroll
+                for (int k = 0; k < EACH; ++k) held[i * EACH + k] = start.values[k];
+            }
+            __syncwarp();
+        }
+        if (residual && span.whole) room.wide.fetch(residual + tile * TILE);
+        close_fetch();
+    }
+    u32 next = 0;
+#pragma unroll 1
+    for (u32 p = 0; p < others; ++p) {
+        if (p == me) add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
+        if (p % WARP == 0 && p) bases = p + lane < others ? payloads[(p + lane) * slot + layout.bases + tile] : 0;
+        await_fetch<HC_STAGES - 1>();
+        add_stage(held, room.ring[next], lane_value(bases, p % WARP), blocks, group);
+        __syncwarp();  // the stage was read
+        if (p + HC_STAGES < others) {
+            fetch_stage(room.ring[next], payloads + (p + HC_STAGES) * slot, layout, tile, blocks);
+        }
+        close_fetch();
+        next = next + 1 == HC_STAGES ? 0 : next + 1;
+    }
+    if (me >= others) add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
+}
+
+// The sum, in fp32.
+template <class E, bool FEEDBACK>
+HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
+                      float* out, float* residual) {
+    __shared__ Room<E, true> rooms[SUM_WARPS];
+    auto& room = rooms[threadIdx.x / WARP];
+    u64 tile = warp_id();
+    if (tile >= ceil_div(numel, TILE)) return;  // the whole warp
+    const auto* values = (const typename E::Stored*)own;
+    bool whole = (tile + 1) * TILE <= numel && whole_vectors(values) && whole_vectors(out) &&
+                 whole_vectors(residual);
+    Span span = {tile * TILE + lane_id() * BLOCK, numel, whole};
+    float held[BLOCK];
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
+    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, nullptr, tile, span);
+    write_block(held, room.wide, out, tile, span);
+}
+
+// What is left of a sum that overflows fp16: Inf, as it comes out natively, where loss scaling sees it.
+HC_INLINE float show_half(float value) {
+    u32 bits = float_bits(value), magnitude = bits & MAGNITUDE;
+    // 65520 is the smallest number that rounds to Inf
+    return magnitude >= 0x477ff000u && magnitude < INF_BITS ? bits_float((bits & ~MAGNITUDE) | INF_BITS)
+                                                            : value;
+}
+
+// This lane's levels, one in the low byte of each of 32 -> its words.
+HC_INLINE void store_block(const u32* q, bool zero, u32* out) {
+    u32 levels[WORDS], words[BLOCK_WORDS];
+#pragma unroll
+    for (int k = 0; k < WORDS; ++k) levels[k] = low_bytes(q[k], q[k + 8], q[k + 16], q[k + 24]);
+    pack_levels<HC_BITS>(levels, words);
+    if constexpr (HC_BITS % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_WORDS; i += 4) {
+            uint4 chunk = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+            store16(zero ? make_uint4(0, 0, 0, 0) : chunk, out + i);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < BLOCK_WORDS; ++i) out[i] = zero ? 0 : words[i];
+    }
+}
+
+// What the levels `q` leave out of `held` (rotated: of what waits in `shared`), into `owner`.
+template <class E>
+HC_INLINE void settle_block(const float* held, const u32* q, u32 code, u32 base, Shared<float>& shared,
+                            float* owner, u64 tile, const Span& span) {
+    bool twice;
+    float step = careful_step(code, base, twice), left[BLOCK];
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) {
+        left[k] = sent_value(q[k], step);
+        if (twice) left[k] = finite(left[k] * 2.0f);
+    }
+    if constexpr (ROTATE) rotate_block_back(left, in_group(span.first, span.count));
+#pragma unroll
+    for (u32 i = 0; i < BLOCK / 4; ++i) {
+        float kept[4];
+        if constexpr (ROTATE) floats_of(shared.mine(i), kept);
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+            float *a = left + 4 * i + k, *b = a + 1;
+            E::through(*a, *b);
+            *a = left_out(ROTATE ? kept[k] : held[4 * i + k], *a);
+            *b = left_out(ROTATE ? kept[k + 1] : held[4 * i + k + 1], *b);
+        }
+    }
+    write_block(left, shared, owner, tile, span);
+}
+
+// The sum, encoded into `out`. With FEEDBACK there may be the residual `owner`, which becomes what the
+// encoding leaves out.
+template <class E, bool HALF, bool FEEDBACK>
+HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
+                      u8* out, float* residual, float* owner) {
+    __shared__ Room<E, FEEDBACK> rooms[SUM_WARPS];
+    auto& room = rooms[threadIdx.x / WARP];
+    Layout layout(numel);
+    u64 tile = warp_id();
+    if (tile >= layout.tiles) return;
+    const auto* values = (const typename E::Stored*)own;
+    bool whole = (tile + 1) * TILE <= numel && whole_vectors(values) &&
+                 (!FEEDBACK || (whole_vectors(residual) && whole_vectors(owner)));
+    Span span = {tile * TILE + lane_id() * BLOCK, numel, whole};
+    float held[BLOCK];
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) held[k] = 0.0f;
+    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, tile, span);
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) {
+        if (HALF) held[k] = show_half(held[k]);
+    }
+    if constexpr (ROTATE && FEEDBACK) {
+        __syncwarp();
+#pragma unroll
+        for (u32 i = 0; i < BLOCK / 4; ++i) room.wide.mine(i) = chunk_of(held + 4 * i);
+    }
+    if constexpr (ROTATE) rotate_block(held, in_group(span.first, numel));
+    float top = larger_magnitude(held[0], held[1]);
+#pragma unroll
+    for (int k = 2; k < BLOCK; ++k) top = larger_magnitude(top, held[k]);
+    u32 absmax = magnitude_bits(top), base = base_of(largest_in_warp(absmax < INF_BITS ? absmax : 0));
+    u32 code = scale_code<GAUSSIAN>(absmax, base), q[BLOCK];
+    float inverse = code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, GAUSSIAN>(code, base);
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) q[k] = quantized(held[k], inverse);
+    u64 block = tile * TILE_BLOCKS + lane_id();
+    if (block < layout.blocks) {
+        store_block(q, code == NONFINITE_CODE, (u32*)out + block * HC_BITS);
+        out[layout.scales + block] = (u8)code;
+    }
+    if constexpr (FEEDBACK) {
+        if (owner) settle_block<E>(held, q, code, base, room.wide, owner, tile, span);
+    }
+    if (lane_id() == 0) out[layout.bases + tile] = (u8)base;
+    if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
+}
+
+}  // namespace blockint
+}  // namespace hybridcomp
+
+#ifndef HC_SUM_BLOCKS
+#define HC_SUM_BLOCKS (HC_ROTATE ? 10 : 12)
+#endif
+#ifndef HC_SUM_FEEDBACK_BLOCKS
+#define HC_SUM_FEEDBACK_BLOCKS (HC_ROTATE ? 8 : 10)
+#endif
+
+#define HC_SUM_ARGUMENTS                                                              \
+    const unsigned char *payloads, const void *own, unsigned long long numel,        \
+        unsigned long long ranks, unsigned long long me, unsigned long long slot
+
+#define HC_KERNELS(NAME, E, HALF)                                                                 \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
+    blockint_reduce_##NAME(HC_SUM_ARGUMENTS, unsigned char* out) {                                \
+        hybridcomp::blockint::reduce<hybridcomp::E, HALF, false>(payloads, own, numel, ranks, me, \
+                                                                 slot, out, nullptr, nullptr);    \
+    }                                                                                             \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_FEEDBACK_BLOCKS)          \
+    blockint_reduce_feedback_##NAME(HC_SUM_ARGUMENTS, unsigned char* out, float* residual,        \
+                                    float* owner) {                                               \
+        hybridcomp::blockint::reduce<hybridcomp::E, HALF, true>(payloads, own, numel, ranks, me,  \
+                                                                slot, out, residual, owner);      \
+    }                                                                                             \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
+    blockint_sum_##NAME(HC_SUM_ARGUMENTS, float* out) {                                           \
+        hybridcomp::blockint::add_up<hybridcomp::E, false>(payloads, own, numel, ranks, me, slot, \
+                                                           out, nullptr);                         \
+    }                                                                                             \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_FEEDBACK_BLOCKS)          \
+    blockint_sum_feedback_##NAME(HC_SUM_ARGUMENTS, float* out, float* residual) {                 \
+        hybridcomp::blockint::add_up<hybridcomp::E, true>(payloads, own, numel, ranks, me, slot,  \
+                                                          out, residual);                         \
+    }
+
+#if !defined(HC_DTYPE) || HC_DTYPE == 0
+HC_KERNELS(fp32, EightFp32, false)
+#endif
+#if !defined(HC_DTYPE) || HC_DTYPE == 1
+HC_KERNELS(bf16, EightBf16, false)
+#endif
+#if !defined(HC_DTYPE) || HC_DTYPE == 2
+HC_KERNELS(fp16, EightFp16, true)
+#endif
