@@ -13,7 +13,7 @@ import torch
 
 from hybridcomp.codecs._checks import check_dtype
 from hybridcomp.codecs._fixed import FixedCodec
-from hybridcomp.codecs.base import Fused, align
+from hybridcomp.codecs.base import Each, Fused, align
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of
 
@@ -102,6 +102,11 @@ class BlockInt(FixedCodec):
         kernels = getattr(kernels_of(device), "blockint_fused", None)
         fused: Fused | None = None if kernels is None else kernels(self._setting)
         return fused
+
+    def each(self, device: torch.device) -> Each | None:
+        kernels = getattr(kernels_of(device), "blockint_each", None)
+        each: Each | None = None if kernels is None else kernels(self._setting)
+        return each
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Largest error of an element whose aligned tile of 1024 values has this finite absmax.

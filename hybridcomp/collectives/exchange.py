@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, get_rank
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import sizes, transport
 from hybridcomp.collectives.buffers import POOL
-from hybridcomp.collectives.encoding import Job, Slots, encode_job
+from hybridcomp.collectives.encoding import Job, Slots, encode_job, encode_jobs
 from hybridcomp.collectives.handle import Steps
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.sizes import SIZE_NBYTES
@@ -99,6 +99,8 @@ class _Outgoing:
         rooms = [codec.wire_nbytes(job.values.numel(), dtype) for job in chain(*self.jobs)]
         out = POOL.take(sum(rooms) + sum(self.heads), device)
         self.buffers.append(out)
+        if codec.fixed_size and self._encode_at_once(codec, dtype, rooms):
+            return
         position = 0
         for row, head in zip(self.jobs, self.heads, strict=True):
             self.sizes.append([])
@@ -116,6 +118,24 @@ class _Outgoing:
                 position += used
             if head:
                 sizes.write_head(out[start:], self.sizes[-1])
+
+    def _encode_at_once(self, codec: Codec, dtype: torch.dtype, rooms: list[int]) -> bool:
+        """``encode`` in one launch, where there are several jobs and the codec has that.
+
+        ``rooms``: the bytes of every payload that is sent; there are no heads.
+        """
+        slots = torch.split(self.buffers[-1][: sum(rooms)], rooms)
+        every = list(chain(*self.jobs))
+        first = dict(zip(reversed(every), reversed(slots), strict=True))
+        if len(first) < 2 or not encode_jobs(codec, list(first), list(first.values()), dtype):
+            return False
+        for job, slot in zip(every, slots, strict=True):
+            if slot is not first[job]:
+                slot.copy_(first[job])
+        self.encoded = first
+        sizes_of = iter(rooms)
+        self.sizes = [[next(sizes_of) for _ in row] for row in self.jobs]
+        return True
 
     def encode_late(self, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
         """Payloads in slots of their largest size; their sizes to ``words``."""

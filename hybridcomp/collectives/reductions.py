@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from hybridcomp.collectives.chunks import chunk_ranges, stretches
 from hybridcomp.collectives.encoding import (
     check_residual,
     check_values,
+    decode_all,
     encode_all,
     sent_dtype,
     settle,
@@ -158,9 +160,7 @@ def _segment(
     payloads, gathered = yield from gather(second, dtype, own, numels, group, meter)
     # 6
     with meter.coding():
-        for row, encoded in zip(views, payloads, strict=True):
-            for view, one in zip(row, encoded, strict=True):
-                second.decode(one, view)
+        decode_all(second, list(chain(*payloads)), list(chain(*views)))
         if whole.owner_residual is not None:
             settle(total, whole.own[mine])
     POOL.give(own.buffer, gathered)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda_fused import FusedBlockInt, blockint_image
+from hybridcomp.kernels.cuda_table import EachBlockInt
 from hybridcomp.kernels.launcher import DTYPES, THREADS, WARPS, WHOLE, Launcher, ceil_div
 
 FORMATS = ("e4m3", "e5m2")
@@ -71,6 +72,10 @@ class CudaKernels:
     def blockint_fused(self, setting: int) -> FusedBlockInt:
         """Kernels for all chunks of an all_reduce."""
         return FusedBlockInt(self._launcher, setting)
+
+    def blockint_each(self, setting: int) -> EachBlockInt:
+        """Kernels for several tensors with a payload each."""
+        return EachBlockInt(self._launcher, setting)
 
     def fp8_encode(
         self, form: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
