@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import images
 from hybridcomp.kernels.cuda_setup import extra_of, setup
+from hybridcomp.kernels.workspaces import Workspaces
 
 THREADS = 256  # of a block, for kernels that ask for nothing else
 WARPS = THREADS // 32
@@ -68,6 +69,7 @@ class CudaLauncher:
         self._extension = _extension()
         self._start: Callable[..., None] = self._extension.launch
         self._stream = _stream_getter()
+        self._workspaces = Workspaces(self._zeroed)
         #: address and context
         self._functions: dict[tuple[str, tuple[str, ...], str], tuple[int, int]] = {}
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
@@ -84,7 +86,12 @@ class CudaLauncher:
         self._start(found[0], found[1], grid[0], grid[1], threads, stream, table, *words)
 
     def zeros(self, words: int) -> Tensor:
-        """See Launcher."""
+        """See Launcher. A graph that is captured zeroes its own at every replay."""
+        if cuda.is_current_stream_capturing():
+            return self._zeroed(words)
+        return self._workspaces.take(words, self._stream(self._index))
+
+    def _zeroed(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int64, device=self._device)
 
     def _load(self, source: str, defines: tuple[str, ...], kernel: str) -> tuple[int, int]:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import launcher
+from hybridcomp.kernels.workspaces import SLAB, Workspaces
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 0x77  # of the stand-in
@@ -110,3 +112,23 @@ def test_a_machine_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib, "import_module", lambda name: extension)
     with pytest.raises(CodecError, match="no CUDA driver was found"):
         launcher._extension.__wrapped__()
+
+
+def test_words_are_zero_once_and_never_shared() -> None:
+    made: list[torch.Tensor] = []
+
+    def make(words: int) -> torch.Tensor:
+        made.append(torch.zeros(words, dtype=torch.int64))
+        return made[-1]
+
+    spaces, taken = Workspaces(make), []
+    for step in range(200):
+        for stream in (0, 7):
+            words = spaces.take(1 + step * 11, stream)
+            assert words.numel() == 1 + step * 11 and not words.any()
+            words.fill_(1 + len(taken))
+            taken.append(words)
+    for number, words in enumerate(taken):
+        assert bool((words == 1 + number).all())
+    assert 2 * 3 < len(made) < 20 and {slab.numel() for slab in made} == {SLAB}
+    assert spaces.take(SLAB, 0).numel() == SLAB and len(made[-1]) == SLAB
