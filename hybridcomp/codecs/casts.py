@@ -46,7 +46,9 @@ class Cast(Codec):
             False,
             torch.get_num_threads(),
         )
-        out[self._dtype.itemsize * values.numel() : nbytes].zero_()
+        used = self._dtype.itemsize * values.numel()
+        if used < nbytes:
+            out[used:nbytes].zero_()
         return nbytes
 
     def decode(self, payload: Tensor, out: Tensor) -> None:

@@ -16,6 +16,8 @@ from hybridcomp.collectives import Meter, all_reduce
 
 #: ranks of the all_reduce whose kernels are timed; this one is in their middle
 RANKS, ME = 8, 3
+#: of a message that consists of the parameters of a group
+TENSORS = 64
 
 
 def codecs() -> dict[str, Codec]:
@@ -54,10 +56,34 @@ def works(values: Tensor, *, name: str, codec: Codec) -> Iterator[Work]:
         lambda: codec.decode_add(payload, total, values.dtype),
         bits,
     )
+    yield from _tensors(name, codec, values)
     fused = codec.fused(values.device)
     if fused is not None:
         for feedback in (False, True):
             yield from AllReduce(name, codec, fused, values, feedback=feedback).works()
+
+
+def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
+    """The message as TENSORS tensors with a payload each: in one launch, and in a launch each."""
+    each, length = codec.each(values.device), values.numel() // TENSORS
+    if each is None or not length:
+        return
+    parts, nbytes = (
+        values[: length * TENSORS].split(length),
+        codec.wire_nbytes(length, values.dtype),
+    )
+    rooms = values.new_empty(nbytes * TENSORS, dtype=torch.uint8).split(nbytes)
+    out = torch.empty_like(values)[: length * TENSORS].split(length)
+    moved, bits = TENSORS * (nbytes + length * values.itemsize), 8 * nbytes / length
+
+    def one_by_one() -> None:
+        for part, room in zip(parts, rooms, strict=True):
+            codec.encode(part, room)
+
+    note = f"{TENSORS} tensors"
+    yield Work(name, "encode tensors", moved, lambda: each.encode(parts, rooms), bits, note)
+    yield Work(name, "decode tensors", moved, lambda: each.decode(rooms, out), bits, note)
+    yield Work(name, "encode one by one", moved, one_by_one, bits, f"{note}, {TENSORS} launches")
 
 
 def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]:
