@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -202,8 +202,8 @@ def _cut(
     rows = []
     for message, head, known in zip(torch.split(buffer, list(rooms)), heads, nbytes, strict=True):
         found = sizes.read_head(message, len(known)) if head else known
-        ends = list(accumulate(found, initial=head))
-        rows.append([message[start:end] for start, end in pairwise(ends)])
+        rest = message.numel() - head - sum(found)
+        rows.append(list(torch.split(message, [head, *found, rest])[1:-1]))
     return rows
 
 
@@ -225,7 +225,8 @@ def gather(
     where these do not stand in front of the payloads.
     """
     me, world_size = get_rank(group), len(numels)
-    found = [[codec.wire_nbytes(numel, dtype) for numel in row] for row in numels]
+    lengths = {numel: codec.wire_nbytes(numel, dtype) for row in numels for numel in row}
+    found = [[lengths[numel] for numel in row] for row in numels]
     in_front = sizes.in_front(codec, own.buffer.device, group)
     heads = [sizes.head_nbytes(len(row) * in_front) for row in numels]
     if in_front:

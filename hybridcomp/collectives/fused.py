@@ -8,14 +8,15 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_rank, get_world_size
+from torch.distributed import ProcessGroup
 
 from hybridcomp.codecs.base import Codec, Fused
 from hybridcomp.collectives import transport
-from hybridcomp.collectives.buffers import POOL
+from hybridcomp.collectives.buffers import POOL, first
 from hybridcomp.collectives.chunks import chunk_ranges
 from hybridcomp.collectives.handle import Steps
 from hybridcomp.collectives.meter import Meter
+from hybridcomp.collectives.ranks import resolved
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class _Plan:
     takes: tuple[int, ...]
     chunk: int  # elements of every chunk but the last ones
     slot: int  # bytes of its payload
+    given: int  # bytes of the first hop
+    taken: int
 
 
 @lru_cache(maxsize=4096)
@@ -33,7 +36,7 @@ def _planned(codec: Codec, dtype: torch.dtype, numels: tuple[int, ...], me: int)
     sizes = [codec.wire_nbytes(numel, dtype) for numel in numels]
     gives = tuple(0 if rank == me else size for rank, size in enumerate(sizes))
     takes = tuple(0 if rank == me else sizes[me] for rank in range(len(sizes)))
-    return _Plan(gives, takes, numels[0], sizes[0])
+    return _Plan(gives, takes, numels[0], sizes[0], sum(gives), sum(takes))
 
 
 @lru_cache(maxsize=4096)
@@ -55,7 +58,8 @@ def fused_all_reduce(
     1 encode every chunk but my own, 2 all-to-all, 3 sum in rank order and encode, without a trip of
     the sum through memory, 4 all-gather, 5 decode all chunks.
     """
-    me, world_size = get_rank(group), get_world_size(group)
+    pg = resolved(group)
+    me, world_size = pg.rank(), pg.size()
     numels = _chunks(tensor.numel(), world_size)
     plan = _planned(codec, tensor.dtype, numels, me)
     # 1, 2
@@ -69,8 +73,8 @@ def fused_all_reduce(
     # 4
     gathered = POOL.take(world_size * plan.slot, tensor.device)
     meter.sent_around(plan.slot, me, world_size)
-    wire = gathered[: world_size * plan.slot]
-    yield from transport.all_gather(wire, payload[: plan.slot], group)
+    wire = first(gathered, world_size * plan.slot)
+    yield from transport.all_gather(wire, first(payload, plan.slot), group)
     # 5
     with meter.coding():
         fused.decode(gathered, plan.chunk, plan.slot, tensor)
@@ -93,7 +97,7 @@ def fused_reduce_scatter(
 
     1 encode every shard but my own, 2 all-to-all, 3 sum in rank order.
     """
-    me = get_rank(group)
+    me = resolved(group).rank()
     plan = _planned(codec, flat.dtype, tuple(lengths), me)
     # 1, 2
     sent, arrived, received = yield from _scatter(flat, plan, me, fused, group, meter, residual)
@@ -116,15 +120,15 @@ def _scatter(
 ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
     """1 encode, 2 all-to-all: ``(two buffers to give back, the payloads for this rank)``."""
     # 1
-    given, taken = sum(plan.gives), sum(plan.takes)
+    given, taken = plan.given, plan.taken
     sent = POOL.take(given, flat.device)
     with meter.coding():
         fused.encode(flat, plan.chunk, plan.slot, me, sent, residual)
     # 2
     arrived = POOL.take(taken, flat.device)
     meter.sent_each(plan.gives)
-    received = arrived[:taken]
-    yield from transport.all_to_all(received, sent[:given], plan.takes, plan.gives, group)
+    received = first(arrived, taken)
+    yield from transport.all_to_all(received, first(sent, given), plan.takes, plan.gives, group)
     return sent, arrived, received
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor
 from gpu_bench.measure import Work, cuda
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import Fused
-from hybridcomp.collectives import Meter, all_reduce
+from hybridcomp.collectives import Meter, all_reduce, transport
 
 #: ranks of the all_reduce whose kernels are timed; this one is in their middle
 RANKS, ME = 8, 3
@@ -94,14 +95,32 @@ def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]
     return lambda: codec.encode_into(values, room, size)
 
 
+class _Done(dist.Work):
+    """A message that has arrived."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """At once."""
+        return True
+
+
 @contextmanager
 def group_without_wire() -> Iterator[None]:
-    """RANKS ranks, of which only this one is there: torch's stand-in for a backend."""
+    """RANKS ranks, of which only this one is there, and calls of torch.distributed that do nothing.
+
+    The group is torch's stand-in for tests, which would copy what is gathered.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def done(*_: object, **__: object) -> _Done:
+        return _Done()
 
     dist.init_process_group("fake", rank=ME, world_size=RANKS, store=FakeStore())
     try:
-        yield
+        with (
+            mock.patch.object(dist, "all_to_all_single", done),
+            mock.patch.object(transport, "_all_gather_single", done),
+        ):
+            yield
     finally:
         dist.destroy_process_group()
 
