@@ -46,6 +46,7 @@ from torch import Tensor
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = (256 << 20, 1 << 20, 64 << 20, 64 << 10, 16 << 20)  # those of the targets first
+SLOW_S = 2.0  # a subject that takes longer is named: it compiles
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 Source = Callable[[Tensor], Iterator[Work]]
@@ -89,6 +90,7 @@ def measure(
         found.points.append(bench.copy_point(dtype, nbytes))
         for name, source in subjects.items():
             print(f"\r[{number}/{len(messages)}] {name:40}", end="", file=sys.stderr, flush=True)
+            began = time.perf_counter()
             try:
                 for work in source(values):
                     found.points.append(bench.measure(work, dtype, nbytes))
@@ -96,6 +98,8 @@ def measure(
                 reason = " ".join(str(error).split())[:200]
                 where = f"{name}, {report.size_name(nbytes)} of {dtype}"
                 found.left_out[where] = f"{type(error).__name__}: {reason}"
+            if (took := time.perf_counter() - began) > SLOW_S:
+                print(f"\r{name} took {took:.1f} s{'':30}", file=sys.stderr, flush=True)
         del values
         print(
             f"\r[{number}/{len(messages)}] {report.size_name(nbytes)} of {dtype}: "

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, get_rank
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import sizes, transport
-from hybridcomp.collectives.buffers import POOL
+from hybridcomp.collectives.buffers import POOL, first
 from hybridcomp.collectives.encoding import Job, Slots, encode_job, encode_jobs
 from hybridcomp.collectives.handle import Steps
 from hybridcomp.collectives.meter import Meter
@@ -126,13 +126,13 @@ class _Outgoing:
         """
         slots = torch.split(self.buffers[-1][: sum(rooms)], rooms)
         every = list(chain(*self.jobs))
-        first = dict(zip(reversed(every), reversed(slots), strict=True))
-        if len(first) < 2 or not encode_jobs(codec, list(first), list(first.values()), dtype):
+        slot_of = dict(zip(reversed(every), reversed(slots), strict=True))
+        if len(slot_of) < 2 or not encode_jobs(codec, [*slot_of], [*slot_of.values()], dtype):
             return False
         for job, slot in zip(every, slots, strict=True):
-            if slot is not first[job]:
-                slot.copy_(first[job])
-        self.encoded = first
+            if slot is not slot_of[job]:
+                slot.copy_(slot_of[job])
+        self.encoded = slot_of
         sizes_of = iter(rooms)
         self.sizes = [[next(sizes_of) for _ in row] for row in self.jobs]
         return True
@@ -202,9 +202,27 @@ def _cut(
     rows = []
     for message, head, known in zip(torch.split(buffer, list(rooms)), heads, nbytes, strict=True):
         found = sizes.read_head(message, len(known)) if head else known
+        if not head and list(found) == [message.numel()]:
+            rows.append([message])
+            continue
         rest = message.numel() - head - sum(found)
         rows.append(list(torch.split(message, [head, *found, rest])[1:-1]))
     return rows
+
+
+def _payload_nbytes(
+    codec: Codec, dtype: torch.dtype, numels: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The most bytes of each payload, by rank. Rows that are one object are looked at once."""
+    known = {
+        id(row): [codec.wire_nbytes(numel, dtype) for numel in row]
+        for row in {id(row): row for row in numels}.values()
+    }
+    return [known[id(row)] for row in numels]
+
+
+def _heads(numels: Sequence[Sequence[int]], in_front: bool) -> list[int]:
+    return [sizes.head_nbytes(len(row)) if in_front else 0 for row in numels]
 
 
 def gather(
@@ -225,10 +243,9 @@ def gather(
     where these do not stand in front of the payloads.
     """
     me, world_size = get_rank(group), len(numels)
-    lengths = {numel: codec.wire_nbytes(numel, dtype) for row in numels for numel in row}
-    found = [[lengths[numel] for numel in row] for row in numels]
+    found = _payload_nbytes(codec, dtype, numels)
     in_front = sizes.in_front(codec, own.buffer.device, group)
-    heads = [sizes.head_nbytes(len(row) * in_front) for row in numels]
+    heads = _heads(numels, in_front)
     if in_front:
         return (yield from _gather_uneven(own, found, heads, group, meter))
     if not codec.fixed_size:
@@ -241,10 +258,10 @@ def gather(
         torch.cat([part[:size] for part, size in parts], out=payload[: sum(found[me])])
     buffer = POOL.take(world_size * slot, payload.device)
     meter.sent_around(slot, me, world_size)
-    yield from transport.all_gather(buffer[: world_size * slot], payload[:slot], group)
+    wire = first(buffer, world_size * slot)
+    yield from transport.all_gather(wire, first(payload, slot), group)
     POOL.give(together)
-    slots = [slot] * world_size
-    return _cut(buffer[: world_size * slot], slots, heads, found), buffer
+    return _cut(wire, [slot] * world_size, heads, found), buffer
 
 
 def _gather_uneven(
@@ -299,7 +316,6 @@ def gather_room(
 
     As long as any rank's may be: with sizes that travel ahead, all slots are equally long.
     """
-    in_front = sizes.in_front(codec, device, group)
-    heads = [sizes.head_nbytes(len(row) * in_front) for row in numels]
-    most = max(sum(codec.wire_nbytes(numel, dtype) for numel in row) for row in numels)
+    heads = _heads(numels, sizes.in_front(codec, device, group))
+    most = max(map(sum, _payload_nbytes(codec, dtype, numels)))
     return Slots(POOL.take(max(heads) + most, device), [], head=heads[get_rank(group)])

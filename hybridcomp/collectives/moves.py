@@ -100,7 +100,8 @@ def _gather_segment(
     payloads, gathered = yield from gather(codec, dtype, own, numels, group, meter)
     # 3
     with meter.coding():
-        out = [place[start:stop] for place in places for start, stop in row]
+        whole = lengths == [places[0].numel()]
+        out = [p if whole else p[start:stop] for p in places for start, stop in row]
         decode_all(codec, list(chain(*payloads)), out)
     POOL.give(own.buffer, gathered)
 
