@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_bench import markdown, ours, peers, report, size_exchange, targets
+from gpu_bench import markdown, ours, peers, prebuild, report, size_exchange, targets
 from gpu_bench.measure import Bench, DeviceStopwatch, Point, Work, cuda
 from torch import Tensor
 
@@ -107,6 +107,15 @@ def measure(
             file=sys.stderr, flush=True,
         )  # fmt: skip
         print(report.table(found.points[before:]), flush=True)
+
+
+def prepare(chosen: dict[str, Source], dtypes: Sequence[str]) -> None:
+    """Compile what our codecs among ``chosen`` need."""
+    mine = [source for name, source in chosen.items() if name in ours.codecs()]
+    wanted = prebuild.needed(mine, [DTYPES[name] for name in dtypes], torch.device("cuda", 0))
+    if wanted:
+        major, minor = cuda.get_device_capability(0)
+        prebuild.compile_all(wanted, 10 * major + minor)
 
 
 def run_tests() -> bool:
@@ -177,7 +186,8 @@ def main() -> int:
         )
         return 2
     chosen = sources(arguments.only)
-    with peers.prepared(chosen):  # builds beside the tests
+    with peers.prepared(chosen):  # builds beside ours and the tests
+        prepare(chosen, arguments.dtypes)
         tested = None if arguments.no_tests else run_tests()
     bench, found = Bench(DeviceStopwatch(arguments.repeats), torch.device("cuda")), Found()
     messages = [(nbytes, dtype) for nbytes in arguments.sizes for dtype in arguments.dtypes]

@@ -28,7 +28,6 @@ from hybridcomp.collectives.handle import Handle, ReduceScatterHandle, Steps
 from hybridcomp.collectives.hops import all_reduce_codecs, both_fused
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.pair import pair_all_reduce
-from hybridcomp.collectives.ranks import resolved
 from hybridcomp.collectives.segments import Range, overlapped, segments
 from hybridcomp.collectives.summing import Part, sum_parts
 from hybridcomp.errors import CodecError
@@ -89,7 +88,7 @@ def _all_reduce(
     cuts: Sequence[int],
 ) -> Steps[None]:
     """Between two ranks a pair; else in segments, all of them side by side (``_segment``)."""
-    world_size = resolved(group).size()
+    world_size = get_world_size(group)
     if world_size == 1 or tensor.numel() == 0:
         return
     codecs = all_reduce_codecs(codec, tensor.dtype, world_size, tensor.device, cuts)
