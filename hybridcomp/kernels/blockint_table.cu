@@ -34,8 +34,8 @@ HC_INLINE void decode_row(const Table& table) {
     }
 
 #define HC_KERNELS(NAME, E)                                                                 \
-    HC_KERNEL(encode_##NAME, encode_row<hybridcomp::E HC_COMMA false>, HC_ROTATE ? 3 : 5)    \
-    HC_KERNEL(encode_feedback_##NAME, encode_row<hybridcomp::E HC_COMMA true>, 3)            \
+    HC_KERNEL(encode_##NAME, encode_row<hybridcomp::E HC_COMMA false>, HC_ROTATE ? 3 : 4)    \
+    HC_KERNEL(encode_feedback_##NAME, encode_row<hybridcomp::E HC_COMMA true>, 2)            \
     HC_KERNEL(decode_##NAME, decode_row<hybridcomp::E HC_COMMA false>, 5)
 #define HC_COMMA ,
 
