@@ -134,10 +134,6 @@ HC_INLINE void floats_of(uint4 v, float* out) {
     out[0] = bits_float(v.x), out[1] = bits_float(v.y), out[2] = bits_float(v.z), out[3] = bits_float(v.w);
 }
 
-HC_INLINE uint4 chunk_of(const float* v) {
-    return make_uint4(float_bits(v[0]), float_bits(v[1]), float_bits(v[2]), float_bits(v[3]));
-}
-
 // Eight values from 8 * `at` on of this lane's block.
 HC_INLINE void read_eight(Shared<float>& shared, u32 at, EightFp32& eight) {
     floats_of(shared.mine(2 * at), eight.values), floats_of(shared.mine(2 * at + 1), eight.values + 4);
@@ -160,12 +156,18 @@ HC_INLINE void stage_in_block(float* v) {
 
 HC_INLINE float odd_sign() { return lane_id() & 1 ? -1.0f : 1.0f; }
 
-HC_INLINE void transform_block(float* v) {
+HC_INLINE void stages_in_block(float* v) {
     stage_in_block<1>(v), stage_in_block<2>(v), stage_in_block<4>(v);
     stage_in_block<8>(v), stage_in_block<16>(v);
+}
+
+HC_INLINE void stage_across_blocks(float* v, bool whole) {
     float sign = odd_sign();
 #pragma unroll
-    for (int k = 0; k < BLOCK; ++k) v[k] = plus_signed(v[k], sign, other_lane_float(v[k], 1));
+    for (int k = 0; k < BLOCK; ++k) {
+        float other = other_lane_float(v[k], 1);
+        if (whole) v[k] = plus_signed(v[k], sign, other);
+    }
 }
 
 // held + value k of D x: the sign is known here, or that lanes differ in it.
@@ -177,29 +179,32 @@ HC_INLINE float plus_in_d(float held, float x, int k, float odd) {
 
 HC_INLINE u32 block_signs() { return (u32)(rotation::SIGNS >> (32 * (lane_id() & 1))); }
 
+// Blocks that are not of a whole group stay as they are, in the registers where they are.
 HC_INLINE void rotate_block(float* v, bool whole) {
     u32 signs = block_signs();
-    float y[BLOCK];
+    if (whole) {
 #pragma unroll
-    for (int k = 0; k < BLOCK; ++k) y[k] = with_sign(v[k], signs, k) * rotation::FORWARD_SCALE;
-    transform_block(y);
-#pragma unroll
-    for (int k = 0; k < BLOCK; ++k) v[k] = whole ? y[k] : v[k];
+        for (int k = 0; k < BLOCK; ++k) v[k] = with_sign(v[k], signs, k) * rotation::FORWARD_SCALE;
+        stages_in_block(v);
+    }
+    stage_across_blocks(v, whole);
 }
 
 // `rotate_back_any` of a block.
 HC_INLINE void rotate_block_back(float* v, bool whole) {
     u32 signs = block_signs();
-    float x[BLOCK];
+    if (whole) {
 #pragma unroll
-    for (int k = 0; k < BLOCK; ++k) x[k] = v[k] * rotation::BACK_SCALE;
-    transform_block(x);
+        for (int k = 0; k < BLOCK; ++k) v[k] *= rotation::BACK_SCALE;
+        stages_in_block(v);
+    }
+    stage_across_blocks(v, whole);
+    if (!whole) return;
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) {
         u32 nan = QUIET_NAN_BITS | sign_of(signs, k);
-        float value = finite(with_sign(x[k], signs, k) * (1.0f / rotation::BACK_SCALE));
-        value = magnitude_bits(value) > INF_BITS ? bits_float(nan) : value;
-        v[k] = whole ? value : v[k];
+        float value = finite(with_sign(v[k], signs, k) * (1.0f / rotation::BACK_SCALE));
+        v[k] = magnitude_bits(value) > INF_BITS ? bits_float(nan) : value;
     }
 }
 
@@ -249,7 +254,8 @@ HC_INLINE void add_stage(float* held, const Stage& stage, u32 base, u32 blocks, 
         if constexpr (ROTATE) {
             float x[BLOCK], odd = odd_sign();
             values_of(levels, step, x);
-            transform_block(x);
+            stages_in_block(x);
+            stage_across_blocks(x, true);
 #pragma unroll
             for (int k = 0; k < BLOCK; ++k) held[k] = plus_in_d(held[k], x[k], k, odd);
         } else {
