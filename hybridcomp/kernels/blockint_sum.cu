@@ -126,10 +126,13 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         if (residual && span.whole) room.wide.fetch(residual + tile * TILE);
         close_fetch();
     }
-    u32 next = 0;
+    u32 next = 0, p = 0;  // where in the ring, and which of the others
 #pragma unroll 1
-    for (u32 p = 0; p < others; ++p) {
-        if (p == me) add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
+    for (u32 rank = 0; rank < (u32)ranks; ++rank) {
+        if (rank == (u32)me) {
+            add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
+            continue;
+        }
         if (p % WARP == 0 && p) bases = p + lane < others ? payloads[(p + lane) * slot + layout.bases + tile] : 0;
         await_fetch<HC_STAGES - 1>();
         add_stage(held, room.ring[next], lane_value(bases, p % WARP), blocks, group);
@@ -139,8 +142,8 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         }
         close_fetch();
         next = next + 1 == HC_STAGES ? 0 : next + 1;
+        ++p;
     }
-    if (me >= others) add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
 }
 
 // The sum, in fp32.
@@ -284,10 +287,10 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 }  // namespace hybridcomp
 
 #ifndef HC_SUM_BLOCKS
-#define HC_SUM_BLOCKS (HC_ROTATE ? 10 : 12)
+#define HC_SUM_BLOCKS 10
 #endif
 #ifndef HC_SUM_FEEDBACK_BLOCKS
-#define HC_SUM_FEEDBACK_BLOCKS (HC_ROTATE ? 8 : 10)
+#define HC_SUM_FEEDBACK_BLOCKS 8
 #endif
 
 #define HC_SUM_ARGUMENTS                                                              \
