@@ -12,12 +12,14 @@ constexpr int SUM_WARPS = HC_SUM_THREADS / WARP;
 template <class E, bool WIDE>
 struct Room {
     Stage ring[HC_STAGES];
+    Table table;
     Shared<typename E::Stored> own;
     Shared<float> wide;
 };
 template <class E>
 struct Room<E, false> {
     Stage ring[HC_STAGES];
+    Table table;
     Shared<typename E::Stored> own;
 };
 
@@ -102,6 +104,7 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         }
     }
     close_fetch();
+    room.table.fill();
 #pragma unroll
     for (u32 s = 0; s < HC_STAGES; ++s) {
         if (s < others) fetch_stage(room.ring[s], payloads + s * slot, layout, tile, blocks);
@@ -135,7 +138,7 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         }
         if (p % WARP == 0 && p) bases = p + lane < others ? payloads[(p + lane) * slot + layout.bases + tile] : 0;
         await_fetch<HC_STAGES - 1>();
-        add_stage(held, room.ring[next], lane_value(bases, p % WARP), blocks, group);
+        add_stage(held, room.ring[next], room.table, lane_value(bases, p % WARP), blocks, group);
         __syncwarp();  // the stage was read
         if (p + HC_STAGES < others) {
             fetch_stage(room.ring[next], payloads + (p + HC_STAGES) * slot, layout, tile, blocks);
@@ -290,7 +293,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 #define HC_SUM_BLOCKS 10
 #endif
 #ifndef HC_SUM_FEEDBACK_BLOCKS
-#define HC_SUM_FEEDBACK_BLOCKS 8
+#define HC_SUM_FEEDBACK_BLOCKS 9
 #endif
 
 #define HC_SUM_ARGUMENTS                                                              \
