@@ -30,13 +30,13 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
 }  // namespace hybridcomp
 
 #ifndef HC_ENCODE_BLOCKS
-#define HC_ENCODE_BLOCKS (HC_ROTATE ? 3 : 5)
+#define HC_ENCODE_BLOCKS (HC_ROTATE ? 4 : 5)
 #endif
 #ifndef HC_FEEDBACK_BLOCKS
-#define HC_FEEDBACK_BLOCKS 3
+#define HC_FEEDBACK_BLOCKS (HC_ROTATE && HC_ARCH < 900 ? 2 : 3)
 #endif
 #ifndef HC_DECODE_BLOCKS
-#define HC_DECODE_BLOCKS 5
+#define HC_DECODE_BLOCKS (HC_ROTATE ? 4 : 5)
 #endif
 
 #define HC_DECODE(NAME, E, ADD)                                                                  \

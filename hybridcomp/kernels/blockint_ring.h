@@ -13,6 +13,9 @@
 #ifndef HC_STAGES
 #define HC_STAGES 4
 #endif
+#ifndef HC_TABLE
+#define HC_TABLE 1
+#endif
 #ifndef HC_SUM_THREADS
 #define HC_SUM_THREADS 64
 #endif
@@ -134,10 +137,6 @@ HC_INLINE void floats_of(uint4 v, float* out) {
     out[0] = bits_float(v.x), out[1] = bits_float(v.y), out[2] = bits_float(v.z), out[3] = bits_float(v.w);
 }
 
-HC_INLINE uint4 chunk_of(const float* v) {
-    return make_uint4(float_bits(v[0]), float_bits(v[1]), float_bits(v[2]), float_bits(v[3]));
-}
-
 // Eight values from 8 * `at` on of this lane's block.
 HC_INLINE void read_eight(Shared<float>& shared, u32 at, EightFp32& eight) {
     floats_of(shared.mine(2 * at), eight.values), floats_of(shared.mine(2 * at + 1), eight.values + 4);
@@ -160,12 +159,18 @@ HC_INLINE void stage_in_block(float* v) {
 
 HC_INLINE float odd_sign() { return lane_id() & 1 ? -1.0f : 1.0f; }
 
-HC_INLINE void transform_block(float* v) {
+HC_INLINE void stages_in_block(float* v) {
     stage_in_block<1>(v), stage_in_block<2>(v), stage_in_block<4>(v);
     stage_in_block<8>(v), stage_in_block<16>(v);
+}
+
+HC_INLINE void stage_across_blocks(float* v, bool whole) {
     float sign = odd_sign();
 #pragma unroll
-    for (int k = 0; k < BLOCK; ++k) v[k] = plus_signed(v[k], sign, other_lane_float(v[k], 1));
+    for (int k = 0; k < BLOCK; ++k) {
+        float other = other_lane_float(v[k], 1);
+        if (whole) v[k] = plus_signed(v[k], sign, other);
+    }
 }
 
 // held + value k of D x: the sign is known here, or that lanes differ in it.
@@ -177,41 +182,74 @@ HC_INLINE float plus_in_d(float held, float x, int k, float odd) {
 
 HC_INLINE u32 block_signs() { return (u32)(rotation::SIGNS >> (32 * (lane_id() & 1))); }
 
+// Blocks that are not of a whole group stay as they are, in the registers where they are.
 HC_INLINE void rotate_block(float* v, bool whole) {
     u32 signs = block_signs();
-    float y[BLOCK];
+    if (whole) {
 #pragma unroll
-    for (int k = 0; k < BLOCK; ++k) y[k] = with_sign(v[k], signs, k) * rotation::FORWARD_SCALE;
-    transform_block(y);
-#pragma unroll
-    for (int k = 0; k < BLOCK; ++k) v[k] = whole ? y[k] : v[k];
+        for (int k = 0; k < BLOCK; ++k) v[k] = with_sign(v[k], signs, k) * rotation::FORWARD_SCALE;
+        stages_in_block(v);
+    }
+    stage_across_blocks(v, whole);
 }
 
 // `rotate_back_any` of a block.
 HC_INLINE void rotate_block_back(float* v, bool whole) {
     u32 signs = block_signs();
-    float x[BLOCK];
+    if (whole) {
 #pragma unroll
-    for (int k = 0; k < BLOCK; ++k) x[k] = v[k] * rotation::BACK_SCALE;
-    transform_block(x);
+        for (int k = 0; k < BLOCK; ++k) v[k] *= rotation::BACK_SCALE;
+        stages_in_block(v);
+    }
+    stage_across_blocks(v, whole);
+    if (!whole) return;
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) {
         u32 nan = QUIET_NAN_BITS | sign_of(signs, k);
-        float value = finite(with_sign(x[k], signs, k) * (1.0f / rotation::BACK_SCALE));
-        value = magnitude_bits(value) > INF_BITS ? bits_float(nan) : value;
-        v[k] = whole ? value : v[k];
+        float value = finite(with_sign(v[k], signs, k) * (1.0f / rotation::BACK_SCALE));
+        v[k] = magnitude_bits(value) > INF_BITS ? bits_float(nan) : value;
     }
 }
 
-// Level K of a block, as the number it stands for.
+// What the levels of a block stand for, without the step: Gaussian levels from a table in shared memory,
+// where each of sixteen has a bank of its own (four instructions less a value than the polynomial).
+struct Table {
+    float values[GAUSSIAN && HC_TABLE ? 16 : 1];
+
+    HC_INLINE_MEMBER void fill() {
+        if (!(GAUSSIAN && HC_TABLE)) return;
+        if (lane_id() < 16) values[lane_id()] = gaussian_value(2.0f * (float)(i32)lane_id() - 15.0f);
+        __syncwarp();
+    }
+};
+
+// The words of a block -> a word for the levels of values k, k + 8, k + 16 and k + 24.
+HC_INLINE void unpack_block(const u32* words, u32* levels) {
+    if constexpr (GAUSSIAN && HC_TABLE) {  // each times four: where it is in the table
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            levels[k] = words[k] << 2 & 0x3c3c3c3cu, levels[k + 4] = words[k] >> 2 & 0x3c3c3c3cu;
+        }
+    } else {
+        unpack_levels<HC_BITS>(words, levels);
+    }
+}
+
 template <int K>
-HC_INLINE float value_of(const u32* levels, float step) { return level_value<K / 8>(levels[K % 8]) * step; }
+HC_INLINE float value_of(const u32* levels, float step, const Table& table) {
+    if constexpr (GAUSSIAN && HC_TABLE) {
+        u32 at = __byte_perm(levels[K % 8], 0, 0x4440 | K / 8);
+        return *(const float*)((const u8*)table.values + at) * step;
+    } else {
+        return level_value<K / 8>(levels[K % 8]) * step;
+    }
+}
 
 template <int K = 0>
-HC_INLINE void values_of(const u32* levels, float step, float* out) {
+HC_INLINE void values_of(const u32* levels, float step, const Table& table, float* out) {
     if constexpr (K < BLOCK) {
-        out[K] = value_of<K>(levels, step);
-        values_of<K + 1>(levels, step, out);
+        out[K] = value_of<K>(levels, step, table);
+        values_of<K + 1>(levels, step, table, out);
     }
 }
 
@@ -229,31 +267,33 @@ struct NoCare {
 };
 
 template <class C, int K = 0>
-HC_INLINE void add_values_of(const u32* levels, float step, float* held, C care) {
+HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, float* held, C care) {
     if constexpr (K < BLOCK) {
-        held[K] = held[K] + care(value_of<K>(levels, step));
-        add_values_of<C, K + 1>(levels, step, held, care);
+        held[K] = held[K] + care(value_of<K>(levels, step, table));
+        add_values_of<C, K + 1>(levels, step, table, held, care);
     }
 }
 
 // held += one rank's block. A tile with one that is NaN or may overflow, and the last one, take a branch
 // of their own. `whole`: the group of 64 values is.
-HC_INLINE void add_stage(float* held, const Stage& stage, u32 base, u32 blocks, bool whole) {
+HC_INLINE void add_stage(float* held, const Stage& stage, const Table& table, u32 base, u32 blocks,
+                         bool whole) {
     bool there = lane_id() < blocks;
     u32 code = there ? ((const u8*)stage.scales)[lane_id()] : LAST_CODE;
     u32 words[BLOCK_WORDS], levels[WORDS];
     read_words(stage, words);
-    unpack_levels<HC_BITS>(words, levels);
+    unpack_block(words, levels);
     if (!__ballot_sync(FULL_WARP, needs_care(code, base) || !there || (ROTATE && !whole))) {
         float step = step_of<HC_BITS, GAUSSIAN>(code, base);
         if constexpr (ROTATE) {
             float x[BLOCK], odd = odd_sign();
-            values_of(levels, step, x);
-            transform_block(x);
+            values_of(levels, step, table, x);
+            stages_in_block(x);
+            stage_across_blocks(x, true);
 #pragma unroll
             for (int k = 0; k < BLOCK; ++k) held[k] = plus_in_d(held[k], x[k], k, odd);
         } else {
-            add_values_of(levels, step, held, NoCare());
+            add_values_of(levels, step, table, held, NoCare());
         }
         return;
     }
@@ -262,14 +302,14 @@ HC_INLINE void add_stage(float* held, const Stage& stage, u32 base, u32 blocks, 
     Care care = {twice, code == NONFINITE_CODE, there};
     if constexpr (ROTATE) {
         float x[BLOCK];
-        values_of(levels, step, x);
+        values_of(levels, step, table, x);
 #pragma unroll
         for (int k = 0; k < BLOCK; ++k) x[k] = care(x[k]);
         rotate_block_back(x, whole);
 #pragma unroll
         for (int k = 0; k < BLOCK; ++k) held[k] = held[k] + x[k];
     } else {
-        add_values_of(levels, step, held, care);
+        add_values_of(levels, step, table, held, care);
     }
 }
 

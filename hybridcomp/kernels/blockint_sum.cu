@@ -12,12 +12,14 @@ constexpr int SUM_WARPS = HC_SUM_THREADS / WARP;
 template <class E, bool WIDE>
 struct Room {
     Stage ring[HC_STAGES];
+    Table table;
     Shared<typename E::Stored> own;
     Shared<float> wide;
 };
 template <class E>
 struct Room<E, false> {
     Stage ring[HC_STAGES];
+    Table table;
     Shared<typename E::Stored> own;
 };
 
@@ -66,19 +68,21 @@ HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, floa
     }
 }
 
-// 32 values of each lane -> a tile at `out`, by way of `shared`.
-HC_INLINE void write_block(const float* values, Shared<float>& shared, float* out, u64 tile,
-                           const Span& span) {
-    if (!span.whole) {
-#pragma unroll
-        for (int k = 0; k < BLOCK; ++k) {
-            if ((u32)k < span.there()) out[span.first + k] = values[k];
-        }
+// Four values of this lane's block, from 4 * `at` on -> where `flush_chunks` writes them from.
+HC_INLINE void write_chunk(const float* values, u32 at, Shared<float>& shared, float* out, const Span& span) {
+    if (span.whole) {
+        shared.mine(at) = make_uint4(float_bits(values[0]), float_bits(values[1]), float_bits(values[2]),
+                                     float_bits(values[3]));
         return;
     }
-    __syncwarp();  // all of it was read
 #pragma unroll
-    for (u32 i = 0; i < BLOCK / 4; ++i) shared.mine(i) = chunk_of(values + 4 * i);
+    for (u32 k = 0; k < 4; ++k) {
+        if (4 * at + k < span.there()) out[span.first + 4 * at + k] = values[k];
+    }
+}
+
+HC_INLINE void flush_chunks(const Shared<float>& shared, float* out, u64 tile, const Span& span) {
+    if (!span.whole) return;
     __syncwarp();
     shared.flush(out + tile * TILE);
 }
@@ -100,6 +104,7 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         }
     }
     close_fetch();
+    room.table.fill();
 #pragma unroll
     for (u32 s = 0; s < HC_STAGES; ++s) {
         if (s < others) fetch_stage(room.ring[s], payloads + s * slot, layout, tile, blocks);
@@ -124,21 +129,24 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         if (residual && span.whole) room.wide.fetch(residual + tile * TILE);
         close_fetch();
     }
-    u32 next = 0;
+    u32 next = 0, p = 0;  // where in the ring, and which of the others
 #pragma unroll 1
-    for (u32 p = 0; p < others; ++p) {
-        if (p == me) add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
+    for (u32 rank = 0; rank < (u32)ranks; ++rank) {
+        if (rank == (u32)me) {
+            add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
+            continue;
+        }
         if (p % WARP == 0 && p) bases = p + lane < others ? payloads[(p + lane) * slot + layout.bases + tile] : 0;
         await_fetch<HC_STAGES - 1>();
-        add_stage(held, room.ring[next], lane_value(bases, p % WARP), blocks, group);
+        add_stage(held, room.ring[next], room.table, lane_value(bases, p % WARP), blocks, group);
         __syncwarp();  // the stage was read
         if (p + HC_STAGES < others) {
             fetch_stage(room.ring[next], payloads + (p + HC_STAGES) * slot, layout, tile, blocks);
         }
         close_fetch();
         next = next + 1 == HC_STAGES ? 0 : next + 1;
+        ++p;
     }
-    if (me >= others) add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
 }
 
 // The sum, in fp32.
@@ -157,7 +165,10 @@ HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks,
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
     add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, nullptr, tile, span);
-    write_block(held, room.wide, out, tile, span);
+    __syncwarp();  // all of the room was read
+#pragma unroll
+    for (u32 i = 0; i < BLOCK / 4; ++i) write_chunk(held + 4 * i, i, room.wide, out, span);
+    flush_chunks(room.wide, out, tile, span);
 }
 
 // What is left of a sum that overflows fp16: Inf, as it comes out natively, where loss scaling sees it.
@@ -168,49 +179,62 @@ HC_INLINE float show_half(float value) {
                                                             : value;
 }
 
-// This lane's levels, one in the low byte of each of 32 -> its words.
-HC_INLINE void store_block(const u32* q, bool zero, u32* out) {
+// The levels of a block -> its words.
+HC_INLINE void store_block(const float* held, float inverse, u32* out) {
     u32 levels[WORDS], words[BLOCK_WORDS];
 #pragma unroll
-    for (int k = 0; k < WORDS; ++k) levels[k] = low_bytes(q[k], q[k + 8], q[k + 16], q[k + 24]);
+    for (int k = 0; k < WORDS; ++k) {
+        u32 word = low_bytes(quantized(held[k], inverse), quantized(held[k + 8], inverse),
+                             quantized(held[k + 16], inverse), quantized(held[k + 24], inverse));
+        levels[k] = inverse == 0.0f ? 0 : word;
+    }
     pack_levels<HC_BITS>(levels, words);
     if constexpr (HC_BITS % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < BLOCK_WORDS; i += 4) {
-            uint4 chunk = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
-            store16(zero ? make_uint4(0, 0, 0, 0) : chunk, out + i);
+            store16(make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]), out + i);
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < BLOCK_WORDS; ++i) out[i] = zero ? 0 : words[i];
+        for (int i = 0; i < BLOCK_WORDS; ++i) out[i] = words[i];
     }
 }
 
-// What the levels `q` leave out of `held` (rotated: of what waits in `shared`), into `owner`.
+// What the levels of `held` leave out of it (rotated: of what waits in `shared`), into `owner`.
 template <class E>
-HC_INLINE void settle_block(const float* held, const u32* q, u32 code, u32 base, Shared<float>& shared,
+HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shared<float>& shared,
                             float* owner, u64 tile, const Span& span) {
     bool twice;
-    float step = careful_step(code, base, twice), left[BLOCK];
+    float step = careful_step(code, base, twice);
+    if constexpr (ROTATE) {
 #pragma unroll
-    for (int k = 0; k < BLOCK; ++k) {
-        left[k] = sent_value(q[k], step);
-        if (twice) left[k] = finite(left[k] * 2.0f);
+        for (int k = 0; k < BLOCK; ++k) {
+            held[k] = sent_value(quantized(held[k], inverse), step);
+            if (twice) held[k] = finite(held[k] * 2.0f);
+        }
+        rotate_block_back(held, in_group(span.first, span.count));
+    } else {
+        __syncwarp();  // all of the room was read
     }
-    if constexpr (ROTATE) rotate_block_back(left, in_group(span.first, span.count));
 #pragma unroll
     for (u32 i = 0; i < BLOCK / 4; ++i) {
-        float kept[4];
+        float kept[4], sent[4];
         if constexpr (ROTATE) floats_of(shared.mine(i), kept);
 #pragma unroll
-        for (int k = 0; k < 4; k += 2) {
-            float *a = left + 4 * i + k, *b = a + 1;
-            E::through(*a, *b);
-            *a = left_out(ROTATE ? kept[k] : held[4 * i + k], *a);
-            *b = left_out(ROTATE ? kept[k + 1] : held[4 * i + k + 1], *b);
+        for (int k = 0; k < 4; ++k) {
+            float value = held[4 * i + k];
+            sent[k] = value;
+            if constexpr (!ROTATE) {
+                kept[k] = value, sent[k] = sent_value(quantized(value, inverse), step);
+                if (twice) sent[k] = finite(sent[k] * 2.0f);
+            }
         }
+        E::through(sent[0], sent[1]), E::through(sent[2], sent[3]);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) kept[k] = left_out(kept[k], sent[k]);
+        write_chunk(kept, i, shared, owner, span);
     }
-    write_block(left, shared, owner, tile, span);
+    flush_chunks(shared, owner, tile, span);
 }
 
 // The sum, encoded into `out`. With FEEDBACK there may be the residual `owner`, which becomes what the
@@ -235,27 +259,28 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     for (int k = 0; k < BLOCK; ++k) {
         if (HALF) held[k] = show_half(held[k]);
     }
-    if constexpr (ROTATE && FEEDBACK) {
+    if constexpr (ROTATE && FEEDBACK) {  // they wait there, also where the tile is not whole
         __syncwarp();
 #pragma unroll
-        for (u32 i = 0; i < BLOCK / 4; ++i) room.wide.mine(i) = chunk_of(held + 4 * i);
+        for (u32 i = 0; i < BLOCK / 4; ++i) {
+            room.wide.mine(i) = make_uint4(float_bits(held[4 * i]), float_bits(held[4 * i + 1]),
+                                           float_bits(held[4 * i + 2]), float_bits(held[4 * i + 3]));
+        }
     }
     if constexpr (ROTATE) rotate_block(held, in_group(span.first, numel));
     float top = larger_magnitude(held[0], held[1]);
 #pragma unroll
     for (int k = 2; k < BLOCK; ++k) top = larger_magnitude(top, held[k]);
     u32 absmax = magnitude_bits(top), base = base_of(largest_in_warp(absmax < INF_BITS ? absmax : 0));
-    u32 code = scale_code<GAUSSIAN>(absmax, base), q[BLOCK];
+    u32 code = scale_code<GAUSSIAN>(absmax, base);
     float inverse = code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, GAUSSIAN>(code, base);
-#pragma unroll
-    for (int k = 0; k < BLOCK; ++k) q[k] = quantized(held[k], inverse);
     u64 block = tile * TILE_BLOCKS + lane_id();
     if (block < layout.blocks) {
-        store_block(q, code == NONFINITE_CODE, (u32*)out + block * HC_BITS);
+        store_block(held, inverse, (u32*)out + block * HC_BITS);
         out[layout.scales + block] = (u8)code;
     }
     if constexpr (FEEDBACK) {
-        if (owner) settle_block<E>(held, q, code, base, room.wide, owner, tile, span);
+        if (owner) settle_block<E>(held, inverse, code, base, room.wide, owner, tile, span);
     }
     if (lane_id() == 0) out[layout.bases + tile] = (u8)base;
     if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
@@ -265,10 +290,10 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 }  // namespace hybridcomp
 
 #ifndef HC_SUM_BLOCKS
-#define HC_SUM_BLOCKS (HC_ROTATE ? 10 : 12)
+#define HC_SUM_BLOCKS 10
 #endif
 #ifndef HC_SUM_FEEDBACK_BLOCKS
-#define HC_SUM_FEEDBACK_BLOCKS (HC_ROTATE ? 8 : 10)
+#define HC_SUM_FEEDBACK_BLOCKS 9
 #endif
 
 #define HC_SUM_ARGUMENTS                                                              \

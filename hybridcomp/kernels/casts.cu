@@ -9,12 +9,12 @@ namespace hybridcomp {
 constexpr int THREADS = 256;
 constexpr int EACH = 8;  // values of a lane at a time
 
-// Eight values a thread.
-template <class From, class To, bool ADD>
-HC_INLINE void cast(const void* source, u64 numel, void* target) {
+// To 16 bits, eight values a thread. Hardware rounds, but where there is a NaN or an Inf.
+template <class From, class To>
+HC_INLINE void narrow(const void* source, u64 numel, void* target) {
     const auto* in = (const typename From::Stored*)source;
     auto* out = (typename To::Stored*)target;
-    u64 at = EACH * ((u64)blockIdx.x * blockDim.x + threadIdx.x);
+    u64 at = EACH * ((u64)blockIdx.x * THREADS + threadIdx.x);
     if (at >= numel) return;
     u32 there = eight_of(at, numel);
     bool whole = there == EACH && whole_vectors(in) && whole_vectors(out);
@@ -23,15 +23,15 @@ HC_INLINE void cast(const void* source, u64 numel, void* target) {
     float values[EACH];
     if (whole) read.load(in + at);
     else read.load_some(in + at, there);
+    if (From::magnitude_bits_of(read.magnitude()) < INF_BITS) {
 #pragma unroll
-    for (int k = 0; k < EACH; ++k) values[k] = read.value_of_any(k);
-    if constexpr (ADD) {
-        if (whole) write.load(out + at);
-        else write.load_some(out + at, there);
+        for (int k = 0; k < EACH; ++k) values[k] = read.value(k);
+        write.set(values);
+    } else {
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) values[k] = write.value(k) + values[k];
+        for (int k = 0; k < EACH; ++k) values[k] = read.value_of_any(k);
+        write.set_any(values);
     }
-    write.set_any(values);
     if (whole) {
         write.store(out + at);
         return;
@@ -39,6 +39,21 @@ HC_INLINE void cast(const void* source, u64 numel, void* target) {
 #pragma unroll
     for (int k = 0; k < EACH; ++k) {
         if ((u32)k < there) out[at + k] = write.stored(k);
+    }
+}
+
+// To fp32, twice four values a thread: a warp writes whole sectors of 32 bytes.
+template <class From, bool ADD>
+HC_INLINE void widen(const void* source, u64 numel, float* out) {
+    const auto* in = (const typename From::Stored*)source;
+    bool vectors = vectorizable<From>(in), whole = vectorizable<Fp32>(out);
+    u64 first = EACH * ((u64)blockIdx.x * THREADS) + 4 * threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        u64 at = first + i * 4 * THREADS;
+        Four v = read4<From>(in, at, numel, vectors);
+        if constexpr (ADD) v = sum(read4<Fp32>(out, at, numel, whole), v);
+        write4<Fp32>(v, out, at, numel, whole);
     }
 }
 
@@ -194,17 +209,14 @@ HC_INLINE bool has_nan(u32 codes) {
     return ((codes & 0x7f7f7f7fu) + (0x80u - F::first_nan) * 0x01010101u) & 0x80808080u;
 }
 
-template <class F, class E, bool ADD>
-HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, void* target) {
-    Chunk mine(numel, chunk, slot, skip);
-    Layout layout(mine.count);
-    u64 block = blockIdx.x;
-    if (block >= layout.blocks) return;
-    in += mine.payload;
-    auto* out = (typename E::Stored*)target + mine.first;
-    u64 first = block * BLOCK + threadIdx.x * EACH, words = ceil_div(mine.count, 4);
-    bool full = (block + 1) * BLOCK <= mine.count, whole = full && whole_vectors(out);
-    u32 absmax = ((const u32*)(in + layout.scales))[block];
+// A block whose products may overflow.
+HC_INLINE bool may_overflow(u32 absmax) { return absmax >= 0x7f000000u; }
+
+// To 16 bits, eight codes a thread.
+template <class F, class E>
+HC_INLINE void decode_block(const u8* in, u64 block, u64 count, u32 absmax, typename E::Stored* out) {
+    u64 first = block * BLOCK + threadIdx.x * EACH, words = ceil_div(count, 4);
+    bool full = (block + 1) * BLOCK <= count, whole = full && whole_vectors(out);
     float scale = bits_float(absmax) * (1.0f / F::largest);
     uint2 codes[ROUNDS];
 #pragma unroll
@@ -221,48 +233,76 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
     for (int i = 0; i < ROUNDS; ++i) {
         u64 at = first + i * EACH * THREADS;
         float values[EACH];
-        // near the largest float a product may overflow
-        bool any = absmax >= 0x7f000000u || has_nan<F>(codes[i].x) || has_nan<F>(codes[i].y);
+        bool any = may_overflow(absmax) || has_nan<F>(codes[i].x) || has_nan<F>(codes[i].y);
         widen_four<F>(codes[i].x, scale, any, values), widen_four<F>(codes[i].y, scale, any, values + 4);
         E eight;
+        if (any) eight.set_any(values);
+        else eight.set(values);
         if (whole) {
-            if constexpr (ADD) {
-                eight.load(out + at);
-#pragma unroll
-                for (int k = 0; k < EACH; ++k) values[k] = eight.value(k) + values[k];
-            }
-            if (any) eight.set_any(values);
-            else eight.set(values);
             eight.store(out + at);
             continue;
         }
-        eight.set_any(values);
 #pragma unroll
         for (u32 k = 0; k < EACH; ++k) {
-            if (at + k >= mine.count) continue;
-            if constexpr (ADD) out[at + k] = out[at + k] + values[k];
-            else out[at + k] = eight.stored((int)k);
+            if (at + k < count) out[at + k] = eight.stored((int)k);
         }
     }
+}
+
+// To fp32, four codes a thread: a warp writes whole sectors of 32 bytes.
+template <class F, bool ADD>
+HC_INLINE void decode_block(const u8* in, u64 block, u64 count, u32 absmax, float* out) {
+    bool vectors = vectorizable<Fp32>(out);
+    float scale = bits_float(absmax) * (1.0f / F::largest);
+    u64 first = block * (BLOCK / 4) + threadIdx.x, words = ceil_div(count, 4);
+    u32 codes[2 * ROUNDS];
+#pragma unroll
+    for (int i = 0; i < 2 * ROUNDS; ++i) {
+        u64 word = first + i * THREADS;
+        codes[i] = word < words ? ((const u32*)in)[word] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * ROUNDS; ++i) {
+        u64 at = 4 * (first + i * THREADS);
+        float values[4];
+        widen_four<F>(codes[i], scale, may_overflow(absmax) || has_nan<F>(codes[i]), values);
+        Four v = {values[0], values[1], values[2], values[3]};
+        if constexpr (ADD) v = sum(read4<Fp32>(out, at, count, vectors), v);
+        write4<Fp32>(v, out, at, count, vectors);
+    }
+}
+
+template <class F, class E, bool ADD>
+HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, void* target) {
+    Chunk mine(numel, chunk, slot, skip);
+    Layout layout(mine.count);
+    u64 block = blockIdx.x;
+    if (block >= layout.blocks) return;
+    in += mine.payload;
+    auto* out = (typename E::Stored*)target + mine.first;
+    u32 absmax = ((const u32*)(in + layout.scales))[block];
+    if constexpr (sizeof(typename E::Stored) == 4) decode_block<F, ADD>(in, block, mine.count, absmax, out);
+    else decode_block<F, E>(in, block, mine.count, absmax, out);
 }
 
 }  // namespace fp8
 }  // namespace hybridcomp
 
-#define HC_CAST(NAME, FROM, TO, ADD)                                                          \
-    extern "C" __global__ void __launch_bounds__(256)                                         \
-    NAME(const void* in, unsigned long long numel, void* out) {                               \
-        hybridcomp::cast<hybridcomp::FROM, hybridcomp::TO, ADD>(in, numel, out);              \
+#define HC_CAST(NAME, CALL)                                          \
+    extern "C" __global__ void __launch_bounds__(256)                \
+    NAME(const void* in, unsigned long long numel, void* out) {      \
+        using namespace hybridcomp;                                  \
+        CALL;                                                        \
     }
-HC_CAST(cast_fp32_bf16, EightFp32, EightBf16, false)
-HC_CAST(cast_fp32_fp16, EightFp32, EightFp16, false)
-HC_CAST(cast_bf16_fp32, EightBf16, EightFp32, false)
-HC_CAST(cast_bf16_fp16, EightBf16, EightFp16, false)
-HC_CAST(cast_fp16_fp32, EightFp16, EightFp32, false)
-HC_CAST(cast_fp16_bf16, EightFp16, EightBf16, false)
-HC_CAST(add_fp32, EightFp32, EightFp32, true)
-HC_CAST(add_bf16, EightBf16, EightFp32, true)
-HC_CAST(add_fp16, EightFp16, EightFp32, true)
+HC_CAST(cast_fp32_bf16, (narrow<EightFp32, EightBf16>(in, numel, out)))
+HC_CAST(cast_fp32_fp16, (narrow<EightFp32, EightFp16>(in, numel, out)))
+HC_CAST(cast_bf16_fp16, (narrow<EightBf16, EightFp16>(in, numel, out)))
+HC_CAST(cast_fp16_bf16, (narrow<EightFp16, EightBf16>(in, numel, out)))
+HC_CAST(cast_bf16_fp32, (widen<BFloat16, false>(in, numel, (float*)out)))
+HC_CAST(cast_fp16_fp32, (widen<Float16, false>(in, numel, (float*)out)))
+HC_CAST(add_fp32, (widen<Fp32, true>(in, numel, (float*)out)))
+HC_CAST(add_bf16, (widen<BFloat16, true>(in, numel, (float*)out)))
+HC_CAST(add_fp16, (widen<Float16, true>(in, numel, (float*)out)))
 
 extern "C" __global__ void __launch_bounds__(256)
 cast_copy(const unsigned char* in, unsigned long long nbytes, unsigned char* out) {
