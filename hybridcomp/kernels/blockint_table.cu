@@ -36,12 +36,12 @@ HC_INLINE void decode_row(const Table& table) {
 #define HC_KERNELS(NAME, E)                                                                 \
     HC_KERNEL(encode_##NAME, encode_row<hybridcomp::E HC_COMMA false>, HC_ROTATE ? 3 : 4)    \
     HC_KERNEL(encode_feedback_##NAME, encode_row<hybridcomp::E HC_COMMA true>, 2)            \
-    HC_KERNEL(decode_##NAME, decode_row<hybridcomp::E HC_COMMA false>, 5)
+    HC_KERNEL(decode_##NAME, decode_row<hybridcomp::E HC_COMMA false>, HC_ROTATE ? 4 : 5)
 #define HC_COMMA ,
 
 #if !defined(HC_DTYPE) || HC_DTYPE == 0
 HC_KERNELS(fp32, EightFp32)
-HC_KERNEL(add, decode_row<hybridcomp::EightFp32 HC_COMMA true>, 5)
+HC_KERNEL(add, decode_row<hybridcomp::EightFp32 HC_COMMA true>, HC_ROTATE ? 4 : 5)
 #endif
 #if !defined(HC_DTYPE) || HC_DTYPE == 1
 HC_KERNELS(bf16, EightBf16)
