@@ -69,12 +69,10 @@ def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
     each, length = codec.each(values.device), values.numel() // TENSORS
     if each is None or not length:
         return
-    parts, nbytes = (
-        values[: length * TENSORS].split(length),
-        codec.wire_nbytes(length, values.dtype),
-    )
-    rooms = values.new_empty(nbytes * TENSORS, dtype=torch.uint8).split(nbytes)
-    out = torch.empty_like(values)[: length * TENSORS].split(length)
+    parts = torch.split(values[: length * TENSORS], length)
+    nbytes = codec.wire_nbytes(length, values.dtype)
+    rooms = torch.split(values.new_empty(nbytes * TENSORS, dtype=torch.uint8), nbytes)
+    out = torch.split(torch.empty_like(values)[: length * TENSORS], length)
     moved, bits = TENSORS * (nbytes + length * values.itemsize), 8 * nbytes / length
 
     def one_by_one() -> None:

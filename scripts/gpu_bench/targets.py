@@ -94,9 +94,9 @@ def below(point: Point) -> bool:
 
 
 def _speaks_of(point: Point, target: Target) -> bool:
-    sizes = (target.message_nbytes,)
+    sizes = [target.message_nbytes]
     if target.message_nbytes == MESSAGE_NBYTES:
-        sizes += (SHORTER_NBYTES,)
+        sizes.append(SHORTER_NBYTES)
     return (
         point.phase == target.phase
         and point.dtype in target.dtypes

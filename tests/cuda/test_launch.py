@@ -121,7 +121,8 @@ def test_words_are_zero_once_and_never_shared() -> None:
         made.append(torch.zeros(words, dtype=torch.int64))
         return made[-1]
 
-    spaces, taken = Workspaces(make), []
+    spaces = Workspaces(make)
+    taken: list[torch.Tensor] = []
     for step in range(200):
         for stream in (0, 7):
             words = spaces.take(1 + step * 11, stream)
