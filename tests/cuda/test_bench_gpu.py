@@ -48,6 +48,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         measure,
         ours,
         peers,
+        prebuild,
         published,
         report,
         size_exchange,
@@ -56,8 +57,8 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     yield {
         "script": bench_gpu, "blocks": blocks, "measure": measure, "ours": ours, "peers": peers,
-        "published": published, "report": report, "size_exchange": size_exchange,
-        "targets": targets,
+        "prebuild": prebuild, "published": published, "report": report,
+        "size_exchange": size_exchange, "targets": targets,
     }  # fmt: skip
 
 
@@ -184,6 +185,32 @@ def test_the_kernels_of_an_all_reduce_are_measured(modules: dict[str, Any]) -> N
         assert whole == sum(works[part].nbytes for part in parts)
         assert whole == works[f"all_reduce{feedback} path"].nbytes
     assert works["sum_encode"].nbytes == pytest.approx(2500 * 4 + 8 * 2500 * 4.28 / 8, rel=0.02)
+
+
+def test_images_that_a_run_needs(modules: dict[str, Any]) -> None:
+    """Found without a launch; those of every dtype of blockint, and of what knows its own size."""
+    from hybridcomp import kernels
+    from tests.cuda.common import kernels_replaced
+
+    class Current:
+        """The kernels that ``needed`` puts in place of a device's."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(kernels._on_cuda[0], name)
+
+    sources = [
+        partial(modules["ours"].works, name=name, codec=modules["ours"].codecs()[name])
+        for name in ("blockint 8", "expcode")
+    ]
+    dtypes = [torch.bfloat16, torch.float32]
+    with kernels_replaced(Current()):  # type: ignore[arg-type]
+        found = modules["prebuild"].needed(sources, dtypes, CPU)
+    assert not kernels._on_cuda
+    for source in ("blockint.cu", "blockint_sum.cu", "blockint_table.cu"):
+        for code in (0, 1):
+            assert (source, ("HC_BITS=8", f"HC_DTYPE={code}")) in found
+    assert "expcode.cu" in {source for source, _ in found}
+    modules["prebuild"].compile_all([], 90)
 
 
 def test_a_peer_that_fails_is_named(modules: dict[str, Any]) -> None:
