@@ -112,12 +112,16 @@ class Codec(ABC):
     * bytes depend on the values only: same values, same bytes, on every device and thread count;
     * a NaN or Inf that is encoded decodes to a non-finite value at the same element, or at
       least makes every element of its block non-finite;
+    * decoded values and sums are the same bits on every device, but for NaNs: where arithmetic
+      made or moved one, its sign and payload are the device's (a GPU writes 0x7fffffff and what
+      narrowing leaves of it, a CPU keeps 0x7fc00000, 0xffc00000 or what came in). Two such NaNs
+      are equal. Payloads, and what a lossless codec decodes, have the bits of NaNs as well;
     * ``numel == 0`` is legal and costs 0 bytes.
     """
 
     #: name in the block
     name: ClassVar[str]
-    #: decoding gives back exactly the encoded values, NaN payloads included
+    #: decoding (without adding) gives back exactly the encoded values, bits of NaNs included
     lossless: bool
     #: ``encode`` always writes ``wire_nbytes`` bytes, so no size has to be exchanged
     fixed_size: bool
