@@ -7,6 +7,7 @@ collective owns the wire buffers, so that one buffer holds the payloads for all 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -79,6 +80,30 @@ class Fused(Protocol):
         """All chunks into ``out``."""
 
 
+class Each(Protocol):
+    """Kernels that take several tensors of one dtype in one launch; payloads are the codec's.
+
+    Arguments are as ``encode`` and ``decode`` of a codec want them, and are not checked again.
+    """
+
+    def encode(
+        self,
+        values: Sequence[Tensor],
+        out: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Each of ``values`` into its ``out``.
+
+        With ``residuals`` (fp32) ``values + residual`` is sent, and the residual becomes what the
+        encoding left out, 0 where that is not finite.
+        """
+
+    def decode(
+        self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
+    ) -> None:
+        """Each of ``payloads`` into its ``out``; ``add``: onto what is there, in fp32."""
+
+
 class Codec(ABC):
     """One codec with its settings fixed. Instances are immutable and may be shared.
 
@@ -149,6 +174,10 @@ class Codec(ABC):
 
     def fused(self, device: torch.device) -> Fused | None:
         """One launch for all chunks of a collective, where the back end of ``device`` has that."""
+        return None
+
+    def each(self, device: torch.device) -> Each | None:
+        """One launch for several tensors, where the back end of ``device`` has that."""
         return None
 
     @abstractmethod
