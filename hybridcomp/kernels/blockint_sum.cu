@@ -26,17 +26,32 @@ struct Room<E, false> {
 // A tile of the own values, of residuals and of sums: where it is, and how it may be moved.
 struct Span {
     u64 first, count;  // of the message: this lane's block, and all
-    bool whole;        // all of the tile is there, and aligned
+    bool whole, next;  // all of the tile, of the next one, is there, and aligned
+    HC_INLINE_MEMBER Span(u64 tile, u64 following, u64 count, bool aligned)
+        : first(tile * TILE + lane_id() * BLOCK), count(count),
+          whole((tile + 1) * TILE <= count && aligned),
+          next(following < count / TILE && aligned) {}
     HC_INLINE_MEMBER u32 there() const {
         return first >= count ? 0 : count - first < BLOCK ? (u32)(count - first) : BLOCK;
     }
+};
+
+// What is added up: the payloads of the other ranks, `slot` bytes apart, and this rank's values.
+template <class E>
+struct Sources {
+    const u8* payloads;
+    const typename E::Stored* own;
+    u64 slot;
+    u32 ranks, me, others, depth;  // `depth`: how many payloads are under way
+    HC_INLINE_MEMBER Sources(const u8* payloads, const void* own, u64 ranks, u64 me, u64 slot)
+        : payloads(payloads), own((const typename E::Stored*)own), slot(slot), ranks((u32)ranks),
+          me((u32)me), others((u32)ranks - 1), depth(others < HC_STAGES ? others : HC_STAGES) {}
 };
 
 // held += the own values, with `residual` (else null), which becomes zero.
 template <class E, bool FEEDBACK, class R>
 HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, float* residual, u64 tile,
                        const Span& span) {
-    if (FEEDBACK && residual) await_fetch<0>();
 #pragma unroll
     for (int i = 0; i < BLOCK / EACH; ++i) {
         E mine;
@@ -87,88 +102,124 @@ HC_INLINE void flush_chunks(const Shared<float>& shared, float* out, u64 tile, c
     shared.flush(out + tile * TILE);
 }
 
-// held += `ranks` contributions to a tile of `numel` values, in rank order: this rank's own exact values,
-// and the payloads of the others, `slot` bytes apart. With FEEDBACK there may be the residual `owner`,
-// which the sum begins with, and one of the own values, which they take with them and which becomes 0.
+// The base exponents of a tile of 32 ranks, one a lane.
+template <class E>
+HC_INLINE u32 bases_of(const Sources<E>& from, const Layout& layout, u64 tile, u32 first) {
+    u32 rank = first + lane_id();
+    return rank < from.others && tile < layout.tiles ? from.payloads[rank * from.slot + layout.bases + tile]
+                                                     : 0;
+}
+
+// Sends for what the first tile of a warp needs.
 template <class E, bool FEEDBACK, class R>
-HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typename E::Stored* own, u64 ranks,
-                         u64 me, u64 slot, float* residual, const float* owner, u64 tile,
-                         const Span& span) {
-    Layout layout(span.count);
-    u32 blocks = layout.blocks_of(tile), others = (u32)ranks - 1, lane = lane_id();
-    bool group = !ROTATE || in_group(span.first, span.count);
+HC_INLINE void start_ranks(R& room, const Sources<E>& from, const Layout& layout, const float* owner,
+                           u64 tile, const Span& span) {
     if (span.whole) {
-        room.own.fetch(own + tile * TILE);
+        room.own.fetch(from.own + tile * TILE);
         if constexpr (FEEDBACK) {
             if (owner) room.wide.fetch(owner + tile * TILE);
         }
     }
     close_fetch();
     room.table.fill();
-#pragma unroll
-    for (u32 s = 0; s < HC_STAGES; ++s) {
-        if (s < others) fetch_stage(room.ring[s], payloads + s * slot, layout, tile, blocks);
+    for (u32 s = 0; s < from.depth; ++s) {
+        fetch_stage(room.ring[s], from.payloads + s * from.slot, layout, tile, layout.blocks_of(tile));
         close_fetch();
     }
-    // the base exponents of 32 ranks, one a lane
-    u32 bases = lane < others ? payloads[lane * slot + layout.bases + tile] : 0;
-    await_fetch<HC_STAGES>();
-    if constexpr (FEEDBACK) {
-        if (owner) {
-#pragma unroll
-            for (int i = 0; i < BLOCK / EACH; ++i) {
-                EightFp32 start;
-                u64 at = span.first + i * EACH;
-                if (span.whole) read_eight(room.wide, i, start);
-                else start.load_some(owner + at, eight_of(at, span.count));
-#pragma unroll
-                for (int k = 0; k < EACH; ++k) held[i * EACH + k] = start.values[k];
-            }
-            __syncwarp();
-        }
-        if (residual && span.whole) room.wide.fetch(residual + tile * TILE);
-        close_fetch();
-    }
-    u32 next = 0, p = 0;  // where in the ring, and which of the others
+}
+
+// held += all contributions to a tile, in rank order: this rank's own exact values, and the payloads of
+// the others. With FEEDBACK there may be a `residual` of the own values, which they take with them and
+// which becomes 0. While the last ranks of a tile are added, the first ones of `following` are sent for.
+template <class E, bool FEEDBACK, class R>
+HC_INLINE void add_ranks(float* held, R& room, const Sources<E>& from, const Layout& layout,
+                         float* residual, u64 tile, u64 following, const Span& span, u32 bases,
+                         u32& next) {
+    u32 blocks = layout.blocks_of(tile), p = 0;  // which of the others
+    u32 later = following < layout.tiles ? layout.blocks_of(following) : 0;
+    bool group = !ROTATE || in_group(span.first, span.count);
 #pragma unroll 1
-    for (u32 rank = 0; rank < (u32)ranks; ++rank) {
-        if (rank == (u32)me) {
-            add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
+    for (u32 rank = 0; rank < from.ranks; ++rank) {
+        if (rank == from.me) {
+            if ((FEEDBACK && residual) || from.others <= HC_STAGES) await_fetch<0>();
+            else if (rank == 0) await_fetch<HC_STAGES>();  // later, this was waited for
+            add_own<E, FEEDBACK>(held, room, from.own, residual, tile, span);
+            if constexpr (!FEEDBACK) {
+                __syncwarp();  // they were read
+                if (span.next) room.own.fetch(from.own + following * TILE);
+            }
             continue;
         }
-        if (p % WARP == 0 && p) bases = p + lane < others ? payloads[(p + lane) * slot + layout.bases + tile] : 0;
-        await_fetch<HC_STAGES - 1>();
+        if (p % WARP == 0 && p) bases = bases_of(from, layout, tile, p);
+        await_stage(from.depth);
         add_stage(held, room.ring[next], room.table, lane_value(bases, p % WARP), blocks, group);
         __syncwarp();  // the stage was read
-        if (p + HC_STAGES < others) {
-            fetch_stage(room.ring[next], payloads + (p + HC_STAGES) * slot, layout, tile, blocks);
+        u32 then = p + from.depth;
+        if (then < from.others) {
+            fetch_stage(room.ring[next], from.payloads + then * from.slot, layout, tile, blocks);
+        } else if (!FEEDBACK && later) {
+            fetch_stage(room.ring[next], from.payloads + (then - from.others) * from.slot, layout,
+                        following, later);
         }
         close_fetch();
-        next = next + 1 == HC_STAGES ? 0 : next + 1;
+        next = next + 1 == from.depth ? 0 : next + 1;
         ++p;
     }
 }
 
-// The sum, in fp32.
+// held = the residual `owner`, which the sum begins with; then that of the own values is sent for. `deep`:
+// HC_STAGES payloads were sent for after it.
+template <class R>
+HC_INLINE void start_with(float* held, R& room, const float* owner, const float* residual, u64 tile,
+                          const Span& span, bool deep) {
+    if (owner) {
+        if (deep) await_fetch<HC_STAGES>();
+        else await_fetch<0>();
+#pragma unroll
+        for (int i = 0; i < BLOCK / EACH; ++i) {
+            EightFp32 start;
+            u64 at = span.first + i * EACH;
+            if (span.whole) read_eight(room.wide, i, start);
+            else start.load_some(owner + at, eight_of(at, span.count));
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) held[i * EACH + k] = start.values[k];
+        }
+        __syncwarp();
+    }
+    if (residual && span.whole) room.wide.fetch(residual + tile * TILE);
+    close_fetch();
+}
+
+// The sum, in fp32. A warp takes every so many tiles as there are warps; with FEEDBACK one.
 template <class E, bool FEEDBACK>
 HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
                       float* out, float* residual) {
     __shared__ Room<E, true> rooms[SUM_WARPS];
     auto& room = rooms[threadIdx.x / WARP];
-    u64 tile = warp_id();
-    if (tile >= ceil_div(numel, TILE)) return;  // the whole warp
-    const auto* values = (const typename E::Stored*)own;
-    bool whole = (tile + 1) * TILE <= numel && whole_vectors(values) && whole_vectors(out) &&
-                 whole_vectors(residual);
-    Span span = {tile * TILE + lane_id() * BLOCK, numel, whole};
-    float held[BLOCK];
+    Layout layout(numel);
+    Sources<E> from(payloads, own, ranks, me, slot);
+    u64 tile = warp_id(), stride = (u64)gridDim.x * SUM_WARPS;
+    if (tile >= layout.tiles) return;  // the whole warp
+    bool aligned = whole_vectors(own) && whole_vectors(out) && whole_vectors(residual);
+    start_ranks<E, false>(room, from, layout, nullptr, tile, Span(tile, tile, numel, aligned));
+    u32 next = 0, bases = bases_of(from, layout, tile, 0);
+#pragma unroll 1
+    for (u64 following; tile < layout.tiles; tile = following) {
+        following = FEEDBACK ? layout.tiles : tile + stride;
+        u32 ahead = bases_of(from, layout, following, 0);
+        Span span(tile, following, numel, aligned);
+        float held[BLOCK];
 #pragma unroll
-    for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
-    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, nullptr, tile, span);
-    __syncwarp();  // all of the room was read
+        for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
+        if constexpr (FEEDBACK) start_with(held, room, nullptr, residual, tile, span, false);
+        add_ranks<E, FEEDBACK>(held, room, from, layout, residual, tile, following, span, bases, next);
+        __syncwarp();  // all of the room was read
 #pragma unroll
-    for (u32 i = 0; i < BLOCK / 4; ++i) write_chunk(held + 4 * i, i, room.wide, out, span);
-    flush_chunks(room.wide, out, tile, span);
+        for (u32 i = 0; i < BLOCK / 4; ++i) write_chunk(held + 4 * i, i, room.wide, out, span);
+        flush_chunks(room.wide, out, tile, span);
+        if constexpr (!FEEDBACK) __syncwarp();
+        bases = ahead;
+    }
 }
 
 // What is left of a sum that overflows fp16: Inf, as it comes out natively, where loss scaling sees it.
@@ -237,28 +288,10 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
     flush_chunks(shared, owner, tile, span);
 }
 
-// The sum, encoded into `out`. With FEEDBACK there may be the residual `owner`, which becomes what the
-// encoding leaves out.
-template <class E, bool HALF, bool FEEDBACK>
-HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
-                      u8* out, float* residual, float* owner) {
-    __shared__ Room<E, FEEDBACK> rooms[SUM_WARPS];
-    auto& room = rooms[threadIdx.x / WARP];
-    Layout layout(numel);
-    u64 tile = warp_id();
-    if (tile >= layout.tiles) return;
-    const auto* values = (const typename E::Stored*)own;
-    bool whole = (tile + 1) * TILE <= numel && whole_vectors(values) &&
-                 (!FEEDBACK || (whole_vectors(residual) && whole_vectors(owner)));
-    Span span = {tile * TILE + lane_id() * BLOCK, numel, whole};
-    float held[BLOCK];
-#pragma unroll
-    for (int k = 0; k < BLOCK; ++k) held[k] = 0.0f;
-    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, tile, span);
-#pragma unroll
-    for (int k = 0; k < BLOCK; ++k) {
-        if (HALF) held[k] = show_half(held[k]);
-    }
+// A sum in registers -> its place in `out`. With FEEDBACK, what is left out goes to `owner` (or null).
+template <class E, bool FEEDBACK, class R>
+HC_INLINE void encode_sum(float* held, R& room, const Layout& layout, u8* out, float* owner, u64 tile,
+                          const Span& span) {
     if constexpr (ROTATE && FEEDBACK) {  // they wait there, also where the tile is not whole
         __syncwarp();
 #pragma unroll
@@ -267,7 +300,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
                                            float_bits(held[4 * i + 2]), float_bits(held[4 * i + 3]));
         }
     }
-    if constexpr (ROTATE) rotate_block(held, in_group(span.first, numel));
+    if constexpr (ROTATE) rotate_block(held, in_group(span.first, span.count));
     float top = larger_magnitude(held[0], held[1]);
 #pragma unroll
     for (int k = 2; k < BLOCK; ++k) top = larger_magnitude(top, held[k]);
@@ -286,6 +319,39 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
 }
 
+// The sum, encoded into `out`. With FEEDBACK there may be the residual `owner`, which becomes what the
+// encoding leaves out.
+template <class E, bool HALF, bool FEEDBACK>
+HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
+                      u8* out, float* residual, float* owner) {
+    __shared__ Room<E, FEEDBACK> rooms[SUM_WARPS];
+    auto& room = rooms[threadIdx.x / WARP];
+    Layout layout(numel);
+    Sources<E> from(payloads, own, ranks, me, slot);
+    u64 tile = warp_id(), stride = (u64)gridDim.x * SUM_WARPS;
+    if (tile >= layout.tiles) return;
+    bool aligned = whole_vectors(own) && (!FEEDBACK || (whole_vectors(residual) && whole_vectors(owner)));
+    start_ranks<E, FEEDBACK>(room, from, layout, owner, tile, Span(tile, tile, numel, aligned));
+    u32 next = 0, bases = bases_of(from, layout, tile, 0);
+#pragma unroll 1
+    for (u64 following; tile < layout.tiles; tile = following) {
+        following = FEEDBACK ? layout.tiles : tile + stride;
+        u32 ahead = bases_of(from, layout, following, 0);
+        Span span(tile, following, numel, aligned);
+        float held[BLOCK];
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) held[k] = 0.0f;
+        if constexpr (FEEDBACK) start_with(held, room, owner, residual, tile, span, from.depth == HC_STAGES);
+        add_ranks<E, FEEDBACK>(held, room, from, layout, residual, tile, following, span, bases, next);
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) {
+            if (HALF) held[k] = show_half(held[k]);
+        }
+        encode_sum<E, FEEDBACK>(held, room, layout, out, owner, tile, span);
+        bases = ahead;
+    }
+}
+
 }  // namespace blockint
 }  // namespace hybridcomp
 
@@ -293,7 +359,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 #define HC_SUM_BLOCKS 10
 #endif
 #ifndef HC_SUM_FEEDBACK_BLOCKS
-#define HC_SUM_FEEDBACK_BLOCKS 9
+#define HC_SUM_FEEDBACK_BLOCKS 8
 #endif
 
 #define HC_SUM_ARGUMENTS                                                              \
@@ -312,7 +378,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
         hybridcomp::blockint::reduce<hybridcomp::E, HALF, true>(payloads, own, numel, ranks, me,  \
                                                                 slot, out, residual, owner);      \
     }                                                                                             \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_FEEDBACK_BLOCKS)          \
     blockint_sum_##NAME(HC_SUM_ARGUMENTS, float* out) {                                           \
         hybridcomp::blockint::add_up<hybridcomp::E, false>(payloads, own, numel, ranks, me, slot, \
                                                            out, nullptr);                         \
