@@ -3,11 +3,11 @@
 #include "expcode_encode.h"
 
 // THREADS and BLOCKS: of a block, and how many of these are to fit a multiprocessor.
-#define HC_EXPCODE_ENCODE(NAME, F, THREADS, BLOCKS)                                              \
+#define HC_EXPCODE_ENCODE(NAME, F, THREADS, BLOCKS, HELD)                                        \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                \
     expcode_encode_##NAME(const void* values, unsigned long long numel, unsigned long long dtype, \
                           unsigned char* out, void* work, unsigned long long* size) {            \
-        hybridcomp::expcode::encode<hybridcomp::expcode::F, THREADS / 32>(                       \
+        hybridcomp::expcode::encode<hybridcomp::expcode::F, THREADS / 32, HELD>(                 \
             values, numel, dtype, out, (hybridcomp::Workspace*)work, size);                      \
     }
 #define HC_EXPCODE_DECODE(KERNEL, F, T, ADD, THREADS, BLOCKS)                                    \
@@ -17,9 +17,9 @@
         hybridcomp::expcode::decode<hybridcomp::expcode::F, hybridcomp::T, ADD, THREADS / 32>(   \
             in, nbytes, numel, dtype, out, damage);                                              \
     }
-HC_EXPCODE_ENCODE(fp32, Single, 128, 5)
-HC_EXPCODE_ENCODE(bf16, Brain, 256, 4)
-HC_EXPCODE_ENCODE(fp16, Half, 256, 4)
+HC_EXPCODE_ENCODE(fp32, Single, 128, 6, 4)
+HC_EXPCODE_ENCODE(bf16, Brain, 256, 4, 4)
+HC_EXPCODE_ENCODE(fp16, Half, 256, 4, 4)
 HC_EXPCODE_DECODE(expcode_decode_fp32, Single, Fp32, false, 128, 5)
 HC_EXPCODE_DECODE(expcode_decode_bf16, Brain, BFloat16, false, 256, 4)
 HC_EXPCODE_DECODE(expcode_decode_fp16, Half, Float16, false, 256, 4)

@@ -3,6 +3,10 @@
 
 #include "expcode_levels.h"
 
+#ifndef HC_AHEAD
+#define HC_AHEAD 1
+#endif
+
 namespace hybridcomp {
 namespace expcode {
 
@@ -46,14 +50,28 @@ HC_INLINE float value_of(u32 bits) {
     else return T::load((u16)bits);
 }
 
+// Vectors of sums.
+template <class F>
+struct SumVector {
+    typedef float4 Type;
+};
+template <>
+struct SumVector<Single> {
+    typedef uint2 Type;
+};
+
 // Where the values of a tile go: written as they are, or added to floats. `whole`: all of the tile, by
 // vectors; else as far as there are any.
 template <class F, class T, bool ADD>
 struct Sink {
     typedef typename Quad<F>::Item Item;
+    typedef typename SumVector<F>::Type Vector;
     void* out;
     u32 count;
     bool whole;
+    struct Held {
+        Vector v[4];
+    };
 
     HC_INLINE_MEMBER Sink(void* target, u64 first, u32 values)
         : out((u8*)target + first * (ADD ? 4 : F::ITEM_BYTES)), count(values),
@@ -64,37 +82,47 @@ struct Sink {
         if constexpr (ADD) ((float*)out)[i] += value_of<T>(bits);
         else ((Item*)out)[i] = (Item)bits;
     }
-    // Values i ... of 16 bits, eight in pairs.
-    HC_INLINE_MEMBER void eight(u32 i, const u32* pairs) const {
+    // What this lane will add to in block `first` / 32, if vectors can; it is on its way while values are decoded.
+    HC_INLINE_MEMBER void load(u32 first, u32 part, Held& held) const {
+        if constexpr (ADD) {
+            if (!whole) return;
+            const float* at = (const float*)out + first;
+#pragma unroll
+            for (u32 k = 0; k < 4; ++k) {
+                if constexpr (F::ITEM_BYTES == 2) held.v[k] = *(const float4*)(at + 8 * part + 16 * (k / 2) + 4 * (k % 2));
+                else held.v[k] = *(const uint2*)(at + 2 * part + 8 * k);
+            }
+        }
+    }
+    // Values i ... of 16 bits, eight in pairs, half `k` of what the lane has.
+    HC_INLINE_MEMBER void eight(u32 i, const u32* pairs, const Held& held, u32 k) const {
         if (!whole) {
 #pragma unroll
-            for (u32 k = 0; k < 8; ++k) one(i + k, pairs[k / 2] >> (16 * (k % 2)) & 0xffffu);
+            for (u32 j = 0; j < 8; ++j) one(i + j, pairs[j / 2] >> (16 * (j % 2)) & 0xffffu);
         } else if constexpr (ADD) {
 #pragma unroll
-            for (u32 k = 0; k < 8; k += 4) {
-                float4* at = (float4*)((float*)out + i + k);
-                float4 v = *at;
-                v.x += value_of<T>(pairs[k / 2] & 0xffffu), v.y += value_of<T>(pairs[k / 2] >> 16);
-                v.z += value_of<T>(pairs[k / 2 + 1] & 0xffffu), v.w += value_of<T>(pairs[k / 2 + 1] >> 16);
-                *at = v;
+            for (u32 j = 0; j < 2; ++j) {
+                float4 v = held.v[2 * k + j];
+                u32 low = pairs[2 * j], high = pairs[2 * j + 1];
+                v.x += value_of<T>(low & 0xffffu), v.y += value_of<T>(low >> 16);
+                v.z += value_of<T>(high & 0xffffu), v.w += value_of<T>(high >> 16);
+                *(float4*)((float*)out + i + 4 * j) = v;
             }
         } else {
             *(uint4*)((Item*)out + i) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
     }
-    // Two values of 32 bits.
-    HC_INLINE_MEMBER void two(u32 i, u32 first, u32 second) const {
+    // Two values of 32 bits, quarter `k` of what the lane has.
+    HC_INLINE_MEMBER void two(u32 i, u32 first, u32 second, const Held& held, u32 k) const {
         if (!whole) {
             one(i, first), one(i + 1, second);
             return;
         }
-        uint2* at = (uint2*)((u32*)out + i);
         if constexpr (ADD) {
-            uint2 v = *at;
-            first = float_bits(bits_float(v.x) + bits_float(first));
-            second = float_bits(bits_float(v.y) + bits_float(second));
+            first = float_bits(bits_float(held.v[k].x) + bits_float(first));
+            second = float_bits(bits_float(held.v[k].y) + bits_float(second));
         }
-        *at = make_uint2(first, second);
+        *(uint2*)((u32*)out + i) = make_uint2(first, second);
     }
     HC_INLINE_MEMBER void clear() const {
         if constexpr (!ADD) {
@@ -105,7 +133,8 @@ struct Sink {
 
 // The values of a lane's words of block `first`, from the bytes of r.
 template <bool WHOLE, class S>
-HC_INLINE void write_values(const u32 (&high)[4], const u32 (&low)[4], const u8*, u32 half, u32 first, const S& sink) {
+HC_INLINE void write_values(const u32 (&high)[4], const u32 (&low)[4], const u8*, u32 half, u32 first, const S& sink,
+                            const typename S::Held& held) {
     u32 pairs[8];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
@@ -113,12 +142,13 @@ HC_INLINE void write_values(const u32 (&high)[4], const u32 (&low)[4], const u8*
         u32 highs = choose_bits(TOP_BITS, low[q] << 7, high[q] >> 1);
         pairs[q] = __byte_perm(lows, highs, 0x6240), pairs[4 + q] = __byte_perm(lows, highs, 0x7351);
     }
-    sink.eight(first + 8 * half, pairs), sink.eight(first + 16 + 8 * half, pairs + 4);
+    sink.eight(first + 8 * half, pairs, held, 0), sink.eight(first + 16 + 8 * half, pairs + 4, held, 1);
 }
 
 // `halves`: those of this lane's first word, null if they are zero.
 template <bool WHOLE, class S>
-HC_INLINE void write_values(const u32 (&high)[2], const u32 (&low)[2], const u8* halves, u32 part, u32 first, const S& sink) {
+HC_INLINE void write_values(const u32 (&high)[2], const u32 (&low)[2], const u8* halves, u32 part, u32 first, const S& sink,
+                            const typename S::Held& held) {
     u32 values[2][4];
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
@@ -129,7 +159,7 @@ HC_INLINE void write_values(const u32 (&high)[2], const u32 (&low)[2], const u8*
         values[q][2] = __byte_perm(b, upper, 0x5410), values[q][3] = __byte_perm(b, upper, 0x7632);
     }
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) sink.two(first + 2 * part + 8 * i, values[0][i], values[1][i]);
+    for (u32 i = 0; i < 4; ++i) sink.two(first + 2 * part + 8 * i, values[0][i], values[1][i], held, i);
 }
 
 // False if the escapes are not as many as the header says. `WHOLE`: blocks begin at whole words.
@@ -143,6 +173,8 @@ HC_INLINE bool get_blocks(const u8* in, const Body& body, const S& sink) {
     for (u32 r = 0; r < Lanes<F>::ROUNDS; ++r) {
         u32 block = r * Lanes<F>::ROUND_BLOCKS + lane_id() / Lanes<F>::LANES, number = block;
         bool there = true;
+        typename S::Held held;
+        if (HC_AHEAD) sink.load(block * BLOCK, part, held);
         if (!body.all) {
             u32 lower = (1u << block % WARP) - 1, mask = block < WARP ? body.present[0] : body.present[1];
             there = mask >> block % WARP & 1;
@@ -185,7 +217,8 @@ HC_INLINE bool get_blocks(const u8* in, const Body& body, const S& sink) {
             if (!there) high[q] = 0;
         }
         const u8* halves = there && body.coding.halves ? at + BLOCK + 4 * WIDTH + 4 * WORDS * part : nullptr;
-        write_values<WHOLE>(high, low, halves, part, block * BLOCK, sink);
+        if (HC_AHEAD == 0) sink.load(block * BLOCK, part, held);
+        write_values<WHOLE>(high, low, halves, part, block * BLOCK, sink, held);
     }
     return escapes == body.count;
 }

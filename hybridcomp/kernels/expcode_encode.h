@@ -168,16 +168,17 @@ HC_INLINE u32 put_escapes(u32 flags, const u32 (&e)[Quad<F>::WORDS], u32 before,
 
 constexpr u32 NOT_PLAIN = ~0u;
 
-// A tile of whole blocks of which none is zero, on its way from memory.
-template <class F>
+// A tile of whole blocks of which none is zero, on its way from memory: the first HELD rounds at once, the
+// others one ahead.
+template <class F, int HELD>
 struct Plain {
-    Quad<F> sampled[2], rounds[Lanes<F>::ROUNDS][Quad<F>::WORDS];
+    Quad<F> sampled[2], rounds[HELD][Quad<F>::WORDS];
 
     HC_INLINE_MEMBER void load(const Source<F>& source) {
         source.load_two(lane_id() / 4 * (TILE_BLOCKS / SAMPLED_BLOCKS), sampled);
         const typename Quad<F>::Item* block = source.values + lane_id() / Lanes<F>::LANES * BLOCK;
 #pragma unroll
-        for (u32 r = 0; r < Lanes<F>::ROUNDS; ++r) Quad<F>::load(block + r * Lanes<F>::ROUND_BLOCKS * BLOCK, Lanes<F>::part(), rounds[r]);
+        for (u32 r = 0; r < HELD; ++r) Quad<F>::load(block + r * Lanes<F>::ROUND_BLOCKS * BLOCK, Lanes<F>::part(), rounds[r]);
     }
 
     // Its blocks and escapes; returns how many escapes, NOT_PLAIN if a block is zero, or if there are low
@@ -192,11 +193,27 @@ struct Plain {
         const typename Quad<F>::Item* block = source.values + lane_id() / Lanes<F>::LANES * BLOCK;
         bool all = true;
 #pragma unroll
-        for (u32 r = 0; r < Lanes<F>::ROUNDS; ++r) {
+        for (u32 r = 0; r < HELD; ++r) {
             all = all && plain(rounds[r], coding.halves);
             u32 flags = put_round<F, WIDTH, ZERO, true>(rounds[r], true, at, base, coding.halves, e);
             if (WIDTH != F::WIDEST) escapes += put_escapes<F>(flags, e, escapes, limit, out);
             at += STEP * stride;
+        }
+        if constexpr (HELD < ROUNDS) {
+            Quad<F> next[Quad<F>::WORDS];
+            Quad<F>::load(block + HELD * STEP * BLOCK, Lanes<F>::part(), next);
+#pragma unroll 1
+            for (u32 r = HELD; r < ROUNDS; ++r) {
+                Quad<F> quads[Quad<F>::WORDS];
+#pragma unroll
+                for (u32 q = 0; q < Quad<F>::WORDS; ++q) quads[q] = next[q];
+                u32 ahead = r + 1 < ROUNDS ? r + 1 : r;
+                Quad<F>::load(block + ahead * STEP * BLOCK, Lanes<F>::part(), next);
+                all = all && plain(quads, coding.halves);
+                u32 flags = put_round<F, WIDTH, ZERO, true>(quads, true, at, base, coding.halves, e);
+                if (WIDTH != F::WIDEST) escapes += put_escapes<F>(flags, e, escapes, limit, out);
+                at += STEP * stride;
+            }
         }
         return all ? escapes : NOT_PLAIN;
     }
@@ -293,10 +310,10 @@ HC_INLINE u32 make_any_tile(const Source<F>& source, u32* buffer) {
     return end_tile<F>(coding, head, present.total, masked, escapes, buffer);
 }
 
-template <class F>
+template <class F, int HELD>
 HC_INLINE u32 make_tile(const Source<F>& source, u32* buffer) {
     if (source.vectors) {
-        Plain<F> plain;
+        Plain<F, HELD> plain;
         plain.load(source);
         clear_counts(buffer);
         Coding coding = choose_for<F>(plain.sampled, true, SAMPLED_BLOCKS, buffer);
@@ -323,14 +340,14 @@ HC_INLINE u32 make_tile(const Source<F>& source, u32* buffer) {
 }
 
 // `WARPS` tiles a block of threads.
-template <class F, int WARPS>
+template <class F, int WARPS, int HELD>
 HC_INLINE void encode(const void* in, u64 numel, u64 dtype, u8* out, Workspace* work, u64* size) {
     __shared__ uint4 buffers[WARPS][(Lanes<F>::TILE_WORDS + 3) / 4];
     __shared__ Lengths<WARPS> shared;
     u32 group = take_ticket(work), tile = group * WARPS + threadIdx.x / WARP, tiles = (u32)ceil_div(numel, TILE);
     u32* buffer = (u32*)buffers[threadIdx.x / WARP];
     Source<F> source(in, numel, tile);
-    u32 words = make_tile<F>(source, buffer), total, place = shared.look(work, group, words, total);
+    u32 words = make_tile<F, HELD>(source, buffer), total, place = shared.look(work, group, words, total);
     u64 data = HEADER_BYTES + 4ull * tiles;
     if (tile < tiles && lane_id() == 0) ((u32*)(out + HEADER_BYTES))[tile] = place;
     u32* to = (u32*)(out + data) + place;

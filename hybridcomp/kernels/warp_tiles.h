@@ -83,6 +83,39 @@ HC_INLINE Few sum_few(u32 value) {
     return few;
 }
 
+#ifndef HC_FAR
+#define HC_FAR 4
+#endif
+
+// What the groups of tiles before `group` add up to, as look_back of cuda_tiles.h, by one whole warp; it looks at
+// FAR times as many at once, and as a state is all that it tells, nothing is to be ordered before it.
+template <int FAR>
+HC_INLINE u32 look_far_back(u64* states, u32 group, u32 mine) {
+    u32 lane = lane_id(), total = 0;
+    if (lane == 0) *(volatile u64*)(states + group) = (group ? AGGREGATE : PREFIX) | mine;
+    for (u32 end = group; end > 0;) {
+        u64 found[FAR];
+#pragma unroll
+        for (u32 j = 0; j < FAR; ++j) {
+            u32 back = j * WARP + lane;
+            found[j] = back < end ? load_state(states + end - 1 - back) : PREFIX;
+        }
+        u32 whole = 0;
+#pragma unroll
+        for (u32 j = 0; j < FAR; ++j) {
+            if (whole) continue;
+            while ((found[j] >> 32) == 0) found[j] = load_state(states + end - 1 - (j * WARP + lane));
+            whole = __ballot_sync(FULL_WARP, (found[j] >> 32) == 2);
+            u32 nearest = whole & (0u - whole);  // the lane of the nearest prefix, as a bit
+            total += whole == 0 || (1u << lane) <= nearest ? (u32)found[j] : 0;
+        }
+        end = whole || end < FAR * WARP ? 0 : end - FAR * WARP;
+    }
+    total = sum_of_lanes(total);
+    if (lane == 0 && group) *(volatile u64*)(states + group) = PREFIX | (u64)(total + mine);
+    return total;
+}
+
 // What the warps of a block have, one after the other.
 template <int WARPS>
 struct Lengths {
@@ -100,7 +133,7 @@ struct Lengths {
             before += w < warp ? length : 0, total += length;
         }
         if (warp == 0) {
-            u32 found = look_back(work->states, group, total);
+            u32 found = look_far_back<HC_FAR>(work->states, group, total);
             if (lane_id() == 0) place = found;
         }
         __syncthreads();

@@ -1,4 +1,4 @@
-"""Tiles of expcode and chunks of mpc off the common path of a warp: the CPU's bytes all the same."""
+"""Tiles of expcode and chunks of mpc off the common path of a warp: the CPU's bytes."""
 
 from __future__ import annotations
 
