@@ -3,10 +3,6 @@
 
 #include "expcode_levels.h"
 
-#ifndef HC_AHEAD
-#define HC_AHEAD 1
-#endif
-
 namespace hybridcomp {
 namespace expcode {
 
@@ -37,7 +33,8 @@ HC_INLINE bool read_head(const u8* in, u32 nbytes, u32 blocks, Body& body) {
     }
     u32 present = __popc(body.present[0]) + __popc(body.present[1]);
     body.all = present == TILE_BLOCKS;
-    body.coding = Coding{in[0], width, (flags & ZERO_CODE) != 0, F::ITEM_BYTES == 4 && !(flags & ZERO_HALVES)};
+    bool halves = F::ITEM_BYTES == 4 && !(flags & ZERO_HALVES);
+    body.coding = Coding{in[0], width, (flags & ZERO_CODE) != 0, halves};
     body.count = in[2] | (u32)in[3] << 8;
     body.blocks = TILE_HEADER_BYTES + (masked ? mask_bytes : 0);
     body.escapes = body.blocks + present * F::block_bytes(width, body.coding.halves);
@@ -82,15 +79,16 @@ struct Sink {
         if constexpr (ADD) ((float*)out)[i] += value_of<T>(bits);
         else ((Item*)out)[i] = (Item)bits;
     }
-    // What this lane will add to in block `first` / 32, if vectors can; it is on its way while values are decoded.
+    // What this lane adds to in the block that begins at `first`, if vectors can: it is on its way while
+    // values are decoded.
     HC_INLINE_MEMBER void load(u32 first, u32 part, Held& held) const {
         if constexpr (ADD) {
             if (!whole) return;
             const float* at = (const float*)out + first;
 #pragma unroll
             for (u32 k = 0; k < 4; ++k) {
-                if constexpr (F::ITEM_BYTES == 2) held.v[k] = *(const float4*)(at + 8 * part + 16 * (k / 2) + 4 * (k % 2));
-                else held.v[k] = *(const uint2*)(at + 2 * part + 8 * k);
+                u32 i = F::ITEM_BYTES == 2 ? 8 * part + 16 * (k / 2) + 4 * (k % 2) : 2 * part + 8 * k;
+                held.v[k] = *(const Vector*)(at + i);
             }
         }
     }
@@ -133,8 +131,8 @@ struct Sink {
 
 // The values of a lane's words of block `first`, from the bytes of r.
 template <bool WHOLE, class S>
-HC_INLINE void write_values(const u32 (&high)[4], const u32 (&low)[4], const u8*, u32 half, u32 first, const S& sink,
-                            const typename S::Held& held) {
+HC_INLINE void write_values(const u32 (&high)[4], const u32 (&low)[4], const u8*, u32 half, u32 first,
+                            const S& sink, const typename S::Held& held) {
     u32 pairs[8];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
@@ -147,14 +145,16 @@ HC_INLINE void write_values(const u32 (&high)[4], const u32 (&low)[4], const u8*
 
 // `halves`: those of this lane's first word, null if they are zero.
 template <bool WHOLE, class S>
-HC_INLINE void write_values(const u32 (&high)[2], const u32 (&low)[2], const u8* halves, u32 part, u32 first, const S& sink,
-                            const typename S::Held& held) {
+HC_INLINE void write_values(const u32 (&high)[2], const u32 (&low)[2], const u8* halves, u32 part,
+                            u32 first, const S& sink, const typename S::Held& held) {
     u32 values[2][4];
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-        u32 third = choose_bits(TOP_BITS, high[q] << 7, low[q]), top = choose_bits(TOP_BITS, low[q], high[q] >> 1);
+        u32 third = choose_bits(TOP_BITS, high[q] << 7, low[q]);
+        u32 top = choose_bits(TOP_BITS, low[q], high[q] >> 1);
         u32 lower = __byte_perm(third, top, 0x5140), upper = __byte_perm(third, top, 0x7362);
-        u32 a = halves ? get_word_at<WHOLE>(halves + 4 * q) : 0, b = halves ? get_word_at<WHOLE>(halves + 32 + 4 * q) : 0;
+        u32 a = halves ? get_word_at<WHOLE>(halves + 4 * q) : 0;
+        u32 b = halves ? get_word_at<WHOLE>(halves + 32 + 4 * q) : 0;
         values[q][0] = __byte_perm(a, lower, 0x5410), values[q][1] = __byte_perm(a, lower, 0x7632);
         values[q][2] = __byte_perm(b, upper, 0x5410), values[q][3] = __byte_perm(b, upper, 0x7632);
     }
@@ -168,13 +168,13 @@ HC_INLINE bool get_blocks(const u8* in, const Body& body, const S& sink) {
     constexpr int BITS = WIDTH + F::SHARED;
     constexpr u32 WORDS = Quad<F>::WORDS, codes = ((1u << WIDTH) - 1) * EACH_BYTE;
     u32 part = Lanes<F>::part(), escapes = 0, stride = F::block_bytes(WIDTH, body.coding.halves);
-    u32 base_low = body.coding.base * EACH_BYTE & ~TOP_BITS, base_high = body.coding.base * EACH_BYTE & TOP_BITS;
+    u32 base = body.coding.base * EACH_BYTE, base_low = base & ~TOP_BITS, base_high = base & TOP_BITS;
 #pragma unroll 1
     for (u32 r = 0; r < Lanes<F>::ROUNDS; ++r) {
         u32 block = r * Lanes<F>::ROUND_BLOCKS + lane_id() / Lanes<F>::LANES, number = block;
         bool there = true;
         typename S::Held held;
-        if (HC_AHEAD) sink.load(block * BLOCK, part, held);
+        sink.load(block * BLOCK, part, held);
         if (!body.all) {
             u32 lower = (1u << block % WARP) - 1, mask = block < WARP ? body.present[0] : body.present[1];
             there = mask >> block % WARP & 1;
@@ -213,11 +213,14 @@ HC_INLINE bool get_blocks(const u8* in, const Body& body, const S& sink) {
         }
 #pragma unroll
         for (u32 q = 0; q < WORDS; ++q) {
-            if (F::SHARED) high[q] = exponents<F>(high[q] << F::SHARED) << F::SHARED | (levels[q] >> WIDTH & 7 * EACH_BYTE);
+            if (F::SHARED) {
+                u32 e = exponents<F>(high[q] << F::SHARED);
+                high[q] = e << F::SHARED | (levels[q] >> WIDTH & 7 * EACH_BYTE);
+            }
             if (!there) high[q] = 0;
         }
-        const u8* halves = there && body.coding.halves ? at + BLOCK + 4 * WIDTH + 4 * WORDS * part : nullptr;
-        if (HC_AHEAD == 0) sink.load(block * BLOCK, part, held);
+        bool halved = there && body.coding.halves;
+        const u8* halves = halved ? at + BLOCK + 4 * WIDTH + 4 * WORDS * part : nullptr;
         write_values<WHOLE>(high, low, halves, part, block * BLOCK, sink, held);
     }
     return escapes == body.count;
@@ -233,18 +236,20 @@ HC_INLINE bool get_any(const u8* in, const Body& body, const S& sink) {
 
 template <class F, class T, bool ADD, int WARPS>
 HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dtype, void* target, u32* damage) {
-    __shared__ uint4 buffers[WARPS][(Lanes<F>::TILE_WORDS + 3) / 4 + 1];  // it begins in the first of these
+    // a tile begins anywhere in the first of these
+    __shared__ uint4 buffers[WARPS][(Lanes<F>::TILE_WORDS + 3) / 4 + 1];
     const u32* header = (const u32*)in;
     u32 tile = (u32)warp_id(), tiles = (u32)ceil_div(numel, TILE);
     if (tile >= tiles) return;
-    u32 length = header[6];
     u64 first = (u64)tile * TILE, data = HEADER_BYTES + 4ull * tiles;
     u32 count = (u32)(numel - first < TILE ? numel - first : TILE), blocks = (count + BLOCK - 1) / BLOCK;
-    bool good = header[0] == MAGIC && header[1] == (VERSION | (u32)dtype << 8) &&
+    bool fits = nbytes >= data && nbytes % 16 == 0;
+    u32 length = fits ? header[6] : 0;
+    bool good = fits && header[0] == MAGIC && header[1] == (VERSION | (u32)dtype << 8) &&
                 header[2] == (u32)numel && header[3] == (u32)(numel >> 32) && header[4] == TILE &&
                 data + 4ull * length <= nbytes;
     const u32* offsets = header + HEADER_BYTES / 4;
-    u32 begin = offsets[tile], end = tile + 1 < tiles ? offsets[tile + 1] : length;
+    u32 begin = fits ? offsets[tile] : 0, end = fits && tile + 1 < tiles ? offsets[tile + 1] : length;
     good = good && begin <= end && end <= length && end - begin <= Lanes<F>::TILE_WORDS;
     Sink<F, T, ADD> sink(target, first, count);
     if (!good || begin == end) {

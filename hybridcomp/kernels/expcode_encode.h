@@ -1,133 +1,19 @@
 // expcode, encode: a warp makes a tile in shared memory without a barrier; the block of threads looks
-// back once for all its tiles; they leave as whole words. What comes next is loaded meanwhile.
+// back once for all its tiles; they leave as whole words. Values are on their way while their coding is
+// chosen.
 #pragma once
 
-#include "expcode_choice.h"
 #include "expcode_levels.h"
+#include "expcode_source.h"
 
 namespace hybridcomp {
 namespace expcode {
 
-// The blocks of a tile that are not zero.
-template <class F>
-struct Present {
-    u32 masks[Lanes<F>::ROUNDS];  // the bit of a block's first lane
-    u32 total;
-};
-
-// The number of this lane's block of a round, among those that are not zero.
-template <class F>
-HC_INLINE u32 number_of(const Present<F>& present, u32 round) {
-    u32 before = 0;
-#pragma unroll
-    for (u32 r = 0; r < Lanes<F>::ROUNDS; ++r) {
-        u32 lower = r < round ? FULL_WARP : r == round ? (1u << Lanes<F>::first_lane()) - 1 : 0;
-        before += __popc(present.masks[r] & lower);
-    }
-    return before;
-}
-
-template <class F>
-HC_INLINE bool is_there(const Present<F>& present, u32 round) {
-    u32 mask = 0;
-#pragma unroll
-    for (u32 r = 0; r < Lanes<F>::ROUNDS; ++r) mask = r == round ? present.masks[r] : mask;
-    return mask >> Lanes<F>::first_lane() & 1;
-}
-
-// A tile's values, where they are and how many.
-template <class F>
-struct Source {
-    typedef typename Quad<F>::Item Item;
-    const Item* values;
-    u32 count, blocks;
-    bool vectors;  // a whole tile, aligned
-
-    HC_INLINE_MEMBER Source(const void* in, u64 numel, u32 tile) {
-        u64 first = (u64)tile * TILE, left = first < numel ? numel - first : 0;
-        values = (const Item*)in + first;
-        count = (u32)(left < TILE ? left : TILE);
-        blocks = (count + BLOCK - 1) / BLOCK;
-        vectors = count == TILE && whole_vectors(values);
-    }
-    HC_INLINE_MEMBER void load_round(u32 round, Quad<F>* quads) const {
-        u32 block = round * Lanes<F>::ROUND_BLOCKS + lane_id() / Lanes<F>::LANES;
-        if (vectors) {
-            Quad<F>::load(values + block * BLOCK, Lanes<F>::part(), quads);
-            return;
-        }
-#pragma unroll
-        for (u32 q = 0; q < Lanes<F>::WORDS; ++q) {
-            // the last block is filled up with copies of the last value
-            quads[q] = block < blocks ? Quad<F>::at(values, block * BLOCK, Lanes<F>::WORDS * Lanes<F>::part() + q, count - 1)
-                                      : Quad<F>::zero();
-        }
-    }
-    // Words 2 (lane % 4) and the next of a block.
-    HC_INLINE_MEMBER void load_two(u32 block, Quad<F>* quads) const {
-        u32 word = 2 * (lane_id() % 4);
-        if (vectors) {
-            Quad<F>::load_two(values + block * BLOCK, word, quads);
-            return;
-        }
-        quads[0] = Quad<F>::at(values, block * BLOCK, word, count - 1);
-        quads[1] = Quad<F>::at(values, block * BLOCK, word + 1, count - 1);
-    }
-};
-
-// Whether some block of a round is zero: the lanes of `mask`, whose values are not all zero, are none of its.
-template <class F>
-HC_INLINE u32 blocks_of_lanes(u32 mask) {
-    mask |= mask >> 1;
-    if (Lanes<F>::LANES == 4) mask |= mask >> 2;
-    return mask & (Lanes<F>::LANES == 4 ? 0x11111111u : 0x55555555u);
-}
-
-// The first look at a tile; it comes again from the caches. `low`: some low half of fp32 is not zero.
-template <class F>
-HC_INLINE Present<F> find_present(const Source<F>& source, bool& low) {
-    Present<F> present;
-    u32 lows = 0;
-    present.total = 0;
-#pragma unroll
-    for (u32 r = 0; r < Lanes<F>::ROUNDS; ++r) {
-        Quad<F> quads[Quad<F>::WORDS];
-        source.load_round(r, quads);
-        u32 any = 0;
-#pragma unroll
-        for (u32 q = 0; q < Lanes<F>::WORDS; ++q) any |= quads[q].any(), lows |= quads[q].any_low();
-        present.masks[r] = blocks_of_lanes<F>(__ballot_sync(FULL_WARP, any != 0));
-        present.total += __popc(present.masks[r]);
-    }
-    low = F::ITEM_BYTES == 4 && __ballot_sync(FULL_WARP, lows != 0) != 0;
-    return present;
-}
-
-// Four lanes look at a sampled block. `counts` and `sampled` are shared memory.
-template <class F>
-HC_INLINE Coding sample(const Source<F>& source, const Present<F>& present, u32* counts, u32* sampled) {
-    clear_counts(counts);
-    u32 index = lane_id() / 4, stride = present.total / SAMPLED_BLOCKS;
-    stride = stride ? stride : 1;
-    u32 looked_at = (present.total + stride - 1) / stride;
-    looked_at = looked_at < SAMPLED_BLOCKS ? looked_at : SAMPLED_BLOCKS;
-#pragma unroll 1
-    for (u32 r = 0; r < Lanes<F>::ROUNDS; ++r) {
-        u32 number = number_of<F>(present, r), which = number / stride;
-        if (Lanes<F>::part() == 0 && is_there<F>(present, r) && which * stride == number && which < SAMPLED_BLOCKS) {
-            sampled[which] = r * Lanes<F>::ROUND_BLOCKS + lane_id() / Lanes<F>::LANES;
-        }
-    }
-    __syncwarp();
-    Quad<F> quads[2];
-    if (index < looked_at) source.load_two(sampled[index], quads);
-    return choose_for<F>(quads, index < looked_at, looked_at, counts);
-}
-
 // One round into the tile. `at`: this lane's block, `base` in all bytes. Returns the escapes of this
 // lane, a bit for each slot, and the exponents.
 template <class F, int WIDTH, bool ZERO, bool WHOLE>
-HC_INLINE u32 put_round(const Quad<F>* quads, bool there, u8* at, u32 base, bool halves, u32 (&e)[Quad<F>::WORDS]) {
+HC_INLINE u32 put_round(const Quad<F>* quads, bool there, u8* at, u32 base, bool halves,
+                        u32 (&e)[Quad<F>::WORDS]) {
     constexpr int BITS = WIDTH + F::SHARED;
     constexpr u32 WORDS = Quad<F>::WORDS;
     u32 part = Lanes<F>::part(), levels[WORDS], flags = 0;
@@ -145,8 +31,9 @@ HC_INLINE u32 put_round(const Quad<F>* quads, bool there, u8* at, u32 base, bool
         if constexpr (F::ITEM_BYTES == 4) {
             u8* half = words + BLOCK + 4 * WIDTH + 4 * q;
             if (there && halves) {
-                put_word_at<WHOLE>(half, __byte_perm(quads[q].values[0], quads[q].values[1], 0x5410));
-                put_word_at<WHOLE>(half + 32, __byte_perm(quads[q].values[2], quads[q].values[3], 0x5410));
+                const u32* v = quads[q].values;
+                put_word_at<WHOLE>(half, __byte_perm(v[0], v[1], 0x5410));
+                put_word_at<WHOLE>(half + 32, __byte_perm(v[2], v[3], 0x5410));
             }
         }
     }
@@ -168,8 +55,8 @@ HC_INLINE u32 put_escapes(u32 flags, const u32 (&e)[Quad<F>::WORDS], u32 before,
 
 constexpr u32 NOT_PLAIN = ~0u;
 
-// A tile of whole blocks of which none is zero, on its way from memory: the first HELD rounds at once, the
-// others one ahead.
+// A tile of whole blocks of which none is zero, on its way from memory: the first HELD rounds at once,
+// the others one ahead.
 template <class F, int HELD>
 struct Plain {
     Quad<F> sampled[2], rounds[HELD][Quad<F>::WORDS];
@@ -178,7 +65,9 @@ struct Plain {
         source.load_two(lane_id() / 4 * (TILE_BLOCKS / SAMPLED_BLOCKS), sampled);
         const typename Quad<F>::Item* block = source.values + lane_id() / Lanes<F>::LANES * BLOCK;
 #pragma unroll
-        for (u32 r = 0; r < HELD; ++r) Quad<F>::load(block + r * Lanes<F>::ROUND_BLOCKS * BLOCK, Lanes<F>::part(), rounds[r]);
+        for (u32 r = 0; r < HELD; ++r) {
+            Quad<F>::load(block + r * Lanes<F>::ROUND_BLOCKS * BLOCK, Lanes<F>::part(), rounds[r]);
+        }
     }
 
     // Its blocks and escapes; returns how many escapes, NOT_PLAIN if a block is zero, or if there are low
@@ -186,7 +75,8 @@ struct Plain {
     template <int WIDTH, bool ZERO>
     HC_INLINE_MEMBER u32 put(const Source<F>& source, Coding coding, u8* tile) const {
         constexpr u32 ROUNDS = Lanes<F>::ROUNDS, STEP = Lanes<F>::ROUND_BLOCKS;
-        u32 stride = F::block_bytes(WIDTH, coding.halves), escapes = 0, limit = 4 * (F::WIDEST - WIDTH) * TILE_BLOCKS;
+        u32 stride = F::block_bytes(WIDTH, coding.halves), escapes = 0;
+        u32 limit = 4 * (F::WIDEST - WIDTH) * TILE_BLOCKS;
         u32 base = coding.base * EACH_BYTE, e[Quad<F>::WORDS];
         u8* at = tile + TILE_HEADER_BYTES + lane_id() / Lanes<F>::LANES * stride;
         u8* out = tile + TILE_HEADER_BYTES + TILE_BLOCKS * stride;
@@ -218,6 +108,15 @@ struct Plain {
         return all ? escapes : NOT_PLAIN;
     }
 
+    template <bool ZERO>
+    HC_INLINE_MEMBER u32 put_any(const Source<F>& source, Coding coding, u8* tile) const {
+        if (coding.width == 2) return put<2, ZERO>(source, coding, tile);
+        if (coding.width == 3) return put<3, ZERO>(source, coding, tile);
+        if (coding.width == 4) return put<4, ZERO>(source, coding, tile);
+        return put<F::WIDEST, false>(source, coding, tile);
+    }
+
+    // Whether a round has neither a zero block nor low halves that were not expected.
     HC_INLINE bool plain(const Quad<F>* quads, bool halves) {
         u32 any = 0, lows = 0;
 #pragma unroll
@@ -231,8 +130,10 @@ struct Plain {
 
 // A tile of any kind into `tile`; returns the number of escapes.
 template <class F, int WIDTH, bool ZERO>
-HC_INLINE u32 put_tile(const Source<F>& source, const Present<F>& present, Coding coding, u32 head, u8* tile) {
-    u32 stride = F::block_bytes(WIDTH, coding.halves), escapes = 0, limit = 4 * (F::WIDEST - WIDTH) * present.total;
+HC_INLINE u32 put_tile(const Source<F>& source, const Present<F>& present, Coding coding, u32 head,
+                       u8* tile) {
+    u32 stride = F::block_bytes(WIDTH, coding.halves), escapes = 0;
+    u32 limit = 4 * (F::WIDEST - WIDTH) * present.total;
     u32 base = coding.base * EACH_BYTE, e[Quad<F>::WORDS];
     u8* out = tile + head + present.total * stride;
 #pragma unroll 1
@@ -249,7 +150,8 @@ HC_INLINE u32 put_tile(const Source<F>& source, const Present<F>& present, Codin
 }
 
 template <class F, bool ZERO>
-HC_INLINE u32 put_narrow(const Source<F>& source, const Present<F>& present, Coding coding, u32 head, u8* tile) {
+HC_INLINE u32 put_narrow(const Source<F>& source, const Present<F>& present, Coding coding, u32 head,
+                         u8* tile) {
     if (coding.width == 2) return put_tile<F, 2, ZERO>(source, present, coding, head, tile);
     if (coding.width == 3) return put_tile<F, 3, ZERO>(source, present, coding, head, tile);
     return put_tile<F, 4, ZERO>(source, present, coding, head, tile);
@@ -271,7 +173,8 @@ HC_INLINE u32 mask_byte(const Present<F>& present, u32 i) {
 template <class F>
 HC_INLINE u32 end_tile(Coding coding, u32 head, u32 present, bool masked, u32 escapes, u32* buffer) {
     u8* bytes = (u8*)buffer;
-    u32 used = head + present * F::block_bytes(coding.width, coding.halves) + escapes, words = (used + 3) / 4;
+    u32 used = head + present * F::block_bytes(coding.width, coding.halves) + escapes;
+    u32 words = (used + 3) / 4;
     if (lane_id() < 4 * words - used) bytes[used + lane_id()] = 0;
     if (lane_id() == 0) {
         bool none = F::ITEM_BYTES == 4 && !coding.halves;
@@ -310,6 +213,7 @@ HC_INLINE u32 make_any_tile(const Source<F>& source, u32* buffer) {
     return end_tile<F>(coding, head, present.total, masked, escapes, buffer);
 }
 
+// The same: by a guess that nearly always holds, and once more where it does not.
 template <class F, int HELD>
 HC_INLINE u32 make_tile(const Source<F>& source, u32* buffer) {
     if (source.vectors) {
@@ -319,18 +223,9 @@ HC_INLINE u32 make_tile(const Source<F>& source, u32* buffer) {
         Coding coding = choose_for<F>(plain.sampled, true, SAMPLED_BLOCKS, buffer);
         u32 lows = plain.sampled[0].any_low() | plain.sampled[1].any_low();
         coding.halves = F::ITEM_BYTES == 4 && __ballot_sync(FULL_WARP, lows != 0) != 0;
-        u8* bytes = (u8*)buffer;
-        __syncwarp();
-        u32 escapes = NOT_PLAIN;
-        if (coding.width == 3) {
-            escapes = coding.zero ? plain.template put<3, true>(source, coding, bytes) : plain.template put<3, false>(source, coding, bytes);
-        } else if (coding.width == 2) {
-            escapes = coding.zero ? plain.template put<2, true>(source, coding, bytes) : plain.template put<2, false>(source, coding, bytes);
-        } else if (coding.width == 4) {
-            escapes = coding.zero ? plain.template put<4, true>(source, coding, bytes) : plain.template put<4, false>(source, coding, bytes);
-        } else {
-            escapes = plain.template put<F::WIDEST, false>(source, coding, bytes);
-        }
+        __syncwarp();  // the counts were read
+        u32 escapes = coding.zero ? plain.template put_any<true>(source, coding, (u8*)buffer)
+                                  : plain.template put_any<false>(source, coding, (u8*)buffer);
         if (escapes == 0 || escapes < 4 * (F::WIDEST - coding.width) * TILE_BLOCKS) {
             return end_tile<F>(coding, TILE_HEADER_BYTES, TILE_BLOCKS, false, escapes, buffer);
         }
@@ -339,12 +234,13 @@ HC_INLINE u32 make_tile(const Source<F>& source, u32* buffer) {
     return source.count ? make_any_tile<F>(source, buffer) : 0;
 }
 
-// `WARPS` tiles a block of threads.
+// `WARPS` tiles a block of threads, whose values are HELD rounds at a time in registers.
 template <class F, int WARPS, int HELD>
 HC_INLINE void encode(const void* in, u64 numel, u64 dtype, u8* out, Workspace* work, u64* size) {
     __shared__ uint4 buffers[WARPS][(Lanes<F>::TILE_WORDS + 3) / 4];
     __shared__ Lengths<WARPS> shared;
-    u32 group = take_ticket(work), tile = group * WARPS + threadIdx.x / WARP, tiles = (u32)ceil_div(numel, TILE);
+    u32 group = take_ticket(work), tile = group * WARPS + threadIdx.x / WARP;
+    u32 tiles = (u32)ceil_div(numel, TILE);
     u32* buffer = (u32*)buffers[threadIdx.x / WARP];
     Source<F> source(in, numel, tile);
     u32 words = make_tile<F, HELD>(source, buffer), total, place = shared.look(work, group, words, total);
@@ -354,7 +250,8 @@ HC_INLINE void encode(const void* in, u64 numel, u64 dtype, u8* out, Workspace* 
 #pragma unroll 4
     for (u32 i = lane_id(); i < words; i += WARP) to[i] = buffer[i];
     if ((group + 1) * WARPS >= tiles) {
-        finish_message(out, data, MAGIC, VERSION, (u32)dtype, 0, numel, TILE, 0, shared.place + total, 0, size);
+        finish_message(out, data, MAGIC, VERSION, (u32)dtype, 0, numel, TILE, 0, shared.place + total, 0,
+                       size);
     }
 }
 

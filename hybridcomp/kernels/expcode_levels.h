@@ -49,7 +49,10 @@ HC_INLINE void put_levels(const u32 (&levels)[4], u32 half, bool there, u8* out)
         // lane 0 puts words 0 and 1, lane 1 puts 2 and 3
         u32 first = other_lane<1>(half ? x[0] : x[2]) | (half ? x[2] : x[0]);
         u32 second = other_lane<1>(half ? x[1] : x[3]) | (half ? x[3] : x[1]);
-        if (there) put_word_at<WHOLE>(out + 8 * half, first), put_word_at<WHOLE>(out + 8 * half + 4, second);
+        if (there) {
+            put_word_at<WHOLE>(out + 8 * half, first);
+            put_word_at<WHOLE>(out + 8 * half + 4, second);
+        }
         out += 16;
     }
     if constexpr ((BITS & 2) != 0) {
@@ -74,7 +77,10 @@ template <int BITS, bool WHOLE>
 HC_INLINE void put_levels(const u32 (&levels)[2], u32 part, bool there, u8* out) {
     bool upper = part & 2, odd = part & 1;
     if constexpr (BITS == 8) {
-        if (there) put_word_at<WHOLE>(out + 8 * part, levels[0]), put_word_at<WHOLE>(out + 8 * part + 4, levels[1]);
+        if (there) {
+            put_word_at<WHOLE>(out + 8 * part, levels[0]);
+            put_word_at<WHOLE>(out + 8 * part + 4, levels[1]);
+        }
         return;
     }
     if constexpr ((BITS & 4) != 0) {

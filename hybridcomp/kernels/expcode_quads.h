@@ -28,12 +28,14 @@ struct Quad {
     HC_INLINE_MEMBER u32 any_low() const { return 0; }
     HC_INLINE_MEMBER Bytes bytes() const {
         u32 low = __byte_perm(first, second, 0x6240), high = __byte_perm(first, second, 0x7351);
-        return Bytes{choose_bits(~EACH_BYTE, low << 1, high >> 7), choose_bits(~EACH_BYTE, high << 1, low >> 7)};
+        return Bytes{choose_bits(~EACH_BYTE, low << 1, high >> 7),
+                     choose_bits(~EACH_BYTE, high << 1, low >> 7)};
     }
-    // Words `word` ... of a lane; `block` is 16-byte aligned.
+    // The words of lane `part`; `block` is 16-byte aligned.
     HC_INLINE void load(const u16* block, u32 part, Quad* quads) {
         uint4 a = *(const uint4*)(block + 8 * part), b = *(const uint4*)(block + 16 + 8 * part);
-        quads[0] = Quad{a.x, b.x}, quads[1] = Quad{a.y, b.y}, quads[2] = Quad{a.z, b.z}, quads[3] = Quad{a.w, b.w};
+        quads[0] = Quad{a.x, b.x}, quads[1] = Quad{a.y, b.y};
+        quads[2] = Quad{a.z, b.z}, quads[3] = Quad{a.w, b.w};
     }
     HC_INLINE void load_two(const u16* block, u32 word, Quad* quads) {
         uint2 a = *(const uint2*)(block + 2 * word), b = *(const uint2*)(block + 16 + 2 * word);
@@ -57,7 +59,8 @@ struct Quad<Single> {
     HC_INLINE_MEMBER u32 any() const { return values[0] | values[1] | values[2] | values[3]; }
     HC_INLINE_MEMBER u32 any_low() const { return any() & 0xffffu; }
     HC_INLINE_MEMBER Bytes bytes() const {
-        u32 first = __byte_perm(values[0], values[1], 0x7632), second = __byte_perm(values[2], values[3], 0x7632);
+        u32 first = __byte_perm(values[0], values[1], 0x7632);
+        u32 second = __byte_perm(values[2], values[3], 0x7632);
         u32 low = __byte_perm(first, second, 0x6420), high = __byte_perm(first, second, 0x7531);
         return Bytes{choose_bits(TOP_BITS, high, low), choose_bits(~EACH_BYTE, high << 1, low >> 7)};
     }

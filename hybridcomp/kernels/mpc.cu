@@ -1,12 +1,13 @@
-// CUDA kernels of mpc: eight chunks of 1024 words for the eight warps of a block, which finds its place in
-// the stream by one look-back.
+// CUDA kernels of mpc: eight chunks of 1024 words for the eight warps of a block, which finds its place
+// in the stream by one look-back.
 #include "mpc_tile.h"
 
 namespace hybridcomp {
 namespace mpc {
 
 template <int WARPS>
-HC_INLINE void encode(const void* in, u64 numel, u64 dim, u64 dtype, u8* out, Workspace* work, u64* size) {
+HC_INLINE void encode(const void* in, u64 numel, u64 dim, u64 dtype, u8* out, Workspace* work,
+                      u64* size) {
     __shared__ u32 buffers[WARPS][BUFFER];
     __shared__ Lengths<WARPS> shared;
     u32 group = take_ticket(work), warp = threadIdx.x / WARP, lane = lane_id();
@@ -57,9 +58,9 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, v
     Place place(message.words, chunk);
     const u32* words = (const u32*)in;
     u64 data = HEADER_WORDS + message.groups;
-    bool good = nbytes >= 4 * data && nbytes % 16 == 0 && words[0] == header_word((u32)dtype, (u32)dim) &&
-                words[1] == (u32)numel;
-    u32 mask = good && lane < place.used ? words[HEADER_WORDS + chunk * GROUPS + lane] : 0;
+    bool fits = nbytes >= 4 * data && nbytes % 16 == 0;
+    bool good = fits && words[0] == header_word((u32)dtype, (u32)dim) && words[1] == (u32)numel;
+    u32 mask = fits && lane < place.used ? words[HEADER_WORDS + chunk * GROUPS + lane] : 0;
     u32 included = scan_lanes(__popc(mask)), kept = __shfl_sync(FULL_WARP, included, WARP - 1), total;
     u64 at = data + shared.look(work, group, kept, total);
     good = good && data + shared.place + total <= nbytes / 4;

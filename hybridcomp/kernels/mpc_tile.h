@@ -1,6 +1,6 @@
-// mpc: a chunk of 1024 words by a warp, a group of 32 words in the registers of each lane. So differences and
-// transpositions need no exchange between lanes; words come and go through shared memory, 32 rows
-// that are 33 words apart, which lanes read by row and memory by column.
+// mpc: a chunk of 1024 words by a warp, a group of 32 words in the registers of each lane. So differences
+// and transpositions need no exchange between lanes; words come and go through shared memory, 32 rows that
+// are 33 words apart, so that neither lanes, by row, nor memory, by column, meet conflicts.
 #pragma once
 
 #include "warp_tiles.h"
@@ -12,14 +12,16 @@ namespace mpc {
 
 constexpr int GROUPS = CHUNK / GROUP;
 constexpr int ROW = GROUP + 1;
-constexpr int BUFFER = GROUPS * ROW + 3;  // words; also the words of a chunk, one more and what precedes them in 16 bytes
+// Words of shared memory: rows, or what is kept of a chunk behind up to three words of the one before
+constexpr int BUFFER = GROUPS * ROW + 3;
 
 // A chunk of a message.
 struct Place {
     u64 first;        // its first word
     u32 count, used;  // words and groups of it
     HC_INLINE_MEMBER Place(u64 words, u64 chunk)
-        : first(chunk * CHUNK), count(first >= words ? 0 : (u32)(words - first < CHUNK ? words - first : CHUNK)),
+        : first(chunk * CHUNK),
+          count(first >= words ? 0 : (u32)(words - first < CHUNK ? words - first : CHUNK)),
           used((count + GROUP - 1) / GROUP) {}
 };
 
@@ -91,7 +93,9 @@ HC_INLINE void load_rows(const void* in, const Message& message, const Place& pl
             at[0] = v[i].x, at[1] = v[i].y, at[2] = v[i].z, at[3] = v[i].w;
         }
     } else {
-        for (u32 i = lane; i < CHUNK; i += WARP) rows[row_of(i)] = i < place.count ? message.word(in, place.first + i) : 0;
+        for (u32 i = lane; i < CHUNK; i += WARP) {
+            rows[row_of(i)] = i < place.count ? message.word(in, place.first + i) : 0;
+        }
     }
     __syncwarp();
 }
@@ -208,13 +212,15 @@ struct Rows {
                 ((uint4*)first)[i] = make_uint4(at[0], at[1], at[2], at[3]);
             } else if (message.wide) {
                 float4 v = ((float4*)first)[i];
-                v.x += bits_float(at[0]), v.y += bits_float(at[1]), v.z += bits_float(at[2]), v.w += bits_float(at[3]);
+                v.x += bits_float(at[0]), v.y += bits_float(at[1]);
+                v.z += bits_float(at[2]), v.w += bits_float(at[3]);
                 ((float4*)first)[i] = v;
             } else {
                 for (u32 k = 0; k < 2; ++k) {
                     float4 v = ((float4*)first)[2 * i + k];
                     u32 low = at[2 * k], high = at[2 * k + 1];
-                    v.x += value(low & 0xffffu), v.y += value(low >> 16), v.z += value(high & 0xffffu), v.w += value(high >> 16);
+                    v.x += value(low & 0xffffu), v.y += value(low >> 16);
+                    v.z += value(high & 0xffffu), v.w += value(high >> 16);
                     ((float4*)first)[2 * i + k] = v;
                 }
             }

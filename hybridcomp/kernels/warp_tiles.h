@@ -83,13 +83,12 @@ HC_INLINE Few sum_few(u32 value) {
     return few;
 }
 
-#ifndef HC_FAR
-#define HC_FAR 4
-#endif
+// States that a lane looks at together. With one, a group of eight tiles waited so long for those before
+// that bf16 was encoded at 0.66 of a copy, and at 0.98 if nobody looked back (H100, 256 MB).
+constexpr int FAR = 4;
 
-// What the groups of tiles before `group` add up to, as look_back of cuda_tiles.h, by one whole warp; it looks at
-// FAR times as many at once, and as a state is all that it tells, nothing is to be ordered before it.
-template <int FAR>
+// What the groups of tiles before `group` add up to, as look_back of cuda_tiles.h, by one whole warp. A
+// state is all that it tells: nothing has to be ordered before it.
 HC_INLINE u32 look_far_back(u64* states, u32 group, u32 mine) {
     u32 lane = lane_id(), total = 0;
     if (lane == 0) *(volatile u64*)(states + group) = (group ? AGGREGATE : PREFIX) | mine;
@@ -133,7 +132,7 @@ struct Lengths {
             before += w < warp ? length : 0, total += length;
         }
         if (warp == 0) {
-            u32 found = look_far_back<HC_FAR>(work->states, group, total);
+            u32 found = look_far_back(work->states, group, total);
             if (lane_id() == 0) place = found;
         }
         __syncthreads();
