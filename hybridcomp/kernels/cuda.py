@@ -24,6 +24,8 @@ from hybridcomp.kernels.launcher import DTYPES, THREADS, WARPS, WHOLE, Launcher,
 
 FORMATS = ("e4m3", "e5m2")
 ALIGN = 16
+#: of a block of threads of expcode.cu, by dtype code: each has a tile in shared memory
+EXPCODE_WARPS = (4, 8, 8)
 
 
 class CudaKernels:
@@ -178,19 +180,22 @@ class CudaKernels:
         self, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,
         size: int = 0, /,
     ) -> int:  # fmt: skip
-        """256 threads a tile of 2048 values."""
+        """A warp a tile of 2048 values."""
         kernel, words = f"expcode_encode_{DTYPES[dtype]}", (values, numel, dtype, out)
-        return self._variable("expcode.cu", kernel, out, ceil_div(numel, 2048), words, size)
+        warps = EXPCODE_WARPS[dtype]
+        groups = ceil_div(numel, 2048 * warps)
+        return self._variable("expcode.cu", kernel, out, groups, words, size, 32 * warps)
 
     def expcode_decode(
         self, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """256 threads a tile. Damage is told by ``check``."""
+        """A warp a tile. Damage is told by ``check``."""
+        warps = EXPCODE_WARPS[dtype]
         self._fixed(
             "expcode.cu", (), f"expcode_{'add' if add else 'decode'}_{DTYPES[dtype]}", payload,
-            ceil_div(numel, 2048),
-            (payload, nbytes, numel, dtype, out, self._damage.data_ptr()),
+            ceil_div(numel, 2048 * warps),
+            (payload, nbytes, numel, dtype, out, self._damage.data_ptr()), 32 * warps,
         )  # fmt: skip
 
     def _fixed(
