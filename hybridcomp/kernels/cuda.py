@@ -148,9 +148,9 @@ class CudaKernels:
         self, segment: int, relative: bool, bound: float, dtype: int, values: int, numel: int,
         out: int, nbytes: int, threads: int, size: int = 0, /,
     ) -> int:  # fmt: skip
-        """256 threads a segment."""
+        """Two segments a block of threads, which look back together."""
         words = (values, numel, segment, _float_bits(bound), int(relative), dtype, out)
-        tiles = ceil_div(numel, segment)
+        tiles = ceil_div(numel, 2 * segment)
         return self._variable("radix.cu", f"radix_encode_{DTYPES[dtype]}", out, tiles, words, size)
 
     def radix_decode(
