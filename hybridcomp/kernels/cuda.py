@@ -96,9 +96,9 @@ class CudaKernels:
         self, maxbits: int, dtype: int, values: int, numel: int, out: int, nbytes: int,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """A thread a block of 4 values."""
+        """A thread four blocks of 4 values."""
         self._fixed(
-            "zfp.cu", (), f"zfp_encode_{DTYPES[dtype]}", out, ceil_div(numel, 4 * THREADS),
+            "zfp.cu", (), f"zfp_encode_{DTYPES[dtype]}", out, ceil_div(numel, 16 * THREADS),
             (values, numel, numel, 0, WHOLE, maxbits, out),
         )  # fmt: skip
 
@@ -106,10 +106,10 @@ class CudaKernels:
         self, maxbits: int, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """A thread a block."""
+        """A thread four blocks."""
         self._fixed(
             "zfp.cu", (), "zfp_add" if add else f"zfp_decode_{DTYPES[dtype]}", payload,
-            ceil_div(numel, 4 * THREADS), (payload, numel, numel, 0, WHOLE, maxbits, out),
+            ceil_div(numel, 16 * THREADS), (payload, numel, numel, 0, WHOLE, maxbits, out),
         )  # fmt: skip
 
     def cast(
