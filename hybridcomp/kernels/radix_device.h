@@ -164,8 +164,8 @@ struct Narrow16 {
         for (int m = 2; m < 8; ++m) top = P::largest(top, pairs[m]);
         return P::magnitude(greater(top & 0x7fffu, top >> 16 & 0x7fffu));
     }
-    static constexpr int RAW_WORDS = 8;
-    HC_INLINE_MEMBER u32 raw(int i) const { return pairs[i]; }
+    HC_INLINE float load_one(u16 stored) { return P::T::load(stored); }
+    HC_INLINE u32 bits_of(u16 stored) { return stored; }
 };
 
 struct Fp32Block {
@@ -194,8 +194,8 @@ struct Fp32Block {
         for (int i = 2; i < BLOCK; ++i) top = greater_magnitude(top, values[i]);
         return magnitude_bits(top);
     }
-    static constexpr int RAW_WORDS = BLOCK;
-    HC_INLINE_MEMBER u32 raw(int i) const { return float_bits(values[i]); }
+    HC_INLINE float load_one(float stored) { return stored; }
+    HC_INLINE u32 bits_of(float stored) { return float_bits(stored); }
 };
 typedef Narrow16<PairsBf16> Bf16Block;
 typedef Narrow16<PairsFp16> Fp16Block;
@@ -266,7 +266,7 @@ HC_INLINE Coded coded_of(u32 level) {
     u32 bits = 32 - (u32)__clz((int)power);
     u32 least = quads ? 7 : 17;
     bits = bits < least ? least : bits;
-    u32 cls = quads ? (bits < 12 ? (bits - 7) / 3 : bits - 10) : pairs ? bits + (FIRST_PAIR - 17) : bits + (FIRST_SINGLE - 17);
+    u32 cls = quads ? (bits < 12 ? (bits > 7 ? 1 : 0) : bits - 10) : pairs ? bits + (FIRST_PAIR - 17) : bits + (FIRST_SINGLE - 17);
     return Coded{cls <= last_class(B::RAW_BITS) ? cls : RAW, bits};
 }
 

@@ -23,29 +23,37 @@ constexpr u32 TILES = HC_TILES;
 constexpr u32 TILE_THREADS = TILE_WARPS * WARP;
 constexpr u32 EACH = MAX_BLOCKS / TILE_THREADS;  // blocks of a thread, one behind the other
 constexpr u32 ENCODE_THREADS = TILE_THREADS * TILES;
+constexpr u32 FIRST_ARRIVAL = 1u << 24;  // above the words of all segments of a block of threads
 static_assert(EACH == 1 || EACH == 2 || EACH == 4, "planes are put together for these");
 
-// Words of some bits, one behind the other, into zeroed memory; the first and the last are shared.
+HC_INLINE u32 low_part(u32 word, u32 position) {
+#if HC_ARCH
+    return __funnelshift_l(0, word, position);
+#else
+    return word << position % 32;
+#endif
+}
+HC_INLINE u32 high_part(u32 word, u32 position) {
+#if HC_ARCH
+    return __funnelshift_l(word, 0, position);
+#else
+    return (word >> 1) >> (31 - position % 32);
+#endif
+}
+
+// Words of some bits, one behind the other. Whole words are stored without a look at what others have
+// in the first of them; what is left for the last one, `held`, belongs into it later.
 struct Writer {
-    u32* at;
-    u32 held, count;
-    bool shared;
-    HC_INLINE_MEMBER Writer(u32* words, u32 position)
-        : at(words + position / 32), held(0), count(position % 32), shared(true) {}
+    u32 *at, held, position;
+    HC_INLINE_MEMBER Writer(u32* words, u32 start) : at(words + start / 32), held(0), position(start) {}
     HC_INLINE_MEMBER void put(u32 word, u32 bits) {
-        held |= word << count;
-        u32 next = count + bits;
-        if (next >= 32) {
-            if (shared) atomicOr(at, held);
-            else *at = held;
-            shared = false;
-            held = (word >> 1) >> (31 - count);
-            ++at;
+        held |= low_part(word, position);
+        u32 next = position + bits;
+        if ((next ^ position) / 32) {
+            *at++ = held;
+            held = high_part(word, position);
         }
-        count = next & 31;
-    }
-    HC_INLINE_MEMBER void finish() {
-        if (count) atomicOr(at, held);
+        position = next;
     }
 };
 
@@ -76,24 +84,20 @@ HC_INLINE bool quantize_words(const B& block, const Step& step, u32 levels, u32*
     }
     if constexpr (B::NARROW) {
         u32 limit = B::Pairs::T::store(step.limit);
-        return HC_ARCH != 750 && greater(worst & 0x7fffu, worst >> 16 & 0x7fffu) < limit;
+        return greater(worst & 0x7fffu, worst >> 16 & 0x7fffu) < limit;
     }
     return true;
 }
 
-// quantize of radix.h: whether every error is below E.
+// quantize of radix.h: whether every error is below E. Seldom asked, and so not unrolled.
 template <class B>
-HC_INLINE bool is_within(const B& block, const Step& step) {
+HC_INLINE bool is_within(const typename B::Stored* at, u32 left, const Step& step) {
     float worst = 0.0f;
-#pragma unroll
-    for (int i = 0; i < BLOCK; i += 2) {
-        float x = block.value(i), y = block.value(i + 1);
-        float a = ((x * step.inverse + ROUND) - ROUND) * step.step, b = ((y * step.inverse + ROUND) - ROUND) * step.step;
-        worst = greater_magnitude(worst, greater_magnitude(a - x, b - y));
-        if constexpr (B::NARROW) {
-            u32 both = B::Pairs::narrow(a, b);
-            worst = greater_magnitude(worst, greater_magnitude(B::Pairs::low(both) - x, B::Pairs::high(both) - y));
-        }
+#pragma unroll 1
+    for (u32 i = 0; i < BLOCK && i < left; ++i) {
+        float x = B::load_one(at[i]), a = ((x * step.inverse + ROUND) - ROUND) * step.step;
+        worst = greater_magnitude(worst, a - x);
+        if constexpr (B::NARROW) worst = greater_magnitude(worst, B::load_one(B::Pairs::T::store(a)) - x);
     }
     return magnitude_bits(worst) < float_bits(step.limit);
 }
@@ -103,21 +107,19 @@ struct Chosen {
     u32 words[8];    // of a class up to FIRST_SINGLE
 };
 
+// `at`: where the block lies, of which `left` values are there.
 template <class B>
-HC_INLINE Chosen choose(const B& block, u32 absmax, const Step& step, bool safe) {
+HC_INLINE Chosen choose(const B& block, u32 absmax, const Step& step, bool safe, const typename B::Stored* at, u32 left) {
     Chosen chosen;
     chosen.cls = RAW + 1, chosen.width = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) chosen.words[j] = 0;
     if (absmax <= float_bits(step.limit)) return chosen;
     Coded coded = coded_of<B>(top_level(absmax, step.inverse));
-    bool good = coded.cls < RAW;
-    if (good) {
-        u32 levels = TABLES.classes[coded.cls].levels;
-        if (coded.cls < FIRST_PAIR) good = quantize_words<B, 4>(block, step, levels, chosen.words);
-        else if (coded.cls < FIRST_SINGLE) good = quantize_words<B, 8>(block, step, levels, chosen.words);
-        if (!good || !safe) good = is_within(block, step);
-    }
+    u32 levels = TABLES.classes[coded.cls].levels;
+    bool good = safe;
+    if (coded.cls < FIRST_PAIR) good = quantize_words<B, 4>(block, step, levels, chosen.words) && safe;
+    else if (coded.cls < FIRST_SINGLE) good = quantize_words<B, 8>(block, step, levels, chosen.words) && safe;
+    if (!good && coded.cls < RAW) good = is_within<B>(at, left, step);
+    if (coded.cls == RAW) good = false;
     chosen.cls = good ? coded.cls : RAW;
     chosen.width = good ? coded.width : B::RAW_BITS;
     return chosen;
@@ -125,20 +127,25 @@ HC_INLINE Chosen choose(const B& block, u32 absmax, const Step& step, bool safe)
 
 HC_INLINE u32 size_of(const Chosen& chosen) { return chosen.cls <= RAW ? chosen.width * class_words(chosen.cls) : 0; }
 
-// A class of one digit a word, and raw values, are read again.
+// Raw values, and classes of one digit a word, are read again.
 template <class B>
-HC_INLINE void put_again(const typename B::Stored* at, u32 left, bool vectors, const Chosen& chosen, const Step& step,
-                         Writer& writer) {
-    B block;
-    block.load(at, left, vectors);
-    if (chosen.cls == RAW) {
+HC_INLINE void put_block(const typename B::Stored* at, u32 left, const Chosen& chosen, const Step& step, Writer& writer) {
+    if (chosen.cls < FIRST_SINGLE) {
 #pragma unroll
-        for (int i = 0; i < B::RAW_WORDS; ++i) writer.put(block.raw(i), 32);
-        return;
+        for (int j = 0; j < 4; ++j) writer.put(chosen.words[j], chosen.width);
+        if (chosen.cls < FIRST_PAIR) return;
+#pragma unroll
+        for (int j = 4; j < 8; ++j) writer.put(chosen.words[j], chosen.width);
+    } else if (chosen.cls <= RAW) {
+        u32 excess = ROUND_BITS - ((1u << (chosen.width - 1)) - 1);
+#pragma unroll 1
+        for (u32 i = 0; i < BLOCK; ++i) {
+            typename B::Stored stored = i < left ? at[i] : (typename B::Stored)0;
+            u32 word = B::bits_of(stored);
+            if (chosen.cls != RAW) word = float_bits(B::load_one(stored) * step.inverse + ROUND) - excess;
+            writer.put(word, chosen.width);
+        }
     }
-    u32 excess = ROUND_BITS - ((1u << (chosen.width - 1)) - 1);
-#pragma unroll
-    for (int i = 0; i < BLOCK; ++i) writer.put(float_bits(block.value(i) * step.inverse + ROUND) - excess, chosen.width);
 }
 
 // What all threads of a segment know of it.
@@ -206,9 +213,14 @@ HC_INLINE void put_rows(const u32* fields, u32 rows, u32 at, u32 stride, u32* bu
     if (word) put_word(buffer, at + lane / EACH * stride + 32 * part, word);
 }
 
-// Mask and planes. `index`: of this thread's first block among those that are not zero.
-HC_INLINE void put_head(const Head& head, const Chosen* chosen, u32 warp, u32 index, u32* buffer) {
-    u32 fields[EACH], at = 8 * TILE_HEADER_BYTES, first = warp * WARP * EACH;
+// Header, mask and planes. `b`: the thread of the segment; `index`: of its first block among those that
+// are not zero.
+HC_INLINE void put_head(const Head& head, float step, const Chosen* chosen, u32 b, u32 index, u32* buffer) {
+    u32 fields[EACH], at = 8 * TILE_HEADER_BYTES, first = b / WARP * WARP * EACH;
+    if (b == 0) {
+        buffer[0] = float_bits(step);
+        buffer[1] = head.base | head.span << 8 | ((head.mask_bytes ? ZEROS : 0) | (head.mixed ? RAWS : 0)) << 16;
+    }
     if (head.mask_bytes) {
 #pragma unroll
         for (u32 k = 0; k < EACH; ++k) fields[k] = chosen[k].cls <= RAW;
@@ -261,26 +273,26 @@ HC_INLINE u32 look_far_back(u64* states, u32 tile, u32 mine) {
     return total;
 }
 
+constexpr u32 HEAD_WORDS = (TILE_HEADER_BYTES + 7 * MAX_BLOCKS / 8) / 4;  // with mask and six planes
+
 template <class B>
 struct TileMemory {
-    // header, mask, six planes, all blocks raw
-    static constexpr u32 MOST_WORDS = (TILE_HEADER_BYTES + 7 * MAX_BLOCKS / 8) / 4 + MAX_TILE * B::RAW_BITS / 32;
-    static constexpr u32 QUADS = (MOST_WORDS + 1 + 3) / 4;
-    uint4 buffer[QUADS];
+    u32 buffer[HEAD_WORDS + MAX_TILE * B::RAW_BITS / 32 + 1];
+    u32 sums[TILE_WARPS], tops[TILE_WARPS];
     u32 classes[2];  // bits of those that there are
-    u32 tops[TILE_WARPS], sums[TILE_WARPS];
 };
 
 template <class B>
 HC_INLINE void encode(const void* in, u64 numel, u64 segment, u64 bound, u64 relative, u64 dtype, u8* out,
                       Workspace* work, u64* size) {
     __shared__ TileMemory<B> memory[TILES];
-    __shared__ u32 places[TILES + 1];
+    __shared__ u32 lengths[TILES], state, begin;
     u32 which = threadIdx.x / TILE_THREADS, b = threadIdx.x % TILE_THREADS, warp = b / WARP;
     TileMemory<B>& mine = memory[which];
-    u32* buffer = (u32*)mine.buffer;
-    for (u32 i = b; i < TileMemory<B>::QUADS; i += TILE_THREADS) mine.buffer[i] = make_uint4(0, 0, 0, 0);
+    u32* buffer = mine.buffer;
+    for (u32 i = b; i < HEAD_WORDS; i += TILE_THREADS) buffer[i] = 0;
     if (b < 2) mine.classes[b] = 0;
+    if (threadIdx.x == 0) state = 0;
     u32 group = take_ticket(work), tile = group * TILES + which, tiles = (u32)ceil_div(numel, segment);
     u64 first = (u64)tile * segment;
     u32 count = first >= numel ? 0 : (u32)(numel - first < segment ? numel - first : segment);
@@ -311,7 +323,8 @@ HC_INLINE void encode(const void* in, u64 numel, u64 segment, u64 bound, u64 rel
     u32 sums = 0, low = 0, high = 0;
 #pragma unroll
     for (u32 k = 0; k < EACH; ++k) {
-        chosen[k] = choose(values[k], absmax[k], step, safe);
+        u32 at = (b * EACH + k) * BLOCK;
+        chosen[k] = choose(values[k], absmax[k], step, safe, source + at, at < count ? count - at : 0);
         u32 cls = chosen[k].cls;
         sums += size_of(chosen[k]) + (cls <= RAW ? 1u << 20 : 0);
         low |= cls < 32 ? 1u << cls : 0, high |= cls >= 32 && cls <= RAW ? 1u << (cls - 32) : 0;
@@ -328,51 +341,38 @@ HC_INLINE void encode(const void* in, u64 numel, u64 segment, u64 bound, u64 rel
 #pragma unroll
     for (u32 w = 0; w < TILE_WARPS; ++w) before += w < warp ? mine.sums[w] : 0, all += mine.sums[w];
     Head head = make_head(mine.classes[0], mine.classes[1], all, blocks);
+    // the last segment to come here says how long all are, and will look back
     u32 total = 0;
-    if (threadIdx.x < WARP) {  // a lane a segment
-        u32 t = lane_id() < TILES ? lane_id() : 0, other = 0;
-        u64 begin = ((u64)group * TILES + t) * segment;
-        u32 there = begin >= numel ? 0 : (u32)(numel - begin < segment ? numel - begin : segment);
-        for (u32 w = 0; w < TILE_WARPS; ++w) other += memory[t].sums[w];
-        u32 words = make_head(memory[t].classes[0], memory[t].classes[1], other, (there + BLOCK - 1) / BLOCK).words;
-        u32 through = scan_lanes(lane_id() < TILES ? words : 0);
-        if (lane_id() < TILES) places[lane_id() + 1] = through;
-        total = __shfl_sync(FULL_WARP, through, TILES - 1);
+    if (warp == 0) {
         if (lane_id() == 0) {
-            places[0] = 0;
-            publish(work->states + group, (group ? AGGREGATE : PREFIX) | total);
-        }
-    }
-    if (head.present) {
-        if (b == 0) {
-            buffer[0] = float_bits(step.step);
-            buffer[1] = head.base | head.span << 8 | ((head.mask_bytes ? ZEROS : 0) | (head.mixed ? RAWS : 0)) << 16;
-        }
-        put_head(head, chosen, warp, before >> 20, buffer);
-        Writer writer(buffer, 8 * head.bytes + (before & 0xfffff));
-#pragma unroll
-        for (u32 k = 0; k < EACH; ++k) {
-            u32 cls = chosen[k].cls, at = (b * EACH + k) * BLOCK;
-            if (cls < FIRST_SINGLE) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) writer.put(chosen[k].words[j], chosen[k].width);
-                if (cls >= FIRST_PAIR) {
-#pragma unroll
-                    for (int j = 4; j < 8; ++j) writer.put(chosen[k].words[j], chosen[k].width);
-                }
-            } else if (cls <= RAW) {
-                put_again<B>(source + at, count - at, vectors, chosen[k], step, writer);
+            lengths[which] = head.words;
+            u32 arrived = atomicAdd(&state, head.words + FIRST_ARRIVAL);
+            if (arrived / FIRST_ARRIVAL == TILES - 1) {
+                total = arrived % FIRST_ARRIVAL + head.words + FIRST_ARRIVAL;
+                publish(work->states + group, (group ? AGGREGATE : PREFIX) | total % FIRST_ARRIVAL);
             }
         }
-        writer.finish();
+        total = __shfl_sync(FULL_WARP, total, 0);
     }
-    __shared__ u32 shared_place;
-    if (threadIdx.x < WARP) {
-        u32 found = look_far_back(work->states, group, total);
-        if (lane_id() == 0) shared_place = found;
+    u32 used = 8 * head.bytes + (all & 0xfffff);
+    if (b == 0 && used % 32) buffer[used / 32] = 0;  // nobody has a whole word there
+    Writer writer(buffer, 8 * head.bytes + (before & 0xfffff));
+#pragma unroll
+    for (u32 k = 0; k < EACH; ++k) {
+        u32 at = (b * EACH + k) * BLOCK;
+        put_block<B>(source + at, count - at, chosen[k], step, writer);
     }
     __syncthreads();
-    u32 place = shared_place + places[which];
+    if (writer.held) atomicOr(writer.at, writer.held);
+    if (head.present) put_head(head, step.step, chosen, b, before >> 20, buffer);
+    if (total) {
+        u32 found = look_far_back(work->states, group, total % FIRST_ARRIVAL);
+        if (lane_id() == 0) begin = found;
+    }
+    __syncthreads();
+    u32 place = begin, end = begin;
+#pragma unroll
+    for (u32 t = 0; t < TILES; ++t) place += t < which ? lengths[t] : 0, end += lengths[t];
     u64 data = HEADER_BYTES + 4ull * tiles;
     u32* target = (u32*)(out + data) + place;
 #pragma unroll 4
@@ -380,7 +380,7 @@ HC_INLINE void encode(const void* in, u64 numel, u64 segment, u64 bound, u64 rel
     if (b == 0 && tile < tiles) ((u32*)(out + HEADER_BYTES))[tile] = place;
     if ((group + 1) * TILES >= tiles) {
         finish_message(out, data, MAGIC, VERSION, (u32)dtype, relative ? 0 : 1, numel, (u32)segment, (u32)bound,
-                       shared_place + places[TILES], TAIL_BYTES, size);
+                       end, TAIL_BYTES, size);
     }
 }
 
