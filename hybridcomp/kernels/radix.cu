@@ -7,7 +7,7 @@
 #define HC_ENCODE_BLOCKS 4
 #endif
 #ifndef HC_DECODE_BLOCKS
-#define HC_DECODE_BLOCKS 8
+#define HC_DECODE_BLOCKS 12
 #endif
 
 #define HC_ENCODE(NAME, B)                                                                    \
@@ -22,7 +22,8 @@
                                                         (hybridcomp::Workspace*)work, size);  \
     }
 #define HC_DECODE(NAME, O, ADD)                                                               \
-    extern "C" __global__ void __launch_bounds__(256, HC_DECODE_BLOCKS)                       \
+    extern "C" __global__ void                                                                \
+    __launch_bounds__(hybridcomp::radix::DECODE_THREADS, HC_DECODE_BLOCKS)                    \
     NAME(const unsigned char* in, unsigned long long nbytes, unsigned long long numel,        \
          unsigned long long segment, unsigned long long bound, unsigned long long relative,   \
          void* out, unsigned int* damage) {                                                   \

@@ -1,15 +1,20 @@
-// radix, decode: 256 threads a segment, whose words come into shared memory 16 bytes at a time; two
-// barriers, three where blocks are zero. Memory is written in whole sectors.
+// radix, decode: HC_DECODE_WARPS warps a segment, whose words come into shared memory 16 bytes at a time;
+// two barriers, three where blocks are zero. Memory is written in whole sectors.
 #pragma once
 
 #include "radix_device.h"
 
+#ifndef HC_DECODE_WARPS
+#define HC_DECODE_WARPS 4
+#endif
+
 namespace hybridcomp {
 namespace radix {
 
-constexpr u32 DECODE_THREADS = 256;
-constexpr u32 DECODE_WARPS = DECODE_THREADS / WARP;
-static_assert(DECODE_THREADS == MAX_BLOCKS, "a thread for each block of the largest tile");
+constexpr u32 DECODE_WARPS = HC_DECODE_WARPS;
+constexpr u32 DECODE_THREADS = DECODE_WARPS * WARP;
+constexpr u32 PARTS = MAX_BLOCKS / DECODE_THREADS;  // blocks of a thread, one behind the other
+static_assert(PARTS == 1 || PARTS == 2 || PARTS == 4, "bits of neighbours share a word");
 // header, mask, six planes, all blocks raw
 constexpr u32 MOST_TILE_WORDS = (TILE_HEADER_BYTES + 7 * MAX_BLOCKS / 8) / 4 + MAX_TILE;
 
@@ -50,26 +55,28 @@ HC_INLINE float value_of(u32 digit, float bias, float step) {
 }
 
 template <int WORDS>
-HC_INLINE void get_digits(const u32* words, u32 position, u32 bits, const Class& cls, float step,
+HC_INLINE void get_digits(const u32* words, u32 position, u32 bits, const Entry& entry, float step,
                           float* values) {
-    u32 mask = ~0u >> (32 - bits), inverse = small_inverse(cls.levels);
-    float bias = 8388608.0f + (float)(cls.levels / 2);
+    u32 mask = ~0u >> (32 - bits), shift = entry.levels >> 24, levels = entry.levels & 0xffffffu;
+    u32 minus = 0u - levels, divisor = 0u - entry.divisor;
+    float bias = 8388608.0f + (float)(levels / 2);
 #pragma unroll
     for (int j = 0; j < WORDS; ++j) {
         u32 word = bits_at(words, position + j * bits) & mask;
-        if constexpr (WORDS == 4) {
-            u32 high = divide(word, cls), low = word - high * cls.divisor;
-            u32 third = (high * inverse) >> 24, first = (low * inverse) >> 24;
-            values[12 + j] = value_of(third, bias, step);
-            values[8 + j] = value_of(high - third * cls.levels, bias, step);
-            values[4 + j] = value_of(first, bias, step);
-            values[j] = value_of(low - first * cls.levels, bias, step);
-        } else if constexpr (WORDS == 8) {
-            u32 high = divide(word, cls);
-            values[8 + j] = value_of(high, bias, step);
-            values[j] = value_of(word - high * cls.divisor, bias, step);
-        } else {
+        if constexpr (WORDS == 16) {
             values[j] = value_of(word, bias, step);
+            continue;
+        }
+        u32 high = __umulhi(word, entry.multiplier) >> shift, low = high * divisor + word;
+        if constexpr (WORDS == 4) {
+            u32 third = (high * entry.inverse) >> 24, first = (low * entry.inverse) >> 24;
+            values[12 + j] = value_of(third, bias, step);
+            values[8 + j] = value_of(third * minus + high, bias, step);
+            values[4 + j] = value_of(first, bias, step);
+            values[j] = value_of(first * minus + low, bias, step);
+        } else if constexpr (WORDS == 8) {
+            values[8 + j] = value_of(high, bias, step);
+            values[j] = value_of(low, bias, step);
         }
     }
 }
@@ -111,16 +118,17 @@ HC_INLINE uint4 choose_quad(bool first, uint4 a, uint4 b) {
     return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
 }
 
-// Two threads write their two blocks side by side, 16 bytes each: together a sector of 32.
+// Two threads write two blocks of theirs side by side, 16 bytes each: together a sector of 32. `out`: the
+// block of this one.
 template <class O>
 HC_INLINE void write_pair(const uint4* quads, typename O::Stored* out) {
     bool odd = threadIdx.x & 1;
-    auto* at = (uint4*)(out + (threadIdx.x & ~1u) * BLOCK) + odd;
+    auto* at = (uint4*)(odd ? out - PARTS * BLOCK : out) + odd;
 #pragma unroll
     for (int q = 0; q < O::QUADS; q += 2) {
         uint4 other = other_quad(choose_quad(odd, quads[q], quads[q + 1]));
         at[q] = choose_quad(odd, other, quads[q]);
-        at[q + O::QUADS] = choose_quad(odd, quads[q + 1], other);
+        at[q + PARTS * O::QUADS] = choose_quad(odd, quads[q + 1], other);
     }
 }
 
@@ -143,67 +151,86 @@ struct Place {
 };
 
 HC_INLINE Place find_tile(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 bound, u64 relative, u32 tiles) {
-    const u32 *header = (const u32*)in, *offsets = header + HEADER_BYTES / 4;
-    u32 tile = blockIdx.x, length = header[6];
+    uint4 first = quad_at(in), second = quad_at(in + 16);
+    const u32* offsets = (const u32*)in + HEADER_BYTES / 4 + blockIdx.x;
+    u32 length = second.z;
     Place place;
     place.data = HEADER_BYTES + 4ull * tiles;
-    place.dtype = header[1] >> 8 & 255;
-    place.begin = offsets[tile], place.end = tile + 1 < tiles ? offsets[tile + 1] : length;
+    place.dtype = first.y >> 8 & 255;
+    place.begin = offsets[0], place.end = blockIdx.x + 1 < tiles ? offsets[1] : length;
+    // what there must be, and what differs from it
+    u32 word = VERSION | (relative ? 0u : 1u) << 16;
+    u32 differs = (first.x ^ MAGIC) | ((first.y ^ word) & ~0xff00u) | (first.z ^ (u32)numel) |
+                  (first.w ^ (u32)(numel >> 32)) | (second.x ^ (u32)segment) | (second.y ^ (u32)bound);
     u32 words = place.end - place.begin;
-    place.good = header[0] == MAGIC && (header[1] & 255) == VERSION && place.dtype <= 2 &&
-                 header[1] >> 16 == (relative ? 0u : 1u) && header[2] == (u32)numel &&
-                 header[3] == (u32)(numel >> 32) && header[4] == segment && header[5] == (u32)bound &&
-                 place.data + 4ull * length + TAIL_BYTES <= nbytes && place.begin <= place.end &&
-                 place.end <= length && (words == 0 || (words >= 2 && words <= MOST_TILE_WORDS));
+    place.good = differs == 0 && place.dtype <= 2 && place.begin <= place.end && place.end <= length &&
+                 words != 1 && words <= MOST_TILE_WORDS && place.data + 4ull * length + TAIL_BYTES <= nbytes;
     return place;
 }
 
-// The class of this thread's block, RAW + 1 for zero, and the bit where its words begin. All threads of
-// the block call it. False for a tile that no encoder made.
-HC_INLINE bool read_head(const u32* words, u32 limit, u32 blocks, u32 raw_bits, u32& cls, u32& position) {
-    __shared__ u32 sums[DECODE_WARPS], counts[DECODE_WARPS];
-    u32 b = threadIdx.x, warp = b / WARP, info = words[1];
-    u32 base = info & 255, span = info >> 8 & 255, flags = info >> 16 & 255;
-    u32 at = 8 * TILE_HEADER_BYTES, index = b, all = blocks;
-    bool good = base + span <= RAW, present = b < blocks;
-    if (flags & ZEROS) {
-        good = good && at + 8 * ((blocks + 7) / 8) <= limit;
-        present = present && good && words[(at + b) / 32] >> (at + b) % 32 & 1;
-        at += 8 * ((blocks + 7) / 8);
-        u32 mask = __ballot_sync(FULL_WARP, present);
-        if (lane_id() == 0) counts[warp] = (u32)__popc(mask);
-        __syncthreads();
-        index = (u32)__popc(mask & ((1u << lane_id()) - 1)), all = 0;
-        for (u32 w = 0; w < DECODE_WARPS; ++w) index += w < warp ? counts[w] : 0, all += counts[w];
-    }
-    u32 planes = bits_of(span + (flags & RAWS ? 1 : 0)), field = 0, stride = 8 * ((all + 7) / 8);
-    good = good && at + planes * stride <= limit;
-    if (present && good) {
-        for (u32 plane = 0; plane < planes; ++plane) {
-            u32 bit = at + plane * stride + index;
-            field |= (words[bit / 32] >> bit % 32 & 1) << plane;
-        }
-    }
-    cls = !present ? RAW + 1 : (field > span || base + field > RAW ? RAW : base + field);
-    u32 bits = present ? class_size(cls, raw_bits) : 0, included = scan_lanes(bits), total = 0;
+// A number that all threads of the block call for, over those before this one and over all.
+HC_INLINE u32 sum_before(u32 value, u32* sums, u32& total) {
+    u32 warp = threadIdx.x / WARP, included = scan_lanes(value), before = included - value;
     if (lane_id() == WARP - 1) sums[warp] = included;
     __syncthreads();
-    position = at + planes * stride + included - bits;
+    total = 0;
 #pragma unroll
-    for (u32 w = 0; w < DECODE_WARPS; ++w) position += w < warp ? sums[w] : 0, total += sums[w];
+    for (u32 w = 0; w < DECODE_WARPS; ++w) before += w < warp ? sums[w] : 0, total += sums[w];
+    return before;
+}
+
+// PARTS bits from bit `at` on, which may lie in two words.
+HC_INLINE u32 some_bits(const u32* words, u32 at) {
+    return PARTS == 1 ? words[at / 32] >> at % 32 : bits_at(words, at);
+}
+
+// The classes of this thread's blocks, RAW + 1 for zero, and the bit where their words begin. All threads
+// call it. False for a tile that no encoder made.
+HC_INLINE bool read_head(const u32* words, u32 limit, u32 blocks, u32 raw_bits, u32* cls, u32& position) {
+    __shared__ u32 sums[DECODE_WARPS], counts[DECODE_WARPS];
+    u32 b = threadIdx.x * PARTS, info = words[1], base = info & 255, span = info >> 8 & 255, flags = info >> 16 & 255;
+    u32 at = 8 * TILE_HEADER_BYTES, index = b, all = blocks;
+    u32 there = b >= blocks ? 0 : blocks - b < PARTS ? (1u << (blocks - b)) - 1 : (1u << PARTS) - 1;
+    bool good = base + span <= RAW;
+    if (flags & ZEROS) {
+        good = good && at + 8 * ((blocks + 7) / 8) <= limit;
+        there = good && there ? there & some_bits(words, at + b) : 0;
+        at += 8 * ((blocks + 7) / 8);
+        index = sum_before((u32)__popc(there), counts, all);
+    }
+    u32 planes = bits_of(span + (flags & RAWS ? 1 : 0)), stride = 8 * ((all + 7) / 8), fields[PARTS], size = 0, total;
+    good = good && at + planes * stride <= limit;
+#pragma unroll
+    for (u32 k = 0; k < PARTS; ++k) fields[k] = 0;
+    if (there && good) {
+        for (u32 plane = 0; plane < planes; ++plane) {
+            u32 bits = some_bits(words, at + plane * stride + index);
+#pragma unroll
+            for (u32 k = 0; k < PARTS; ++k) {
+                fields[k] |= (bits & 1) << plane;
+                bits = there >> k & 1 ? bits >> 1 : bits;
+            }
+        }
+    }
+#pragma unroll
+    for (u32 k = 0; k < PARTS; ++k) {
+        cls[k] = fields[k] > span || base + fields[k] > RAW ? RAW : base + fields[k];
+        size += there >> k & 1 ? size_of(cls[k], width_of(cls[k], raw_bits)) : 0;
+        cls[k] = there >> k & 1 ? cls[k] : RAW + 1;
+    }
+    position = at + planes * stride + sum_before(size, sums, total);
     return good && at + planes * stride + total <= limit;
 }
 
-HC_INLINE void get_block(const u32* words, u32 position, u32 cls, u32 dtype, float* values) {
+HC_INLINE void get_block(const u32* words, u32 position, u32 cls, u32 bits, u32 dtype, float* values) {
     float step = bits_float(words[0]);
-    u32 bits = class_bits(cls, dtype == 0 ? 32 : 16);
     if (cls < FIRST_PAIR) {
-        get_digits<4>(words, position, bits, TABLES.classes[cls], step, values);
+        get_digits<4>(words, position, bits, ENTRIES.of[cls], step, values);
     } else if (cls < FIRST_SINGLE) {
-        get_digits<8>(words, position, bits, TABLES.classes[cls], step, values);
+        get_digits<8>(words, position, bits, ENTRIES.of[cls], step, values);
     } else if (cls < RAW) {
-        get_digits<16>(words, position, bits, TABLES.classes[cls], step, values);
-    } else {
+        get_digits<16>(words, position, bits, ENTRIES.of[cls], step, values);
+    } else if (cls == RAW) {
 #pragma unroll
         for (int i = 0; i < BLOCK; ++i) {
             values[i] = widen(bits_at(words, position + i * bits) & ~0u >> (32 - bits), dtype);
@@ -211,37 +238,15 @@ HC_INLINE void get_block(const u32* words, u32 position, u32 cls, u32 dtype, flo
     }
 }
 
+// A block as values of O. `out`: the block; `left`: how many of its values there are, for a multiple of
+// two threads. All lanes of a warp call it.
 template <class O, bool ADD>
-HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 bound, u64 relative,
-                      void* target, u32* damage) {
-    __shared__ uint4 buffer[(MOST_TILE_WORDS + 3) / 4 + 2];  // it begins in the first of these
-    u32 tiles = (u32)ceil_div(numel, segment), b = threadIdx.x, cls = RAW + 1, position = 0;
-    u64 first = blockIdx.x * segment;
-    u32 count = (u32)(numel - first < segment ? numel - first : segment);
-    Place tile = find_tile(in, nbytes, numel, segment, bound, relative, tiles);
-    const u32* words = (const u32*)buffer;
-    if (tile.good && tile.begin < tile.end) {
-        // from the 16 bytes that the tile begins in to those that it ends in; payloads are whole ones
-        u64 begin = tile.data + 4ull * tile.begin, end = tile.data + 4ull * tile.end, from = begin & ~15ull;
-        u32 vectors = (u32)(((end + 15) & ~15ull) - from) / 16;
-        for (u32 i = b; i < vectors; i += DECODE_THREADS) fetch(buffer + i, in + from + 16ull * i);
-        if (b == 0) buffer[vectors] = make_uint4(0, 0, 0, 0);
-        await_fetched();
-        words += (begin & 15) / 4;
-        tile.good = read_head(words, 32 * (tile.end - tile.begin), (count + BLOCK - 1) / BLOCK,
-                              tile.dtype == 0 ? 32 : 16, cls, position);
-    }
-    if (!tile.good) report_damage(damage);
-    float values[BLOCK];
-#pragma unroll
-    for (int i = 0; i < BLOCK; ++i) values[i] = 0.0f;
-    if (tile.good && cls <= RAW) get_block(words, position, cls, tile.dtype, values);
-    auto* out = (typename O::Stored*)target + first;
-    bool vectors = ((u64)out & 15) == 0 && (b | 1) * BLOCK + BLOCK <= count && cls != RAW;
+HC_INLINE void put_values(float* values, typename O::Stored* out, u32 left, bool raw) {
+    bool vectors = ((u64)out & 15) == 0 && left >= BLOCK && !raw;
     if (__ballot_sync(FULL_WARP, vectors) == FULL_WARP) {
         uint4 quads[O::QUADS];
         if constexpr (ADD) {
-            add_quads(out + b * BLOCK, values);
+            add_quads((const float*)out, values);
             __syncwarp();  // a partner writes what this one has read
         }
         O::pack(values, quads);
@@ -250,10 +255,47 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 boun
     }
 #pragma unroll
     for (u32 i = 0; i < BLOCK; ++i) {
-        u32 at = b * BLOCK + i;
-        if (at >= count) continue;
-        if constexpr (ADD) out[at] = out[at] + values[i];
-        else out[at] = O::store(values[i]);
+        if (i >= left) continue;
+        if constexpr (ADD) out[i] = out[i] + values[i];
+        else out[i] = O::store(values[i]);
+    }
+}
+
+template <class O, bool ADD>
+HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 bound, u64 relative,
+                      void* target, u32* damage) {
+    __shared__ uint4 buffer[(MOST_TILE_WORDS + 3) / 4 + 2];  // it begins in the first of these
+    u32 tiles = (u32)ceil_div(numel, segment), b = threadIdx.x * PARTS, cls[PARTS], position = 0;
+    u64 first = blockIdx.x * segment;
+    u32 count = (u32)(numel - first < segment ? numel - first : segment);
+    Place tile = find_tile(in, nbytes, numel, segment, bound, relative, tiles);
+    const u32* words = (const u32*)buffer;
+#pragma unroll
+    for (u32 k = 0; k < PARTS; ++k) cls[k] = RAW + 1;
+    if (tile.good && tile.begin < tile.end) {
+        // from the 16 bytes that the tile begins in to those that it ends in; payloads are whole ones
+        u64 begin = tile.data + 4ull * tile.begin, end = tile.data + 4ull * tile.end, from = begin & ~15ull;
+        u32 vectors = (u32)(((end + 15) & ~15ull) - from) / 16;
+#pragma unroll 2
+        for (u32 i = threadIdx.x; i < vectors; i += DECODE_THREADS) fetch(buffer + i, in + from + 16ull * i);
+        if (threadIdx.x == 0) buffer[vectors] = make_uint4(0, 0, 0, 0);
+        await_fetched();
+        words += (begin & 15) / 4;
+        tile.good = read_head(words, 32 * (tile.end - tile.begin), (count + BLOCK - 1) / BLOCK,
+                              tile.dtype == 0 ? 32 : 16, cls, position);
+    }
+    if (!tile.good) report_damage(damage);
+    auto* out = (typename O::Stored*)target + first;
+#pragma unroll
+    for (u32 k = 0; k < PARTS; ++k) {
+        float values[BLOCK];
+#pragma unroll
+        for (int i = 0; i < BLOCK; ++i) values[i] = 0.0f;
+        u32 width = width_of(cls[k], tile.dtype == 0 ? 32 : 16);
+        if (tile.good) get_block(words, position, cls[k], width, tile.dtype, values);
+        position += cls[k] <= RAW ? size_of(cls[k], width) : 0;
+        u32 at = (b + k) * BLOCK;
+        put_values<O, ADD>(values, out + at, at < count ? count - at : 0, cls[k] == RAW);
     }
 }
 

@@ -17,7 +17,30 @@
 namespace hybridcomp {
 namespace radix {
 
-__device__ const Tables TABLES = make_tables();
+// What decoding has to know of a class, in 16 bytes: all reciprocals are at hand.
+struct alignas(16) Entry {
+    u32 levels;  // and `shift` of Class << 24
+    u32 divisor, multiplier, inverse;
+};
+struct Entries {
+    Entry of[RAW + 1];
+};
+
+HC_INLINE constexpr Entries make_entries() {
+    Entries entries = {};
+    for (u32 c = 0; c < RAW; ++c) {
+        Class cls = make_class(c);
+        entries.of[c].levels = cls.levels | cls.shift << 24;
+        entries.of[c].divisor = cls.divisor;
+        entries.of[c].multiplier = cls.multiplier;
+        entries.of[c].inverse = small_inverse(cls.levels);
+    }
+    return entries;
+}
+
+__device__ const Entries ENTRIES = make_entries();
+
+HC_INLINE u32 levels_of(u32 cls) { return ENTRIES.of[cls].levels & 0xffffffu; }
 
 HC_INLINE u32 greater(u32 a, u32 b) { return a > b ? a : b; }
 
@@ -270,7 +293,16 @@ HC_INLINE Coded coded_of(u32 level) {
     return Coded{cls <= last_class(B::RAW_BITS) ? cls : RAW, bits};
 }
 
-HC_INLINE u32 class_size(u32 cls, u32 raw_bits) { return class_bits(cls, raw_bits) * class_words(cls); }
+// class_bits of radix.h, and the bits of all words of a block, without branches.
+HC_INLINE u32 width_of(u32 cls, u32 raw_bits) {
+    u32 bits = cls >= FIRST_PAIR ? cls - (FIRST_PAIR - 17) : cls + 10;
+    bits = cls >= FIRST_SINGLE ? cls - (FIRST_SINGLE - 17) : bits;
+    bits = cls < 2 ? 3 * cls + 7 : bits;
+    return cls == RAW ? raw_bits : bits;
+}
+HC_INLINE u32 size_of(u32 cls, u32 width) {
+    return width << (2 + (cls >= FIRST_PAIR ? 1 : 0) + (cls >= FIRST_SINGLE ? 1 : 0));
+}
 
 }  // namespace radix
 }  // namespace hybridcomp

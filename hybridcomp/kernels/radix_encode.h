@@ -114,7 +114,7 @@ HC_INLINE Chosen choose(const B& block, u32 absmax, const Step& step, bool safe,
     chosen.cls = RAW + 1, chosen.width = 0;
     if (absmax <= float_bits(step.limit)) return chosen;
     Coded coded = coded_of<B>(top_level(absmax, step.inverse));
-    u32 levels = TABLES.classes[coded.cls].levels;
+    u32 levels = levels_of(coded.cls);
     bool good = safe;
     if (coded.cls < FIRST_PAIR) good = quantize_words<B, 4>(block, step, levels, chosen.words) && safe;
     else if (coded.cls < FIRST_SINGLE) good = quantize_words<B, 8>(block, step, levels, chosen.words) && safe;
@@ -124,8 +124,6 @@ HC_INLINE Chosen choose(const B& block, u32 absmax, const Step& step, bool safe,
     chosen.width = good ? coded.width : B::RAW_BITS;
     return chosen;
 }
-
-HC_INLINE u32 size_of(const Chosen& chosen) { return chosen.cls <= RAW ? chosen.width * class_words(chosen.cls) : 0; }
 
 // Raw values, and classes of one digit a word, are read again.
 template <class B>
@@ -326,7 +324,7 @@ HC_INLINE void encode(const void* in, u64 numel, u64 segment, u64 bound, u64 rel
         u32 at = (b * EACH + k) * BLOCK;
         chosen[k] = choose(values[k], absmax[k], step, safe, source + at, at < count ? count - at : 0);
         u32 cls = chosen[k].cls;
-        sums += size_of(chosen[k]) + (cls <= RAW ? 1u << 20 : 0);
+        sums += cls <= RAW ? size_of(cls, chosen[k].width) + (1u << 20) : 0;
         low |= cls < 32 ? 1u << cls : 0, high |= cls >= 32 && cls <= RAW ? 1u << (cls - 32) : 0;
     }
     low = union_in_warp(low), high = union_in_warp(high);
