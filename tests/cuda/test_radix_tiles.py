@@ -35,9 +35,9 @@ def near_powers_of_two(numel: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("bound", "segment"),
-    # fp32 may carry an error over E; E is a multiple of a spacing; one, two and four digits a word;
-    # segments that leave threads, or half of a mask's byte, without a block
-    [(0.9, 4096), (3e-7, 272), (2**-7, 4096), (1e-2, 64), (1e-2, 208), (1e-3, 4096), (3e-6, 272)],
+    # so coarse or so fine that every block is compared; E is a multiple of a spacing; one, two and
+    # four digits a word; segments that leave threads, or half of a mask's byte, without a block
+    [(0.9, 4096), (3e-7, 272), (0.25, 4096), (2**-7, 4096), (1e-2, 64), (1e-2, 208), (1e-3, 4096)],
 )
 def test_bounds_and_segments(bound: float, segment: int, dtype: torch.dtype) -> None:
     values = near_powers_of_two(5003, dtype)
