@@ -6,13 +6,16 @@
 #ifndef HC_ZFP_BLOCKS
 #define HC_ZFP_BLOCKS 5
 #endif
+#ifndef HC_ZFP_EACH
+#define HC_ZFP_EACH 4
+#endif
 
 namespace hybridcomp {
 namespace zfp {
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
-constexpr int EACH = 4;
+constexpr int EACH = HC_ZFP_EACH;
 constexpr int MOST_WORDS = 128 + 8;  // of a warp's blocks, and of the padding behind the last ones
 
 alignas(16) __device__ const Tables TABLES = make_tables();
@@ -95,6 +98,10 @@ HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 sk
             stream[block] = encode_word(values, table);
             continue;
         }
+        if (maxbits == 64 && first + WARP < blocks) {
+            ((u64*)stream)[block] = encode_two_words(values, table);
+            continue;
+        }
         bool there = block < blocks;
         if (there && mine.count - block * BLOCK < BLOCK) fill_block(values, mine.count - block * BLOCK);
         Bits bits = encode_wide(values, (u32)maxbits, table);
@@ -112,6 +119,8 @@ HC_INLINE u32 read_bits(const u32* words, u64 position, u64 count) {
 }
 
 HC_INLINE Bits get_block(const u32* words, u64 block, u64 blocks, u64 maxbits) {
+    if (maxbits == 32) return Bits{words[block], 0};
+    if (maxbits == 64) return Bits{((const u64*)words)[block], 0};
     u64 count = stream_words(blocks, maxbits), position = block * maxbits;
     Bits bits = {read_bits(words, position, count), 0};
     if (maxbits > 32) bits.low |= (u64)read_bits(words, position + 32, count) << 32;
@@ -135,7 +144,7 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, u6
     for (int r = 0; r < EACH; ++r) {
         u64 block = start + r * THREADS;
         held[r] = Bits{0, 0};
-        if (block < blocks) held[r] = maxbits == 32 ? Bits{words[block], 0} : get_block(words, block, blocks, maxbits);
+        if (block < blocks) held[r] = get_block(words, block, blocks, maxbits);
     }
     copy_table<DECODE_ENTRIES>(TABLES.decode, entries);
     __syncthreads();
@@ -143,7 +152,9 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, u6
     for (int r = 0; r < EACH; ++r) {
         u64 block = start + r * THREADS;
         if (block >= blocks) return;
-        Four v = maxbits == 32 ? decode_word((u32)held[r].low, table) : decode_wide(held[r], (u32)maxbits, table);
+        Four v = maxbits == 32   ? decode_word((u32)held[r].low, table)
+                 : maxbits == 64 ? decode_two_words(held[r].low, table)
+                                 : decode_wide(held[r], (u32)maxbits, table);
         if constexpr (ADD) v = sum(read4<T>(out, block * BLOCK, mine.count, vectors), v);
         write4<T>(v, out, block * BLOCK, mine.count, vectors);
     }

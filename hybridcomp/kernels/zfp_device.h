@@ -85,6 +85,30 @@ HC_INLINE u32 encode_word(const float* v, const u32* table) {
     return out;
 }
 
+// A block of 64 bits, likewise.
+HC_INLINE u64 encode_two_words(const float* v, const u32* table) {
+    u32 header = header_of(v);
+    Coefficients k = transform(v[0], v[1], v[2], v[3], header);
+    Pair high = planes_of(high_halves(k));
+    u64 first = joined(high), second = joined(planes_of(low_halves(k))), out = header;
+    u32 position = HEADER_BITS, n = 0, used = 24;
+#pragma unroll
+    for (int step = 0; step < 3; ++step) {
+        u32 entry = table[n << 8 | (high.low >> (8 * step) & 255)];
+        out |= (u64)(entry & 0xffff) << position;
+        position += (entry >> 16) & 255, n = entry >> 24;
+    }
+    u64 rest = first >> 24 | second << 40;
+    while (n < 4 && position < 64 && used < 128) {
+        u32 entry = table[n << 8 | (u32)(rest & 255)];
+        out |= (u64)(entry & 0xffff) << position;
+        position += (entry >> 16) & 255, n = entry >> 24, used += 8;
+        rest = used < 64 ? first >> used | second << (64 - used) : second >> (used & 63);
+    }
+    if (position < 64 && used < 128) out |= rest << position;
+    return out;
+}
+
 HC_INLINE Bits encode_wide(const float* v, u32 maxbits, const u32* table) {
     u32 header = header_of(v);
     Coefficients k = transform(v[0], v[1], v[2], v[3], header);
@@ -104,6 +128,11 @@ HC_INLINE Four values_of(Pair high, Pair low, u32 header) {
     if (field > 30 && field < 254) {  // nothing overflows, and both scales are one
         float scale = bits_float((field - 30) << 23);
         return Four{(float)x * scale, (float)y * scale, (float)z * scale, (float)w * scale};
+    }
+    // the bits of the CPU's NaN, which arithmetic on a device would change
+    if (header == NONFINITE_HEADER) {
+        float nan = bits_float(QUIET_NAN_BITS);
+        return Four{nan, nan, nan, nan};
     }
     float scale = decode_scale(header);
     return Four{decode_value(x, scale), decode_value(y, scale), decode_value(z, scale),
@@ -130,6 +159,42 @@ HC_INLINE Four decode_word(u32 word, const u32* table) {
     }
     if (n == 4 && shift < 64) planes |= (u64)bits << shift;
     return values_of(coefficients_of(parted(planes)), Pair{0, 0}, word & 511);
+}
+
+// Drops less than 32 bits.
+HC_INLINE u64 dropped(u64 bits, u32 count) {
+#ifdef __CUDA_ARCH__
+    return (u64)((u32)(bits >> 32) >> count) << 32 | __funnelshift_r((u32)bits, (u32)(bits >> 32), count);
+#else
+    return bits >> count;
+#endif
+}
+
+// A block of 64 bits, likewise.
+HC_INLINE Four decode_two_words(u64 word, const u32* table) {
+    u64 bits = dropped(word, HEADER_BITS);
+    Bits planes = {0, 0};
+    u32 left = 64 - HEADER_BITS, shift = 0, n = 0;
+#pragma unroll
+    for (int step = 0; step < 3; ++step) {
+        u32 entry = table[n << 9 | 1u << DECODE_WINDOW | ((u32)bits & 255)], used = (entry >> 16) & 15;
+        planes.low |= (u64)(entry & 0xffff) << shift;
+        shift += (entry >> 20) & 255, n = entry >> 28, left -= used;
+        bits = dropped(bits, used);
+    }
+    while (n < 4 && left && shift < 128) {
+        u32 full = left < DECODE_WINDOW ? left : DECODE_WINDOW;
+        u32 entry = table[n << 9 | 1u << full | ((u32)bits & 255)], used = (entry >> 16) & 15;
+        put_bits(planes, shift, entry & 0xffff);
+        shift += (entry >> 20) & 255, n = entry >> 28, left -= used;
+        bits = dropped(bits, used);
+    }
+    if (n == 4 && shift < 64) {  // at least one plane was read
+        planes.low |= bits << shift, planes.high |= bits >> (64 - shift);
+    } else if (n == 4 && shift < 128) {
+        planes.high |= bits << (shift - 64);
+    }
+    return values_of(coefficients_of(parted(planes.low)), coefficients_of(parted(planes.high)), (u32)word & 511);
 }
 
 HC_INLINE Four decode_wide(Bits bits, u32 maxbits, const u32* table) {
