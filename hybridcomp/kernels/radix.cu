@@ -3,8 +3,12 @@
 #include "radix_decode.h"
 #include "radix_encode.h"
 
-#ifndef HC_ENCODE_BLOCKS
+#ifndef HC_ENCODE_BLOCKS  // resident on a multiprocessor; Turing's compiler needs more registers
+#if HC_ARCH && HC_ARCH < 800
+#define HC_ENCODE_BLOCKS 3
+#else
 #define HC_ENCODE_BLOCKS 4
+#endif
 #endif
 #ifndef HC_DECODE_BLOCKS
 #define HC_DECODE_BLOCKS 12
