@@ -1,4 +1,4 @@
-"""radix on a GPU, in what its kernels do otherwise than the CPU's: bytes and values are the same."""
+"""radix on a GPU, where its kernels go other ways than the CPU: the same bytes and values."""
 
 from __future__ import annotations
 
