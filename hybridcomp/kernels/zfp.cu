@@ -1,6 +1,6 @@
-// CUDA kernels of zfp: a lane takes EACH blocks of 4 values, a warp 32 of them at a time, which begin and
-// end at a multiple of 32 bits at every rate. Where a block is whole words it is stored as it is; else
-// the warp puts its bits together in shared memory, where the tables of zfp.h are as well.
+// CUDA kernels of zfp: a lane takes EACH blocks of 4 values, a warp 32 of them at a time, which begin
+// and end at a multiple of 32 bits at every rate. Where a block is whole words it is stored as it is;
+// else the warp puts its bits together in shared memory, where the tables of zfp.h are as well.
 #include "zfp_device.h"
 
 #ifndef HC_ZFP_BLOCKS
@@ -55,11 +55,13 @@ HC_INLINE void merge(Bits bits, u32 position, u32 maxbits, u32* words) {
 }
 
 // The blocks of a warp from `first` on, of any rate.
-HC_INLINE void put_blocks(Bits bits, u64 first, u64 blocks, u64 maxbits, u32* stream, u32* gathered) {
+HC_INLINE void put_blocks(Bits bits, u64 first, u64 blocks, u64 maxbits, u32* stream,
+                          u32* gathered) {
     u32* words = stream + first * maxbits / 32;
     bool last = first + WARP >= blocks;
     if (!last && maxbits % 32 == 0) {
-        for (u32 i = 0; i < maxbits / 32; ++i) words[lane_id() * (maxbits / 32) + i] = word_of(bits, i);
+        words += lane_id() * (maxbits / 32);
+        for (u32 i = 0; i < maxbits / 32; ++i) words[i] = word_of(bits, i);
         return;
     }
     for (u32 i = lane_id(); i < MOST_WORDS; i += WARP) gathered[i] = 0;
@@ -79,7 +81,8 @@ HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 sk
     __shared__ u32 shared[WARPS][MOST_WORDS];
     Chunk mine(numel, chunk, slot, skip);
     const auto* in = (const typename T::Stored*)source + mine.first;
-    u64 blocks = ceil_div(mine.count, BLOCK), start = (u64)blockIdx.x * (THREADS * EACH) + threadIdx.x / WARP * WARP;
+    u64 blocks = ceil_div(mine.count, BLOCK);
+    u64 start = (u64)blockIdx.x * (THREADS * EACH) + threadIdx.x / WARP * WARP;
     bool vectors = vectorizable<T>(in);
     u32* stream = (u32*)(out + mine.payload);
     Four held[EACH];
@@ -103,7 +106,8 @@ HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 sk
             continue;
         }
         bool there = block < blocks;
-        if (there && mine.count - block * BLOCK < BLOCK) fill_block(values, mine.count - block * BLOCK);
+        u64 left = mine.count - block * BLOCK;
+        if (there && left < BLOCK) fill_block(values, left);
         Bits bits = encode_wide(values, (u32)maxbits, table);
         if (!there) bits = Bits{0, 0};
         put_blocks(bits, first, blocks, maxbits, stream, shared[threadIdx.x / WARP]);
@@ -135,7 +139,8 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, u6
     __shared__ uint4 entries[DECODE_ENTRIES / 4];
     const u32* table = (const u32*)entries;
     Chunk mine(numel, chunk, slot, skip);
-    u64 blocks = ceil_div(mine.count, BLOCK), start = (u64)blockIdx.x * (THREADS * EACH) + threadIdx.x;
+    u64 blocks = ceil_div(mine.count, BLOCK);
+    u64 start = (u64)blockIdx.x * (THREADS * EACH) + threadIdx.x;
     auto* out = (typename T::Stored*)target + mine.first;
     bool vectors = vectorizable<T>(out);
     const u32* words = (const u32*)(in + mine.payload);

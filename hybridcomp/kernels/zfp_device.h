@@ -1,5 +1,5 @@
-// What the CUDA kernels of zfp have beside zfp.h: bit planes in words of 32 bits, mostly moved a byte at
-// a time, and blocks of 32 bits, which need no wider arithmetic.
+// What the CUDA kernels of zfp have beside zfp.h: bit planes in words of 32 bits, mostly moved a byte
+// at a time, and blocks of 32 and of 64 bits, which need no wider arithmetic.
 #pragma once
 
 #include "cuda_device.h"
@@ -13,11 +13,12 @@ struct Pair {
     u32 low, high;
 };
 
-// Swaps the bit that tells the words of a pair apart with bit SHIFT = 2^j of the bit index, which is set
-// in the positions MASK.
+// Swaps the bit that tells the words of a pair apart with bit SHIFT = 2^j of the bit index, which is
+// set in the positions MASK.
 template <int SHIFT, u32 MASK>
 HC_INLINE Pair swap_words(Pair x) {
-    return Pair{(x.low & ~MASK) | ((x.high << SHIFT) & MASK), (x.high & MASK) | ((x.low >> SHIFT) & ~MASK)};
+    return Pair{(x.low & ~MASK) | ((x.high << SHIFT) & MASK),
+                (x.high & MASK) | ((x.low >> SHIFT) & ~MASK)};
 }
 
 HC_INLINE Pair swap_bytes(Pair x, u32 low, u32 high) {
@@ -119,8 +120,9 @@ HC_INLINE Bits encode_wide(const float* v, u32 maxbits, const u32* table) {
 }
 
 HC_INLINE Four values_of(Pair high, Pair low, u32 header) {
-    Coefficients k = {__byte_perm(low.low, high.low, 0x5410), __byte_perm(low.low, high.low, 0x7632),
-                      __byte_perm(low.high, high.high, 0x5410), __byte_perm(low.high, high.high, 0x7632)};
+    Pair first = swap_bytes(Pair{low.low, high.low}, 0x5410, 0x7632);
+    Pair second = swap_bytes(Pair{low.high, high.high}, 0x5410, 0x7632);
+    Coefficients k = {first.low, first.high, second.low, second.high};
     i32 x = from_negabinary(k.a), y = from_negabinary(k.b);
     i32 z = from_negabinary(k.c), w = from_negabinary(k.d);
     unlift(x, y, z, w);
@@ -164,7 +166,8 @@ HC_INLINE Four decode_word(u32 word, const u32* table) {
 // Drops less than 32 bits.
 HC_INLINE u64 dropped(u64 bits, u32 count) {
 #ifdef __CUDA_ARCH__
-    return (u64)((u32)(bits >> 32) >> count) << 32 | __funnelshift_r((u32)bits, (u32)(bits >> 32), count);
+    u32 high = (u32)(bits >> 32);
+    return (u64)(high >> count) << 32 | __funnelshift_r((u32)bits, high, count);
 #else
     return bits >> count;
 #endif
@@ -177,7 +180,8 @@ HC_INLINE Four decode_two_words(u64 word, const u32* table) {
     u32 left = 64 - HEADER_BITS, shift = 0, n = 0;
 #pragma unroll
     for (int step = 0; step < 3; ++step) {
-        u32 entry = table[n << 9 | 1u << DECODE_WINDOW | ((u32)bits & 255)], used = (entry >> 16) & 15;
+        u32 entry = table[n << 9 | 1u << DECODE_WINDOW | ((u32)bits & 255)];
+        u32 used = (entry >> 16) & 15;
         planes.low |= (u64)(entry & 0xffff) << shift;
         shift += (entry >> 20) & 255, n = entry >> 28, left -= used;
         bits = dropped(bits, used);
@@ -194,7 +198,8 @@ HC_INLINE Four decode_two_words(u64 word, const u32* table) {
     } else if (n == 4 && shift < 128) {
         planes.high |= bits << (shift - 64);
     }
-    return values_of(coefficients_of(parted(planes.low)), coefficients_of(parted(planes.high)), (u32)word & 511);
+    return values_of(coefficients_of(parted(planes.low)), coefficients_of(parted(planes.high)),
+                     (u32)word & 511);
 }
 
 HC_INLINE Four decode_wide(Bits bits, u32 maxbits, const u32* table) {
@@ -205,7 +210,8 @@ HC_INLINE Four decode_wide(Bits bits, u32 maxbits, const u32* table) {
         return values_of(coefficients_of(parted(planes.low)), Pair{0, 0}, header);
     }
     Bits planes = decode_planes<false>(bits, maxbits, table);
-    return values_of(coefficients_of(parted(planes.low)), coefficients_of(parted(planes.high)), header);
+    return values_of(coefficients_of(parted(planes.low)), coefficients_of(parted(planes.high)),
+                     header);
 }
 
 }  // namespace zfp
