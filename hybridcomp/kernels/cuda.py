@@ -103,9 +103,9 @@ class CudaKernels:
         self, maxbits: int, dtype: int, values: int, numel: int, out: int, nbytes: int,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """A thread a block of 4 values."""
+        """A thread four blocks of 4 values."""
         self._fixed(
-            "zfp.cu", (), f"zfp_encode_{DTYPES[dtype]}", out, ceil_div(numel, 4 * THREADS),
+            "zfp.cu", (), f"zfp_encode_{DTYPES[dtype]}", out, ceil_div(numel, 16 * THREADS),
             (values, numel, numel, 0, WHOLE, maxbits, out),
         )  # fmt: skip
 
@@ -113,10 +113,10 @@ class CudaKernels:
         self, maxbits: int, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """A thread a block."""
+        """A thread four blocks."""
         self._fixed(
             "zfp.cu", (), "zfp_add" if add else f"zfp_decode_{DTYPES[dtype]}", payload,
-            ceil_div(numel, 4 * THREADS), (payload, numel, numel, 0, WHOLE, maxbits, out),
+            ceil_div(numel, 16 * THREADS), (payload, numel, numel, 0, WHOLE, maxbits, out),
         )  # fmt: skip
 
     def cast(
@@ -159,21 +159,22 @@ class CudaKernels:
         self, segment: int, relative: bool, bound: float, dtype: int, values: int, numel: int,
         out: int, nbytes: int, threads: int, size: int = 0, /,
     ) -> int:  # fmt: skip
-        """256 threads a segment."""
+        """Two segments a block of threads, which look back together."""
         words = (values, numel, segment, _float_bits(bound), int(relative), dtype, out)
-        tiles = ceil_div(numel, segment)
+        tiles = ceil_div(numel, 2 * segment)
         return self._variable("radix.cu", f"radix_encode_{DTYPES[dtype]}", out, tiles, words, size)
 
     def radix_decode(
         self, segment: int, relative: bool, bound: float, dtype: int, payload: int, nbytes: int,
         out: int, numel: int, add: bool, threads: int, /,
     ) -> None:  # fmt: skip
-        """256 threads a segment. Damage is told by ``check``."""
+        """128 threads a segment. Damage is told by ``check``."""
         self._fixed(
             "radix.cu", (), "radix_add" if add else f"radix_decode_{DTYPES[dtype]}", payload,
             ceil_div(numel, segment),
             (payload, nbytes, numel, segment, _float_bits(bound), int(relative), out,
              self._damage.data_ptr()),
+            threads=128,
         )  # fmt: skip
 
     def expcode_encode(
