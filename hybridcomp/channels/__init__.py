@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels.channel import TWO_LEVELS, Channel
 from hybridcomp.channels.host import HostMoves
+from hybridcomp.collectives.clock import HOST, SILENT, Clock
 from hybridcomp.config import CompressionConfig
 from hybridcomp.factors import Factors
 from hybridcomp.feedback import Residuals
@@ -152,6 +153,7 @@ class Channels:
         ``sampled``: whether that step was a ``sampling`` one. A collective. Returns what to tell
         the user, the same on all ranks.
         """
+        self.ledger.drain()
         told = self._weigh_seen(device)
         if self.guard.flushed("dp", self.step):
             self.residuals.clear()
@@ -176,6 +178,24 @@ class Channels:
     def resync(self) -> None:
         """Send exact parameters in the next gather. One rank that asks is enough."""
         self.generation += 1
+
+    @property
+    def timing(self) -> bool:
+        """Whether the device's time is taken in this step.
+
+        Half-way between two samples of the error: their extra encodings are no part of it, and
+        neither is the first step, which loads kernels.
+        """
+        every = self.config.ledger.sample_every
+        return every > 0 and self.step % every == every // 2
+
+    def clock(self, device: torch.device) -> Clock:
+        """What times a message on ``device`` in this step."""
+        if device.type != "cuda":
+            return HOST
+        if not self.timing or torch.cuda.is_current_stream_capturing():
+            return SILENT
+        return self.ledger.device_clock(device)
 
     @property
     def sampling(self) -> bool:
