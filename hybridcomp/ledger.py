@@ -110,8 +110,10 @@ class Ledger:
     codecs: Mapping[Key, str] = field(default_factory=dict)  # specs, for the rows
     used: dict[Key, dict[str, None]] = field(default_factory=dict)  # specs of what was sent
     interval: dict[Key, Entry] = field(default_factory=lambda: {key: Entry() for key in KEYS})
-    #: dimensions that the guard has made native: the first step without their codec
+    #: dimensions that a guard or a link has made native: the first step without their codec
     native_since: dict[Dimension, int] = field(default_factory=dict)
+    #: native ones that turned out to be faster encoded: the first step with their codec
+    encoded_since: dict[Dimension, int] = field(default_factory=dict)
     clocks: dict[torch.device, DeviceClock] = field(default_factory=dict)
 
     def device_clock(self, device: torch.device) -> DeviceClock:
@@ -192,7 +194,11 @@ class Ledger:
             if entry.messages:
                 key = (dimension, direction)
                 codec = " + ".join(specs.get(key, ())) or self.codecs.get(key, "none")
-                row = {**entry.row(codec), "native_since": self.native_since.get(dimension)}
+                row = {
+                    **entry.row(codec),
+                    "native_since": self.native_since.get(dimension),
+                    "encoded_since": self.encoded_since.get(dimension),
+                }
                 rows.setdefault(dimension, {})[direction] = row
         return rows
 
@@ -215,8 +221,10 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
             if row["outside_bound"]:
                 error += f", {row['outside_bound']} sampled values OUTSIDE THE BOUND"
             native = f", {left} of {row['messages']} messages native" if left else ""
-            since = row["native_since"]
-            codec = row["codec"] if since is None else f"{row['codec']}, native since step {since}"
+            codec = row["codec"]
+            for mode in ("native", "encoded"):
+                if row[f"{mode}_since"] is not None:
+                    codec += f", {mode} since step {row[f'{mode}_since']}"
             between = ""
             if row["inter_ratio"] is not None:
                 between = (

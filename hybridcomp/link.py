@@ -4,20 +4,23 @@ With ``"when": "auto"`` the real collectives run on the real group, native and e
 dp and zero before the first step, for tp and pp after it, when it is known what they send
 (``seen``). The seconds of the slowest rank count, taken over the whole job, so every rank decides
 on the same figures. A dimension whose encoded messages are not faster stays native: for the rest of
-the run, and of those that continue it from a checkpoint.
+the run, and of those that continue it from a checkpoint. Where the two were close, steps of the run
+itself are compared once, and a verdict may change (``recheck``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hybridcomp import recheck
 from hybridcomp.policy import Dimension
+from hybridcomp.recheck import Recheck
 from hybridcomp.trials import Run
 
 #: values of a message of a trial, one after the other
@@ -33,23 +36,42 @@ WORK_NUMEL = 1 << 24
 BUDGET_S = 2.0
 #: encoded messages must be this much faster: the codec takes cores that the model wants as well
 MARGIN = 1.1
+#: a trial in which one of the two took this many times as long as the other needs no other look
+CLEAR = 2.0
+#: steps with codecs allowed, before steps are compared: they load kernels and find their buffers
+WARM = 3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the (largest) trial of a dimension found; equal on all ranks."""
+    """What the (largest) trial of a dimension found; equal on all ranks.
+
+    The later fields are those of a comparison of steps, see ``recheck``.
+    """
 
     pays: bool
-    nbytes: int  # of the message on one rank
+    nbytes: int  # of the messages on one rank
     native_s: float  # seconds of the slowest rank
     coded_s: float
+    messages: int = 1
+    first: int = -1  # the first step of the comparison
+    checked: bool = False  # whether that is over
+    since: int = 0  # the first step of which ``pays`` says what it says
+    flush: int = -1  # the step in which what error feedback holds is sent, if none is encoded then
+
+    @property
+    def is_close(self) -> bool:
+        """Whether steps have to tell: the trial was not clear, or there was none."""
+        fast, slow = sorted((self.native_s, self.coded_s))
+        return not self.checked and (not self.nbytes or slow < CLEAR * fast)
 
     def told(self, dimension: Dimension) -> str:
         """One sentence."""
         if not self.nbytes:
             return f"{dimension}: compressed, not timed: the ranks of a group send different sizes"
+        count = f" in {self.messages} messages" if self.messages > 1 else ""
         figures = (
-            f"{self.nbytes / 1e6:.3g} MB take {self.native_s * 1e3:.1f} ms natively and "
+            f"{self.nbytes / 1e6:.3g} MB{count} take {self.native_s * 1e3:.1f} ms natively and "
             f"{self.coded_s * 1e3:.1f} ms encoded"
         )
         todo = "compressed" if self.pays else 'native for this run; "when": "always" compresses'
@@ -61,15 +83,83 @@ class Link:
 
     def __init__(self) -> None:
         self.verdicts: dict[Dimension, Verdict] = {}
+        self.recheck: Recheck | None = None
+        self._is_planned = False
 
-    def native(self, dimension: Dimension) -> bool:
-        """Whether ``dimension`` was found to be faster without its codec."""
+    def native(self, dimension: Dimension, step: int) -> bool:
+        """Whether ``dimension`` goes without its codec in ``step``."""
+        coded = None if self.recheck is None else self.recheck.coded(dimension, step)
+        if coded is not None:
+            return not coded
         verdict = self.verdicts.get(dimension)
-        return verdict is not None and not verdict.pays
+        return verdict is not None and verdict.pays == (step < verdict.since)
+
+    def comparing(self, step: int) -> bool:
+        """Whether ``step`` is one of those that are compared."""
+        return self.recheck is not None and self.recheck.covers(step)
+
+    def flushes(self, dimension: Dimension, step: int) -> bool:
+        """Whether messages of ``step`` take along, losslessly, what error feedback still holds."""
+        verdict = self.verdicts.get(dimension)
+        return verdict is not None and verdict.flush == step
+
+    def holds_nothing(self, dimension: Dimension, step: int) -> bool:
+        """Whether no message of ``step`` or later will take residuals."""
+        verdict = self.verdicts.get(dimension)
+        if verdict is None or verdict.pays or self.comparing(step):
+            return False
+        return step > verdict.flush
+
+    def compare(self, step: int, without: Collection[Dimension], device: torch.device) -> list[str]:
+        """Before ``step``, the run being warm: begin, go on with or end the comparison of steps.
+
+        ``without``: dimensions that no step encodes any more. A collective where it ends. Returns
+        what to tell the user.
+        """
+        told = []
+        if not self._is_planned:
+            self._is_planned = True
+            close = [n for n, v in self.verdicts.items() if v.is_close and n not in without]
+            if close:
+                told.append(self._begin(close[: recheck.MOST], step))
+        if self.recheck is not None and step <= self.recheck.stop:
+            self.recheck.mark(step, device)
+            if step == self.recheck.stop:
+                told += self._end(self.recheck, without, device)
+        return told
+
+    def _begin(self, names: Sequence[Dimension], step: int) -> str:
+        self.recheck = Recheck(names, step)
+        for name in names:
+            self.verdicts[name] = replace(self.verdicts[name], first=step)
+        return (
+            f"{', '.join(names)}: as encoded messages took about as long as native ones, steps "
+            f"{step} to {self.recheck.stop - 1} run in both ways, in turns, and are compared"
+        )
+
+    def _end(
+        self, done: Recheck, without: Collection[Dimension], device: torch.device
+    ) -> list[str]:
+        findings = done.judge({n: self.verdicts[n].pays for n in done.names}, device)
+        told = []
+        for name, found in ({} if findings is None else findings).items():
+            verdict = replace(self.verdicts[name], checked=True)
+            if found.changes:
+                verdict = replace(verdict, pays=not verdict.pays, since=done.stop)
+            if name not in without:
+                if not verdict.pays:
+                    verdict = replace(verdict, flush=done.stop)
+                told.append(recheck.told(name, found, verdict.pays, done.stop))
+            self.verdicts[name] = verdict
+        return told
 
     def state(self) -> dict[str, dict[str, Any]]:
         """What a resumed run has to know."""
-        return {name: asdict(verdict) for name, verdict in self.verdicts.items()}
+        usual = {f.name: f.default for f in fields(Verdict)}
+        return {
+            name: {key: value for key, value in asdict(verdict).items() if value != usual[key]}
+            for name, verdict in self.verdicts.items()
+        }
 
     def restore(
         self, state: Mapping[str, Mapping[str, Any]], waiting: Sequence[Dimension] = ()
@@ -95,7 +185,14 @@ class Link:
                 self.verdicts[name] = Verdict(**state[name])
                 was = "compressed" if self.verdicts[name].pays else "native"
                 told.append(f"{name}: {was}, as measured in the run that is continued")
+        self._go_on()
         return told
+
+    def _go_on(self) -> None:
+        """The comparison that the continued run was in, or would have come to, goes on."""
+        under_way = {n: v.first for n, v in self.verdicts.items() if v.first >= 0 and not v.checked}
+        self.recheck = Recheck(list(under_way), min(under_way.values())) if under_way else None
+        self._is_planned = any(verdict.first >= 0 for verdict in self.verdicts.values())
 
 
 def judge(

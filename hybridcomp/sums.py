@@ -66,9 +66,7 @@ class Spot:
     def meter(self) -> Meter:
         """Of a message; in two levels all other encoders are on other nodes."""
         nodes = self.levels.nodes if self.levels is not None else 0
-        return Meter(
-            remote=frozenset(range(nodes)) if nodes else self.remote, clock=self.clock
-        )
+        return Meter(remote=frozenset(range(nodes)) if nodes else self.remote, clock=self.clock)
 
     def low_rank(self) -> Place:
         """The same spot for factors, which are summed over all ranks at once."""

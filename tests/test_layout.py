@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "common": {"collectives", "feedback"},
     "trials": {"codecs", "collectives"},
     "seen": {"agreement", "codecs", "nodes", "policy", "trials"},
-    "link": {"policy", "trials"},
+    "recheck": {"policy"},
+    "link": {"policy", "recheck", "trials"},
     "ledger": {"errors", "policy", "collectives"},
     "channels": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "nodes",

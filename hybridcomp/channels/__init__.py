@@ -16,7 +16,7 @@ from hybridcomp.factors import Factors
 from hybridcomp.feedback import Residuals
 from hybridcomp.guard import Guard
 from hybridcomp.ledger import Ledger
-from hybridcomp.link import Link, judge, judge_seen
+from hybridcomp.link import WARM, Link, judge, judge_seen
 from hybridcomp.nodes import Nodes, Ranks, discover
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 from hybridcomp.seen import Seen
@@ -67,9 +67,11 @@ class Channels:
         return iter(self._by_dimension.values())
 
     def lossy(self, dimension: Dimension) -> bool:
-        """Whether values of this dimension's forward messages are changed: not on a fast link."""
+        """Whether forward messages of this step change values: not on a fast link."""
         codec = self.policy.codecs.get((dimension, "forward"))
-        return codec is not None and not codec.lossless and not self.link.native(dimension)
+        return (
+            codec is not None and not codec.lossless and not self.link.native(dimension, self.step)
+        )
 
     def place(self, groups: Iterable[Ranks]) -> list[str]:
         """Find the nodes and make the two levels of the groups of dp and zero; a collective.
@@ -139,13 +141,29 @@ class Channels:
         self._note_link()
         return told
 
+    def _compare(self, device: torch.device) -> list[str]:
+        """Compare steps of the run where a trial was close; a collective where that ends.
+
+        Returns what to tell the user, the same on all ranks.
+        """
+        if not self.link.verdicts or self.step < self.config.start_step + WARM:
+            return []
+        told = self.link.compare(self.step, self.guard.trips, device)
+        self._note_link()
+        return told
+
     def _note_link(self) -> None:
-        """Native from the start is what the ledger shows of a link that is too fast."""
-        for name in self.link.verdicts:
-            if self.link.native(name):
-                self.ledger.native_since.setdefault(name, 0)
-            elif self.ledger.native_since.get(name) == 0:
-                del self.ledger.native_since[name]
+        """The ledger shows what is native from the start, and what changed later."""
+        ledger = self.ledger
+        for name, verdict in self.link.verdicts.items():
+            if name in self.guard.trips:
+                continue
+            ledger.native_since.pop(name, None)
+            if not verdict.pays:
+                ledger.native_since[name] = verdict.since
+                ledger.encoded_since.pop(name, None)
+            elif verdict.since:
+                ledger.encoded_since[name] = verdict.since
 
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
         """After an optimizer step, with ``step`` counted on: measure what is due, ask the guard.
@@ -154,8 +172,8 @@ class Channels:
         the user, the same on all ranks.
         """
         self.ledger.drain()
-        told = self._weigh_seen(device)
-        if self.guard.flushed("dp", self.step):
+        told = self._weigh_seen(device) + self._compare(device)
+        if self.guard.flushed("dp", self.step) or self.link.holds_nothing("dp", self.step):
             self.residuals.clear()
         if not sampled or not self.guard.watching:
             return told
@@ -201,4 +219,5 @@ class Channels:
     def sampling(self) -> bool:
         """Whether messages of this step have their error measured."""
         every = self.config.ledger.sample_every
-        return every > 0 and self.step % every == 0
+        due = every > 0 and self.step % every == 0
+        return due and not self.link.comparing(self.step)  # it would be in the time that counts

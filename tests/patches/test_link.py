@@ -171,11 +171,11 @@ def test_what_changed_is_told() -> None:
     one = link.Link()
     one.verdicts["dp"] = link.Verdict(False, 16 << 20, 0.01, 0.02)
     stored = link.Verdict(True, 16 << 20, 0.3, 0.1)
-    assert one.restore({}) == [] and one.native("dp")
+    assert one.restore({}) == [] and one.native("dp", 0)
     (told,) = one.restore({"dp": vars(stored)})
     assert told.startswith("dp: stays compressed, as in the run that is continued")
     assert "16.8 MB now takes 20.0 ms and native 10.0 ms" in told and '"codec": "none"' in told
-    assert one.verdicts["dp"] == stored and not one.native("dp")
+    assert one.verdicts["dp"] == stored and not one.native("dp", 0)
 
 
 def unmeasured() -> str:

@@ -1,0 +1,180 @@
+"""``when: auto`` compares steps where a trial was close: it changes once, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from hybridcomp import recheck
+from hybridcomp.channels import Channels, channels_of
+from tests.patches.link_clock import clock
+from tests.ranks import RankPool
+
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training.trainer import Job, digests, make_engine, train_step
+
+FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}
+EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
+BLOCK = {"dp": FEEDBACK, "zero": EIGHT, "min_bytes": 0, "ledger": {"sample_every": 2}}
+#: trials that are close: encoded by a little, native by a little
+CODED, NATIVE = (0.012, 0.010), (0.010, 0.012)
+#: warm, rehearsed, one round
+FIRST, STOP = 3, 3 + 2 + 8
+#: seconds of a dimension's messages in a step: native and encoded
+Costs = Mapping[str, tuple[float, float]]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@contextmanager
+def timed(channels: Channels, costs: Costs) -> Iterator[None]:
+    """Steps take a second, and of what each dimension costs natively or encoded."""
+    seconds = 0.0
+
+    def now() -> float:
+        nonlocal seconds
+        step = channels.step - 1
+        seconds += 1.0 + dist.get_rank() * 0.01
+        for name, (native_s, coded_s) in costs.items():
+            seconds += native_s if channels.link.native(name, step) else coded_s  # type: ignore[arg-type]
+        return seconds
+
+    with patch.object(recheck, "now", now):
+        yield
+
+
+def trained(job: Job, trial: tuple[float, float], costs: Costs) -> dict[str, Any]:
+    with clock(*trial):
+        engine = make_engine(job)
+    channels = channels_of(engine)
+    assert channels is not None
+    found: dict[str, Any] = {"losses": [], "modes": [], "held": [], "told": [], "codecs": []}
+    close: Callable[..., list[str]] = channels.close_step
+
+    def kept(*args: Any) -> list[str]:
+        found["told"] += (told := close(*args))
+        return told
+
+    with timed(channels, costs), patch.object(channels, "close_step", kept):
+        for step in range(job.steps):
+            channels.ledger.restart()
+            found["modes"].append([not channels.link.native(n, step) for n in ("dp", "zero")])
+            found["losses"].append(train_step(engine, job, step))
+            found["held"].append(channels.residuals.norm())
+            found["codecs"].append(list(channels.ledger.used.get(("dp", "forward"), ())))
+    rows = channels.ledger.rows(channels.ledger.interval)
+    found["since"] = {
+        name: (ways["forward"]["native_since"], ways["forward"]["encoded_since"])
+        for name, ways in rows.items()
+    }
+    found["digests"] = digests(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_native_by_its_trial_and_faster_encoded(pool: RankPool, stage: int) -> None:
+    job = Job(stage, steps=STOP + 3, block=BLOCK)
+    both = pool.run(trained, job, NATIVE, {"dp": (0.3, 0.1), "zero": (0.3, 0.4)})
+    for found in both:
+        assert found["modes"][:FIRST] == [[False, False]] * FIRST
+        assert found["modes"][FIRST : FIRST + 2] == [[False, False], [True, True]]
+        window = found["modes"][FIRST + 2 : STOP]
+        assert all(window.count([dp, zero]) == 2 for dp in (False, True) for zero in (False, True))
+        assert found["modes"][STOP:] == [[True, False]] * 3
+        assert found["since"] == {"dp": (None, STOP), "zero": (0, None)}
+        begun, dp, zero = found["told"]
+        assert begun.startswith(f"dp, zero: as encoded messages took about as long as native ones, "
+                                f"steps {FIRST} to {STOP - 1} run in both ways")  # fmt: skip
+        assert dp.startswith("dp: steps took ") and f"compressed from step {STOP} on" in dp
+        assert zero.endswith("(compression.zero.when: auto): stays native")
+    assert both[0]["digests"] == both[1]["digests"]
+
+
+def test_encoded_by_its_trial_and_faster_natively(pool: RankPool) -> None:
+    """What error feedback holds is sent losslessly first; after that it is upstream's own."""
+    job = Job(1, steps=STOP + 3, block=BLOCK)
+    for found in pool.run(trained, job, CODED, {"dp": (0.1, 0.3), "zero": (0.1, 0.3)}):
+        assert found["modes"][STOP:] == [[False, False]] * 3
+        assert found["since"] == {"dp": (STOP, None), "zero": (STOP, None)}
+        assert all(held > 0 for held in found["held"][:STOP]), "kept in native steps between"
+        assert found["codecs"][STOP - 1] == ["blockint(bits=4)"]
+        assert found["codecs"][STOP] == ["expcode()"] and found["held"][STOP] == 0
+        assert found["codecs"][STOP + 1] == []
+
+
+def test_a_second_round_where_the_first_was_unclear(pool: RankPool) -> None:
+    """2 % of a step are too few to change and too many to be sure after four pairs."""
+    job = Job(1, steps=STOP + 8 + 1, block={**BLOCK, "zero": "none"})
+    for found in pool.run(trained, job, CODED, {"dp": (0.27, 0.30)}):
+        assert [dp for dp, _ in found["modes"][STOP:]] == [i & 1 == 1 for i in range(8)] + [True]
+        assert len(found["told"]) == 2 and found["told"][1].endswith("stays compressed")
+
+
+def test_deltas_go_on_between_native_steps(pool: RankPool) -> None:
+    """An encoded step after a native one sends differences, or it would be timed sending all."""
+    zero = {**EIGHT, "bits": 4, "delta": True}
+    job = Job(1, steps=STOP + 1, block={**BLOCK, "dp": "none", "zero": zero})
+    for found in pool.run(trained, job, NATIVE, {"zero": (0.1, 0.3)}):
+        assert [mode for _, mode in found["modes"][-9:]] == [i & 1 == 1 for i in range(8)] + [False]
+
+
+def resumed(folder: str, job: Job, stop: int, costs: Costs) -> tuple[Any, ...]:
+    """``stop`` steps, saved, the rest; the rest again after a restart."""
+
+    def steps(engine: Any, start: int) -> list[float]:
+        with timed(channels_of(engine), costs):  # type: ignore[arg-type]
+            return [train_step(engine, job, step) for step in range(start, job.steps)]
+
+    with clock(*CODED):
+        engine = make_engine(job)
+    with timed(channels_of(engine), costs):  # type: ignore[arg-type]
+        for step in range(stop):
+            train_step(engine, job, step)
+        engine.save_checkpoint(folder, tag="x")
+    whole = steps(engine, stop)
+    with clock(*CODED):
+        again = make_engine(job)
+    again.load_checkpoint(folder, tag="x")
+    losses = steps(again, stop)
+    channels = channels_of(again)
+    assert channels is not None
+    return whole, losses, channels.link.state(), channels.residuals.nbytes
+
+
+@pytest.mark.parametrize("stop", [STOP - 1, STOP, STOP + 1])
+def test_a_run_that_is_continued_after_it_stays_as_it_was(
+    pool: RankPool, tmp_path: Path, stop: int
+) -> None:
+    job = Job(1, steps=STOP + 4, block={**BLOCK, "ledger": {"sample_every": 0}})
+    costs = {"dp": (0.1, 0.3), "zero": (0.3, 0.1)}
+    for whole, losses, state, held in pool.run(resumed, str(tmp_path), job, stop, costs):
+        if stop < STOP:  # its own clock has seen too little
+            assert losses[0] == whole[0] and not state["dp"].get("checked")
+            continue
+        assert whole == losses
+        assert state["dp"]["pays"] is False and state["zero"]["pays"] is True
+        assert state["dp"]["since"] == STOP and held == 0
+
+
+def test_a_clear_trial_needs_no_steps(pool: RankPool) -> None:
+    job = Job(1, steps=STOP, block=BLOCK)
+    (found, _) = pool.run(trained, job, (0.01, 0.02), {"dp": (0.3, 0.1), "zero": (0.3, 0.1)})
+    assert found["told"] == [] and found["modes"] == [[False, False]] * STOP
+    plain = replace(job, block={"dp": "none", "zero": "none"})
+    (native, _) = pool.run(trained, plain, (0.01, 0.02), {})
+    assert native["losses"] == found["losses"] and native["digests"] == found["digests"]
