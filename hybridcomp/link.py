@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hybridcomp import recheck
 from hybridcomp.policy import Dimension
 from hybridcomp.recheck import Recheck
-from hybridcomp.trials import Run
+from hybridcomp.trials import Run, Sent, room_for
 
 #: values of a message of a trial, one after the other
 SIZES = (1 << 19, 1 << 21, 1 << 23)
@@ -54,6 +54,7 @@ class Verdict:
     native_s: float  # seconds of the slowest rank
     coded_s: float
     messages: int = 1
+    of: int = 0  # bytes that a step sends, where ``nbytes`` are only a part of them
     first: int = -1  # the first step of the comparison
     checked: bool = False  # whether that is over
     since: int = 0  # the first step of which ``pays`` says what it says
@@ -70,6 +71,7 @@ class Verdict:
         if not self.nbytes:
             return f"{dimension}: compressed, not timed: the ranks of a group send different sizes"
         count = f" in {self.messages} messages" if self.messages > 1 else ""
+        count += f" (of {self.of / 1e6:.3g} MB a step)" if self.of else ""
         figures = (
             f"{self.nbytes / 1e6:.3g} MB{count} take {self.native_s * 1e3:.1f} ms natively and "
             f"{self.coded_s * 1e3:.1f} ms encoded"
@@ -196,26 +198,54 @@ class Link:
 
 
 def judge(
-    trials: Callable[[int], tuple[Run, Run]], itemsize: int, device: torch.device, most: int
+    trials: Callable[[Sent], tuple[Run, Run]],
+    sent: Sent,
+    itemsize: int,
+    device: torch.device,
+    whole: bool,
 ) -> Verdict:
     """Time trials of growing size, while there is time; a collective over the whole job.
 
-    ``trials``: for a number of values, what runs the native and the encoded message. ``most``:
-    values that the group of this rank has; no trial is larger.
+    ``trials``: for messages, what runs them natively and encoded. ``sent``: those of a step, as far
+    as they are known (``whole``, the same on all ranks); without them one with all values there
+    are. First come single messages of ``SIZES``, no longer than its longest. They tell how long all
+    of them take, or what part of them there is time for.
     """
-    largest = torch.tensor(most, device=device)  # other stages have other numbers of them
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    longest = max(sent.numels)
+    largest = _largest(longest, device)
     spent = 0.0
     for size in SIZES:
-        runs = trials(max(1, min(size, most)))
-        once = float(_race(runs, 1, device).sum())
-        rows = _race(runs, _repeats(REPEATS, BUDGET_S / len(SIZES) / once), device)
-        native_s, coded_s = rows.amin(dim=0).tolist()
+        one = replace(sent, numels=(max(1, min(size, longest)),))
+        rows = _timed(trials(one), REPEATS, BUDGET_S / len(SIZES), device)
         spent += float(rows.sum())
-        if spent > BUDGET_S or size >= int(largest):
+        if spent > BUDGET_S or size >= largest:
             break
-    nbytes = min(size, int(largest)) * itemsize
-    return Verdict(coded_s * MARGIN <= native_s, nbytes, native_s, coded_s)
+    messages, values = 1, min(size, largest)
+    if whole and spent <= BUDGET_S:
+        in_time = int(BUDGET_S / (1 + REPEATS_SEEN[0]) / float(rows.amin(dim=0).sum()) * values)
+        part = sent.cut(min(room_for(device), max(values, in_time)))
+        rows = _timed(trials(part), REPEATS_SEEN, BUDGET_S, device)
+        messages = _largest(len(part.numels), device)
+        values = _largest(part.numel, device)
+    native_s, coded_s = rows.amin(dim=0).tolist()
+    pays = coded_s * MARGIN <= native_s
+    total = _largest(sent.numel, device) if whole else values
+    of = total * itemsize if total > values else 0
+    return Verdict(pays, values * itemsize, native_s, coded_s, messages=messages, of=of)
+
+
+def _largest(numel: int, device: torch.device) -> int:
+    """Of all ranks: other stages have other numbers."""
+    largest = torch.tensor(numel, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def _timed(
+    runs: tuple[Run, Run], limits: tuple[int, int], budget_s: float, device: torch.device
+) -> torch.Tensor:
+    once = float(_race(runs, 1, device).sum())
+    return _race(runs, _repeats(limits, budget_s / once), device)
 
 
 def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verdict:

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "ledger": {"errors", "policy", "collectives"},
     "channels": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "nodes",
-        "factors", "sums", "guard", "common", "link", "seen", "trials",
+        "factors", "sums", "guard", "common", "link", "seen", "trials", "recheck",
     },
     "delta": {"codecs", "collectives", "channels"},
     "figures": set(),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridcomp import recheck
 from hybridcomp.policy import Dimension
@@ -18,7 +19,7 @@ NAMES: tuple[Dimension, ...] = ("dp", "zero", "tp")
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This is the only rank."""
-    monkeypatch.setattr(recheck.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     yield
 
 

@@ -20,9 +20,9 @@ from hybridcomp.link import WARM, Link, judge, judge_seen
 from hybridcomp.nodes import Nodes, Ranks, discover
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 from hybridcomp.seen import Seen
-from hybridcomp.trials import Place, gathers, messages, reductions
+from hybridcomp.trials import Place, Sent, agree_on, gathers, messages, reductions
 
-__all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "channels_of"]
+__all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "Sent", "channels_of"]
 
 #: attribute that an attached engine, its optimizer and its parameters carry
 ATTRIBUTE = "_hybridcomp_channels"
@@ -92,11 +92,13 @@ class Channels:
         dtype: torch.dtype,
         device: torch.device,
         numel: int = UNKNOWN,
+        sent: Mapping[Dimension, Sent] | None = None,
     ) -> list[str]:
         """Measure those of dp and zero that may turn themselves off; a collective.
 
         After ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
-        ``dtype``. Returns what to tell the user, the same on all ranks.
+        ``dtype``. ``sent``: messages of a step, where that is known. Returns what to tell the user,
+        the same on all ranks.
         """
         self.is_weighed = True
         names = [name for name in self.config.measured() if name in ONE_WAY]
@@ -107,12 +109,16 @@ class Channels:
         common = torch.tensor(numel, device=device)
         dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
         for name in names:
+            known = (sent or {}).get(name)
+            whole = agree_on(known, group, device)
+            if known is None or not whole:
+                known = Sent((int(common),), "sum" if name == "dp" else "gather")
             codec = self.policy.codecs[name, "forward"]
             assert codec is not None, "the block was checked"
             trials = gathers(codec, place)
             if name == "dp":
                 trials = reductions(codec, self[name].error_feedback, place)
-            self.link.verdicts[name] = judge(trials, dtype.itemsize, device, int(common))
+            self.link.verdicts[name] = judge(trials, known, dtype.itemsize, device, whole)
         self._note_link()
         return [self.link.verdicts[name].told(name) for name in names]
 
