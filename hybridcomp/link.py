@@ -100,6 +100,14 @@ class Link:
         """Whether ``step`` is one of those that are compared."""
         return self.recheck is not None and self.recheck.covers(step)
 
+    @property
+    def may_compare(self) -> bool:
+        """Whether steps are still to be compared."""
+        undone = self.recheck is not None and not all(
+            self.verdicts[name].checked for name in self.recheck.names
+        )
+        return undone or not self._is_planned
+
     def flushes(self, dimension: Dimension, step: int) -> bool:
         """Whether messages of ``step`` take along, losslessly, what error feedback still holds."""
         verdict = self.verdicts.get(dimension)
@@ -125,7 +133,7 @@ class Link:
             if close:
                 told.append(self._begin(close[: recheck.MOST], step))
         if self.recheck is not None and step <= self.recheck.stop:
-            self.recheck.mark(step, device)
+            self.recheck.close(step, device)
             if step == self.recheck.stop:
                 told += self._end(self.recheck, without, device)
         return told

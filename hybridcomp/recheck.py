@@ -53,7 +53,8 @@ class Recheck:
         self.names = tuple(names)
         self.first = first
         self.rounds = 1
-        self._marks: dict[int, Any] = {}
+        self._starts: dict[int, Any] = {}
+        self._stops: dict[int, Any] = {}
 
     @property
     def stop(self) -> int:
@@ -73,13 +74,17 @@ class Recheck:
             return turn == 1
         return bool((turn - REHEARSED) >> self.names.index(name) & 1)
 
-    def mark(self, step: int, device: torch.device) -> None:
-        """``step`` is about to begin, and the one before is over, on a GPU behind its work."""
-        self._marks[step] = _mark(device)
+    def open(self, step: int, device: torch.device) -> None:
+        """``step`` begins, if it has not begun already: its first forward pass.
 
-    def forget(self) -> None:
-        """The steps begin anew: a checkpoint was loaded."""
-        self._marks.clear()
+        What lies between two steps (an evaluation, a checkpoint, waiting for data) tells nothing.
+        """
+        if self.covers(step) and step not in self._starts:
+            self._starts[step] = _mark(device)
+
+    def close(self, step: int, device: torch.device) -> None:
+        """The step before ``step`` is over, on a GPU behind its work."""
+        self._stops[step - 1] = _mark(device)
 
     def judge(
         self, pays: Mapping[Dimension, bool], device: torch.device
@@ -104,8 +109,11 @@ class Recheck:
         }
 
     def _seconds(self, step: int) -> float:
-        """Of one step; 0: it was not seen, as a run was continued in the middle."""
-        start, stop = self._marks.get(step), self._marks.get(step + 1)
+        """Of one step; 0: it was not seen, as a run was continued in the middle.
+
+        Where nobody says when a step begins, it does when the one before is over.
+        """
+        start, stop = self._starts.get(step, self._stops.get(step - 1)), self._stops.get(step)
         return 0.0 if start is None or stop is None else _between(start, stop)
 
     def _judged(self, name: Dimension, pays: bool, seconds: Sequence[float]) -> Finding | None:

@@ -155,6 +155,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     group, sent = engine.seq_data_parallel_group, ds_sent.sent(engine)
     notes += channels.weigh(group, dtype, engine.device, numel, sent)
+    ds_sent.watch(engine, channels)
     process.lend(engine, channels)
     describe_run(block)
     jsonl = block.ledger.jsonl

@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine sends in a step, for trials that look like it. No seam is here.
+"""What a DeepSpeed engine sends in a step, and when one begins, for ``auto``. No seam is here.
 
 Buckets fill as upstream fills them: a parameter that does not fit any more begins the next one.
 They hold what is trained in the order of the module, which that of the passes is nearly.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hybridcomp.channels import Sent
+from hybridcomp.channels import Channels, Sent
 from hybridcomp.patches.ds_exact import flat_groups
 from hybridcomp.policy import Dimension
 
@@ -41,6 +41,22 @@ def sent(engine: Any) -> dict[Dimension, Sent]:
         reduced = buckets(reversed(numels), int(engine.zero_reduce_bucket_size()))
         return {**gathers, "dp": Sent(reduced, "own")}
     return {**gathers, "dp": Sent(groups or buckets(numels, STAGE0_BUCKET), "sum")}
+
+
+def watch(engine: Any, channels: Channels) -> None:
+    """Tell ``channels`` when a step begins, as long as it may compare steps.
+
+    By a hook, which upstream's ``forward`` calls for pipelines too: nothing else of an engine is
+    told of a step before it communicates.
+    """
+    if not channels.config.measured():
+        return
+
+    def begins(module: Any, *_: Any) -> None:
+        if module.training and not channels.open_step(engine.device):
+            hook.remove()
+
+    hook = engine.module.register_forward_pre_hook(begins)
 
 
 def buckets(numels: Iterable[int], most: int) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def judged(
     one = Recheck(names, 10)
     for step in range(10, 10 + REHEARSED + 2 * CELLS + 1):
         if step >= start:
-            one.mark(step, CPU)
+            one.close(step, CPU)
         if step == one.stop:
             found = one.judge(dict.fromkeys(names, False), CPU)
             if found is not None:

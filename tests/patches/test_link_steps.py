@@ -41,20 +41,27 @@ def pool() -> Iterator[RankPool]:
 
 
 @contextmanager
-def timed(channels: Channels, costs: Costs) -> Iterator[None]:
-    """Steps take a second, and of what each dimension costs natively or encoded."""
-    seconds = 0.0
+def timed(channels: Channels, costs: Costs) -> Iterator[list[str]]:
+    """Steps take a second, and of what each dimension costs natively or encoded; yields what is
+    told. Between steps there is a minute, for something else."""
+    seconds, told = 0.0, []
+    close: Callable[..., list[str]] = channels.close_step
 
-    def now() -> float:
+    def closed(*args: Any) -> list[str]:
         nonlocal seconds
         step = channels.step - 1
         seconds += 1.0 + dist.get_rank() * 0.01
         for name, (native_s, coded_s) in costs.items():
             seconds += native_s if channels.link.native(name, step) else coded_s  # type: ignore[arg-type]
-        return seconds
+        told.extend(found := close(*args))
+        seconds += 60.0 + channels.step
+        return found
 
-    with patch.object(recheck, "now", now):
-        yield
+    with (
+        patch.object(recheck, "now", lambda: seconds),
+        patch.object(channels, "close_step", closed),
+    ):
+        yield told
 
 
 def trained(job: Job, trial: tuple[float, float], costs: Costs) -> dict[str, Any]:
@@ -62,14 +69,8 @@ def trained(job: Job, trial: tuple[float, float], costs: Costs) -> dict[str, Any
         engine = make_engine(job)
     channels = channels_of(engine)
     assert channels is not None
-    found: dict[str, Any] = {"losses": [], "modes": [], "held": [], "told": [], "codecs": []}
-    close: Callable[..., list[str]] = channels.close_step
-
-    def kept(*args: Any) -> list[str]:
-        found["told"] += (told := close(*args))
-        return told
-
-    with timed(channels, costs), patch.object(channels, "close_step", kept):
+    found: dict[str, Any] = {"losses": [], "modes": [], "held": [], "codecs": []}
+    with timed(channels, costs) as found["told"]:
         for step in range(job.steps):
             channels.ledger.restart()
             found["modes"].append([not channels.link.native(n, step) for n in ("dp", "zero")])
