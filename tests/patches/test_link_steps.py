@@ -21,6 +21,7 @@ from tests.ranks import RankPool
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
+from tests.training import pipe_trainer
 from tests.training.trainer import Job, digests, make_engine, train_step
 
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}
@@ -179,3 +180,33 @@ def test_a_clear_trial_needs_no_steps(pool: RankPool) -> None:
     plain = replace(job, block={"dp": "none", "zero": "none"})
     (native, _) = pool.run(trained, plain, (0.01, 0.02), {})
     assert native["losses"] == found["losses"] and native["digests"] == found["digests"]
+
+
+def piped(block: dict[str, Any], change: bool) -> Any:
+    """Two stages; ``change``: whatever the clock says, the outcome is the other mode."""
+    job = pipe_trainer.Job(steps=16, tied=True, zero=1, bf16=True, block=block)
+    found = recheck.Finding(1.0, 1.0, change)
+    with clock(*CODED), patch.object(recheck.Recheck, "_judged", lambda *_: found):
+        (outcome,) = pipe_trainer.run([job])
+    return outcome
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_stages_of_a_pipeline_change_together(pool: RankPool, change: bool) -> None:
+    """Step by step both ends of a message take the same mode; or this hangs."""
+    eight = {"codec": "blockint", "bits": 8}
+    always = {"pp": eight, "dp": eight, "min_bytes": 0}
+    auto = {**always, "pp": EIGHT, "dp": EIGHT}
+    compared, compressed = pool.run(piped, auto, change), pool.run(piped, always, change)
+    for one, other in zip(compared, compressed, strict=True):
+        for way in ("forward", "backward"):
+            (mine,) = [row for row in one.messages if row[:2] == ("pp", way)] or [None]
+            (theirs,) = [row for row in other.messages if row[:2] == ("pp", way)] or [None]
+            if mine is None or theirs is None:
+                continue
+            assert mine[2:4] == theirs[2:4], "as many messages, of as many bytes"
+            assert theirs[4] < mine[4] < mine[3], "some of them native, some not"
+            native = (mine[4] - theirs[4]) / (theirs[3] - theirs[4])
+            steps = 1 + 1 + 4 + (3 if change else 0)  # the first, rehearsed, compared, after that
+            assert native == pytest.approx(steps / 16, abs=0.01)
+        assert one.losses[-1] == pytest.approx(other.losses[-1], rel=0.05)
