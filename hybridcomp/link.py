@@ -108,6 +108,11 @@ class Link:
         )
         return undone or not self._is_planned
 
+    def begins(self, dimension: Dimension) -> bool:
+        """Whether a comparison would begin now, with ``dimension`` in it."""
+        verdict = self.verdicts.get(dimension)
+        return not self._is_planned and verdict is not None and verdict.is_close
+
     def flushes(self, dimension: Dimension, step: int) -> bool:
         """Whether messages of ``step`` take along, losslessly, what error feedback still holds."""
         verdict = self.verdicts.get(dimension)

@@ -264,6 +264,20 @@ def room_for(device: torch.device) -> int:
     return int(values)
 
 
+def has_room(nbytes: int, device: torch.device) -> bool:
+    """Whether every rank's GPU has so many bytes to spare; a collective over the job.
+
+    Hosts take memory from others when they have none, and are not asked.
+    """
+    fits = True
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        fits = nbytes < torch.cuda.mem_get_info(device)[0] + kept
+    found = torch.tensor(int(fits), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return bool(found)
+
+
 def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randn(numel, generator=generator).to(device, dtype)

@@ -20,7 +20,7 @@ from hybridcomp.link import WARM, Link, judge, judge_seen
 from hybridcomp.nodes import Nodes, Ranks, discover
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 from hybridcomp.seen import Seen
-from hybridcomp.trials import Place, Sent, agree_on, gathers, messages, reductions
+from hybridcomp.trials import Place, Sent, agree_on, gathers, has_room, messages, reductions
 
 __all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "Sent", "channels_of"]
 
@@ -52,6 +52,7 @@ class Channels:
         self.factors = Factors()
         self.link = Link()  # with ``when: auto``
         self.is_weighed = False  # whether what is known before the first step was measured
+        self._feedback_nbytes = 0  # that error feedback would take at most; 0: not known
         self.seen = Seen(name for name in config.measured() if name not in ONE_WAY)
         self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
         #: names of small parameters that tensor-parallel ranks have in common; see ``common``
@@ -108,6 +109,7 @@ class Channels:
         place = Place(group, levels, dtype, device)
         common = torch.tensor(numel, device=device)
         dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
+        self._feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32
         for name in names:
             known = (sent or {}).get(name)
             whole = agree_on(known, group, device)
@@ -154,7 +156,14 @@ class Channels:
         """
         if not self.link.verdicts or self.step < self.config.start_step + WARM:
             return []
-        told = self.link.compare(self.step, self.guard.trips, device)
+        without, told = set(self.guard.trips), []
+        allocates = self.link.begins("dp") and self.link.native("dp", self.step)
+        allocates = allocates and self.config.error_feedback("dp")
+        if allocates and not has_room(self._feedback_nbytes, device):
+            without.add("dp")
+            needed = f"{self._feedback_nbytes / 1e9:.3g} GB for error feedback"
+            told.append(f"dp: stays native: to compare steps, {needed} would be needed")
+        told += self.link.compare(self.step, without, device)
         self._note_link()
         return told
 

@@ -23,7 +23,8 @@ BLOCK = {"dp": EIGHT, "zero": EIGHT, "min_bytes": 0, "hierarchy": "none",
 
 def give_it_time() -> None:
     """Keep the device busy for some milliseconds, so that it has its work before it gets there."""
-    torch.cuda._sleep(20_000_000)
+    cuda: Any = torch.cuda
+    cuda._sleep(20_000_000)
 
 
 def messages(channels: Channels, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -34,7 +35,8 @@ def messages(channels: Channels, values: torch.Tensor, out: torch.Tensor) -> Non
     assert codec is not None
     dp.all_reduce(values, codec, None, raw_nbytes=values.nbytes).wait()
     values.mul_(0.5)
-    side = torch.cuda.Stream()
+    cuda: Any = torch.cuda
+    side = cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         gathered = zero.all_gather(
@@ -51,7 +53,7 @@ def coding_ms(channels: Channels, values: torch.Tensor) -> float:
     payload = torch.empty(
         codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device
     )
-    found = []
+    found: list[float] = []
     for _ in range(5):
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         give_it_time()

@@ -210,3 +210,21 @@ def test_stages_of_a_pipeline_change_together(pool: RankPool, change: bool) -> N
             steps = 1 + 1 + 4 + (3 if change else 0)  # the first, rehearsed, compared, after that
             assert native == pytest.approx(steps / 16, abs=0.01)
         assert one.losses[-1] == pytest.approx(other.losses[-1], rel=0.05)
+
+
+def test_no_steps_are_compared_where_memory_is_short(pool: RankPool) -> None:
+    """What a native run has no room for would end it; the other dimension is compared."""
+    job = Job(1, steps=FIRST + 2, block=BLOCK)
+    for found in pool.run(cramped, job):
+        short, begun = found["told"]
+        assert short.startswith(
+            "dp: stays native: to compare steps, 4.43e-05 GB for error feedback"
+        )
+        assert begun.startswith("zero: as encoded messages took")
+        assert found["modes"][-1] == [False, True]
+
+
+def cramped(job: Job) -> dict[str, Any]:
+    """One rank alone is out of memory."""
+    with patch("hybridcomp.channels.has_room", lambda nbytes, device: False):
+        return trained(job, NATIVE, {})
