@@ -54,6 +54,17 @@ def test_events_are_read_when_the_device_has_passed_them() -> None:
     assert ledger.interval[DP].device_wait_s == pytest.approx(1.0)
 
 
+def test_events_do_not_pile_up_where_no_step_ends() -> None:
+    device, ledger = Device(), Ledger()
+    ledger.clocks[GPU] = clock = DeviceClock(device.event)
+    for _ in range(2000):
+        ledger.record(DP, 400, message(clock, device, 0.25, 0.5))
+        device.catch_up()
+    assert len(device.events) < 3000 and device.synchronized == 0
+    ledger.drain(wait=True)
+    assert ledger.interval[DP].device_codec_s == pytest.approx(500)
+
+
 def test_spans_of_an_interval_stay_its_own() -> None:
     """A report drains before it begins the next interval."""
     device, ledger = Device(), Ledger()
@@ -68,7 +79,7 @@ def test_spans_of_an_interval_stay_its_own() -> None:
 
 def test_time_is_scaled_by_bytes_and_said_to_be_the_device_s() -> None:
     """Two ranks; one of four steps is timed, and a receiver counts no bytes."""
-    vectors = []
+    vectors: list[torch.Tensor] = []
     for rank in range(2):
         device, ledger = Device(), Ledger(codecs={DP: "blockint(bits=4)"})
         ledger.clocks[GPU] = clock = DeviceClock(device.event)

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+#: spans that may wait for the end of a step; an evaluation sends messages without end in one
+WAITING = 1024
 #: what is timed: encoding and decoding, or waiting for the wire
 Kind = Literal["codec", "wait"]
 
@@ -148,6 +150,8 @@ class DeviceClock:
         """Add ``spans`` to ``totals`` once the device has passed them; empties ``spans``."""
         self._landed.extend((totals, span) for span in spans)
         spans.clear()
+        if len(self._landed) > WAITING:
+            self.drain()
 
     def drain(self, wait: bool = False) -> None:
         """Read the spans that the device has passed, in order; with ``wait`` all of them."""
