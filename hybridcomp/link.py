@@ -148,7 +148,7 @@ class Link:
         for name in names:
             self.verdicts[name] = replace(self.verdicts[name], first=step)
         return (
-            f"{', '.join(names)}: as encoded messages took about as long as native ones, steps "
+            f"{', '.join(names)}: as neither way was clearly faster in its trial, steps "
             f"{step} to {self.recheck.stop - 1} run in both ways, in turns, and are compared"
         )
 
