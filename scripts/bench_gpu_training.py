@@ -71,9 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
     deadline = time.monotonic() + asked.budget
     os.environ.update(forked.environment(not asked.cpu))
-    context, began = forked.server(), time.monotonic()
-    forked.probe(context, asked.timeout)
-    _say(f"imported in {time.monotonic() - began:.1f} s")
+    context = forked.server(asked.timeout, _say)
     book = Book(asked.out.resolve())
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.logs.resolve() if asked.logs else Path(temporary)

@@ -92,7 +92,9 @@ def turn(values: Tensor) -> Tensor:
 def pack_signs(values: Tensor) -> Tensor:
     """(rows, count), count a multiple of 8, to (rows, count / 8) uint8: bit 1 for ``>= 0``."""
     bits = (values >= 0).view(len(values), -1, 8).to(torch.uint8)
-    return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(dim=2, dtype=torch.uint8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
+        dim=2, dtype=torch.uint8
+    )
 
 
 def unpack_signs(message: Tensor) -> Tensor:

@@ -10,14 +10,17 @@ import contextlib
 import multiprocessing as mp
 import os
 import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 #: what the server imports; the second is ours and imports what is there of the rest
 PRELOAD = ["torch", "training_bench.preloaded"]
 #: a rank's last words in its log, of which the error is told
@@ -42,15 +45,26 @@ class Spec:
     transport: str = ""  # the backend of its process group, "" for what the program takes
 
 
-def server() -> ForkServerContext:
-    """The fork server; what it preloads must be importable with the caller's sys.path."""
-    context = mp.get_context("forkserver")
+def server(timeout: float, say: Callable[[str], None]) -> ForkServerContext:
+    """The fork server, when it has loaded everything; with torch alone where a package of the rest
+    has touched the GPU at its import. Raises JobError where its ranks cannot work at all.
+    """
+    context, began = mp.get_context("forkserver"), time.monotonic()
+    sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "scripts")) if path not in sys.path]
     context.set_forkserver_preload(PRELOAD)
+    try:
+        _probe(context, timeout)
+    except JobError as error:
+        say(f"{error}; each rank imports DeepSpeed by itself")
+        forkserver._forkserver._stop()
+        context.set_forkserver_preload(PRELOAD[:1])
+        _probe(context, timeout)
+    say(f"imported in {time.monotonic() - began:.1f} s")
     return context
 
 
-def probe(context: ForkServerContext, timeout: float) -> None:
-    """Wait until the server has loaded everything. Raises JobError where its ranks cannot work."""
+def _probe(context: ForkServerContext, timeout: float) -> None:
+    """Raises JobError where a rank cannot use the GPU."""
     ours, theirs = context.Pipe()
     process = context.Process(target=_try, args=(theirs,), daemon=True)
     process.start()
@@ -181,14 +195,14 @@ class Job:
             process.join(10)
 
 
-def environment(gpu: bool, threads: int = 1) -> dict[str, str]:
-    """Of the server, so of all ranks."""
+def environment(gpu: bool, threads: int = 1, expandable: bool = True) -> dict[str, str]:
+    """Of the server, so of all ranks. ``expandable``: segments, which no other process can map."""
     found = {
         "DS_ACCELERATOR": "cuda" if gpu else "cpu", "OMP_NUM_THREADS": str(threads),
         "PYTHONWARNINGS": "ignore", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0"),
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_ENABLE_MONITORING": "0",
     }  # fmt: skip
-    if not gpu:
+    if not gpu or not expandable:
         found.pop("PYTORCH_CUDA_ALLOC_CONF")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import sys
@@ -10,6 +11,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from lab.namespaces import end_with_parent
 
 from training_bench import empty
 from training_bench.forked import Spec
@@ -124,13 +127,18 @@ def run(pipe: Connection, spec: Spec) -> None:
 
 def main(pipe: Connection, spec: Spec) -> None:
     """The forked process; its output goes to ``spec.log``."""
+    end_with_parent()
     log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    status = 1
     try:
         run(pipe, spec)
+        atexit._run_exitfuncs()  # the ledger's totals, which a forked process would not write
+        pipe.send(("over", {"memory": peak_memory()}))
+        status = 0
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)
