@@ -23,7 +23,6 @@ class Plan:
     warm: int  # steps of an arm's first turn, which are not counted
     timed: int  # steps of a turn that are, after one that is not
     rounds: int
-    beside: int  # arms at once, the reference and the one without a wire among them
     timeout: float  # seconds of a start or a turn
 
 
