@@ -41,7 +41,10 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
     Raises ValueError for a name that the layout does not have.
     """
     dimensions = LAYOUTS[layout].dimensions
-    found = [arm for arm in cells.arms_of(layout) if arm.name not in LEFT_OUT and arm.bf16]
+    left_out = [*LEFT_OUT, *_the_same(dimensions)]
+    found = [arm for arm in cells.arms_of(layout) if arm.name not in left_out and arm.bf16]
+    if layout != "dp2":
+        found = [arm for arm in found if arm.peer is None]
     block = {name: value for name, value in LOSSLESS.items() if name in dimensions}
     found[1:1] = [Arm(COMPUTE), Arm("lossless", block=tuple(block.items()))]
     if chosen is None:
@@ -51,6 +54,13 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
         if name not in known:
             raise ValueError(f"{layout}: no arm {name!r}; expected some of {', '.join(known)}")
     return [arm for arm in found if arm.name in (REFERENCE, COMPUTE, *chosen)]
+
+
+def _the_same(dimensions: tuple[str, ...]) -> list[str]:
+    """Presets that mean what another one means where there are no other dimensions."""
+    if dimensions == ("dp",):
+        return ["mzhybrid", "zhybrid"]  # naive-zfp
+    return [] if "dp" in dimensions else ["mzhybrid"]  # naive-mpc
 
 
 def settings_of(layout: str, arm: Arm, size: str) -> dict[str, Any]:
