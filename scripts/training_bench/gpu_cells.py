@@ -16,6 +16,8 @@ COMPUTE = "compute"
 LOSSLESS = {name: {"codec": "expcode"} for name in ("dp", "zero", "tp", "pp")}
 #: ways to train that need fp32, or kernels of a node of several GPUs
 LEFT_OUT = ("native fp32", "ZeRO++ hpZ")
+#: in every layout, before the others
+FIRST = (REFERENCE, COMPUTE, "recommended", "recommended when auto", "bound", "lossless", "delta")
 #: what a step of a size of the model is made of; heads are 64 wide
 SIZES = {
     "tiny": (2, 128, 64, 1),
@@ -47,6 +49,8 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
         found = [arm for arm in found if arm.peer is None]
     block = {name: value for name, value in LOSSLESS.items() if name in dimensions}
     found[1:1] = [Arm(COMPUTE), Arm("lossless", block=tuple(block.items()))]
+    # those that are held against each other run side by side
+    found.sort(key=lambda arm: FIRST.index(arm.name) if arm.name in FIRST else len(FIRST))
     if chosen is None:
         return found
     known = {arm.name: arm for arm in found}

@@ -216,7 +216,8 @@ class GpuMemory(dist.ProcessGroup):
         """Of hosts and device."""
         if self._ranks > 1:
             self._swap(None, None)
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return done([])
 
     #: as torch below 2.12 calls them
