@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing as mp
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +49,9 @@ def server(timeout: float, say: Callable[[str], None]) -> ForkServerContext:
     has touched the GPU at its import. Raises JobError where its ranks cannot work at all.
     """
     context, began = mp.get_context("forkserver"), time.monotonic()
-    sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "scripts")) if path not in sys.path]
+    # of the server's own imports; it does not look at this process's sys.path
+    paths = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     context.set_forkserver_preload(PRELOAD)
     try:
         _probe(context, timeout)
@@ -64,7 +65,7 @@ def server(timeout: float, say: Callable[[str], None]) -> ForkServerContext:
 
 
 def _probe(context: ForkServerContext, timeout: float) -> None:
-    """Raises JobError where a rank cannot use the GPU."""
+    """Raises JobError where a rank has not what it needs, or cannot use the GPU."""
     ours, theirs = context.Pipe()
     process = context.Process(target=_try, args=(theirs,), daemon=True)
     process.start()
@@ -80,6 +81,8 @@ def _probe(context: ForkServerContext, timeout: float) -> None:
 
 def _try(pipe: Connection) -> None:
     import torch
+
+    from training_bench import gpu_rank  # noqa: F401
 
     try:
         if os.environ["DS_ACCELERATOR"] == "cuda":

@@ -13,6 +13,8 @@ for name in (
     "numpy", "torch.distributed", "deepspeed", "deepspeed.runtime.pipe.engine",
     "megatron.core.tensor_parallel", "gpt.model", "gpt.loop", "gpt.tensor_parallel", "train_gpt",
     "train_peer", "peers.trainer", "hybridcomp", "training_bench.gpu_rank",
+    # what an engine and the first step import, 4 s a rank
+    "torch._dynamo", "torch._inductor.codegen.triton",
 ):  # fmt: skip
     # a package that is not installed is missed by the arm that needs it, with its own message
     with contextlib.suppress(ImportError):
