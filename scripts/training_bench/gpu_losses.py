@@ -92,9 +92,8 @@ def specs_of(case: Case, asked: argparse.Namespace, port: int) -> list[Spec]:
     )  # fmt: skip
     logs = case.folder(asked.logs)
     logs.mkdir(parents=True, exist_ok=True)
-    transport = "" if asked.cpu else asked.transport
     first = Spec(
-        0, "train_gpt", arguments, BLOCKS[case.name] is not None, {}, "", transport=transport
+        0, "train_gpt", arguments, BLOCKS[case.name] is not None, {}, "", transport=asked.transport
     )
     return [
         replace(

@@ -97,6 +97,24 @@ class Pair:
         take.copy_(self._theirs[slot, : len(take)], non_blocking=True)
 
 
+class StorePair:
+    """The same without a GPU, slowly, through the group's store: to try the group itself."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank, self._turn = store, rank, 0
+
+    def swap(self, give: Tensor | None, take: Tensor | None) -> None:
+        """As ``Pair`` does."""
+        self._turn += 1
+        data = b"" if give is None else octets(give).numpy().tobytes()
+        self._store.set(f"{self._rank}.{self._turn}", b"." + data)
+        other = f"{1 - self._rank}.{self._turn}"
+        found = self._store.get(other)[1:]
+        self._store.delete_key(other)
+        if take is not None:
+            octets(take).copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
+
+
 def octets(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor as a vector."""
     return tensor.view(-1).view(torch.uint8)
@@ -131,11 +149,12 @@ class GpuMemory(dist.ProcessGroup):
         if ranks > 2:
             raise ValueError(f"{NAME}: expected at most 2 ranks, found {ranks}")
         self._store, self._own, self._ranks = store, rank, ranks
-        self._pair: Pair | None = None
+        self._pair: Pair | StorePair | None = None
 
     def _swap(self, give: Tensor | None, take: Tensor | None) -> None:
         if self._pair is None:
-            self._pair = Pair(self._store, self._own)
+            kind = Pair if torch.cuda.is_available() else StorePair
+            self._pair = kind(self._store, self._own)
         self._pair.swap(give, take)
 
     def _reduced(self, tensor: Tensor, op: Any) -> None:

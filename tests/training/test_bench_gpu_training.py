@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import sys
 import threading
 from collections.abc import Callable
@@ -187,27 +186,14 @@ def cut_here() -> list[Any]:
 # ---- the group through the GPU's memory
 
 
-class Queues:
-    """What ``gpu_memory.Pair`` does, between two threads."""
-
-    def __init__(self, out: queue.Queue[Any], into: queue.Queue[Any]) -> None:
-        self._out, self._into = out, into
-
-    def swap(self, give: Tensor | None, take: Tensor | None) -> None:
-        self._out.put(None if give is None else gpu_memory.octets(give).clone())
-        found = self._into.get(timeout=20)
-        if take is not None:
-            gpu_memory.octets(take).copy_(found)
-
-
 def both(call: Callable[[Any, int], Any]) -> list[Any]:
     """``call`` with both groups at once; what it returns."""
-    lines: tuple[queue.Queue[Any], queue.Queue[Any]] = (queue.Queue(), queue.Queue())
-    groups = [gpu_memory.GpuMemory(None, rank, 2) for rank in range(2)]
+    store = dist.HashStore()
+    groups = [gpu_memory.GpuMemory(store, rank, 2) for rank in range(2)]
     found: list[Any] = [None, None]
 
     def run(rank: int) -> None:
-        groups[rank]._pair = Queues(lines[rank], lines[1 - rank])  # type: ignore[assignment]
+        groups[rank]._pair = gpu_memory.StorePair(store, rank)
         found[rank] = call(groups[rank], rank)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
@@ -311,7 +297,7 @@ def test_a_bench_on_cpus(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_losses_on_cpus(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "losses"
     words = ["--cpu", "--tiny", "--steps", "4", "--seeds", "0", "--data", str(data), "--out"]
-    arms = ["--arms", "baseline", "lossless"]
+    arms = ["--transport", "", "--arms", "baseline", "lossless"]
     assert gpu_losses.main([*words, str(out), *arms]) == 0, capsys.readouterr().out
     folder = out / losses.LAYOUT
     curves = [
@@ -321,6 +307,9 @@ def test_losses_on_cpus(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert curves[0] == curves[1] and len(curves[0]) == 1 + 4 + 1
     summary = json.loads((folder / "lossless/seed0/ledger.jsonl").read_text().splitlines()[-1])
     assert summary["summary"] and summary["dimensions"]["zero"]["forward"]["ratio"] > 1.2
+    through = tmp_path / "through_a_group_of_ours"
+    assert gpu_losses.main([*words, str(through), "--arms", "lossless"]) == 0
+    gpu_chapter.compare_transports(out, through, tmp_path / "identity.json")
     (folder / "baseline/seed0/loss.jsonl").unlink()
     gpu_chapter.unpack(folder)
     assert (folder / "baseline/seed0/loss.jsonl").is_file()
