@@ -13,6 +13,7 @@ step takes without a wire. Records are appended to --out as they come; several c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -69,28 +70,41 @@ def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[
     return [[*always, *others[i : i + room]] for i in range(0, max(1, len(others)), room)]
 
 
+def ordered(
+    layouts: Sequence[str], chosen: list[str] | None, beside: int | None
+) -> list[tuple[str, int, list[Arm]]]:
+    """What is measured one after the other: the first parts of all layouts come first."""
+    found = [
+        (layout, number, arms)
+        for layout in layouts
+        for number, arms in enumerate(parts_of(layout, chosen, beside))
+    ]
+    return sorted(found, key=lambda part: part[1])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     asked = parse(arguments)
     deadline = time.monotonic() + asked.budget
-    os.environ.update(forked.environment(not asked.cpu))
-    context = forked.server(asked.timeout, _say)
     book = Book(asked.out.resolve())
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.logs.resolve() if asked.logs else Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        os.environ.update(forked.environment(not asked.cpu))
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
+        context = forked.server(asked.timeout, _say)
         options = gpu_cells.Options(asked.size, asked.data.resolve(), folder, not asked.cpu)
         plan = Plan(asked.warm, asked.timed, asked.rounds, asked.timeout)
         session = Session(context, options, plan, book, _say, deadline)
         built = _build(asked.layouts, asked.cpu, folder)
-        for layout in asked.layouts:
-            for number, arms in enumerate(parts_of(layout, asked.arms, asked.beside)):
-                if time.monotonic() > deadline:
-                    _say(f"{layout}: no time left")
-                    continue
-                if built is not None and any(arm.zero for arm in arms):
+        for layout, number, arms in ordered(asked.layouts, asked.arms, asked.beside):
+            if time.monotonic() > deadline:
+                _say(f"{layout}, part {number}: no time left")
+                continue
+            if built is not None and any(arm.zero for arm in arms):
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the arm will say it
                     built.wait(asked.timeout)
-                session.run(layout, arms, number)
+            session.run(layout, arms, number)
         if built is not None:
             built.kill()
     return 0
@@ -98,7 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _build(layouts: list[str], cpu: bool, folder: Path) -> subprocess.Popen[bytes] | None:
     """Compile DeepSpeed's quantizer, which ZeRO++ needs, beside the layouts before it."""
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
     if cpu or "zero3" not in layouts:
         return None
     code = "from deepspeed.ops.op_builder import QuantizerBuilder as B; B().load()"

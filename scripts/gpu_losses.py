@@ -34,7 +34,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=1000)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--arms", nargs="+", choices=list(gpu_losses.BLOCKS), default=list(gpu_losses.BLOCKS))
-    add("--lr", type=float, default=6e-4)
+    add("--lr", type=float, default=3e-4)
     add("--tiny", action="store_true", help="a model that a CPU trains, to try the script itself")
     add("--samples", type=int, default=1, help="of 1024 tokens, of a rank in a step")
     add("--beside", type=int, default=8, metavar="N", help="trainings at once")

@@ -203,7 +203,8 @@ def environment(gpu: bool, threads: int = 1, expandable: bool = True) -> dict[st
     found = {
         "DS_ACCELERATOR": "cuda" if gpu else "cpu", "OMP_NUM_THREADS": str(threads),
         "PYTHONWARNINGS": "ignore", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0"),
+        # DeepSpeed's builder does not read "9.0a"
+        "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0").replace("a", ""),
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_ENABLE_MONITORING": "0",
     }  # fmt: skip
     if not gpu or not expandable:
