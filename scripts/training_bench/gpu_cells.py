@@ -16,11 +16,14 @@ COMPUTE = "compute"
 LOSSLESS = {name: {"codec": "expcode"} for name in ("dp", "zero", "tp", "pp")}
 #: ways to train that need fp32, or kernels of a node of several GPUs
 LEFT_OUT = ("native fp32", "ZeRO++ hpZ")
+#: elements; the default of 500 million would be a buffer of a gigabyte on every rank
+BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
 #: in every layout, before the others
 FIRST = (REFERENCE, COMPUTE, "recommended", "recommended when auto", "bound", "lossless", "delta")
 #: what a step of a size of the model is made of; heads are 64 wide
 SIZES = {
     "tiny": (2, 128, 64, 1),
+    "4M": (4, 256, 512, 4),
     "85M": (12, 768, 1024, 4),
     "350M": (28, 1024, 1024, 2),
 }  # layers, width, length, samples of a micro-batch
@@ -68,7 +71,7 @@ def _the_same(dimensions: tuple[str, ...]) -> list[str]:
 
 
 def settings_of(layout: str, arm: Arm, size: str) -> dict[str, Any]:
-    """The DeepSpeed file of an arm: bf16, buckets as DeepSpeed has them by default, fused AdamW."""
+    """The DeepSpeed file of an arm: bf16, buckets of 100 MB, fused AdamW."""
     settings: dict[str, Any] = json.loads((cells.CONFIGS / LAYOUTS[layout].config).read_text())
     batch = SIZES[size][3]
     accumulated = settings.get("gradient_accumulation_steps", 1)
@@ -76,7 +79,7 @@ def settings_of(layout: str, arm: Arm, size: str) -> dict[str, Any]:
     settings["steps_per_print"] = 10**9  # the ledger is asked at the end
     settings["bf16"] = {"enabled": True}
     settings["zero_optimization"] = {
-        "stage": settings["zero_optimization"]["stage"], **dict(arm.zero),
+        "stage": settings["zero_optimization"]["stage"], **BUCKETS, **dict(arm.zero),
     }  # fmt: skip
     settings["optimizer"]["params"]["fused"] = True
     if arm.block is not None:

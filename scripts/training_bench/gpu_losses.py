@@ -12,6 +12,7 @@ from typing import Any
 
 from training_bench import cells
 from training_bench.forked import Spec, places
+from training_bench.gpu_cells import BUCKETS
 
 BASELINE = "baseline"
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}
@@ -55,13 +56,13 @@ def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
 
 
 def settings_of(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
-    """bf16, buckets as DeepSpeed has them by default, a tenth of warm-up, then down to zero."""
+    """bf16, buckets of 100 MB, a tenth of warm-up, then down to zero."""
     config = cells.CONFIGS / cells.LAYOUTS[LAYOUT].config
     settings: dict[str, Any] = json.loads(config.read_text())
     settings["train_micro_batch_size_per_gpu"] = asked.samples
     settings["steps_per_print"] = max(1, asked.steps // 10)
     settings["bf16"] = {"enabled": True}
-    settings["zero_optimization"] = {"stage": 1}
+    settings["zero_optimization"] = {"stage": 1, **BUCKETS}
     settings["optimizer"]["params"] |= {"lr": asked.lr, "fused": True}
     settings["scheduler"] = {
         "type": "WarmupDecayLR",
