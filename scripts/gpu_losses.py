@@ -34,6 +34,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=1000)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--arms", nargs="+", choices=list(gpu_losses.BLOCKS), default=list(gpu_losses.BLOCKS))
+    add("--seed-by-seed", action="store_true", help="not arm by arm")
     add("--lr", type=float, default=3e-4)
     add("--tiny", action="store_true", help="a model that a CPU trains, to try the script itself")
     add("--samples", type=int, default=1, help="of 1024 tokens, of a rank in a step")

@@ -49,10 +49,11 @@ class Case:
 
 
 def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
-    """Arm by arm: a study that is cut off has all seeds of the first ones."""
-    for name in asked.arms:
-        for seed in asked.seeds:
-            yield Case(name, seed)
+    """Arm by arm: a study that is cut off has all seeds of the first ones; or seed by seed."""
+    cases = [Case(name, seed) for name in asked.arms for seed in asked.seeds]
+    if asked.seed_by_seed:
+        cases.sort(key=lambda case: asked.seeds.index(case.seed))
+    yield from cases
 
 
 def settings_of(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
