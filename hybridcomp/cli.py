@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ from hybridcomp.errors import HybridcompError
 
 #: exit status of a configuration that cannot act, as argparse uses it for bad arguments
 BAD_INPUT = 2
-#: what doctor puts in front of a line
-OK, INFO, FAIL = "ok", "-", "FAIL"
-Finding = tuple[str, str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,95 +131,9 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    findings = [*_requirements(), _kernels(), _apex(), *_optional(), *_seams()]
-    for mark, text in findings:
-        print(f"{mark:4} {text}")
-    return 1 if any(mark == FAIL for mark, _ in findings) else 0
+    from hybridcomp import doctor
 
-
-def _requirements() -> Iterator[Finding]:
-    """Python, and what hybridcomp's own metadata declares as needed."""
-    from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
-
-    python = platform.python_version()
-    if _version("hybridcomp") is None:
-        yield FAIL, f"python {python}; hybridcomp is not installed: pip install hybridcomp"
-        return
-    window = metadata.metadata("hybridcomp")["Requires-Python"]
-    yield (OK if SpecifierSet(window).contains(python) else FAIL), f"python {python} ({window})"
-    for text in metadata.requires("hybridcomp") or ():
-        requirement = Requirement(text)
-        if requirement.marker is not None:
-            continue  # an extra
-        found = _version(requirement.name)
-        if found is None:
-            yield FAIL, f"{requirement.name} is not installed ({requirement.specifier} is needed)"
-        elif not requirement.specifier.contains(found, prereleases=True):
-            yield FAIL, f"{requirement.name} {found} is outside {requirement.specifier}"
-        else:
-            yield OK, f"{requirement.name} {found} ({requirement.specifier})"
-
-
-def _kernels() -> Finding:
-    import torch
-
-    from hybridcomp.codecs import CODECS
-    from hybridcomp.kernels import kernels_of
-
-    try:
-        kernels_of(torch.device("cpu"))
-    except HybridcompError as error:
-        return FAIL, f"native kernels: {error}"
-    return OK, f"native kernels for CPU are loaded; codecs: {', '.join(sorted(CODECS))}"
-
-
-def _apex() -> Finding:
-    """Apex without importing it: the package of that name on PyPI is another project."""
-    try:
-        distribution = metadata.distribution("apex")
-    except metadata.PackageNotFoundError:
-        return INFO, "apex is not installed (optional: NVIDIA's, built from its repository)"
-    files = [str(path) for path in distribution.files or ()]
-    if any(path.startswith("apex/optimizers/") for path in files):
-        return OK, f"NVIDIA apex {distribution.version}"
-    return FAIL, (
-        f"apex {distribution.version} is not NVIDIA's but the unrelated PyPI package; "
-        "pip uninstall apex"
-    )
-
-
-def _optional() -> Iterator[Finding]:
-    owners = metadata.packages_distributions()
-    for module, extra in (("cupy", "gpu"), ("wandb", "wandb")):
-        found = owners.get(module)
-        if found:
-            yield OK, f"{found[0]} {_version(found[0])}"
-        else:
-            yield INFO, f"{module} is not installed (optional: pip install hybridcomp[{extra}])"
-
-
-def _seams() -> Iterator[Finding]:
-    """Which patches could be applied now. Imports DeepSpeed, changes nothing."""
-    try:
-        from hybridcomp import patches
-
-        found = patches.patches_of("deepspeed")
-    except ImportError as error:
-        yield FAIL, f"seams: patches cannot be imported ({error})"
-        return
-    good = 0
-    for patch in found:
-        try:
-            patch.check()
-        except HybridcompError as error:
-            yield FAIL, f"seam {error}"
-        else:
-            good += 1
-    yield (
-        (OK if good == len(found) else FAIL),
-        f"{good} of {len(found)} DeepSpeed seams are as known",
-    )
+    return doctor.run()
 
 
 def _version(name: str) -> str | None:

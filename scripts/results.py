@@ -217,7 +217,7 @@ def gpu_chapter_of(source: Path, out: Path) -> str:
     section = study.section("gpu", result, "gpu_loss.png")
     loss = gpu_chapter.LOSS.format(identity=gpu_chapter.identity(source))
     parts = [gpu_chapter.HEAD, *gpu_chapter.speed(rows, out), loss, *section[1:]]
-    return "\n".join([*parts, gpu_chapter.commands(study.seeds, result.aligned.axis)])
+    return "\n".join([*parts, gpu_chapter.commands(study.seeds, len(result.aligned.axis))])
 
 
 BENCH = "scripts/bench_training.py"

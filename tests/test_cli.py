@@ -105,38 +105,6 @@ def test_missing_file_and_missing_command(
     assert caught.value.code == 2
 
 
-def test_doctor_says_something_about_everything(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli, "_seams", lambda: iter([(cli.OK, "3 of 3 DeepSpeed seams")]))
-    status = cli.main(["doctor"])
-    lines = capsys.readouterr().out.splitlines()
-    text = "\n".join(lines)
-    for subject in ("python", "native kernels", "apex", "cupy", "wandb", "seams"):
-        assert subject in text
-    assert status == (1 if any(line.startswith(cli.FAIL) for line in lines) else 0)
-
-
-class Impostor:
-    version = "0.9.10.dev0"
-    files = ("apex/__init__.py", "apex/models.py")
-
-
-class Nvidia:
-    version = "0.1"
-    files = ("apex/__init__.py", "apex/optimizers/fused_adam.py")
-
-
-@pytest.mark.parametrize(("apex", "mark"), [(Impostor, cli.FAIL), (Nvidia, cli.OK)])
-def test_doctor_knows_the_apex_impostor(
-    apex: type, mark: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: apex())
-    found, text = cli._apex()
-    assert found == mark
-    assert ("uninstall" in text) == (mark == cli.FAIL)
-
-
 def test_process_validates_without_deepspeed() -> None:
     code = (
         "import sys; from hybridcomp.cli import main\n"

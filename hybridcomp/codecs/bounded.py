@@ -40,7 +40,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.blockint import BlockInt
-from hybridcomp.codecs.budget import FLOOR, ROUNDING, shares, worst_ratio
+from hybridcomp.codecs.budget import FLOOR, ROUNDING, of_moved, shares, worst_ratio
 from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.radix import BLOCK, LARGEST_SEGMENT, SMALLEST_SEGMENT, Mode, Radix
@@ -217,6 +217,8 @@ def _hops(
     rounding = 0.0 if moved and not ladder else max(ROUNDING[result], bound.rounding)
     sums = bound.inner + world_size + 2 if world_size > 1 else 0
     errors = shares(bound.error_bound, bound.mode, count, world_size - exact, sums, rounding)
+    if moved and ladder:
+        errors = (of_moved(errors[0], bound.error_bound, result),)
     found = tuple(_member(bound, ladder, error, result) for error in errors)
     # a lossless one beside a lossy one would take bits for an accuracy that nobody sees
     return (_LOSSLESS,) * count if _LOSSLESS in found else found
@@ -249,11 +251,8 @@ def _resolved(bound: Bounded, dtype: torch.dtype, small: bool) -> Codec:
 def _for_fp16(bound: Bounded) -> Bounded | None:
     """blockint with the fewest bits that keep ``bound`` for every fp16 message and collective."""
     smallest = 2.0**-24
-    # two hops of a 16-bit sum; half of the bound for a move, where rounding to fp16 may double it
-    error = min(
-        shares(bound.error_bound, "rel", 2, 64, 66, ROUNDING[torch.float16])[0],
-        bound.error_bound / 2,
-    )
+    two_hops = shares(bound.error_bound, "rel", 2, 64, 66, ROUNDING[torch.float16])[0]
+    error = of_moved(two_hops, bound.error_bound, torch.float16)
     for codec in LADDERS["blockint"]:
         fits = bound.segment % codec.span == 0
         if fits and worst_ratio(codec, torch.float16, smallest) <= error:

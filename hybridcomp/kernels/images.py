@@ -35,6 +35,20 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def compiler() -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Version of NVRTC, and the architectures that it compiles for (75 for sm_75).
+
+    Raises CodecError where CuPy is not installed, cannot be imported or does not find NVRTC.
+    """
+    try:
+        nvrtc = _nvrtc()
+        major, minor = nvrtc.getVersion()
+        return (major, minor), tuple(sorted(nvrtc.getSupportedArchs()))
+    except Exception as error:  # a library that is missing is told in many ways
+        reason = " ".join(str(error).split())[:200]
+        raise CodecError(f"{type(error).__name__}: {reason}") from error
+
+
 def compiled(
     source: str, defines: tuple[str, ...], architecture: int, *options: str
 ) -> tuple[bytes, str]:

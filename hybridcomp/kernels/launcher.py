@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import images
+from hybridcomp.kernels.cuda_setup import extra_of, setup
 
 THREADS = 256  # of a block, for kernels that ask for nothing else
 WARPS = THREADS // 32
@@ -48,8 +49,8 @@ class CupyLauncher:
             import cupy
         except ImportError as error:
             raise CodecError(
-                f"codecs on a GPU need CuPy ({error}); install hybridcomp[gpu], or leave this "
-                "dimension native"
+                f"codecs on a GPU need CuPy ({error}); pip install "
+                f"'hybridcomp[{extra_of(setup())}]', or leave this dimension native"
             ) from error
         except OSError as error:  # it makes its folder when it is imported
             raise CodecError(

@@ -86,7 +86,7 @@ def _told(rows: Sequence[dict[str, Any]]) -> list[str]:
     return ["\n\n".join(lines) + "\n"] if lines else []
 
 
-def commands(seeds: Sequence[int], steps: Sequence[float]) -> str:
+def commands(seeds: Sequence[int], steps: int) -> str:
     """What made the chapter."""
     numbers = " ".join(map(str, seeds))
     return f"""
@@ -97,7 +97,7 @@ scripts/prepare_data.py --output data/text
 scripts/bench_gpu_training.py --size 85M --data data/text --out runs/gpu/85M.jsonl
 scripts/bench_gpu_training.py --size 350M --data data/text --out runs/gpu/350M.jsonl --beside 4
 scripts/prepare_data.py FOLDER ... --suffix .py --vocabulary 50257 --output data/gpt2
-scripts/gpu_losses.py --data data/gpt2 --steps {len(steps)} --seeds {numbers} --out runs/gpu/losses
+scripts/gpu_losses.py --data data/gpt2 --steps {steps} --seeds {numbers} --out runs/gpu/losses
 scripts/results.py --gpu runs/gpu
 ```"""
 

@@ -13,6 +13,7 @@ from hybridcomp.codecs import Bf16, BlockInt, Bounded, ExpCode, Fp8, Radix, Zfp
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.codecs.bounded import LADDERS, LOSSLESS_BELOW, SMALL_NUMEL, make_bounded
 from hybridcomp.codecs.budget import FLOOR, ROUNDING, best_bound, shares, worst_ratio
+from hybridcomp.codecs.radix import LARGEST_SEGMENT
 from hybridcomp.errors import CodecError
 
 BIG = 1 << 30
@@ -202,3 +203,23 @@ def test_sums_of_sums_leave_room() -> None:
 def test_wrong_settings(settings: dict[str, object], said: str) -> None:
     with pytest.raises(CodecError, match=said):
         Bounded(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error_bound", [0.1, 0.02, 0.006])
+@pytest.mark.parametrize("family", LADDERS)
+def test_the_grid_of_fp16_counts_where_values_are_subnormal(
+    family: str, error_bound: float
+) -> None:
+    """Decoded values are rounded to a grid of 2^-24 once more, which small segments feel."""
+    generator = torch.Generator().manual_seed(0)
+    bound = Bounded(error_bound, segment=LARGEST_SEGMENT, family=family)
+    for exponent in range(-24, -8, 2):
+        values = torch.randn(1 << 16, generator=generator)
+        spread = torch.exp(-14 * torch.rand(1 << 12, generator=generator)).repeat_interleave(16)
+        message = (values * spread * 2.0**exponent).half()
+        payload = torch.empty(bound.wire_nbytes(1 << 16, torch.float16), dtype=torch.uint8)
+        found = torch.empty_like(message)
+        bound.decode(payload[: bound.encode(message, payload)], found)
+        absmax = message.double().abs().view(-1, LARGEST_SEGMENT).amax(1, keepdim=True)
+        error = (found.double() - message.double()).abs().view(-1, LARGEST_SEGMENT)
+        assert bool((error <= error_bound * absmax).all()), f"2^{exponent}"

@@ -12,7 +12,7 @@ import pytest
 
 from hybridcomp.kernels import images
 
-pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[gpu]")
+pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[cuda12] or [cuda13]")
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 #: Turing, A100, H100, B200. V100 (sm_70) needs CUDA 12's NVRTC; nothing newer than sm_70 is used.
