@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
-from hybridcomp.config import CompressionConfig
+from hybridcomp.config import CompressionConfig, LedgerConfig
 from hybridcomp.figures import CONFIG_BLOCK, CONFIG_CODECS, FIGURES, RESIDUAL_NORM, event_name
 from hybridcomp.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
 from hybridcomp.policy import ONE_WAY
@@ -92,13 +93,26 @@ class Reporter:
             if missing and not self._step:
                 print(
                     "hybridcomp: the run ended before its first report, so the ledger's summary is "
-                    "empty. One is made every `steps_per_print` steps (without DeepSpeed: "
-                    "compression.ledger.every); set it to no more than the number of steps",
+                    "empty. One is made every compression.ledger.every steps (default: DeepSpeed's "
+                    "steps_per_print); set it to no more than the number of steps",
                     flush=True,
                 )
             self._jsonl.write(record)
             self._jsonl.close()
             self._jsonl = None
+
+
+def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
+    """Optimizer steps between two reports; 0: none.
+
+    Accelerate, and with it Hugging Face's Trainer, writes ``steps_per_print: inf`` to silence
+    DeepSpeed's own line. That says nothing about ours, of which a job would then never see one.
+    """
+    if ledger.every is not None:
+        return ledger.every
+    if steps_per_print is not None and math.isinf(steps_per_print):
+        return ledger.interval
+    return int(steps_per_print or 0)
 
 
 def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
-from hybridcomp.monitor import Reporter, describe_run
+from hybridcomp.monitor import Reporter, describe_run, report_interval
 from hybridcomp.nodes import ranks_of
 from hybridcomp.patches import (
     ds_calls,
@@ -188,7 +188,7 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
         elif (after := loss_scale(self)) != before:
             channels.residuals.scale(after / before)
         ds_residuals.say(channels.close_step(sampled, self.device))
-        every = self.steps_per_print()
+        every = report_interval(channels.config.ledger, self.steps_per_print())
         if every and self.global_steps % every == 0:
             _report(self)
 

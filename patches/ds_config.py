@@ -63,10 +63,6 @@ def _idle_keys(block: CompressionConfig) -> list[str]:
             "(pipeline.pipe_partitioned and pipeline.grad_partitioned); remove it"
         )
         found.append(idle(f"{BLOCK}.pp.scatter_gather", True, todo, block.on_unsupported))
-    if block.ledger.every is not None:
-        todo = "DeepSpeed's steps_per_print says how often to report; set that and remove this"
-        every = block.ledger.every
-        found.append(idle(f"{BLOCK}.ledger.every", every, todo, block.on_unsupported))
     return found
 
 

@@ -173,7 +173,6 @@ def test_what_is_fine_passes(ds_json: Mapping[str, Any], reason: str) -> None:
             {"pp": {"codec": "none", "scatter_gather": True}},
             "pipe_partitioned",
         ),
-        ("ledger.every", {"dp": "blockint", "ledger": {"every": 5}}, "steps_per_print"),
     ],
 )
 def test_keys_that_deepspeed_has_itself(key: str, settings: dict[str, Any], fragment: str) -> None:

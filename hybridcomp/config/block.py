@@ -47,15 +47,14 @@ class LedgerConfig(Strict):
     jsonl: str | None = Field(
         None,
         min_length=1,
-        description="File for one JSON record every `every` steps (DeepSpeed: every "
-        "`steps_per_print`), written by rank 0 and relative to its working directory. null: "
-        "no file.",
+        description="File for one JSON record every `every` steps, written by rank 0 and relative "
+        "to its working directory. null: no file.",
     )
     every: int | None = Field(
         None,
         ge=1,
-        description="Optimizer steps between two reports in a job without DeepSpeed, default 10. "
-        "DeepSpeed's own key is `steps_per_print`, and this one an error beside it.",
+        description="Optimizer steps between two reports. Default: DeepSpeed's `steps_per_print` "
+        "where it is finite (the Trainer of Hugging Face writes `inf`), else 10.",
     )
     sample_every: int = Field(
         10,
@@ -66,7 +65,7 @@ class LedgerConfig(Strict):
 
     @property
     def interval(self) -> int:
-        """Optimizer steps between two reports where DeepSpeed's steps_per_print does not rule."""
+        """Optimizer steps between two reports where no finite steps_per_print rules."""
         return REPORT_EVERY if self.every is None else self.every
 
 

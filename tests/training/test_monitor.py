@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hybridcomp.compare import json_lines
 from hybridcomp.compare.wandb_files import read, read_training
+from hybridcomp.config import LedgerConfig
+from hybridcomp.monitor import report_interval
 from tests.ranks import run_ranks
 from tests.training.test_checkpoint import make_engine, train
 
@@ -19,8 +23,6 @@ pytest.importorskip("deepspeed")
 
 def monitored(folder: str, wandb: bool) -> None:
     import os
-
-    import torch.distributed as dist
 
     os.environ["WANDB_MODE"] = "offline"
     os.environ["WANDB_DIR"] = folder
@@ -114,3 +116,28 @@ def test_jsonl(folder: Path) -> None:
     assert set(first) == {"dp", "zero"}
     assert first["dp"]["forward"]["codec"] == "blockint(bits=4)"
     assert 0 < first["zero"]["forward"]["error"] < 0.02
+
+
+def silenced(folder: str) -> None:
+    """As Accelerate writes DeepSpeed's file, which keeps the ledger's own interval."""
+    block = {"zero": "bf16", "ledger": {"jsonl": f"{folder}/ledger.jsonl", "every": 3}}
+    engine = make_engine(1, block=block, steps_per_print=float("inf"))
+    train(engine, 0, 6, dist.get_rank())
+    dist.barrier()
+
+
+def test_a_job_that_silences_deepspeed_still_sees_the_ledger(tmp_path: Path) -> None:
+    run_ranks(2, silenced, str(tmp_path))
+    records = [json.loads(text) for text in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "summary" not in record] == [3, 6]
+    assert all(record["dimensions"]["zero"] for record in records if "summary" not in record)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps_per_print", "expected"),
+    [(None, 7, 7), (None, None, 0), (None, math.inf, 10), (4, math.inf, 4), (4, 7, 4)],
+)
+def test_how_often_the_ledger_reports(
+    every: int | None, steps_per_print: float | None, expected: int
+) -> None:
+    assert report_interval(LedgerConfig(every=every), steps_per_print) == expected
