@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -21,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `hybridcomp seams | head`: who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except HybridcompError as error:
         print(f"hybridcomp: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -75,34 +80,49 @@ def _print_seams(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
-    from hybridcomp.patches import ds_config
+    from hybridcomp.patches import ds_config, neox_rules
 
     source = read_source(options.file)
-    if _is_bare(source):
-        block: CompressionConfig | None = CompressionConfig.parse(source)
+    facts: dict[str, Any] = {"pipeline": options.pipeline, "moe": options.moe}
+    bare = _is_bare(source)
+    if bare:
         source = {BLOCK: source}
-        bare = True
-    else:
-        block, bare = load_config(source), False
+    elif BLOCK not in source and neox_rules.EXTRA in source:
+        written = {key: value for key, value in facts.items() if value is not None}
+        facts = {**neox_rules.facts(source), **written, "neox": source}
+        source = neox_rules.ds_settings(source)
+    block = CompressionConfig.parse(source[BLOCK]) if bare else load_config(source)
     if block is None or not block.enabled:
+        _refuse_elsewhere(source)
         why = "the block is not enabled" if BLOCK in source else f'there is no "{BLOCK}" block'
         print(f"{options.file}: {why}; everything stays native")
         return 0
     notes = [] if bare else block.notes(_dtype(source))
     if not bare:
-        notes += ds_config.check(
-            block,
-            source,
-            pipeline=options.pipeline,
-            moe=options.moe,
-            world_size=options.world_size,
-        )
+        notes += ds_config.check(block, source, **facts, world_size=options.world_size)
     print(f"{options.file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}")
     for line in block.describe():
         print(f"  {line}")
     for note in notes:
         print(f"  note: {note}")
     return 0
+
+
+def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
+    """Raise ConfigError for a block where nobody reads it."""
+    from hybridcomp.config import BLOCK
+    from hybridcomp.errors import ConfigError
+    from hybridcomp.patches.neox_rules import EXTRA
+
+    for key, value in source.items():
+        if not isinstance(value, Mapping):
+            continue
+        if key == BLOCK and path:
+            raise ConfigError(
+                f"{path}{key}", "a block where nothing reads it",
+                f"expected it at the top level of the file (GPT-NeoX: in {EXTRA!r}); move it there",
+            )  # fmt: skip
+        _refuse_elsewhere(value, f"{path}{key}.")
 
 
 def _is_bare(source: Mapping[str, Any]) -> bool:

@@ -75,7 +75,7 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
         channels.factors.load({})
         channels.residuals.load_sum(_states(folder, count, channels))
     channels.residuals.scale(loss_scale / stored["loss_scale"])
-    if channels.link.native("dp") and channels.residuals.nbytes:
+    if channels.link.holds_nothing("dp", channels.step) and channels.residuals.nbytes:
         channels.residuals.clear()
         say(["dp is native now (when: auto): what error feedback still held is dropped"])
 

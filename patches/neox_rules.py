@@ -10,6 +10,8 @@ from typing import Any
 
 from hybridcomp.patches.rules import Job, Rule
 
+#: where GPT-NeoX takes keys that it hands on to DeepSpeed unseen
+EXTRA = "deepspeed_extra_args"
 #: switches that put Transformer Engine's layers in the place of GPT-NeoX's own
 TRANSFORMER_ENGINE = (
     "te_columnparallel",
@@ -26,6 +28,23 @@ def settings_of(args: Any) -> Mapping[str, Any] | None:
         settings: Mapping[str, Any] = vars(args)
         return settings
     return None
+
+
+def ds_settings(whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What DeepSpeed is handed of a GPT-NeoX configuration, as far as rules look at it."""
+    extra = dict(whole.get(EXTRA) or {})
+    if whole.get("precision") == "bfloat16":
+        extra.setdefault("bf16", {"enabled": True})  # as NeoXArgs.calculate_derived adds it
+    return {**whole, **extra}
+
+
+def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """What a GPT-NeoX configuration says about its model, for ``ds_config.check``."""
+    return {
+        "pipeline": int(whole.get("pipe_parallel_size", 0)) >= 1,
+        "moe": int(whole.get("moe_num_experts", 1)) > 1,
+        "tensor": int(whole.get("model_parallel_size", 1)) > 1,
+    }
 
 
 def _tensor_parallel(job: Job) -> bool:

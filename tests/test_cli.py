@@ -81,6 +81,46 @@ def test_validate_bare_block_and_no_block(
     assert "the block is not enabled" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("neox/*.yml")), ids=lambda p: p.stem)
+def test_validate_reads_the_block_of_a_gpt_neox_file(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["validate", str(path)]) == 0
+    assert f"{path}: valid, digest " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        (
+            {"zero_optimization": {"stage": 1, "compression": {"dp": "bf16"}}},
+            "zero_optimization.compression: found 'a block where nothing reads it'",
+        ),
+        ({"deepspeed_extra_args": {"compression": {"dp": "rdx"}}}, "compression.dp.codec: found"),
+        (
+            {
+                "deepspeed_extra_args": {"compression": {"tp": "bf16"}},
+                "model_parallel_size": 2, "te_mha": True,
+            },
+            "compression.tp: found layers of Transformer Engine",
+        ),
+    ],
+)  # fmt: skip
+def test_validate_finds_blocks_that_are_elsewhere(
+    content: Any, fragment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["validate", write(tmp_path, content)]) == cli.BAD_INPUT
+    assert fragment in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m hybridcomp.cli schema | head -n 1"
+    found = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "{\n", "")
+
+
 def test_validate_shows_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = {"bf16": {"enabled": True}, "compression": {"preset": "zhybrid"}}
     assert cli.main(["validate", write(tmp_path, content), "--world-size", "1"]) == 0

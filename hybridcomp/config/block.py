@@ -60,7 +60,8 @@ class LedgerConfig(Strict):
         10,
         ge=0,
         description="Steps between samples of the relative error of an encoding. More often: more "
-        "time in the codec (one extra encoding of up to 65536 values a message). 0: never.",
+        "time in the codec (one extra encoding of up to 65536 values a message). On a GPU as many "
+        "steps have the device's time taken. 0: never.",
     )
 
     @property

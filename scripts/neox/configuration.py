@@ -11,10 +11,9 @@ import yaml
 
 from hybridcomp.config import BLOCK, load_config
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches import ds_config
+from hybridcomp.patches import ds_config, neox_rules
+from hybridcomp.patches.neox_rules import EXTRA
 
-#: where GPT-NeoX takes keys that it hands on to DeepSpeed unseen
-EXTRA = "deepspeed_extra_args"
 #: what YAML 1.1 takes for text and Python for a number
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
@@ -64,24 +63,13 @@ def check(files: Sequence[Path]) -> None:
 
 def check_block(whole: Mapping[str, Any]) -> None:
     """Hold the block against the rest of the configuration. Raises Problem."""
-    extra = dict(whole.get(EXTRA) or {})
-    if whole.get("precision") == "bfloat16":
-        extra.setdefault("bf16", {"enabled": True})  # as NeoXArgs.calculate_derived adds it
+    settings = neox_rules.ds_settings(whole)
     try:
-        block = load_config(extra)
+        block = load_config(settings)
         if block is not None:
-            ds_config.check(block, {**whole, **extra}, **facts(whole), neox=whole)
+            ds_config.check(block, settings, **neox_rules.facts(whole), neox=whole)
     except ConfigError as error:
         raise Problem(str(error).replace(f"{BLOCK}.", f"{EXTRA}.{BLOCK}.", 1)) from None
-
-
-def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What a GPT-NeoX configuration says about its model, for ``ds_config.check``."""
-    return {
-        "pipeline": int(whole.get("pipe_parallel_size", 0)) >= 1,
-        "moe": int(whole.get("moe_num_experts", 1)) > 1,
-        "tensor": int(whole.get("model_parallel_size", 1)) > 1,
-    }
 
 
 def _numbers_as_text(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
