@@ -118,7 +118,7 @@ HC_INLINE void write_pair(const uint4* quads, typename O::Stored* out) {
 HC_INLINE void add_quads(const float* out, float* values) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-        uint4 v = quad_at(out + 4 * q);
+        uint4 v = load16(out + 4 * q);
         values[4 * q] = bits_float(v.x) + values[4 * q];
         values[4 * q + 1] = bits_float(v.y) + values[4 * q + 1];
         values[4 * q + 2] = bits_float(v.z) + values[4 * q + 2];
