@@ -86,6 +86,7 @@ struct Narrow16 {
     typedef u16 Stored;
     static constexpr bool NARROW = true;
     static constexpr u32 RAW_BITS = 16;
+    static constexpr u32 AT_ONCE = 5;
     u32 pairs[8];
 
     HC_INLINE_MEMBER void load(const u16* at, u32 left, bool vectors) {
@@ -118,6 +119,7 @@ struct Fp32Block {
     typedef float Stored;
     static constexpr bool NARROW = false;
     static constexpr u32 RAW_BITS = 32;
+    static constexpr u32 AT_ONCE = 4;
     float values[BLOCK];
 
     HC_INLINE_MEMBER void load(const float* at, u32 left, bool vectors) {
