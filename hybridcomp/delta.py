@@ -72,6 +72,14 @@ def keep(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> N
         reference.generation = channel.generation
 
 
+def leave(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Before a gather that upstream does: what it gives everyone is kept where deltas go on."""
+    if channel.delta and channel.pauses:
+        keep(channel, buffer, group)
+    else:
+        forget(buffer)
+
+
 def forget(buffer: Tensor) -> None:
     """After a gather that left the reference behind: the next one is exact."""
     if reference_of(buffer) is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.collectives import Handle, Meter, OwnedRange, ReduceScatterHandle
+from hybridcomp.collectives.clock import HOST, Clock
 from hybridcomp.collectives.handle import Pending, Steps
 from hybridcomp.collectives.lowrank import Matrix, Measure, low_rank_sum
 from hybridcomp.feedback import Piece, Residuals
@@ -72,6 +73,7 @@ class Place:
     residuals: Residuals
     factors: Factors
     measure: Measure | None = None
+    clock: Clock = HOST
 
     def sum(
         self,
@@ -102,7 +104,7 @@ def all_reduce(
     tensor: Tensor, codec: PowerSgd, place: Place, pieces: Sequence[Piece] | None, async_op: bool
 ) -> tuple[Handle, Meter]:
     """Sum ``tensor`` (1-D, contiguous) in place."""
-    meter = Meter(remote=place.remote)
+    meter = Meter(remote=place.remote, clock=place.clock)
 
     def steps() -> Steps[None]:
         tensor.copy_((yield from place.sum(tensor, codec, pieces, meter)))
@@ -118,7 +120,7 @@ def reduce_scatter(
     async_op: bool,
 ) -> tuple[ReduceScatterHandle, Meter]:
     """The sum of the shard of this rank; matrices may reach over several shards."""
-    meter = Meter(remote=place.remote)
+    meter = Meter(remote=place.remote, clock=place.clock)
     flat = None if pieces is None else [piece for shard in pieces for piece in shard]
     rank = dist.get_rank(place.group)
     start = sum(shard.numel() for shard in shards[:rank])
@@ -140,7 +142,7 @@ def reduce_to_owners(
     pieces: Sequence[Piece] | None,
 ) -> tuple[list[Tensor], Meter]:
     """The sums of the ranges that this rank owns: all ranks get the factors, owners multiply."""
-    meter = Meter(remote=place.remote)
+    meter = Meter(remote=place.remote, clock=place.clock)
     rank = dist.get_rank(place.group)
     own = [(part.start, part.stop) for part in ranges if rank in part.ranks]
     total = Pending(place.sum(tensor, codec, pieces, meter, own), meter, False).wait()

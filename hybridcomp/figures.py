@@ -10,11 +10,13 @@ valid_loss          loss on held-out text                                       
 ratio               raw_MB / wire_MB, higher is better
 raw_MB              what native would have sent, all ranks                               1e6 bytes
 wire_MB             what was sent, all ranks                                             1e6 bytes
-codec_ms            time in encoding and decoding, all ranks                             ms
-wait_ms             time of waiting for others, all ranks                                ms
+codec_ms            time in encoding and decoding, all ranks: of the host, on a GPU of   ms
+                    the device, scaled from the steps that are timed
+wait_ms             time of waiting for others, all ranks, likewise                      ms
 error               sampled relative L2 error of one encoding
 inter_ratio         as ratio, of what crosses nodes
-native_since        the step from which the guard made the dimension native              step
+native_since        the step from which a guard or "when": "auto" made it native         step
+encoded_since       the step from which "when": "auto" encodes it after all              step
 residual_norm       L2 norm of what error feedback holds, all ranks                      as values
 =================== ==================================================================== =========
 
@@ -32,6 +34,7 @@ LOSS, TOKENS, SPEED, VALID_LOSS = "loss", "tokens", "tokens_per_second", "valid_
 #: of a dimension and direction
 FIGURES = (
     "ratio", "raw_MB", "wire_MB", "codec_ms", "wait_ms", "error", "inter_ratio", "native_since",
+    "encoded_since",
 )  # fmt: skip
 RESIDUAL_NORM = "residual_norm"
 PREFIX = "Train/Compression/"

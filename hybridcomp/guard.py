@@ -88,8 +88,11 @@ class Guard:
 
     def flush(self, dimension: Dimension, step: int) -> Codec | None:
         """The lossless codec that takes the residuals along in the first step of a fallback."""
-        if self.trips[dimension].step != step:
-            return None
+        return self.lossless if self.trips[dimension].step == step else None
+
+    @property
+    def lossless(self) -> Codec:
+        """What takes residuals along, with nothing left out."""
         if self._flush is None:
             self._flush = make_codec("expcode")
         return self._flush

@@ -2,6 +2,9 @@
 
 Bytes are what was handed to torch.distributed for other ranks, so that they can be held against
 the counters of the network card. ``ratio = raw / wire``, higher is better.
+
+Seconds are the host's where the host encodes. On a GPU they are the device's, of the steps that
+were timed (``Channels.timing``), scaled to the whole interval by the bytes of the messages.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
+from hybridcomp.collectives.clock import DeviceClock
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension, Direction
 
@@ -29,13 +33,17 @@ class Entry:
     native: float = 0.0  # of these, messages left native
     raw_nbytes: float = 0.0  # what native would have sent to other ranks
     wire_nbytes: float = 0.0  # what was sent to other ranks
-    codec_s: float = 0.0
+    codec_s: float = 0.0  # of the host
     wait_s: float = 0.0
     error_sq: float = 0.0  # sampled: squared L2 of (decoded - values)
     value_sq: float = 0.0  # sampled: squared L2 of values
     inter_raw_nbytes: float = 0.0  # encoded messages: what native would have sent to other nodes
     inter_nbytes: float = 0.0  # encoded messages: what was sent to other nodes
     outside: float = 0.0  # sampled: elements further off than their error bound; must stay 0
+    device_nbytes: float = 0.0  # of raw_nbytes, what a GPU encoded
+    timed_nbytes: float = 0.0  # of device_nbytes, in steps that were timed
+    device_codec_s: float = 0.0  # seconds of the streams in these steps
+    device_wait_s: float = 0.0
 
     def add(self, other: Entry) -> None:
         """Add ``other`` field by field."""
@@ -57,8 +65,23 @@ class Entry:
         """Of what crosses nodes, native over encoded; None where nothing crossed."""
         return self.inter_raw_nbytes / self.inter_nbytes if self.inter_nbytes else None
 
+    @property
+    def clock(self) -> str:
+        """Whose seconds ``seconds`` gives: device or host."""
+        return "device" if self.device_nbytes else "host"
+
+    def seconds(self) -> tuple[float | None, float | None]:
+        """Of coding and of waiting; None where a GPU encoded and none of these steps was timed."""
+        if not self.device_nbytes:
+            return self.codec_s, self.wait_s
+        if not self.timed_nbytes:
+            return None, None
+        scale = self.device_nbytes / self.timed_nbytes
+        return self.codec_s + scale * self.device_codec_s, self.wait_s + scale * self.device_wait_s
+
     def row(self, codec: str) -> dict[str, Any]:
         """The JSON form: megabytes (1e6), milliseconds."""
+        codec_s, wait_s = self.seconds()
         return {
             "codec": codec,
             "messages": round(self.messages),
@@ -66,8 +89,9 @@ class Entry:
             "raw_MB": self.raw_nbytes / 1e6,
             "wire_MB": self.wire_nbytes / 1e6,
             "ratio": self.ratio,
-            "codec_ms": self.codec_s * 1e3,
-            "wait_ms": self.wait_s * 1e3,
+            "codec_ms": None if codec_s is None else codec_s * 1e3,
+            "wait_ms": None if wait_s is None else wait_s * 1e3,
+            "clock": self.clock,
             "error": self.error,
             "inter_raw_MB": self.inter_raw_nbytes / 1e6,
             "inter_MB": self.inter_nbytes / 1e6,
@@ -86,8 +110,20 @@ class Ledger:
     codecs: Mapping[Key, str] = field(default_factory=dict)  # specs, for the rows
     used: dict[Key, dict[str, None]] = field(default_factory=dict)  # specs of what was sent
     interval: dict[Key, Entry] = field(default_factory=lambda: {key: Entry() for key in KEYS})
-    #: dimensions that the guard has made native: the first step without their codec
+    #: dimensions that a guard or a link has made native: the first step without their codec
     native_since: dict[Dimension, int] = field(default_factory=dict)
+    #: native ones that turned out to be faster encoded: the first step with their codec
+    encoded_since: dict[Dimension, int] = field(default_factory=dict)
+    clocks: dict[torch.device, DeviceClock] = field(default_factory=dict)
+
+    def device_clock(self, device: torch.device) -> DeviceClock:
+        """The clock of the timed steps of a GPU."""
+        return self.clocks.setdefault(device, DeviceClock())
+
+    def drain(self, wait: bool = False) -> None:
+        """Add up the device's seconds that can be read; with ``wait`` all of them."""
+        for clock in self.clocks.values():
+            clock.drain(wait)
 
     def record(self, key: Key, raw_nbytes: int, meter: Meter, inter: float = 0.0) -> None:
         """One encoded message; ``inter``: the share of native's bytes that crosses nodes."""
@@ -95,10 +131,12 @@ class Ledger:
         entry.messages += 1
         entry.raw_nbytes += raw_nbytes
         entry.wire_nbytes += meter.wire_nbytes
-        entry.codec_s += meter.codec_s
-        entry.wait_s += meter.wait_s
         entry.inter_raw_nbytes += inter * raw_nbytes
         entry.inter_nbytes += meter.inter_nbytes
+        if meter.clock.on_device:
+            entry.device_nbytes += raw_nbytes
+            entry.timed_nbytes += raw_nbytes if isinstance(meter.clock, DeviceClock) else 0
+        self.record_time(key, meter)
         self.used.setdefault(key, {}).update(meter.used)
 
     def record_extra(self, key: Key, meter: Meter) -> None:
@@ -106,7 +144,15 @@ class Ledger:
         entry = self.interval[key]
         entry.wire_nbytes += meter.wire_nbytes
         entry.inter_nbytes += meter.inter_nbytes
+        self.record_time(key, meter)
+
+    def record_time(self, key: Key, meter: Meter) -> None:
+        """The time of a message that another rank counts, or of a part of one."""
+        entry = self.interval[key]
+        entry.codec_s += meter.codec_s
         entry.wait_s += meter.wait_s
+        if isinstance(meter.clock, DeviceClock):
+            meter.clock.land(meter.spans, entry)
 
     def record_native(self, key: Key, raw_nbytes: int) -> None:
         """One message left native."""
@@ -148,7 +194,11 @@ class Ledger:
             if entry.messages:
                 key = (dimension, direction)
                 codec = " + ".join(specs.get(key, ())) or self.codecs.get(key, "none")
-                row = {**entry.row(codec), "native_since": self.native_since.get(dimension)}
+                row = {
+                    **entry.row(codec),
+                    "native_since": self.native_since.get(dimension),
+                    "encoded_since": self.encoded_since.get(dimension),
+                }
                 rows.setdefault(dimension, {})[direction] = row
         return rows
 
@@ -171,8 +221,10 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
             if row["outside_bound"]:
                 error += f", {row['outside_bound']} sampled values OUTSIDE THE BOUND"
             native = f", {left} of {row['messages']} messages native" if left else ""
-            since = row["native_since"]
-            codec = row["codec"] if since is None else f"{row['codec']}, native since step {since}"
+            codec = row["codec"]
+            for mode in ("native", "encoded"):
+                if row[f"{mode}_since"] is not None:
+                    codec += f", {mode} since step {row[f'{mode}_since']}"
             between = ""
             if row["inter_ratio"] is not None:
                 between = (
@@ -180,11 +232,18 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
                     f"({row['inter_MB']:.2f} of {row['inter_raw_MB']:.2f} MB)"
                 )
             parts.append(
-                f"{name} {codec} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB, "
-                f"codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms"
-                f"{error}{native}{between})"
+                f"{name} {codec} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB"
+                f"{_times(row)}{error}{native}{between})"
             )
     return f"[hybridcomp] step {step}: " + ("; ".join(parts) or "nothing was sent")
+
+
+def _times(row: Mapping[str, Any]) -> str:
+    """What coding and waiting took; nothing where no step of the interval was timed."""
+    if row["codec_ms"] is None:
+        return ""
+    whose = "device " if row["clock"] == "device" else ""
+    return f", {whose}codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms"
 
 
 class JsonLines:

@@ -51,6 +51,7 @@ class Reporter:
         check_payloads()
         check_headers()
         ledger = self._channels.ledger
+        ledger.drain(wait=True)
         residual = self._channels.residuals.norm() ** 2
         vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])
         used = ledger.used

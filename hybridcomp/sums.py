@@ -29,6 +29,7 @@ from hybridcomp.collectives import (
     hierarchy_owners,
     plan_reduction,
 )
+from hybridcomp.collectives.clock import HOST, Clock
 from hybridcomp.collectives.lowrank import Measure
 from hybridcomp.factors import Factors, Place
 from hybridcomp.feedback import Hop, Piece, Residuals, borders, cut
@@ -50,6 +51,7 @@ class Spot:
     factors: Factors
     measure: Measure | None  # of low-rank sums; None: this step takes no sample
     apart: bool = False  # parameters are encoded one by one, whatever the codec
+    clock: Clock = HOST
 
     @property
     def encoders(self) -> int:
@@ -64,12 +66,14 @@ class Spot:
     def meter(self) -> Meter:
         """Of a message; in two levels all other encoders are on other nodes."""
         nodes = self.levels.nodes if self.levels is not None else 0
-        return Meter(remote=frozenset(range(nodes)) if nodes else self.remote)
+        return Meter(remote=frozenset(range(nodes)) if nodes else self.remote, clock=self.clock)
 
     def low_rank(self) -> Place:
         """The same spot for factors, which are summed over all ranks at once."""
         assert self.residuals is not None, "low rank without error feedback"
-        return Place(self.group, self.remote, self.residuals, self.factors, self.measure)
+        return Place(
+            self.group, self.remote, self.residuals, self.factors, self.measure, self.clock
+        )
 
     def within(self, numel: int) -> tuple[int, int]:
         """``[start, stop)`` of a message that this rank encodes."""

@@ -29,6 +29,7 @@ from hybridcomp.patches import (
     ds_facts,
     ds_record,
     ds_residuals,
+    ds_sent,
     modules_of,
     neox_rules,
     process,
@@ -152,7 +153,9 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     notes += channels.place(_data_parallel(engine))
     dtype = next((parameter.dtype for parameter in engine.module.parameters()), torch.float32)
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    notes += channels.weigh(engine.seq_data_parallel_group, dtype, engine.device, numel)
+    group, sent = engine.seq_data_parallel_group, ds_sent.sent(engine)
+    notes += channels.weigh(group, dtype, engine.device, numel, sent)
+    ds_sent.watch(engine, channels)
     process.lend(engine, channels)
     describe_run(block)
     jsonl = block.ledger.jsonl

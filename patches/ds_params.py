@@ -121,7 +121,7 @@ def _gather(channel: Channel, flat: Tensor, partitions: Sequence[Tensor], group:
     codec = channel.codec(flat.numel(), flat.dtype, group)
     if codec is None:
         if not channel.is_suspended:
-            delta.forget(buffer)
+            delta.leave(channel, buffer, group)
         channel.native(raw_nbytes)
         return False
     if channel.delta:

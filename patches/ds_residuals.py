@@ -25,6 +25,7 @@ def _path(folder: Path, rank: int) -> Path:
 def needed(channels: Channels) -> bool:
     """Whether there is anything to save; equal on every rank."""
     known = bool(channels.guard.trips) or bool(channels.link.verdicts)
+    known = known or bool(channels.host.pace.state())
     return known or any(channel.error_feedback for channel in channels)
 
 
@@ -40,6 +41,7 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
             "residuals": channels.residuals.state_dict(),
             "guard": channels.guard.state(),
             "link": channels.link.state(),
+            "offload": channels.host.pace.state(),
             "factors": channels.factors.state_dict(),
         },
         _path(folder, dist.get_rank()),
@@ -52,6 +54,8 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
         say(channels.resume_guard(_told("guard", _path(folder, 0))))
     if channels.config.measured():
         say(channels.resume_link(_told("link", _path(folder, 0))))
+    if channels.config.offload.when == "auto":
+        say(channels.host.pace.restore(_told("offload", _path(folder, 0))))
     if not any(channel.error_feedback for channel in channels):
         return
     first = _path(folder, 0)
@@ -71,7 +75,7 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
         channels.factors.load({})
         channels.residuals.load_sum(_states(folder, count, channels))
     channels.residuals.scale(loss_scale / stored["loss_scale"])
-    if channels.link.native("dp") and channels.residuals.nbytes:
+    if channels.link.holds_nothing("dp", channels.step) and channels.residuals.nbytes:
         channels.residuals.clear()
         say(["dp is native now (when: auto): what error feedback still held is dropped"])
 

@@ -17,6 +17,7 @@ from hybridcomp import delta
 from hybridcomp.channels import NAME
 from hybridcomp.feedback import Piece, cut
 from hybridcomp.patches.calls import Route, flat
+from hybridcomp.patches.process import current
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -73,7 +74,9 @@ def _settle(call: Call, group: dist.ProcessGroup) -> None:
     """Leave parameters to upstream where deltas have to start anew; the same on all ranks."""
     way = call.route
     if way is None:
-        delta.forget(call.out)
+        channels = current()
+        assert channels is not None, "calls are collected for a block"
+        delta.leave(channels["zero"], call.out, group)
     elif way.channel.delta and not delta.agreed(way.channel, call.out, way.codec, group):
         delta.keep(way.channel, call.out, group)
         way.channel.native(way.raw_nbytes)

@@ -5,7 +5,7 @@ A payload whose size varies has a header in front (``collectives.p2p``), which s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Link:
         part = values
         if self.parts > 1:
             part = values.chunk(self.parts)[dist.get_rank(self.tensor_group)]
-        meter = Meter()
+        meter = self.channels["pp"].meter(tensor.device)
         nbytes = tensor.numel() * tensor.element_size()
         if self.codec is None:
             return Outgoing(self, part.view(torch.uint8), nbytes, meter)
@@ -71,7 +71,8 @@ class Link:
     def recv(self, tensor: Tensor, src: int) -> Incoming:
         """Room for a message of rank ``src`` that will be decoded into ``tensor``."""
         values = tensor.detach().view(-1)
-        return Incoming(self, self._room(values.numel() // self.parts, values), values, src)
+        room = self._room(values.numel() // self.parts, values)
+        return Incoming(self, room, values, src, self.channels["pp"].meter(tensor.device))
 
     def _room(self, numel: int, like: Tensor) -> Tensor:
         nbytes = numel * like.element_size()
@@ -105,7 +106,7 @@ class Incoming:
     message: Tensor
     values: Tensor
     src: int
-    meter: Meter = field(default_factory=Meter)
+    meter: Meter
 
     @property
     def payload(self) -> Tensor:
@@ -128,13 +129,11 @@ class Incoming:
                     place.copy_(part.view(place.dtype))
                 else:
                     link.codec.decode(part, place)
-        entry = link.channels.ledger.interval["pp", link.direction]
-        entry.codec_s += self.meter.codec_s
-        entry.wait_s += self.meter.wait_s
+        link.channels.ledger.record_time(("pp", link.direction), self.meter)
 
     def _gathered(self) -> list[Tensor]:
         """The payloads of all tensor ranks: native traffic of ``tp``, of bytes."""
-        link, meter, own = self.link, Meter(), self.payload
+        link, meter, own = self.link, Meter(clock=self.meter.clock), self.payload
         if link.codec is None:
             out = own.new_empty(link.parts * own.numel())
             Pending(transport.all_gather(out, own, link.tensor_group), meter, async_op=False)
@@ -148,6 +147,7 @@ class Incoming:
             rows, _ = Pending(steps, meter, async_op=False).wait()
             payloads = [payload for (payload,) in rows]
         self.meter.wait_s += meter.wait_s
+        self.meter.spans += meter.spans
         link.channels["tp"].native(meter.wire_nbytes, link.direction)
         return payloads
 

@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """Turn text files into Megatron's .bin/.idx, byte by byte: token = byte, 256 = end of a document.
 
+With --vocabulary N tokens are those of a byte-level BPE of N - 1 entries that is trained on the
+same text (needs the package tokenizers); N - 1 is then the end of a document.
+
 Without arguments the text is the sources of the running interpreter's standard library, which every
 machine has. Files are sorted, shuffled with a fixed seed and split by document, so the same files
 give the same dataset. Writes PREFIX_train.bin/.idx and PREFIX_valid.bin/.idx; gpt/indexed.py
@@ -102,13 +105,13 @@ def encode(content: bytes) -> Tokens:
 
 def read_documents(
     files: Sequence[Path], named: set[Path], max_bytes: int
-) -> tuple[list[Tokens], list[Path]]:
-    """Tokens of ``files`` in order up to ``max_bytes`` bytes of text, and what was left out.
+) -> tuple[list[bytes], list[Path]]:
+    """``files`` in order up to ``max_bytes`` bytes of text, and what was left out.
 
     Empty files and, below a folder, files that are not text are left out. Raises DatasetError when
     a file named one by one is not text.
     """
-    documents: list[Tokens] = []
+    documents: list[bytes] = []
     left_out: list[Path] = []
     total, shown = 0, time.monotonic()
     for number, path in enumerate(files, 1):
@@ -119,7 +122,7 @@ def read_documents(
             left_out.append(path)
             continue
         content = content[: max_bytes - total]
-        documents.append(encode(content))
+        documents.append(content)
         total += len(content)
         if time.monotonic() - shown > 1 or total >= max_bytes or number == len(files):
             shown = time.monotonic()
@@ -128,6 +131,36 @@ def read_documents(
             print(f"  --max-bytes is reached: {len(files) - number} files are left out")
             break
     return documents, left_out
+
+
+def encode_bpe(documents: Sequence[bytes], vocabulary: int) -> list[Tokens]:
+    """uint16 tokens of documents, each with ``vocabulary - 1`` at its end.
+
+    Raises DatasetError without the package, for a size that does not fit, and where the text does
+    not hold as many pairs that occur twice.
+    """
+    if not 257 < vocabulary <= 65536:
+        raise DatasetError(f"--vocabulary: expected 258 to 65536, found {vocabulary}")
+    try:
+        import tokenizers
+    except ImportError:
+        raise DatasetError("--vocabulary needs a package: pip install tokenizers") from None
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary - 1, show_progress=False, min_frequency=2,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    texts = [content.decode("utf-8", errors="ignore") for content in documents]
+    bpe.train_from_iterator(texts, trainer)
+    found = bpe.get_vocab_size()
+    if found < vocabulary - 1:
+        raise DatasetError(
+            f"--vocabulary {vocabulary}: the text gives {found + 1}; add text or ask for fewer"
+        )
+    return [
+        np.array([*each.ids, vocabulary - 1], dtype=np.uint16) for each in bpe.encode_batch(texts)
+    ]
 
 
 def split(documents: Sequence[Tokens], fraction: float) -> tuple[list[Tokens], list[Tokens]]:
@@ -164,7 +197,11 @@ def prepare(arguments: argparse.Namespace) -> None:
         files, named = standard_library(), set()
     random.Random(arguments.seed).shuffle(files)
     print(f"reading up to {arguments.max_bytes / 1e6:g} MB of {len(files)} files", flush=True)
-    documents, left_out = read_documents(files, named, arguments.max_bytes)
+    contents, left_out = read_documents(files, named, arguments.max_bytes)
+    if arguments.vocabulary:
+        documents = encode_bpe(contents, arguments.vocabulary)
+    else:
+        documents = [encode(content) for content in contents]
     if left_out:
         few = ", ".join(str(path) for path in left_out[:3])
         print(
@@ -191,6 +228,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-bytes", type=int, default=16_000_000, metavar="N")
     parser.add_argument("--valid-fraction", type=float, default=0.02, metavar="F")
     parser.add_argument("--seed", type=int, default=0, help="of the order of documents")
+    parser.add_argument("--vocabulary", type=int, metavar="N", help="of a BPE; default: bytes")
     found = parser.parse_args(arguments)
     if found.max_bytes < 2:
         parser.error(f"--max-bytes: expected at least 2, found {found.max_bytes}")

@@ -21,7 +21,7 @@ from typing import Any
 
 import loss_study
 import segment_tables
-from training_bench import chapters, paper
+from training_bench import chapters, gpu_chapter, gpu_losses, paper
 
 from hybridcomp.compare import CompareError, Wishes, compared
 from hybridcomp.compare.draw import draw
@@ -154,17 +154,17 @@ class Study:
                     found[name] = {key: block[key] for key in block if key != "ledger"}
         return found
 
-    def section(self, layout: str, result: Result) -> list[str]:
+    def section(self, layout: str, result: Result, picture: str = "") -> list[str]:
         """Tables and picture of this layout, and what was left out."""
         settings = self.done[loss_study.BASELINE][self.seeds[0]]
         rate = settings["optimizer"]["params"]["lr"]
         left = {name: seeds for name, seeds in self.done.items() if name not in self.whole}
         return [
-            f"\n## {TITLES[layout]}\n",
+            f"\n## {TITLES.get(layout, '')}\n",
             f"{result.aligned.axis[-1]:,.0f} tokens in {len(result.aligned.axis)} steps, "
             f"{self.say_seeds()}; learning rate {rate:g} after the warm-up, falling to 0.\n",
             *markdown_rows(losses(result)),
-            f"\n![loss curves, {layout}](loss_{layout}.png)\n",
+            f"\n![loss curves, {layout}]({picture or f'loss_{layout}.png'})\n",
             "Bytes of all ranks over the whole run of one seed:\n",
             *markdown_rows([row[:-1] for row in bytes_of(result.runs)]),
             *(
@@ -198,6 +198,28 @@ def commands(studies: Mapping[str, Study]) -> list[str]:
     ]
 
 
+def gpu_chapter_of(source: Path, out: Path) -> str:
+    """Speed and losses on one GPU: *.jsonl of bench_gpu_training.py, losses/ of gpu_losses.py.
+
+    Raises Missing.
+    """
+    rows = gpu_chapter.speed_rows(source)
+    folder = source / "losses" / gpu_losses.LAYOUT
+    gpu_chapter.unpack(folder)
+    study = Study.of(folder)
+    if not rows or len(study.seeds) < 2:
+        raise Missing(f"{source}: expected *.jsonl, and losses of two seeds of the baseline")
+    words = [f"{name}={study.paths(name)}" for name in study.whole]
+    result = untimed(compared(words, Wishes(need_ledger=True)))
+    draw(result, out / "gpu_loss.png", 0, f"GPT-2 small, bf16, ZeRO 1, {study.say_seeds()}")
+    figures = {"speed": rows, "loss": json.loads(as_json(result))}
+    (out / "gpu.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    section = study.section("gpu", result, "gpu_loss.png")
+    loss = gpu_chapter.LOSS.format(identity=gpu_chapter.identity(source))
+    parts = [gpu_chapter.HEAD, *gpu_chapter.speed(rows, out), loss, *section[1:]]
+    return "\n".join([*parts, gpu_chapter.commands(study.seeds, len(result.aligned.axis))])
+
+
 BENCH = "scripts/bench_training.py"
 CHAPTERS = (
     Chapter("loss", "What compression costs in loss", loss_chapter, "scripts/loss_study.py"),
@@ -214,6 +236,7 @@ CHAPTERS = (
         chapters.equal_bytes_chapter,
         f"{BENCH} --losses",
     ),
+    Chapter("gpu", "On a GPU", gpu_chapter_of, "scripts/bench_gpu_training.py, gpu_losses.py"),
     Chapter("paper", "The paper's schemes", paper.paper_chapter, f"{BENCH} --layouts 3d"),
     Chapter(
         "projection",

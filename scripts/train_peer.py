@@ -6,7 +6,8 @@ deepspeed --num_gpus 2 scripts/train_peer.py --method powersgd-16 \\
 
 Model, data and their order, seeds, batch sizes, AdamW, clipping and the learning rate's schedule
 are those of scripts/train_gpt.py with the same file; ZeRO and "compression" in it are not looked
-at, --method says how the ranks exchange. Log and ledger.jsonl have the same form. CPU ranks.
+at, --method says how the ranks exchange. Log and ledger.jsonl have the same form. Over NCCL where
+DS_ACCELERATOR is cuda, over gloo on CPUs else.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def adam_of(settings: dict[str, Any]) -> dict[str, Any]:
             "compared under AdamW only"
         )
     given = {key: v for key, v in optimizer.get("params", {}).items() if key != "torch_adam"}
-    unknown = sorted(given.keys() - {"lr", "betas", "eps", "weight_decay"})
+    unknown = sorted(given.keys() - {"lr", "betas", "eps", "weight_decay", "fused"})
     if unknown:
         raise SettingsError(f"optimizer.params.{unknown[0]}: not known to the peers; leave it out")
     # DeepSpeed's defaults, not torch's
@@ -93,7 +94,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Everything between the command line and the summary."""
     settings = json.loads(Path(arguments.deepspeed_config).read_text())
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dist.init_process_group("gloo")
+    device = torch.device("cuda" if os.environ.get("DS_ACCELERATOR") == "cuda" else "cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(arguments.seed)
     folder, name = arguments.data.parent, arguments.data.name
     samples = Samples(IndexedTokens(folder / f"{name}_train"), arguments.length, arguments.seed)
@@ -108,6 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
     model = GPT(config)
     if settings.get("bf16", {}).get("enabled"):
         model = model.to(torch.bfloat16)
+    model = model.to(device)
     peer, wire = PEERS[arguments.method], Wire()
     method = peer.make(
         model, wire, Settings(
@@ -121,7 +124,7 @@ def run(arguments: argparse.Namespace) -> None:
         micro_batches=settings.get("gradient_accumulation_steps", 1),
     )  # fmt: skip
     scheduler = scheduler_of(settings, method.optimizer)
-    trainer = PeerTrainer(method, wire, share, lm_loss, scheduler)
+    trainer = PeerTrainer(method, wire, share, lm_loss, scheduler, device)
     header = {
         "deepspeed_config": arguments.deepspeed_config,
         "seed": arguments.seed,

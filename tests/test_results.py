@@ -17,6 +17,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import loss_study  # noqa: E402
 import results  # noqa: E402
+from training_bench import gpu_losses  # noqa: E402
 
 
 def finish(out: Path, layout: str, name: str, seed: int, factor: float, **more: Any) -> None:
@@ -51,6 +52,36 @@ def test_loss_chapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     rows = json.loads((out / "loss.json").read_text())["dp2"]["runs"]
     assert rows[1]["gap"] == pytest.approx(1.0) and rows[1]["seconds"] is None
     assert (out / "loss_dp2.png").stat().st_size > 10_000
+
+
+def test_gpu_chapter(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    source, out = tmp_path / "gpu", tmp_path / "out"
+    asked = argparse.Namespace(steps=60, samples=1, lr=3e-4, out=source / "losses")
+    for name, factor in (("baseline", 1.0), ("recommended", 1.002)):
+        for seed in (0, 1, 2):
+            case = gpu_losses.Case(name, seed)
+            write_run(case.folder(asked.out), seed, factor, ledger=name != "baseline")
+            gpu_losses.keep(case, asked, finished=True)
+            (case.folder(asked.out) / "loss.jsonl").unlink()  # it comes compressed from elsewhere
+    turn = {"kind": "turn", "size": "85M", "layout": "dp2", "part": 0, "sent": 10, "samples": 8}
+    (source / "speed.jsonl").write_text(
+        "".join(
+            json.dumps({**turn, "arm": arm, "round": number, "seconds": [seconds], "loss": 1.0})
+            + "\n"
+            for number in (-1, 0, 1)
+            for arm, seconds in (("native bf16", 0.3), ("compute", 0.1), ("recommended", 0.2))
+        )
+    )
+    assert results.main(["--gpu", str(source), "--out", str(out)]) == 0
+    text = (out / "gpu.md").read_text()
+    assert "| `recommended` | 200.0 |" in text and "| +0.20 ± 0.00 |" in text
+    assert "not compared with NCCL's" in text and str(tmp_path) not in text
+    assert "--steps 60 --seeds 0 1 2" in text
+    figures = json.loads((out / "gpu.json").read_text())
+    assert figures["speed"][-1]["r"] == pytest.approx(2.0) and len(figures["loss"]["runs"]) == 2
+    assert (out / "gpu_loss.png").stat().st_size > 10_000
+    assert results.main(["--gpu", str(tmp_path), "--out", str(out)]) == 1
 
 
 def test_without_matplotlib_it_says_so_first(

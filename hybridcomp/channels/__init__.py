@@ -9,19 +9,22 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels.channel import TWO_LEVELS, Channel
-from hybridcomp.channels.host import HostMoves
+from hybridcomp.channels.host import HostMoves, Packed
+from hybridcomp.collectives.clock import HOST, SILENT, Clock
 from hybridcomp.config import CompressionConfig
 from hybridcomp.factors import Factors
 from hybridcomp.feedback import Residuals
 from hybridcomp.guard import Guard
 from hybridcomp.ledger import Ledger
-from hybridcomp.link import Link, judge, judge_seen
+from hybridcomp.link import WARM, Link, judge, judge_seen
 from hybridcomp.nodes import Nodes, Ranks, discover
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 from hybridcomp.seen import Seen
-from hybridcomp.trials import Place, gathers, messages, reductions
+from hybridcomp.trials import Place, Sent, agree_on, gathers, has_room, messages, reductions
 
-__all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "channels_of"]
+__all__ = [
+    "ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "Packed", "Sent", "channels_of",
+]  # fmt: skip
 
 #: attribute that an attached engine, its optimizer and its parameters carry
 ATTRIBUTE = "_hybridcomp_channels"
@@ -51,6 +54,7 @@ class Channels:
         self.factors = Factors()
         self.link = Link()  # with ``when: auto``
         self.is_weighed = False  # whether what is known before the first step was measured
+        self._feedback_nbytes = 0  # that error feedback would take at most; 0: not known
         self.seen = Seen(name for name in config.measured() if name not in ONE_WAY)
         self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
         #: names of small parameters that tensor-parallel ranks have in common; see ``common``
@@ -66,9 +70,11 @@ class Channels:
         return iter(self._by_dimension.values())
 
     def lossy(self, dimension: Dimension) -> bool:
-        """Whether values of this dimension's forward messages are changed: not on a fast link."""
+        """Whether forward messages of this step change values: not on a fast link."""
         codec = self.policy.codecs.get((dimension, "forward"))
-        return codec is not None and not codec.lossless and not self.link.native(dimension)
+        return (
+            codec is not None and not codec.lossless and not self.link.native(dimension, self.step)
+        )
 
     def place(self, groups: Iterable[Ranks]) -> list[str]:
         """Find the nodes and make the two levels of the groups of dp and zero; a collective.
@@ -89,11 +95,13 @@ class Channels:
         dtype: torch.dtype,
         device: torch.device,
         numel: int = UNKNOWN,
+        sent: Mapping[Dimension, Sent] | None = None,
     ) -> list[str]:
         """Measure those of dp and zero that may turn themselves off; a collective.
 
         After ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
-        ``dtype``. Returns what to tell the user, the same on all ranks.
+        ``dtype``. ``sent``: messages of a step, where that is known. Returns what to tell the user,
+        the same on all ranks.
         """
         self.is_weighed = True
         names = [name for name in self.config.measured() if name in ONE_WAY]
@@ -103,13 +111,18 @@ class Channels:
         place = Place(group, levels, dtype, device)
         common = torch.tensor(numel, device=device)
         dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
+        self._feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32
         for name in names:
+            known = (sent or {}).get(name)
+            whole = agree_on(known, group, device)
+            if known is None or not whole:
+                known = Sent((int(common),), "sum" if name == "dp" else "gather")
             codec = self.policy.codecs[name, "forward"]
             assert codec is not None, "the block was checked"
             trials = gathers(codec, place)
             if name == "dp":
                 trials = reductions(codec, self[name].error_feedback, place)
-            self.link.verdicts[name] = judge(trials, dtype.itemsize, device, int(common))
+            self.link.verdicts[name] = judge(trials, known, dtype.itemsize, device, whole)
         self._note_link()
         return [self.link.verdicts[name].told(name) for name in names]
 
@@ -138,13 +151,42 @@ class Channels:
         self._note_link()
         return told
 
+    def _compare(self, device: torch.device) -> list[str]:
+        """Compare steps of the run where a trial was close; a collective where that ends.
+
+        Returns what to tell the user, the same on all ranks.
+        """
+        if not self.link.verdicts or self.step < self.config.start_step + WARM:
+            return []
+        without, told = set(self.guard.trips), []
+        allocates = self.link.begins("dp") and self.link.native("dp", self.step)
+        allocates = allocates and self.config.error_feedback("dp")
+        if allocates and not has_room(self._feedback_nbytes, device):
+            without.add("dp")
+            needed = f"{self._feedback_nbytes / 1e9:.3g} GB for error feedback"
+            told.append(f"dp: stays native: to compare steps, {needed} would be needed")
+        told += self.link.compare(self.step, without, device)
+        self._note_link()
+        return told
+
     def _note_link(self) -> None:
-        """Native from the start is what the ledger shows of a link that is too fast."""
-        for name in self.link.verdicts:
-            if self.link.native(name):
-                self.ledger.native_since.setdefault(name, 0)
-            elif self.ledger.native_since.get(name) == 0:
-                del self.ledger.native_since[name]
+        """The ledger shows what is native from the start, and what changed later."""
+        ledger = self.ledger
+        for name, verdict in self.link.verdicts.items():
+            if name in self.guard.trips:
+                continue
+            ledger.native_since.pop(name, None)
+            if not verdict.pays:
+                ledger.native_since[name] = verdict.since
+                ledger.encoded_since.pop(name, None)
+            elif verdict.since:
+                ledger.encoded_since[name] = verdict.since
+
+    def open_step(self, device: torch.device) -> bool:
+        """At the first forward pass of a step, if it can be told; whether more of them matter."""
+        if self.link.recheck is not None:
+            self.link.recheck.open(self.step, device)
+        return self.link.may_compare
 
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
         """After an optimizer step, with ``step`` counted on: measure what is due, ask the guard.
@@ -152,8 +194,9 @@ class Channels:
         ``sampled``: whether that step was a ``sampling`` one. A collective. Returns what to tell
         the user, the same on all ranks.
         """
-        told = self._weigh_seen(device)
-        if self.guard.flushed("dp", self.step):
+        self.ledger.drain()
+        told = self._weigh_seen(device) + self._compare(device)
+        if self.guard.flushed("dp", self.step) or self.link.holds_nothing("dp", self.step):
             self.residuals.clear()
         if not sampled or not self.guard.watching:
             return told
@@ -178,7 +221,26 @@ class Channels:
         self.generation += 1
 
     @property
+    def timing(self) -> bool:
+        """Whether the device's time is taken in this step.
+
+        Half-way between two samples of the error: their extra encodings are no part of it, and
+        neither is the first step, which loads kernels.
+        """
+        every = self.config.ledger.sample_every
+        return every > 0 and self.step % every == every // 2
+
+    def clock(self, device: torch.device) -> Clock:
+        """What times a message on ``device`` in this step."""
+        if device.type != "cuda":
+            return HOST
+        if not self.timing or torch.cuda.is_current_stream_capturing():
+            return SILENT
+        return self.ledger.device_clock(device)
+
+    @property
     def sampling(self) -> bool:
         """Whether messages of this step have their error measured."""
         every = self.config.ledger.sample_every
-        return every > 0 and self.step % every == 0
+        due = every > 0 and self.step % every == 0
+        return due and not self.link.comparing(self.step)  # it would be in the time that counts

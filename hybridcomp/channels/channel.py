@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -74,7 +75,7 @@ class Channel(Choice):
 
     def gather_words(self, words: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
         """The int64 ``words`` of all ranks, sent beside a message of upstream; waits for them."""
-        meter = Meter(remote=self._reach(group).remote)
+        meter = self.meter(words.device, self._reach(group).remote)
         rows = collectives.gather_words(words, group, meter)
         self._channels.ledger.record_extra((self.dimension, "forward"), meter)
         return rows
@@ -91,7 +92,7 @@ class Channel(Choice):
         async_op: bool = False,
     ) -> Handle:
         """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``."""
-        spot = self._spot(codec, group, direction)
+        spot = self._spot(codec, group, direction, tensor.device)
         exact = self._take([tensor], None if pieces is None else [pieces], codec, group)
         handle, meter = sums.all_reduce(tensor, codec, spot, pieces, async_op)
         if exact is not None:
@@ -114,7 +115,7 @@ class Channel(Choice):
 
         ``wait()`` of the handle gives the sum, a new fp32 tensor.
         """
-        spot = self._spot(codec, group, direction)
+        spot = self._spot(codec, group, direction, shards[0].device)
         exact = self._take(shards, pieces, codec, group)
         handle, meter = sums.reduce_scatter(shards, codec, spot, pieces, async_op)
         if exact is not None:
@@ -133,7 +134,7 @@ class Channel(Choice):
         pieces: Sequence[Piece] | None = None,
     ) -> list[Tensor]:
         """The fp32 sums over ``group`` of the ranges of ``tensor`` that this rank owns."""
-        spot = self._spot(codec, group, "forward")
+        spot = self._spot(codec, group, "forward", tensor.device)
         exact = self._take([tensor], None if pieces is None else [pieces], codec, group)
         found, meter = sums.reduce_to_owners(tensor, ranges, codec, spot, pieces)
         if exact is not None:
@@ -167,12 +168,12 @@ class Channel(Choice):
         self.samples.take(shard, only, direction, cuts, relative_to)
         levels, reach = self._levels(group), self._reach(group)
         if levels is not None:
-            meter = Meter(remote=frozenset(range(levels.nodes)))
+            meter = self.meter(shard.device, frozenset(range(levels.nodes)))
             handle = hierarchy.all_gather(
                 shard, out, codec, levels, meter=meter, cuts=cuts, async_op=async_op
             )
         else:
-            meter = Meter(remote=reach.remote)
+            meter = self.meter(shard.device, reach.remote)
             handle = collectives.all_gather(
                 shard, out, codec, group, meter=meter, cuts=cuts, async_op=async_op
             )
@@ -194,7 +195,7 @@ class Channel(Choice):
         """Exchange parts of ``values`` between all ranks; splits in elements."""
         self.samples.take(values, codec.hops(1, 1, result=values.dtype)[0], direction)
         remote = self._reach(group).remote
-        meter = Meter(remote=remote)
+        meter = self.meter(values.device, remote)
         handle = collectives.all_to_all(
             out,
             values,
@@ -220,7 +221,7 @@ class Channel(Choice):
     ) -> None:
         """Send ``tensor`` (1-D, contiguous) to the global rank ``dst``; blocking."""
         self.samples.take(tensor, codec.hops(1, 1, result=tensor.dtype)[0], direction)
-        meter = Meter()
+        meter = self.meter(tensor.device)
         collectives.send(tensor, dst, codec, group, meter=meter)
         nodes = self._channels.nodes
         crosses = nodes is not None and nodes.of_rank[dst] != nodes.of_rank[dist.get_rank()]
@@ -240,11 +241,9 @@ class Channel(Choice):
 
         The sender counts the bytes; the receiver only adds its time.
         """
-        meter = Meter()
+        meter = self.meter(tensor.device)
         collectives.recv(tensor, src, codec, group, meter=meter)
-        entry = self._channels.ledger.interval[self.dimension, direction]
-        entry.codec_s += meter.codec_s
-        entry.wait_s += meter.wait_s
+        self._channels.ledger.record_time((self.dimension, direction), meter)
 
     def posts_once(self, codec: Codec, group: dist.ProcessGroup | None) -> bool:
         """Whether the handle of an ``all_gather`` sends nothing in ``wait()``."""
@@ -264,8 +263,16 @@ class Channel(Choice):
         stretches = stretches_of(pieces, names)
         return Exact(tensors, stretches, group) if stretches else None
 
+    def meter(self, device: torch.device, remote: frozenset[int] = frozenset()) -> Meter:
+        """Of a message on ``device``; ``remote``: ranks of its group on other nodes."""
+        return Meter(remote=remote, clock=self._channels.clock(device))
+
     def _spot(
-        self, codec: Codec, group: dist.ProcessGroup | None, direction: Direction
+        self,
+        codec: Codec,
+        group: dist.ProcessGroup | None,
+        direction: Direction,
+        device: torch.device,
     ) -> sums.Spot:
         return sums.Spot(
             group,
@@ -278,6 +285,7 @@ class Channel(Choice):
             self._channels.factors,
             partial(self.samples.factors, direction) if self._channels.sampling else None,
             apart=bool(self._channels.common),
+            clock=self._channels.clock(device),
         )
 
     def _levels(self, group: dist.ProcessGroup | None) -> Levels | None:

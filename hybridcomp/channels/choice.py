@@ -57,6 +57,9 @@ class Choice:
 
     def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
         """The codec of a copy between this rank's device and its host, None for native."""
+        start = self._channels.policy.start_step
+        if not self._channels.host.pace.encodes(direction, self._channels.step, start):
+            return None
         return self._choose(numel, dtype, 2, direction)  # two ends
 
     def _choose(
@@ -75,13 +78,16 @@ class Choice:
                 step=step,
             )
         )
-        if codec is not None and self._too_fast():
+        if codec is None:
             return None
-        if codec is not None and guard.native(self.dimension, step):
+        too_fast, flushes = self._too_fast(step), self._channels.link.flushes(self.dimension, step)
+        if guard.native(self.dimension, step):
             return guard.flush(self.dimension, step) if self.error_feedback else None
+        if too_fast:
+            return guard.lossless if self.error_feedback and flushes else None
         return codec
 
-    def _too_fast(self) -> bool:
+    def _too_fast(self, step: int) -> bool:
         """Whether the link was found to be faster than the codec. Raises ConfigError where it
         should have been measured before the first message and was not."""
         channels, name = self._channels, self.dimension
@@ -91,7 +97,12 @@ class Choice:
                 '"always"'
             )
             raise ConfigError(f"compression.{name}.when", "auto", todo)
-        return channels.link.native(name)
+        return channels.link.native(name, step)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether a message of this step that stays native comes between encoded ones."""
+        return self._channels.link.comparing(self._channels.step)
 
     def wants_pieces(self, codec: Codec) -> bool:
         """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+
+from hybridcomp.collectives.clock import HOST, Clock, Span
 
 
 @dataclass
@@ -20,11 +21,13 @@ class Meter:
 
     messages: int = 0  # calls into torch.distributed
     wire_nbytes: int = 0
-    codec_s: float = 0.0  # host seconds in encode and decode
-    wait_s: float = 0.0  # host seconds blocked in torch.distributed
+    codec_s: float = 0.0  # seconds of the host in encode and decode, where that codes
+    wait_s: float = 0.0  # seconds of the host blocked in torch.distributed
     inter_nbytes: int = 0  # of wire_nbytes, to ranks on other nodes
     remote: frozenset[int] = frozenset()  # ranks of the encoded message's group on other nodes
     used: dict[str, None] = field(default_factory=dict)  # specs of the codecs, in order
+    clock: Clock = HOST
+    spans: list[Span] = field(default_factory=list)  # of a GPU, in a step that is timed
 
     def sent(self, nbytes: int) -> None:
         """Count one message of ``nbytes`` bytes to other ranks."""
@@ -52,20 +55,10 @@ class Meter:
         if (rank + 1) % world_size in self.remote:
             self.inter_nbytes += nbytes
 
-    @contextmanager
-    def coding(self) -> Iterator[None]:
-        """Add the time of the ``with`` body to ``codec_s``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.codec_s += time.perf_counter() - start
+    def coding(self) -> AbstractContextManager[None]:
+        """The ``with`` body encodes or decodes: its time counts as the codec's."""
+        return self.clock.time(self, "codec")
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Add the time of the ``with`` body to ``wait_s``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.wait_s += time.perf_counter() - start
+    def waiting(self) -> AbstractContextManager[None]:
+        """The ``with`` body waits for the wire; on NCCL that is the stream, not the host."""
+        return self.clock.time(self, "wait")

@@ -18,7 +18,7 @@ from hybridcomp.collectives.handle import Steps
 Post = Callable[[Tensor, Tensor], Work]
 
 #: torch 2.13 renames it and warns about the old name
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def all_to_all(
@@ -52,7 +52,7 @@ def all_gather(out: Tensor, values: Tensor, group: ProcessGroup | None) -> Steps
         if mesh.suits(target.device, group):
             places = torch.tensor_split(target, dist.get_world_size(group))
             return mesh.all_to_all(places, [source] * len(places), group)
-        work: Work = _all_gather_single(target, source, group=group, async_op=True)
+        work: Work = all_gather_single(target, source, group=group, async_op=True)
         return work
 
     yield from _transfer(post, out, values, group)

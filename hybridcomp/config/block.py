@@ -60,7 +60,8 @@ class LedgerConfig(Strict):
         10,
         ge=0,
         description="Steps between samples of the relative error of an encoding. More often: more "
-        "time in the codec (one extra encoding of up to 65536 values a message). 0: never.",
+        "time in the codec (one extra encoding of up to 65536 values a message). On a GPU as many "
+        "steps have the device's time taken. 0: never.",
     )
 
     @property
@@ -237,6 +238,9 @@ class CompressionConfig(Strict):
         }
         settings[f"{BLOCK}.dp.error_feedback"] = self.error_feedback("dp")
         settings.update({f"{BLOCK}.{name}.when": getattr(self, name).when for name in MEASURED})
+        settings |= {
+            f"{BLOCK}.offload.{key}": getattr(self.offload, key) for key in ("when", "sums")
+        }
         settings[f"{BLOCK}.zero.delta"] = self.zero.delta
         settings[f"{BLOCK}.zero.resync_every"] = self.zero.resync_every
         settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather

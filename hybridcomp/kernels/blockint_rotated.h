@@ -1,15 +1,12 @@
-// rotation.h on the eight values of each lane: eight lanes hold a group of 64, this one those from
-// 8 * (lane % 8) on. Stages inside a lane come first, then three across lanes.
+// rotation.h on the values of a warp. Of eight in each lane, eight lanes hold a group of 64, this one
+// those from 8 * (lane % 8) on: stages inside a lane come first, then three across lanes. Of a block in
+// each lane, two lanes hold a group, and only the last stage goes from lane to lane.
 #pragma once
 
 #include "blockint_quads.h"
 
 namespace hybridcomp {
 namespace blockint {
-
-#ifndef HC_ARCH
-#error "packed.h comes first"
-#endif
 
 // a * b + c, rounded once; `b` is 1 or -1, so this is a sum or a difference.
 HC_INLINE float plus_signed(float a, float b, float c) {
@@ -89,6 +86,72 @@ HC_INLINE void rotate_back_any(float* v, bool whole) {
         float value = finite(with_sign(x[k], signs, k) * (1.0f / rotation::BACK_SCALE));
         value = magnitude_bits(value) > INF_BITS ? bits_float(nan) : value;
         v[k] = whole ? value : v[k];
+    }
+}
+
+// The rotation of a block that a lane has, the neighbour having the other one of the group.
+
+template <int HALF>
+HC_INLINE void stage_in_block(float* v) {
+#pragma unroll
+    for (int pair = 0; pair < BLOCK / 2; ++pair) {
+        int first = pair / HALF * 2 * HALF + pair % HALF;
+        float a = v[first], b = v[first + HALF];
+        v[first] = a + b, v[first + HALF] = a - b;
+    }
+}
+
+HC_INLINE float odd_sign() { return lane_id() & 1 ? -1.0f : 1.0f; }
+
+HC_INLINE void stages_in_block(float* v) {
+    stage_in_block<1>(v), stage_in_block<2>(v), stage_in_block<4>(v);
+    stage_in_block<8>(v), stage_in_block<16>(v);
+}
+
+HC_INLINE void stage_across_blocks(float* v, bool whole) {
+    float sign = odd_sign();
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) {
+        float other = other_lane_float(v[k], 1);
+        if (whole) v[k] = plus_signed(v[k], sign, other);
+    }
+}
+
+// held + value k of D x: the sign is known here, or that lanes differ in it.
+HC_INLINE float plus_in_d(float held, float x, int k, float odd) {
+    bool low = rotation::SIGNS >> k & 1, high = rotation::SIGNS >> (32 + k) & 1;
+    if (low == high) return low ? held - x : held + x;
+    return plus_signed(x, low ? -odd : odd, held);
+}
+
+HC_INLINE u32 block_signs() { return (u32)(rotation::SIGNS >> (32 * (lane_id() & 1))); }
+
+// Blocks that are not of a whole group stay as they are, in the registers where they are.
+HC_INLINE void rotate_block(float* v, bool whole) {
+    u32 signs = block_signs();
+    if (whole) {
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) v[k] = with_sign(v[k], signs, k) * rotation::FORWARD_SCALE;
+        stages_in_block(v);
+    }
+    stage_across_blocks(v, whole);
+}
+
+// `rotate_back_any` of a block.
+HC_INLINE void rotate_block_back(float* v, bool whole) {
+    u32 signs = block_signs();
+    if (whole) {
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) v[k] *= rotation::BACK_SCALE;
+        stages_in_block(v);
+    }
+    stage_across_blocks(v, whole);
+    if (!whole) return;
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) {
+        u32 nan = QUIET_NAN_BITS | sign_of(signs, k);
+        float value = finite(with_sign(v[k], signs, k) * (1.0f / rotation::BACK_SCALE));
+        v[k] = magnitude_bits(value) > INF_BITS ? bits_float(nan) : value;
     }
 }
 

@@ -24,6 +24,8 @@ from hybridcomp.kernels.launcher import DTYPES, THREADS, WARPS, WHOLE, Launcher,
 
 FORMATS = ("e4m3", "e5m2")
 ALIGN = 16
+#: of a block of threads of expcode.cu, by dtype code: each has a tile in shared memory
+EXPCODE_WARPS = (4, 8, 8)
 
 
 class CudaKernels:
@@ -101,9 +103,9 @@ class CudaKernels:
         self, maxbits: int, dtype: int, values: int, numel: int, out: int, nbytes: int,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """A thread a block of 4 values."""
+        """A thread four blocks of 4 values."""
         self._fixed(
-            "zfp.cu", (), f"zfp_encode_{DTYPES[dtype]}", out, ceil_div(numel, 4 * THREADS),
+            "zfp.cu", (), f"zfp_encode_{DTYPES[dtype]}", out, ceil_div(numel, 16 * THREADS),
             (values, numel, numel, 0, WHOLE, maxbits, out),
         )  # fmt: skip
 
@@ -111,10 +113,10 @@ class CudaKernels:
         self, maxbits: int, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """A thread a block."""
+        """A thread four blocks."""
         self._fixed(
             "zfp.cu", (), "zfp_add" if add else f"zfp_decode_{DTYPES[dtype]}", payload,
-            ceil_div(numel, 4 * THREADS), (payload, numel, numel, 0, WHOLE, maxbits, out),
+            ceil_div(numel, 16 * THREADS), (payload, numel, numel, 0, WHOLE, maxbits, out),
         )  # fmt: skip
 
     def cast(
@@ -157,40 +159,44 @@ class CudaKernels:
         self, segment: int, relative: bool, bound: float, dtype: int, values: int, numel: int,
         out: int, nbytes: int, threads: int, size: int = 0, /,
     ) -> int:  # fmt: skip
-        """256 threads a segment."""
+        """Two segments a block of threads, which look back together."""
         words = (values, numel, segment, _float_bits(bound), int(relative), dtype, out)
-        tiles = ceil_div(numel, segment)
+        tiles = ceil_div(numel, 2 * segment)
         return self._variable("radix.cu", f"radix_encode_{DTYPES[dtype]}", out, tiles, words, size)
 
     def radix_decode(
         self, segment: int, relative: bool, bound: float, dtype: int, payload: int, nbytes: int,
         out: int, numel: int, add: bool, threads: int, /,
     ) -> None:  # fmt: skip
-        """256 threads a segment. Damage is told by ``check``."""
+        """128 threads a segment. Damage is told by ``check``."""
         self._fixed(
             "radix.cu", (), "radix_add" if add else f"radix_decode_{DTYPES[dtype]}", payload,
             ceil_div(numel, segment),
             (payload, nbytes, numel, segment, _float_bits(bound), int(relative), out,
              self._damage.data_ptr()),
+            threads=128,
         )  # fmt: skip
 
     def expcode_encode(
         self, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,
         size: int = 0, /,
     ) -> int:  # fmt: skip
-        """256 threads a tile of 2048 values."""
+        """A warp a tile of 2048 values."""
         kernel, words = f"expcode_encode_{DTYPES[dtype]}", (values, numel, dtype, out)
-        return self._variable("expcode.cu", kernel, out, ceil_div(numel, 2048), words, size)
+        warps = EXPCODE_WARPS[dtype]
+        groups = ceil_div(numel, 2048 * warps)
+        return self._variable("expcode.cu", kernel, out, groups, words, size, 32 * warps)
 
     def expcode_decode(
         self, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """256 threads a tile. Damage is told by ``check``."""
+        """A warp a tile. Damage is told by ``check``."""
+        warps = EXPCODE_WARPS[dtype]
         self._fixed(
             "expcode.cu", (), f"expcode_{'add' if add else 'decode'}_{DTYPES[dtype]}", payload,
-            ceil_div(numel, 2048),
-            (payload, nbytes, numel, dtype, out, self._damage.data_ptr()),
+            ceil_div(numel, 2048 * warps),
+            (payload, nbytes, numel, dtype, out, self._damage.data_ptr()), 32 * warps,
         )  # fmt: skip
 
     def _fixed(

@@ -1,22 +1,35 @@
-// CUDA kernels of zfp: a lane takes a block of 4 values, a warp 32 of them, which begin and end at a
-// multiple of 32 bits at every rate. Where a block is whole words it is stored as it is; else the warp
-// puts its bits together in shared memory.
-#include "cuda_device.h"
+// CUDA kernels of zfp: a lane takes EACH blocks of 4 values, a warp 32 of them at a time, which begin
+// and end at a multiple of 32 bits at every rate. Where a block is whole words it is stored as it is;
+// else the warp puts its bits together in shared memory, where the tables of zfp.h are as well.
+#include "zfp_device.h"
 
-#include "zfp.h"
+#ifndef HC_ZFP_BLOCKS
+#define HC_ZFP_BLOCKS 5
+#endif
+#ifndef HC_ZFP_EACH
+#define HC_ZFP_EACH 4
+#endif
 
 namespace hybridcomp {
 namespace zfp {
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
+constexpr int EACH = HC_ZFP_EACH;
 constexpr int MOST_WORDS = 128 + 8;  // of a warp's blocks, and of the padding behind the last ones
 
-__device__ const Tables TABLES = make_tables();
+alignas(16) __device__ const Tables TABLES = make_tables();
 
 // Words of 32 bits. The stream is whole words of 64 bits, filled up to 16 bytes.
 HC_INLINE u64 stream_words(u64 blocks, u64 maxbits) {
     return align16(ceil_div(blocks * maxbits, 64) * 8) / 4;
+}
+
+// Into shared memory, where lanes that look up different entries are served at once.
+template <int ENTRIES>
+HC_INLINE void copy_table(const u32* from, uint4* to) {
+    static_assert(ENTRIES % 4 == 0, "16 bytes at a time");
+    for (u32 i = threadIdx.x; i < ENTRIES / 4; i += THREADS) to[i] = ((const uint4*)from)[i];
 }
 
 // zfp's rule for a last block of 1, 2 or 3 values.
@@ -24,16 +37,6 @@ HC_INLINE void fill_block(float* block, u64 count) {
     if (count < 2) block[1] = block[0];
     if (count < 3) block[2] = block[1];
     if (count < 4) block[3] = block[0];
-}
-
-HC_INLINE Bits encode_one(const float* v, u32 maxbits) {
-    if (maxbits > SHORT_BITS) return encode_block(v, maxbits, TABLES.encode);
-    u32 absmax = largest(largest(magnitude_bits(v[0]), magnitude_bits(v[1])),
-                         largest(magnitude_bits(v[2]), magnitude_bits(v[3])));
-    u32 header = block_header(absmax);
-    Coefficients k = transform(v[0], v[1], v[2], v[3], header);
-    Bits planes = {planes_of(k.a >> 16, k.b >> 16, k.c >> 16, k.d >> 16), 0};
-    return encode_planes<true>(planes, header, maxbits, TABLES.encode);
 }
 
 HC_INLINE u32 word_of(Bits bits, u32 index) {
@@ -51,34 +54,64 @@ HC_INLINE void merge(Bits bits, u32 position, u32 maxbits, u32* words) {
     }
 }
 
-template <class T>
-HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u64 maxbits,
-                      u8* out) {
-    __shared__ u32 shared[WARPS][MOST_WORDS];
-    Chunk mine(numel, chunk, slot, skip);
-    const auto* in = (const typename T::Stored*)source + mine.first;
-    u64 blocks = ceil_div(mine.count, BLOCK), first = warp_id() * WARP, block = first + lane_id();
-    if (first >= blocks) return;
-    Four held = read4<T>(in, block * BLOCK, mine.count, vectorizable<T>(in));
-    float values[BLOCK] = {held.x, held.y, held.z, held.w};
-    bool there = block < blocks;
-    if (there && mine.count - block * BLOCK < BLOCK) fill_block(values, mine.count - block * BLOCK);
-    Bits bits = encode_one(values, (u32)maxbits);
-    if (!there) bits = Bits{0, 0};
-    u32* words = (u32*)(out + mine.payload) + first * maxbits / 32;
-    u64 end = stream_words(blocks, maxbits) - first * maxbits / 32;  // words from here on
+// The blocks of a warp from `first` on, of any rate.
+HC_INLINE void put_blocks(Bits bits, u64 first, u64 blocks, u64 maxbits, u32* stream,
+                          u32* gathered) {
+    u32* words = stream + first * maxbits / 32;
     bool last = first + WARP >= blocks;
     if (!last && maxbits % 32 == 0) {
-        for (u32 i = 0; i < maxbits / 32; ++i) words[lane_id() * (maxbits / 32) + i] = word_of(bits, i);
+        words += lane_id() * (maxbits / 32);
+        for (u32 i = 0; i < maxbits / 32; ++i) words[i] = word_of(bits, i);
         return;
     }
-    u32* gathered = shared[threadIdx.x / WARP];
     for (u32 i = lane_id(); i < MOST_WORDS; i += WARP) gathered[i] = 0;
     __syncwarp();
     merge(bits, lane_id() * (u32)maxbits, (u32)maxbits, gathered);
     __syncwarp();
-    u64 count = last ? end : maxbits;
+    u64 count = last ? stream_words(blocks, maxbits) - first * maxbits / 32 : maxbits;
     for (u32 i = lane_id(); i < count; i += WARP) words[i] = gathered[i];
+    __syncwarp();
+}
+
+template <class T>
+HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u64 maxbits,
+                      u8* out) {
+    __shared__ uint4 entries[ENCODE_ENTRIES / 4];
+    const u32* table = (const u32*)entries;
+    __shared__ u32 shared[WARPS][MOST_WORDS];
+    Chunk mine(numel, chunk, slot, skip);
+    const auto* in = (const typename T::Stored*)source + mine.first;
+    u64 blocks = ceil_div(mine.count, BLOCK);
+    u64 start = (u64)blockIdx.x * (THREADS * EACH) + threadIdx.x / WARP * WARP;
+    bool vectors = vectorizable<T>(in);
+    u32* stream = (u32*)(out + mine.payload);
+    Four held[EACH];
+#pragma unroll
+    for (int r = 0; r < EACH; ++r) {
+        held[r] = read4<T>(in, (start + r * THREADS + lane_id()) * BLOCK, mine.count, vectors);
+    }
+    copy_table<ENCODE_ENTRIES>(TABLES.encode, entries);
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < EACH; ++r) {
+        u64 first = start + r * THREADS, block = first + lane_id();
+        if (first >= blocks) return;
+        float values[BLOCK] = {held[r].x, held[r].y, held[r].z, held[r].w};
+        if (maxbits == 32 && first + WARP < blocks) {
+            stream[block] = encode_word(values, table);
+            continue;
+        }
+        if (maxbits == 64 && first + WARP < blocks) {
+            ((u64*)stream)[block] = encode_two_words(values, table);
+            continue;
+        }
+        bool there = block < blocks;
+        u64 left = mine.count - block * BLOCK;
+        if (there && left < BLOCK) fill_block(values, left);
+        Bits bits = encode_wide(values, (u32)maxbits, table);
+        if (!there) bits = Bits{0, 0};
+        put_blocks(bits, first, blocks, maxbits, stream, shared[threadIdx.x / WARP]);
+    }
 }
 
 // Bits `position` .. of a stream of `count` words, past whose end there is nothing.
@@ -89,54 +122,61 @@ HC_INLINE u32 read_bits(const u32* words, u64 position, u64 count) {
     return low >> shift | (high << 1) << (31 - shift);
 }
 
-HC_INLINE void decode_one(Bits bits, u32 maxbits, float* values) {
-    if (maxbits > SHORT_BITS) {
-        decode_block(bits, maxbits, TABLES.decode, values);
-        return;
-    }
-    bits = first_bits(bits, maxbits);
-    Bits planes = decode_planes<true>(bits, maxbits, TABLES.decode);
-    u64 high = coefficients_of(planes.low);
-    Coefficients k = {coefficient(high, 0, 0), coefficient(high, 0, 1), coefficient(high, 0, 2),
-                      coefficient(high, 0, 3)};
-    Values v = untransform(k, (u32)bits.low & 511);
-    values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+HC_INLINE Bits get_block(const u32* words, u64 block, u64 blocks, u64 maxbits) {
+    if (maxbits == 32) return Bits{words[block], 0};
+    if (maxbits == 64) return Bits{((const u64*)words)[block], 0};
+    u64 count = stream_words(blocks, maxbits), position = block * maxbits;
+    Bits bits = {read_bits(words, position, count), 0};
+    if (maxbits > 32) bits.low |= (u64)read_bits(words, position + 32, count) << 32;
+    if (maxbits > 64) bits.high = read_bits(words, position + 64, count);
+    if (maxbits > 96) bits.high |= (u64)read_bits(words, position + 96, count) << 32;
+    return bits;
 }
 
 template <class T, bool ADD>
 HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, u64 maxbits,
                       void* target) {
+    __shared__ uint4 entries[DECODE_ENTRIES / 4];
+    const u32* table = (const u32*)entries;
     Chunk mine(numel, chunk, slot, skip);
-    u64 blocks = ceil_div(mine.count, BLOCK), block = warp_id() * WARP + lane_id();
-    if (block >= blocks) return;
+    u64 blocks = ceil_div(mine.count, BLOCK);
+    u64 start = (u64)blockIdx.x * (THREADS * EACH) + threadIdx.x;
     auto* out = (typename T::Stored*)target + mine.first;
     bool vectors = vectorizable<T>(out);
     const u32* words = (const u32*)(in + mine.payload);
-    u64 count = stream_words(blocks, maxbits), position = block * maxbits;
-    Bits bits = {0, 0};
-    bits.low = read_bits(words, position, count);
-    if (maxbits > 32) bits.low |= (u64)read_bits(words, position + 32, count) << 32;
-    if (maxbits > 64) bits.high = read_bits(words, position + 64, count);
-    if (maxbits > 96) bits.high |= (u64)read_bits(words, position + 96, count) << 32;
-    float values[BLOCK];
-    decode_one(bits, (u32)maxbits, values);
-    Four v = {values[0], values[1], values[2], values[3]};
-    if constexpr (ADD) v = sum(read4<T>(out, block * BLOCK, mine.count, vectors), v);
-    write4<T>(v, out, block * BLOCK, mine.count, vectors);
+    Bits held[EACH];
+#pragma unroll
+    for (int r = 0; r < EACH; ++r) {
+        u64 block = start + r * THREADS;
+        held[r] = Bits{0, 0};
+        if (block < blocks) held[r] = get_block(words, block, blocks, maxbits);
+    }
+    copy_table<DECODE_ENTRIES>(TABLES.decode, entries);
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < EACH; ++r) {
+        u64 block = start + r * THREADS;
+        if (block >= blocks) return;
+        Four v = maxbits == 32   ? decode_word((u32)held[r].low, table)
+                 : maxbits == 64 ? decode_two_words(held[r].low, table)
+                                 : decode_wide(held[r], (u32)maxbits, table);
+        if constexpr (ADD) v = sum(read4<T>(out, block * BLOCK, mine.count, vectors), v);
+        write4<T>(v, out, block * BLOCK, mine.count, vectors);
+    }
 }
 
 }  // namespace zfp
 }  // namespace hybridcomp
 
 #define HC_ENCODE(NAME, T)                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                         \
+    extern "C" __global__ void __launch_bounds__(256, HC_ZFP_BLOCKS)                          \
     zfp_encode_##NAME(const void* values, unsigned long long numel, unsigned long long chunk, \
                       unsigned long long slot, unsigned long long skip,                       \
                       unsigned long long maxbits, unsigned char* out) {                       \
         hybridcomp::zfp::encode<hybridcomp::T>(values, numel, chunk, slot, skip, maxbits, out); \
     }
 #define HC_DECODE(NAME, T, ADD)                                                               \
-    extern "C" __global__ void __launch_bounds__(256)                                         \
+    extern "C" __global__ void __launch_bounds__(256, HC_ZFP_BLOCKS)                          \
     NAME(const unsigned char* in, unsigned long long numel, unsigned long long chunk,         \
          unsigned long long slot, unsigned long long skip, unsigned long long maxbits,        \
          void* out) {                                                                         \

@@ -75,10 +75,10 @@ class Blocks:
         return (turn(flat) if self.rotate else flat)[:, :count]
 
 
-@functools.lru_cache(maxsize=1)
-def hadamard() -> Tensor:
+@functools.lru_cache(maxsize=2)
+def hadamard(device: torch.device) -> Tensor:
     """(SIDE, SIDE), orthogonal and symmetric, so that it is its own inverse."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, device=device)
     while len(matrix) < SIDE:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix / math.sqrt(SIDE)
@@ -86,16 +86,19 @@ def hadamard() -> Tensor:
 
 def turn(values: Tensor) -> Tensor:
     """Every ``SIDE`` consecutive values of (rows, count) times the Hadamard matrix."""
-    return (values.reshape(-1, SIDE) @ hadamard()).view(values.shape)
+    return (values.reshape(-1, SIDE) @ hadamard(values.device)).view(values.shape)
 
 
 def pack_signs(values: Tensor) -> Tensor:
     """(rows, count), count a multiple of 8, to (rows, count / 8) uint8: bit 1 for ``>= 0``."""
     bits = (values >= 0).view(len(values), -1, 8).to(torch.uint8)
-    return (bits << torch.arange(8, dtype=torch.uint8)).sum(dim=2, dtype=torch.uint8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
+        dim=2, dtype=torch.uint8
+    )
 
 
 def unpack_signs(message: Tensor) -> Tensor:
     """(rows, bytes) to (rows, 8 * bytes) of +1.0 and -1.0."""
-    bits = message.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8) & 1
+    places = torch.arange(8, dtype=torch.uint8, device=message.device)
+    bits = message.unsqueeze(2) >> places & 1
     return bits.view(len(message), -1).float() * 2 - 1

@@ -42,8 +42,9 @@ class Flat:
 
     def owners(self) -> Tensor:
         """Number of the parameter that each value belongs to; the padding has one of its own."""
-        counts = torch.tensor([*(p.numel() for p in self.parameters), self._padding])
-        return torch.repeat_interleave(torch.arange(len(counts)), counts)
+        device = self.parameters[0].device
+        counts = torch.tensor([*(p.numel() for p in self.parameters), self._padding], device=device)
+        return torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
 
     def _join(self, tensors: list[Tensor]) -> Tensor:
         return F.pad(torch.cat([t.reshape(-1).float() for t in tensors]), (0, self._padding))

@@ -121,7 +121,7 @@ class OneBit:
         freeze = settings.start or onebit.warm_up_steps(settings.steps, 0.2)
         self.optimizer: torch.optim.Optimizer = onebit.OneBitAdam(
             self._weights, self._flat.owners(), wire, freeze, clip=settings.clip, exact=exact,
-            **settings.adam,
+            **{key: value for key, value in settings.adam.items() if key != "fused"},
         )  # fmt: skip
 
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:

@@ -51,7 +51,7 @@ class OneBitAdam(torch.optim.Optimizer):
         self._segments, self._lengths = segments(rows)
         rank = dist.get_rank()
         self._own = self._segments[rank : rank + 1]
-        self.server_error = torch.zeros(1, rows.shape[1])
+        self.server_error = torch.zeros(1, rows.shape[1], device=weights.device)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -96,8 +96,9 @@ class OneBitAdam(torch.optim.Optimizer):
     def _compress(self, rows: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
         """Message of each row, and what its receiver will decode."""
         count = self._lengths.shape[1]
-        sizes = torch.zeros(len(rows), count).scatter_add_(1, segments, torch.ones_like(rows))
-        squares = torch.zeros(len(rows), count).scatter_add_(1, segments, rows.square())
+        none = torch.zeros(len(rows), count, device=rows.device)
+        sizes = none.scatter_add(1, segments, torch.ones_like(rows))
+        squares = none.scatter_add(1, segments, rows.square())
         scales = (squares / sizes.clamp(min=1)).sqrt()
         message = torch.cat([pack_signs(rows), scales.view(torch.uint8)], dim=1)
         return message, self._decompress(message, segments)
@@ -117,7 +118,7 @@ def segments(rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     numbers = rows - rows[:, :1]
     most = int(numbers.max()) + 1
-    lengths = torch.zeros(len(rows), most, dtype=torch.int64)
+    lengths = torch.zeros(len(rows), most, dtype=torch.int64, device=rows.device)
     lengths.scatter_add_(1, numbers, torch.ones_like(numbers))
     return numbers, lengths
 

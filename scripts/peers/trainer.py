@@ -20,8 +20,8 @@ from peers.wire import Wire
 class Engine:
     """The few things of a DeepSpeed engine that the loop touches."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.device = device
         self.monitor = type("Monitor", (), {"enabled": False})()
         self._optimizer = optimizer
 
@@ -35,9 +35,9 @@ class PeerTrainer:
 
     def __init__(
         self, method: Method, wire: Wire, share: Share, loss: Callable[[Tensor, Tensor], Tensor],
-        scheduler: Any,
+        scheduler: Any, device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        self.engine: Any = Engine(method.optimizer)
+        self.engine: Any = Engine(method.optimizer, device or torch.device("cpu"))
         self.share = share
         self._method, self._wire, self._loss, self._scheduler = method, wire, loss, scheduler
         self.raw_nbytes = 0.0
@@ -78,7 +78,9 @@ class PeerTrainer:
 
         Everything stands under ``dp``; native is an all-reduce in the width of the parameters.
         """
-        totals = torch.tensor([self.raw_nbytes, self._wire.sent], dtype=torch.float64)
+        totals = torch.tensor(
+            [self.raw_nbytes, self._wire.sent], dtype=torch.float64, device=self.engine.device
+        )
         dist.all_reduce(totals)
         if dist.get_rank() != 0:
             return

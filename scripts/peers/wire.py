@@ -42,7 +42,10 @@ class Wire:
     def all_gather(self, row: Tensor, group: Any) -> Tensor:
         """(n,) of every member as (members, n)."""
         members = dist.get_world_size(group)
-        out, row = torch.empty(members, len(row), dtype=row.dtype), row.contiguous()
+        out, row = (
+            torch.empty(members, len(row), dtype=row.dtype, device=row.device),
+            row.contiguous(),
+        )
         wait_for(transport.all_gather(out.view(-1), row, group))
         self.count(row.nbytes * (members - 1))
         return out

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 
 from hybridcomp import link
+from hybridcomp.trials import Sent
 
 
 @contextmanager
@@ -21,10 +22,10 @@ def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
         run()
         return {"native": native_s, "coded": coded_s}[run.__name__]
 
-    def sized(trial: Callable[[int], Any]) -> Callable[[int], Any]:
-        def of(numel: int) -> Any:
-            sizes.append(numel)
-            return trial(numel)
+    def sized(trial: Callable[[Sent], Any]) -> Callable[[Sent], Any]:
+        def of(sent: Sent) -> Any:
+            sizes.append(sent.numel)
+            return trial(sent)
 
         return of
 

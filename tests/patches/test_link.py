@@ -7,13 +7,15 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp import link
-from hybridcomp.channels import Channels, channels_of
+from hybridcomp import link, trials
+from hybridcomp.channels import Channel, Channels, Sent, channels_of
+from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from tests.patches.link_clock import clock
@@ -22,6 +24,7 @@ from tests.ranks import RankPool
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
+from hybridcomp.patches import ds_sent
 from tests.training.trainer import Job, digests, make_engine, train_step
 
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}
@@ -171,11 +174,11 @@ def test_what_changed_is_told() -> None:
     one = link.Link()
     one.verdicts["dp"] = link.Verdict(False, 16 << 20, 0.01, 0.02)
     stored = link.Verdict(True, 16 << 20, 0.3, 0.1)
-    assert one.restore({}) == [] and one.native("dp")
+    assert one.restore({}) == [] and one.native("dp", 0)
     (told,) = one.restore({"dp": vars(stored)})
     assert told.startswith("dp: stays compressed, as in the run that is continued")
     assert "16.8 MB now takes 20.0 ms and native 10.0 ms" in told and '"codec": "none"' in told
-    assert one.verdicts["dp"] == stored and not one.native("dp")
+    assert one.verdicts["dp"] == stored and not one.native("dp", 0)
 
 
 def unmeasured() -> str:
@@ -189,3 +192,82 @@ def unmeasured() -> str:
 def test_what_was_not_measured_is_an_error(pool: RankPool) -> None:
     for said in pool.run(unmeasured):
         assert "compression.dp.when" in said and 'write "always"' in said
+
+
+def foretold(stage: int, persistent: int) -> tuple[Any, ...]:
+    """What is said to be sent in a step, and the values of the messages of the third."""
+    zero = {"reduce_bucket_size": 2000, "stage3_prefetch_bucket_size": 1500,
+            "stage3_param_persistence_threshold": persistent}  # fmt: skip
+    job = Job(
+        stage, "bf16", steps=3, zero=zero if stage else {}, block={"dp": "none", "min_bytes": 0}
+    )
+    engine = make_engine(job)
+    known = ds_sent.sent(engine)
+    seen: dict[str, list[int]] = {"dp": [], "zero": []}
+    choose = Channel.codec
+
+    def codec(self: Any, numel: int, *args: Any) -> Any:
+        seen[self.dimension].append(numel)
+        return choose(self, numel, *args)
+
+    for step in range(3):
+        seen = {"dp": [], "zero": []}
+        with patch.object(Channel, "codec", codec):
+            train_step(engine, job, step)
+    engine.destroy()
+    return {name: sent.numels for name, sent in known.items()}, seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_said_to_be_sent_is_sent(pool: RankPool, stage: int) -> None:
+    for known, seen in pool.run(foretold, stage, 0):
+        assert sorted(known["dp"]) == pytest.approx(sorted(seen["dp"]), rel=1e-3)
+        assert sum(known.get("zero", ())) == pytest.approx(sum(seen["zero"]), rel=1e-3)
+        assert max(known.get("zero", (0,))) * 2 >= max(seen["zero"], default=0)
+
+
+def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any, ...]:
+    """Of messages that are known; ``odd_rank`` knows others."""
+    channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": "none"}))
+    numels = (2000, 900) if dist.get_rank() == odd_rank else (2000, 901)
+    sent: dict[Any, Sent] = {"dp": Sent(numels, "own"), "zero": Sent(numels, "gather", True)}
+    with clock(*times) as sizes:
+        told = channels.weigh(None, torch.bfloat16, CPU, 5000, sent)
+    scattered = Sent((2000, 7, 1), "scatter")
+    with clock(*times):
+        runs = trials.reductions(
+            make_codec("blockint", bits=8), True, trials.Place(None, None, torch.bfloat16, CPU)
+        )
+        for run in runs(scattered):
+            run()
+    return channels.link.verdicts, told, sizes
+
+
+def test_all_messages_of_a_step_are_timed_together(pool: RankPool) -> None:
+    for verdicts, told, sizes in pool.run(weighed_whole, (0.02, 0.01), None):
+        assert sizes == [1024, 2000, 2901] * 2
+        assert {(v.nbytes, v.messages, v.of) for v in verdicts.values()} == {(5802, 2, 0)}
+        assert told[0].startswith("dp: 0.0058 MB in 2 messages take 20.0 ms natively")
+
+
+def test_messages_that_ranks_see_differently_are_not_sent(pool: RankPool) -> None:
+    """They would wait for each other for good."""
+    for verdicts, _, sizes in pool.run(weighed_whole, (0.02, 0.01), 1):
+        assert sizes == [1024, 2048, 4096] * 2
+        assert {verdict.messages for verdict in verdicts.values()} == {1}
+
+
+def test_what_there_is_no_time_for_is_said(pool: RankPool) -> None:
+    """Trials of both messages would take longer than there is, or there is none left."""
+    for times, last in (((0.25, 0.24), [2000]), ((0.4, 0.25), [])):
+        for verdicts, told, sizes in pool.run(weighed_whole, times, None):
+            assert sizes == [1024, 2000, *last] * 2
+            assert {(v.nbytes, v.messages, v.of) for v in verdicts.values()} == {(4000, 1, 5802)}
+            assert told[1].startswith("zero: 0.004 MB (of 0.0058 MB a step) take ")
+
+
+def test_a_part_of_what_is_sent() -> None:
+    whole = Sent((5, 6, 7), "sum")
+    assert [whole.cut(most).numels for most in (100, 18, 17, 11, 5, 2)] == [
+        (5, 6, 7), (5, 6, 7), (5, 6), (5, 6), (5,), (2,),
+    ]  # fmt: skip

@@ -153,7 +153,7 @@ def late() -> list[int]:
                 assert channels["tp"].codec(10, BF16, None) is None
             channels.step = step
             channels.close_step(False, CPU)
-    assert channels.link.native("tp") and not channels.seen.waiting
+    assert channels.link.native("tp", channels.step) and not channels.seen.waiting
     return looked
 
 
@@ -263,7 +263,7 @@ def test_the_state_is_json() -> None:
     stored = {"pays": False, "nbytes": 10, "native_s": 0.1, "coded_s": 0.2}
     told = channels.resume_link(json.loads(json.dumps({"pp": stored})))
     assert told == ["pp: native, as measured in the run that is continued"]
-    assert channels.seen.waiting == ("tp",) and channels.link.native("pp")
+    assert channels.seen.waiting == ("tp",) and channels.link.native("pp", channels.step)
     assert channels.ledger.native_since == {"pp": 0}
     assert channels.link.state() == {"pp": stored}
     assert replace(channels.link.verdicts["pp"], pays=True).told("pp").startswith("pp: 1e-05 MB")

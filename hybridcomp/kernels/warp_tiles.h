@@ -1,0 +1,143 @@
+// What kernels share that give each warp a tile of its own and need no barrier in it.
+#pragma once
+
+#include "cuda_tiles.h"
+
+#ifdef __CUDA_ARCH__
+#define HC_DEVICE __CUDA_ARCH__
+#else
+#define HC_DEVICE 0  // a host that emulates one
+#endif
+
+namespace hybridcomp {
+
+constexpr u32 EACH_BYTE = 0x01010101u, TOP_BITS = 0x80808080u;
+
+HC_INLINE u32 largest_in_warp(u32 value) {
+#if HC_DEVICE >= 800
+    return __reduce_max_sync(FULL_WARP, value);
+#else
+    return largest_of<1, 2, 4, 8, 16>(value);
+#endif
+}
+
+HC_INLINE u32 smallest_in_warp(u32 value) { return ~largest_in_warp(~value); }
+
+// Whether what begins here can move 16 bytes at a time.
+HC_INLINE bool whole_vectors(const void* at) { return ((u64)at & 15) == 0; }
+
+// Bits of `mask` from a, the others from b: one instruction, which the compiler makes two of.
+HC_INLINE u32 choose_bits(u32 mask, u32 a, u32 b) {
+#if HC_DEVICE
+    u32 found;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(found) : "r"(a), "r"(b), "r"(mask));
+    return found;
+#else
+    return (a & mask) | (b & ~mask);
+#endif
+}
+
+// Top bit of each byte that is not zero.
+HC_INLINE u32 nonzero_bytes(u32 bytes) { return (((bytes & ~TOP_BITS) + ~TOP_BITS) | bytes) & TOP_BITS; }
+
+// 0x7f in each byte whose top bit is set in `flags`, else 0.
+HC_INLINE u32 spread_flags(u32 flags) { return flags - (flags >> 7); }
+
+HC_INLINE u32 lowest_bit(u32 bits) { return 31 - (u32)__clz((int)(bits & (0u - bits))); }
+
+// 16 bytes to shared memory, without registers where the hardware can.
+HC_INLINE void fetch(void* shared, const void* from) {
+#if HC_DEVICE >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from) : "memory");
+#else
+    *(uint4*)shared = *(const uint4*)from;
+#endif
+}
+
+// What the lanes of this warp fetched is there for all of them.
+HC_INLINE void await_fetched() {
+#if HC_DEVICE >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+    __syncwarp();
+}
+
+// Of a few numbers below 32, one a lane, those of the lanes before and of all.
+struct Few {
+    u32 before, total;
+};
+
+HC_INLINE Few sum_few(u32 value) {
+    u32 lower = (1u << lane_id()) - 1;
+    u32 ones = __ballot_sync(FULL_WARP, value & 1), twos = __ballot_sync(FULL_WARP, value & 2);
+    Few few = {(u32)__popc(ones & lower) + 2 * (u32)__popc(twos & lower),
+               (u32)__popc(ones) + 2 * (u32)__popc(twos)};
+    if (__ballot_sync(FULL_WARP, value > 3)) {
+#pragma unroll
+        for (u32 bit = 2; bit < 5; ++bit) {
+            u32 some = __ballot_sync(FULL_WARP, value >> bit & 1);
+            few.before += (u32)__popc(some & lower) << bit, few.total += (u32)__popc(some) << bit;
+        }
+    }
+    return few;
+}
+
+// States that a lane looks at together. With one, a group of eight tiles waited so long for those before
+// that bf16 was encoded at 0.66 of a copy, and at 0.98 if nobody looked back (H100, 256 MB).
+constexpr int FAR = 4;
+
+// What the groups of tiles before `group` add up to, as look_back of cuda_tiles.h, by one whole warp. A
+// state is all that it tells: nothing has to be ordered before it.
+HC_INLINE u32 look_far_back(u64* states, u32 group, u32 mine) {
+    u32 lane = lane_id(), total = 0;
+    if (lane == 0) *(volatile u64*)(states + group) = (group ? AGGREGATE : PREFIX) | mine;
+    for (u32 end = group; end > 0;) {
+        u64 found[FAR];
+#pragma unroll
+        for (u32 j = 0; j < FAR; ++j) {
+            u32 back = j * WARP + lane;
+            found[j] = back < end ? load_state(states + end - 1 - back) : PREFIX;
+        }
+        u32 whole = 0;
+#pragma unroll
+        for (u32 j = 0; j < FAR; ++j) {
+            if (whole) continue;
+            while ((found[j] >> 32) == 0) found[j] = load_state(states + end - 1 - (j * WARP + lane));
+            whole = __ballot_sync(FULL_WARP, (found[j] >> 32) == 2);
+            u32 nearest = whole & (0u - whole);  // the lane of the nearest prefix, as a bit
+            total += whole == 0 || (1u << lane) <= nearest ? (u32)found[j] : 0;
+        }
+        end = whole || end < FAR * WARP ? 0 : end - FAR * WARP;
+    }
+    total = sum_of_lanes(total);
+    if (lane == 0 && group) *(volatile u64*)(states + group) = PREFIX | (u64)(total + mine);
+    return total;
+}
+
+// What the warps of a block have, one after the other.
+template <int WARPS>
+struct Lengths {
+    u32 lengths[WARPS], place;
+
+    // Words before this warp's, of all groups of warps before and of this one; `total`: of this one.
+    HC_INLINE_MEMBER u32 look(Workspace* work, u32 group, u32 mine, u32& total) {
+        u32 warp = threadIdx.x / WARP, before = 0;
+        if (lane_id() == 0) lengths[warp] = mine;
+        __syncthreads();
+        total = 0;
+#pragma unroll
+        for (u32 w = 0; w < WARPS; ++w) {
+            u32 length = lengths[w];
+            before += w < warp ? length : 0, total += length;
+        }
+        if (warp == 0) {
+            u32 found = look_far_back(work->states, group, total);
+            if (lane_id() == 0) place = found;
+        }
+        __syncthreads();
+        return place + before;
+    }
+};
+
+}  // namespace hybridcomp

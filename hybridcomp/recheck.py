@@ -1,0 +1,175 @@
+"""Whether verdicts hold in the run itself: some of its steps natively, some encoded, in turns.
+
+A trial times messages alone. In a step they meet the model's own work, which hides some of the wire
+and none of the codec's time, and each other. So where a trial was close, once the run is warm:
+
+1. ``REHEARSED`` steps: one with all dimensions native, one with all encoded. What they have to make
+   for that (buffers, residuals) is made here, and they are not counted;
+2. a round of ``CELLS`` steps, in which up to three dimensions take every combination of both modes;
+3. the seconds of the slowest rank count, so all ranks judge alike. A dimension changes when its
+   other mode was faster in every pair of steps that differ in it alone, and stays when it was not.
+   Where that is unclear for one, a second round follows, in which one pair of eight may disagree.
+
+All that chooses a mode is the number of the step, which is equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.policy import Dimension
+
+#: steps before the first round, not counted
+REHEARSED = 2
+#: combinations of modes of three dimensions
+MOST = 3
+CELLS = 1 << MOST
+#: share of a step that the other mode has to save
+GAIN = 0.03
+ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the steps of one dimension took, and whether it should change."""
+
+    native_s: float
+    coded_s: float
+    changes: bool
+
+
+class Recheck:
+    """The comparison of one engine: who takes part, from which step on, and its clock."""
+
+    def __init__(self, names: Sequence[Dimension], first: int) -> None:
+        assert 0 < len(names) <= MOST
+        self.names = tuple(names)
+        self.first = first
+        self.rounds = 1
+        self._starts: dict[int, Any] = {}
+        self._stops: dict[int, Any] = {}
+
+    @property
+    def stop(self) -> int:
+        """The first step after it."""
+        return self.first + REHEARSED + self.rounds * CELLS
+
+    def covers(self, step: int) -> bool:
+        """Whether it chooses the modes of ``step``."""
+        return self.first <= step < self.stop
+
+    def coded(self, name: Dimension, step: int) -> bool | None:
+        """Whether ``name`` is encoded in ``step``; None: no matter of this comparison."""
+        if name not in self.names or not self.covers(step):
+            return None
+        turn = step - self.first
+        if turn < REHEARSED:
+            return turn == 1
+        return bool((turn - REHEARSED) >> self.names.index(name) & 1)
+
+    def open(self, step: int, device: torch.device) -> None:
+        """``step`` begins, if it has not begun already: its first forward pass.
+
+        What lies between two steps (an evaluation, a checkpoint, waiting for data) tells nothing.
+        """
+        if self.covers(step) and step not in self._starts:
+            self._starts[step] = _mark(device)
+
+    def close(self, step: int, device: torch.device) -> None:
+        """The step before ``step`` is over, on a GPU behind its work."""
+        self._stops[step - 1] = _mark(device)
+
+    def judge(
+        self, pays: Mapping[Dimension, bool], device: torch.device
+    ) -> dict[Dimension, Finding] | None:
+        """Compare, at ``stop``; a collective over the job. None: another round is needed.
+
+        ``pays``: whether each dimension is encoded now.
+        """
+        begin = self.first + REHEARSED
+        found = torch.tensor(
+            [self._seconds(step) for step in range(begin, self.stop)], dtype=torch.float64
+        )
+        found = found.to(device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        seconds = found.tolist()
+        findings = {name: self._judged(name, pays[name], seconds) for name in self.names}
+        if self.rounds < ROUNDS and any(one is None for one in findings.values()):
+            self.rounds += 1
+            return None
+        return {
+            name: Finding(0.0, 0.0, False) if one is None else one for name, one in findings.items()
+        }
+
+    def _seconds(self, step: int) -> float:
+        """Of one step; 0: it was not seen, as a run was continued in the middle.
+
+        Where nobody says when a step begins, it does when the one before is over.
+        """
+        start, stop = self._starts.get(step, self._stops.get(step - 1)), self._stops.get(step)
+        return 0.0 if start is None or stop is None else _between(start, stop)
+
+    def _judged(self, name: Dimension, pays: bool, seconds: Sequence[float]) -> Finding | None:
+        """None: unclear, as long as more may come."""
+        pairs = self._pairs(name, seconds)
+        last = self.rounds == ROUNDS
+        if len(pairs) < CELLS // 2:
+            return None
+        native_s, coded_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+        now, other = (1, 0) if pays else (0, 1)
+        gains = [(pair[now] - pair[other]) / pair[now] for pair in pairs]
+        gain, agree = statistics.median(gains), sum(one > 0 for one in gains)
+        if gain >= GAIN and agree >= len(gains) - len(gains) // CELLS:
+            return Finding(native_s, coded_s, True)
+        if gain < GAIN / 2 or last:
+            return Finding(native_s, coded_s, False)
+        return None
+
+    def _pairs(self, name: Dimension, seconds: Sequence[float]) -> list[tuple[float, float]]:
+        """Native and encoded seconds of the steps that differ in ``name`` alone."""
+        bit = 1 << self.names.index(name)
+        cells = ((seconds[i], seconds[i + bit]) for i in range(len(seconds)) if not i & bit)
+        return [pair for pair in cells if min(pair) > 0]
+
+
+def told(name: Dimension, finding: Finding, pays: bool, step: int) -> str:
+    """One sentence; ``pays``: the outcome, ``step``: the first that knows it."""
+    if not finding.native_s:
+        seen = "too few steps were seen to compare"
+    else:
+        seen = (
+            f"steps took {finding.native_s * 1e3:.1f} ms natively and "
+            f"{finding.coded_s * 1e3:.1f} ms encoded, in turns"
+        )
+    todo = "compressed" if pays else "native"
+    how = f"{todo} from step {step} on" if finding.changes else f"stays {todo}"
+    return f"{name}: {seen} (compression.{name}.when: auto): {how}"
+
+
+def _mark(device: torch.device) -> Any:
+    """Now: seconds of the host, or an event behind what the device has been given."""
+    if device.type != "cuda":
+        return now()
+    cuda: Any = torch.cuda
+    event = cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, stop: Any) -> float:
+    """Seconds; waits for the device, once in a run."""
+    if isinstance(stop, float):
+        return stop - float(start)
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
+
+
+#: of the host; a test puts its own here
+now: Callable[[], float] = time.perf_counter

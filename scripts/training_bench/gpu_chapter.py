@@ -1,0 +1,143 @@
+"""The chapter of docs/results on the GPU: speed of training, then losses at 124 M parameters."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from training_bench import gpu_losses, gpu_picture, gpu_report
+from training_bench.cells import LAYOUTS
+from training_bench.gpu_cells import SIZES
+
+HEAD = """\
+One H100 80GB, all ranks on it, each a host of its own for NCCL: they talk over NCCL's sockets
+(loopback, about 14 Gb/s for two ranks), as nodes without RDMA do. bf16, fused AdamW, buckets
+of 100 MB, the example GPT (`scripts/train_gpt.py`). The ranks share the GPU's arithmetic, so
+a step's compute is that of all ranks together.
+"""
+SPEED = """
+## Speed
+
+All arms of a layout run side by side and take turns of a few steps; the first step of a turn is not
+counted, and every round begins at the other end. "Of native" is the median of the ratios to native
+bf16 of the same round, with the 95 % interval of that median. MB are those of the loopback
+interface, of all ranks, headers included; "bytes" is native's over the arm's. "Compute" is native
+training whose messages are cut to 16 elements in the same rounds: the ranks still wait for each
+other, but nothing is on the wire. With r = (native - compute) / compute, "allowed" is
+(1 + r) / (1 + r / bytes saved), the speed-up when nothing but bytes changes, and "reached" the
+share of it. Peers are what their authors published where that runs (torch's hooks, DeepSpeed's
+ZeRO++ with its CUDA kernels), else eager reimplementations (`scripts/peers/`), whose seconds are an
+upper bound.
+"""
+LOSS = """
+## Loss
+
+GPT-2 small's size (12 layers, width 768, 12 heads, vocabulary 50,257, output tied to the embedding:
+124 M parameters), bf16, ZeRO 1 on two ranks, sequences of 1,024 tokens. The text is Python source
+(the standard library, torch, DeepSpeed) in a byte-level BPE that was trained on it
+(`prepare_data.py --vocabulary 50257`). The ranks' bytes go through the GPU's memory
+(`scripts/training_bench/gpu_memory.py`) in place of NCCL's sockets: codecs, collectives and sums
+are the same, only the wire is not waited for; {identity}
+Gaps are in percent of the baseline's loss, paired by seed, with the 95 % interval of their mean.
+"""
+
+
+def speed_rows(source: Path) -> list[dict[str, Any]]:
+    """Of all that ``source`` holds."""
+    return gpu_report.rows_of(gpu_report.read(sorted(source.glob("*.jsonl"))))
+
+
+def speed(rows: Sequence[dict[str, Any]], out: Path) -> list[str]:
+    """Tables and pictures."""
+    parts = [SPEED, *gpu_report.verdict(rows)]
+    for size in SIZES:
+        layouts = [name for name in LAYOUTS if any(_at(row, size, name) for row in rows)]
+        if not layouts:
+            continue
+        layers, width, length, batch = SIZES[size]
+        parts.append(
+            f"\n### {size} parameters\n\n{layers} layers, width {width}, {batch} x {length} tokens "
+            "a rank (pipelines: 4 micro-batches of half as many samples).\n"
+        )
+        drawn = out / f"gpu_speed_{size}.png"
+        if gpu_picture.draw(rows, size, drawn):
+            parts.append(f"![speed, {size}]({drawn.name})\n")
+        for layout in layouts:
+            own = [row for row in rows if _at(row, size, layout)]
+            parts += [f"\n#### {layout}\n", *_told(own), *gpu_report.table(rows, size, layout)]
+    return parts
+
+
+def _at(row: dict[str, Any], size: str, layout: str) -> bool:
+    return (row["size"], row["layout"]) == (size, layout)
+
+
+def _told(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """r, and what ``auto`` said."""
+    found = [row for row in rows if "r" in row]
+    lines = []
+    if found:
+        most = max(found, key=lambda row: row["pairs"])
+        lines.append(f"Compute {most['compute_ms']:.1f} ms, r {most['r']:.2f}.")
+    lines += [f"`{row['arm']}`: {text}" for row in rows for text in row.get("auto", [])]
+    return ["\n\n".join(lines) + "\n"] if lines else []
+
+
+def commands(seeds: Sequence[int], steps: int) -> str:
+    """What made the chapter."""
+    numbers = " ".join(map(str, seeds))
+    return f"""
+## Commands
+
+```
+scripts/prepare_data.py --output data/text
+scripts/bench_gpu_training.py --size 85M --data data/text --out runs/gpu/85M.jsonl
+scripts/bench_gpu_training.py --size 350M --data data/text --out runs/gpu/350M.jsonl --beside 4
+scripts/prepare_data.py FOLDER ... --suffix .py --vocabulary 50257 --output data/gpt2
+scripts/gpu_losses.py --data data/gpt2 --steps {steps} --seeds {numbers} --out runs/gpu/losses
+scripts/results.py --gpu runs/gpu
+```"""
+
+
+def unpack(folder: Path) -> None:
+    """Make the curves of runs that came compressed readable; runs that are not over stay so."""
+    for file in folder.glob("*/seed*/loss.jsonl.gz"):
+        log = file.with_suffix("")
+        if not log.is_file():
+            log.write_bytes(gzip.decompress(file.read_bytes()))
+
+
+def identity(source: Path) -> str:
+    """What ``identity.json`` says of losses over NCCL and through memory; written by hand never."""
+    file = source / "identity.json"
+    if not file.is_file():
+        return "it was not compared with NCCL's on this machine."
+    found = json.loads(file.read_text())
+    same = ", ".join(f"`{name}`" for name in found["same"])
+    return f"over {found['steps']} steps the losses are NCCL's to the last digit ({same})."
+
+
+def compare_transports(memory: Path, nccl: Path, out: Path) -> dict[str, Any]:
+    """Hold the losses of the same runs over both against each other. Raises ValueError if they
+    differ, or there are none."""
+    same, steps = [], 0
+    for name in gpu_losses.BLOCKS:
+        curves = []
+        for folder in (memory, nccl):
+            log = folder / gpu_losses.LAYOUT / name / "seed0" / "loss.jsonl"
+            if log.is_file():
+                records = [json.loads(text) for text in log.read_text().splitlines()]
+                curves.append([r["loss"] for r in records if "loss" in r and "step" in r])
+        if len(curves) == 2:
+            if curves[0] != curves[1] or not curves[0]:
+                raise ValueError(f"{name}: losses through memory {curves[0]}, NCCL's {curves[1]}")
+            same.append(name)
+            steps = len(curves[0])
+    if not same:
+        raise ValueError(f"expected the same runs below {memory} and {nccl}, found none")
+    found = {"same": same, "steps": steps}
+    out.write_text(json.dumps(found) + "\n")
+    return found
