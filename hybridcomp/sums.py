@@ -116,6 +116,8 @@ class Feedback:
 
     def hops(self, count: int) -> tuple[Tensor | None, Tensor | None]:
         """The residuals of the sender and, of two hops, of the owner."""
+        if self.pieces is None or self.spot.residuals is None:
+            return None, None
         return self._sender(last=count == 1), self._owner() if count == 2 else None
 
     def _sender(self, last: bool) -> Tensor | None:

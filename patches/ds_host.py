@@ -1,41 +1,22 @@
-"""What the seams of ZeRO-Offload share: sums of micro-batches on the host, and exact refreshes.
+"""What the seams of ZeRO-Offload share: copies of parameters, steps, exact refreshes.
 
-Upstream adds up micro-batches on the device: each fetches the sum so far from the host, adds, and
-sends it back. Here only the new gradient crosses, encoded once, and the host adds in the dtype that
-upstream adds in, so that a lossless codec gives the same bits. Norm and overflow flag of a sum are
-then the host's as well. No seam is here.
+No seam is here.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hybridcomp.channels import Channels, channels_of
-
-#: attribute of an optimizer: its Sums
-ATTRIBUTE = "_hybridcomp_sums"
-
-
-@dataclass
-class Sums:
-    """Gradients of one optimizer that the host adds up, and what it found in them."""
-
-    totals: dict[int, Tensor] = field(default_factory=dict)  # by parameter id
-    #: parameters that no boundary has closed since the last step, and how to close them
-    open: dict[int, Callable[[], None]] = field(default_factory=dict)
-    norms: dict[int, Tensor] = field(default_factory=dict)  # of closed ones, not yet told upstream
-
-    def close(self, key: int, total: Tensor, out: Tensor, norm: Callable[[Tensor], Tensor]) -> None:
-        """A sum is complete: give it to the optimizer, and take its norm."""
-        out.copy_(total)
-        self.norms[key] = norm(total)
+from hybridcomp.patches.ds_residuals import say
+from hybridcomp.patches.ds_sums import forget, sums_of
 
 
 def has(module: str, name: str, method: str) -> bool:
@@ -43,13 +24,51 @@ def has(module: str, name: str, method: str) -> bool:
     return method in vars(getattr(importlib.import_module(module), name))
 
 
-def sums_of(optimizer: Any) -> Sums:
-    """The sums of an optimizer."""
-    found: Sums | None = getattr(optimizer, ATTRIBUTE, None)
-    if found is None:
-        found = Sums()
-        setattr(optimizer, ATTRIBUTE, found)
-    return found
+class Uploads(TorchFunctionMode):
+    """Inside, what is copied out of the optimizer's 16-bit host buffers travels encoded."""
+
+    def __init__(self, optimizer: Any, channels: Channels) -> None:
+        super().__init__()
+        self._channels = channels
+        buffers = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+        self._buffers = {_start(buffer) for buffer in buffers if buffer.numel()}
+        self._waiting: dict[int, Tensor] = {}  # what a buffer should have been filled with
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], Tensor):
+            out, values = args[0], args[1]
+            if _start(out) in self._buffers and values.shape == out.shape:
+                # rounding to 16 bits in a pass of its own would take longer than encoding
+                self._waiting[_start(out)] = values
+                return out
+            if _start(values) in self._buffers:
+                masters = self._waiting.pop(_start(values), values)
+                if upload(self._channels, masters, out):
+                    return out
+                if masters is not values:
+                    values.copy_(masters)
+        return func(*args, **(kwargs or {}))
+
+
+def _start(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
+    """Move updated parameters to ``out`` on the device; False: left to upstream."""
+    channel, raw_nbytes = channels["offload"], out.numel() * out.itemsize
+    codec = channel.copy_codec(out.numel(), out.dtype, "forward")
+    if codec is None:
+        channel.native(raw_nbytes, "forward")
+        return False
+    channels.host.to_device(values, out, codec, raw_nbytes=raw_nbytes)
+    return True
 
 
 def settle(optimizer: Any, channels: Channels) -> bool:
@@ -68,6 +87,19 @@ def settle(optimizer: Any, channels: Channels) -> bool:
     sums.norms.clear()
     sums.open.clear()
     return not finite
+
+
+def close_step(optimizer: Any, channels: Channels) -> None:
+    """After a step: time it where that is asked for."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().current_device_name())
+    pace, skipped = channels.host.pace, bool(getattr(optimizer, "overflow", False))
+    told = pace.took(channels.step, device, skipped=skipped)
+    say(told)
+    if told and not pace.encodes("backward", channels.step + 1, channels.policy.start_step):
+        forget(optimizer)
+    channels.host.note()
 
 
 def at_boundary(optimizer: Any) -> bool:

@@ -21,17 +21,27 @@ decoded, so replicas are equal; what is saved is exact (``ds_exact``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from hybridcomp.channels import Channels, HostMoves, channels_of
-from hybridcomp.patches.ds_host import at_boundary, has, norm_dtype, offloads, settle, sums_of
+from hybridcomp.codecs.base import Codec
+from hybridcomp.patches.ds_host import (
+    Uploads,
+    at_boundary,
+    close_step,
+    has,
+    norm_dtype,
+    offloads,
+    settle,
+    upload,
+)
+from hybridcomp.patches.ds_sums import add_on_host, adds_on_device, sums_of
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -69,43 +79,80 @@ def _copy(optimizer: Any, channels: Channels, param: Any) -> bool:
     else:
         values = optimizer.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)
     values = values.detach()
-    alone = compact or (optimizer.micro_step_id <= 0 and boundary)
+    first = optimizer.micro_step_id <= 0
+    alone = compact or (first and boundary)
     out = optimizer.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, start, numel)
     raw_nbytes = _native_nbytes(optimizer, param, out, boundary, alone)
     codec = channels["offload"].copy_codec(numel, values.dtype, "backward")
+    if not alone and adds_on_device(optimizer, channels, values, _owned(optimizer), values.device):
+        sums = sums_of(optimizer)
+        if not boundary:
+            total = sums.add(key, values, values.dtype, first=first)
+            sums.open[key] = partial(_close, optimizer, channels, key, total, out, codec)
+            channels.host.kept(raw_nbytes)
+            return True
+        if key in sums.totals and not first:
+            values.add_(sums.totals[key])  # where upstream adds
+        sums.open.pop(key, None)
+        if codec is None:
+            _leave(optimizer, channels, param, out, raw_nbytes)
+            return True
+        alone = True
     if codec is None:
         channels["offload"].native(raw_nbytes, "backward")
         return False
     if alone:
         if compact:
             optimizer._offload_accumulated_param_ids.add(key)
-            optimizer.norm_for_param_grads[key] = values.to(norm_dtype(optimizer)).norm(2)
-            optimizer.update_offload_overflow_tracker(values)
+            _look(optimizer, key, values)
         else:
             optimizer.set_norm_for_param_grad_in_gpu(param)
             optimizer.update_offload_overflow_tracker_for_param_grad(param)
         channels.host.to_host(values, out, codec, raw_nbytes=raw_nbytes)
     else:
-        sums = sums_of(optimizer)
-        if key not in sums.totals:
-            sums.totals[key] = torch.zeros(numel, dtype=values.dtype)
-        total = sums.totals[key]
-        close = partial(sums.close, key, total, out, partial(_norm, norm_dtype(optimizer)))
-        channels.host.to_host(
-            values,
-            total,
-            codec,
-            raw_nbytes=raw_nbytes,
-            add=optimizer.micro_step_id > 0,
-            then=close if boundary else None,
-        )
-        if boundary:
-            sums.open.pop(key, None)
-        else:
-            sums.open[key] = close
+        add_on_host(
+            optimizer, channels, key, values,
+            partial(torch.zeros, numel, dtype=values.dtype), out, codec,
+            partial(_norm, norm_dtype(optimizer)),
+            raw_nbytes=raw_nbytes, first=first, boundary=boundary,
+        )  # fmt: skip
     if boundary:
         optimizer.clear_grad_attribute(param)
     return True
+
+
+def _owned(optimizer: Any) -> int:
+    """Elements of all gradients that this rank's optimizer steps on."""
+    return sum(partition.numel() for partition in optimizer.single_partition_of_fp32_groups)
+
+
+def _leave(optimizer: Any, channels: Channels, param: Any, out: Tensor, raw_nbytes: int) -> None:
+    """Upstream's own copy of a sum that is complete, without fetching what it would have kept."""
+    last = out.numel() * out.itemsize
+    channels["offload"].native(last, "backward")
+    channels.host.kept(raw_nbytes - last, message=False)
+    optimizer.set_norm_for_param_grad_in_gpu(param)
+    optimizer.update_offload_overflow_tracker_for_param_grad(param)
+    optimizer.async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)
+
+
+def _look(optimizer: Any, key: int, values: Tensor) -> None:
+    """Norm and overflow flag, on the device, as upstream takes them."""
+    optimizer.norm_for_param_grads[key] = _norm(norm_dtype(optimizer), values)
+    optimizer.update_offload_overflow_tracker(values)
+
+
+def _close(
+    optimizer: Any, channels: Channels, key: int, total: Tensor, out: Tensor, codec: Codec | None
+) -> None:
+    """Send a sum of the device after the script has said that it is complete."""
+    _look(optimizer, key, total)
+    raw_nbytes = total.numel() * total.itemsize + out.numel() * out.itemsize
+    if codec is None:
+        channels["offload"].native(raw_nbytes, "backward")
+        out.copy_(total)
+    else:
+        channels.host.to_host(total, out, codec, raw_nbytes=raw_nbytes)
 
 
 def _norm(dtype: torch.dtype, values: Tensor) -> Tensor:
@@ -132,45 +179,6 @@ def _native_nbytes(optimizer: Any, param: Any, out: Tensor, boundary: bool, alon
     return int(last + total * (2 if optimizer.micro_step_id > 0 else 1))
 
 
-class Uploads(TorchFunctionMode):
-    """Inside, what is copied out of the optimizer's 16-bit host buffers travels encoded."""
-
-    def __init__(self, optimizer: Any, channels: Channels) -> None:
-        super().__init__()
-        self._channels = channels
-        buffers = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
-        self._buffers = {_start(buffer) for buffer in buffers if buffer.numel()}
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], Tensor):
-            out, values = args[0], args[1]
-            ours = _start(values) in self._buffers and _start(out) not in self._buffers
-            if ours and upload(self._channels, values, out):
-                return out
-        return func(*args, **(kwargs or {}))
-
-
-def _start(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
-    """Move updated parameters to ``out`` on the device; False: left to upstream."""
-    channel, raw_nbytes = channels["offload"], out.numel() * out.itemsize
-    codec = channel.copy_codec(out.numel(), out.dtype, "forward")
-    if codec is None:
-        channel.native(raw_nbytes, "forward")
-        return False
-    channels.host.to_device(values, out, codec, raw_nbytes=raw_nbytes)
-    return True
-
-
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Gradients are complete before it, parameters travel encoded inside."""
 
@@ -182,7 +190,9 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         if settle(self, channels):
             self.local_overflow = True
         with Uploads(self, channels):
-            return original(self, closure)
+            result = original(self, closure)
+        close_step(self, channels)
+        return result
 
     return step
 
@@ -224,9 +234,9 @@ def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
         original(self)
         channels = channels_of(self)
         if channels is not None and offloads(self):
-            device = torch.device(self.bit16_groups_flat[0].device)
-            for close in sums_of(self).open.values():
-                channels.host.when_complete(close, on=device)
+            sums = sums_of(self)
+            for key in list(sums.open):
+                sums.open.pop(key)()
 
     return finalize_gradient_accumulation_boundary
 

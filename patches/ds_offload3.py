@@ -4,8 +4,8 @@ Seams:
 
 * ``partition_grads``: what it gets is the owner's part of each reduced gradient. Upstream copies it
   to the host, back to the device, and in fp32 to the host once more; with several micro-batches it
-  fetches the sum for each. Here each crosses once, encoded, and the host adds, widens and copies
-  (``ds_host``). Parameters without a codec are left to the original, in one call.
+  fetches the sum for each. Here the sum crosses once, encoded, and the host widens; or each crosses
+  and the host adds (``ds_host``). What has no codec is left to the original, in one call.
 * ``_reassign_or_swap_out_partitioned_parameters``: one sub-group of updated parameters to the
   device. ``step`` around it waits for the gradients before.
 * ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums where the script says when.
@@ -27,8 +27,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels, channels_of
-from hybridcomp.patches.ds_host import at_boundary, has, offloads, settle, sums_of
-from hybridcomp.patches.ds_offload import upload
+from hybridcomp.codecs.base import Codec
+from hybridcomp.patches.ds_host import (
+    at_boundary,
+    close_step,
+    has,
+    offloads,
+    settle,
+    upload,
+)
+from hybridcomp.patches.ds_sums import add_on_host, adds_on_device, sums_of
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -72,40 +80,95 @@ def _copy(optimizer: Any, channels: Channels, param: Any, part: Tensor) -> bool:
     boundary, first = at_boundary(optimizer), optimizer.micro_step_id == 0
     last = out.numel() * out.itemsize if boundary else 0
     raw_nbytes = 2 * total.numel() * total.itemsize + last
-    # summed in the dtype of the buffer; where that is wider, the host widens
+    # summed in the dtype of the buffer; where that is wider, upstream widens
     narrow = total.itemsize >= part.itemsize
     values = part.detach().view(-1) if narrow else part.detach().view(-1).to(total.dtype)
-    codec = channels["offload"].copy_codec(values.numel(), values.dtype, "backward")
-    if codec is None:
-        channels["offload"].native(raw_nbytes, "backward")
+    channel = channels["offload"]
+    codec = channel.copy_codec(values.numel(), values.dtype, "backward")
+    owned = optimizer.grad_partitions_flat_buffer.numel()
+    if not (first and boundary) and adds_on_device(
+        optimizer, channels, total, owned, values.device
+    ):
+        _add(optimizer, channels, param, values, total, out, raw_nbytes)
+    elif codec is None:
+        channel.native(raw_nbytes, "backward")
         return False
-    sums = sums_of(optimizer)
-    close: Callable[[], None]
-    if first and boundary:
+    elif first and boundary:
         optimizer.norm_for_param_grads[key] = optimizer._constant_buffered_norm2(values)
-        close = partial(_widen, out, total)
+        _send(channels, values, total, out, codec, raw_nbytes)
     else:
-        close = partial(sums.close, key, total, out, optimizer._constant_buffered_norm2)
-    channels.host.to_host(
-        values,
-        total,
-        codec,
-        raw_nbytes=raw_nbytes,
-        add=not first,
-        then=close if boundary else None,
-    )
-    if boundary:
-        sums.open.pop(key, None)
-    else:
-        sums.open[key] = close
+        norm = optimizer._constant_buffered_norm2
+        add_on_host(
+            optimizer, channels, key, values, lambda: total, out, codec, norm,
+            raw_nbytes=raw_nbytes, first=first, boundary=boundary,
+        )  # fmt: skip
     if param.grad is not None and param.grad.is_cuda:
         param.grad.record_stream(torch.cuda.current_stream(param.grad.device))
     param.grad = None
     return True
 
 
-def _widen(out: Tensor, total: Tensor) -> None:
-    out.copy_(total)
+def _add(
+    optimizer: Any,
+    channels: Channels,
+    param: Any,
+    values: Tensor,
+    held: Tensor,
+    out: Tensor,
+    raw_nbytes: int,
+) -> None:
+    """Add one micro-batch to the sum on the device; at the boundary the sum leaves.
+
+    ``held``: upstream's place for it on the host, whose dtype the sum has.
+    """
+    key, sums = optimizer.get_param_id(param), sums_of(optimizer)
+    first, boundary = optimizer.micro_step_id == 0, at_boundary(optimizer)
+    total = sums.add(key, values, held.dtype, first=first)
+    if not boundary:
+        channels.host.kept(raw_nbytes)
+        last = out.numel() * out.itemsize
+        sums.open[key] = partial(_close, optimizer, channels, key, total, held, out, last)
+        return
+    sums.open.pop(key, None)
+    _close(optimizer, channels, key, total, held, out, raw_nbytes)
+
+
+def _close(
+    optimizer: Any,
+    channels: Channels,
+    key: int,
+    total: Tensor,
+    held: Tensor,
+    out: Tensor,
+    raw_nbytes: int,
+) -> None:
+    """Take the norm of a sum of the device, as upstream does, and send it."""
+    optimizer.norm_for_param_grads[key] = optimizer._constant_buffered_norm2(total)
+    codec = channels["offload"].copy_codec(total.numel(), total.dtype, "backward")
+    if codec is not None:
+        _send(channels, total, held, out, codec, raw_nbytes)
+        return
+    last = out.numel() * out.itemsize
+    channels["offload"].native(last, "backward")
+    channels.host.kept(raw_nbytes - last, message=False)
+    if total.dtype == torch.float16:
+        held.copy_(total)
+    out.copy_(total.to(out.dtype), non_blocking=True)
+
+
+def _send(
+    channels: Channels, values: Tensor, held: Tensor, out: Tensor, codec: Codec, raw_nbytes: int
+) -> None:
+    """To where the optimizer reads it; in fp16 first to where upstream looks for overflows."""
+    if values.dtype != torch.float16:
+        channels.host.to_host(values, out, codec, raw_nbytes=raw_nbytes)
+        return
+    widen = partial(_widen, out, held)
+    channels.host.to_host(values, held, codec, raw_nbytes=raw_nbytes, then=widen)
+
+
+def _widen(out: Tensor, held: Tensor) -> None:
+    out.copy_(held)
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,9 +177,12 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, closure: Any = None) -> Any:
         channels = channels_of(self)
-        if channels is not None and offloads(self):
-            settle(self, channels)
-        return original(self, closure)
+        if channels is None or not offloads(self):
+            return original(self, closure)
+        settle(self, channels)
+        result = original(self, closure)
+        close_step(self, channels)
+        return result
 
     return step
 
@@ -165,9 +231,9 @@ def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
         original(self)
         channels = channels_of(self)
         if channels is not None and offloads(self):
-            device = self.fp16_partitioned_groups_flat[0].device
-            for close in sums_of(self).open.values():
-                channels.host.when_complete(close, on=device)
+            sums = sums_of(self)
+            for key in list(sums.open):
+                sums.open.pop(key)()
 
     return finalize_gradient_accumulation_boundary
 

@@ -25,6 +25,7 @@ def _path(folder: Path, rank: int) -> Path:
 def needed(channels: Channels) -> bool:
     """Whether there is anything to save; equal on every rank."""
     known = bool(channels.guard.trips) or bool(channels.link.verdicts)
+    known = known or bool(channels.host.pace.state())
     return known or any(channel.error_feedback for channel in channels)
 
 
@@ -40,6 +41,7 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
             "residuals": channels.residuals.state_dict(),
             "guard": channels.guard.state(),
             "link": channels.link.state(),
+            "offload": channels.host.pace.state(),
             "factors": channels.factors.state_dict(),
         },
         _path(folder, dist.get_rank()),
@@ -52,6 +54,8 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
         say(channels.resume_guard(_told("guard", _path(folder, 0))))
     if channels.config.measured():
         say(channels.resume_link(_told("link", _path(folder, 0))))
+    if channels.config.offload.when == "auto":
+        say(channels.host.pace.restore(_told("offload", _path(folder, 0))))
     if not any(channel.error_feedback for channel in channels):
         return
     first = _path(folder, 0)

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """ZeRO-Offload on one GPU: steps with native copies over the bus against encoded ones.
 
-One command: ``scripts/bench_offload.py``. Native and encoded steps take turns on one engine, so
-that noise of the machine hits both; printed are the median of the paired ratios with a 95%
-bootstrap interval, the bytes, and what the native bytes alone would take at the speed of a pinned
-copy in the same run: where that is a small part of the step, compression cannot help. Few tokens
-and several micro-batches make a step bound by the bus; ``--tokens`` and ``--accumulation`` set
-them.
+One command: ``scripts/bench_offload.py``; it ends within two minutes. Native and encoded steps take
+turns on one engine, so that noise of the machine hits both: ``device`` adds up micro-batches on the
+device, ``host`` on the host (``compression.offload.sums``). Printed are the median of the paired
+ratios with a 95% bootstrap interval, the bytes, what the native bytes alone would take at the speed
+of a pinned copy in the same run (where that is a small part of the step, compression cannot help),
+and what ``"when": "auto"`` decides on an engine of its own. Few tokens and several micro-batches
+make a step bound by the bus; ``--tokens`` and ``--accumulation`` set them.
 
+The optimizer is DeepSpeed's CPUAdam where it builds within a minute, otherwise torch's AdamW.
 ``--device cpu`` only shows that it runs: device and host are the same memory there.
 """
 
@@ -18,7 +20,9 @@ import gc
 import json
 import os
 import random
-import statistics
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,14 +31,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from offload_bench import VARIANTS, show, summary
 from torch import Tensor, nn
 
 #: what is not written, by device
 SIZES = {
-    "cuda": {"width": 4096, "layers": 12, "tokens": 256, "turns": 10},
+    "cuda": {"width": 4096, "layers": 2, "tokens": 256, "turns": 6},
     "cpu": {"width": 128, "layers": 2, "tokens": 32, "turns": 2},
 }
-VARIANTS = ("native", "encoded")
+BUILD_S = 60.0
+BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load(verbose=False)"
+
+
+def say(text: str) -> None:
+    """Progress, to stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 class Block(nn.Module):
@@ -51,8 +62,42 @@ class Block(nn.Module):
         return result
 
 
-def build(arguments: argparse.Namespace) -> Any:
-    """An engine with its optimizer on the host; no kernel of DeepSpeed has to be compiled."""
+def builds_cpu_adam(limit: float) -> bool:
+    """Build DeepSpeed's optimizer of the host, once, in a process that can be given up."""
+    say(f"building CPUAdam, at most {limit:.0f} s ...")
+    start = time.perf_counter()
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", BUILD]
+    done = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        _, errors = done.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(done.pid, signal.SIGKILL)  # compilers that it started, too
+        done.communicate()
+        say(f"CPUAdam was not built within {limit:.0f} s: torch's AdamW steps")
+        return False
+    if done.returncode:
+        why = errors.strip().splitlines()[-1:] or ["no reason given"]
+        say(f"CPUAdam does not build ({why[0]}): torch's AdamW steps")
+        return False
+    say(f"CPUAdam took {time.perf_counter() - start:.0f} s to build and load")
+    return True
+
+
+def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that runs on the host."""
+    if name == "cpuadam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        found: torch.optim.Optimizer = DeepSpeedCPUAdam(parameters, 1e-4)
+        return found
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, 1e-4, fused=True)
+    return torch.optim.SGD(parameters, 1e-4, foreach=False)
+
+
+def build(arguments: argparse.Namespace, **more: Any) -> Any:
+    """An engine with its optimizer on the host; ``more``: keys of the offload dimension."""
     import deepspeed
     import deepspeed.ops
 
@@ -64,24 +109,21 @@ def build(arguments: argparse.Namespace) -> Any:
     with torch.device(arguments.device):
         model = nn.Sequential(*(Block(arguments.width) for _ in range(arguments.layers)))
     model.bfloat16()
-    parameters = list(model.parameters())
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(parameters, 1e-4, fused=True)
-        if arguments.optimizer == "adamw"
-        else torch.optim.SGD(parameters, 1e-4, foreach=False)
-    )
-    codec = json.loads(arguments.codec)
+    offload = {"device": "cpu", "pin_memory": arguments.pin_memory}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": arguments.accumulation,
         "zero_optimization": {
-            "stage": arguments.stage, "offload_optimizer": {"device": "cpu"},
+            "stage": arguments.stage, "offload_optimizer": offload,
             "overlap_comm": arguments.overlap,
         },
         "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": True}, "steps_per_print": 10**9,
-        "compression": {"offload": codec, "ledger": {"sample_every": 0}},
+        "compression": {
+            "offload": {**json.loads(arguments.codec), **more}, "ledger": {"sample_every": 0},
+        },
     }  # fmt: skip
+    optimizer = optimizer_of(arguments.optimizer, list(model.parameters()))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
@@ -111,119 +153,95 @@ def bus_gbps(device: str) -> tuple[float, float]:
     return best[0], best[1]
 
 
-def measure(engine: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+def train(engine: Any, values: Tensor, steps: int) -> None:
+    """Whole optimizer steps."""
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        engine.backward(engine(values).float().square().mean())
+        engine.step()
+
+
+def inputs(engine: Any, arguments: argparse.Namespace) -> Tensor:
+    """One micro-batch."""
+    shape = arguments.tokens, arguments.width
+    return torch.randn(shape, device=engine.device, dtype=torch.bfloat16)
+
+
+def measure(engine: Any, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
     """Seconds a step of every turn, by variant, and the bytes of the encoded ones."""
     import hybridcomp
     from hybridcomp.channels import channels_of
+    from hybridcomp.patches.ds_sums import sums_of
 
     channels = channels_of(engine)
     assert channels is not None
-    wait, order = waiter(arguments.device), list(VARIANTS)
-    values = torch.randn(
-        arguments.tokens, arguments.width, device=engine.device, dtype=torch.bfloat16
-    )
+    wait, order, values = waiter(arguments.device), list(VARIANTS), inputs(engine, arguments)
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    rows: dict[str, Any] = {}
     shuffler = random.Random(0)
     for turn in range(arguments.turns + 1):
         shuffler.shuffle(order)
         for name in order:
             hybridcomp.uninstall()
-            if name == "encoded":
+            if name != "native":
                 hybridcomp.install()
+                sums_of(engine.optimizer).on_device = name == "device"
             channels.ledger.restart()
             wait()
             start = time.perf_counter()
-            for _ in range(arguments.steps * arguments.accumulation):
-                engine.backward(engine(values).float().square().mean())
-                engine.step()
+            train(engine, values, arguments.steps)
             wait()
+            took = (time.perf_counter() - start) / arguments.steps
             if turn:  # the first is the warm-up: kernels are compiled, memory is pinned
-                seconds[name].append((time.perf_counter() - start) / arguments.steps)
-            if name == "encoded":
-                rows = channels.ledger.rows(channels.ledger.interval)["offload"]
+                seconds[name].append(took)
+            say(f"ZeRO {arguments.stage}, turn {turn}, {name}: {took * 1e3:.1f} ms a step")
+            if name != "native":
+                rows[name] = channels.ledger.rows(channels.ledger.interval)["offload"]
+        if turn and time.perf_counter() > deadline:
+            say("no time for more turns")
+            break
     return {"seconds": seconds, "rows": rows}
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """95% bootstrap interval of the median."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[-51]
+def verdict(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What ``"when": "auto"`` finds on an engine of its own, and a step of it afterwards."""
+    from hybridcomp.channels import channels_of
+
+    engine = build(arguments, when="auto")
+    channels = channels_of(engine)
+    assert channels is not None
+    values, pace = inputs(engine, arguments), channels.host.pace
+    train(engine, values, pace.length + 1)
+    wait = waiter(arguments.device)
+    wait()
+    start = time.perf_counter()
+    train(engine, values, 3)
+    wait()
+    found = {"said": pace.told(), "auto_ms": (time.perf_counter() - start) / 3 * 1e3}
+    engine.destroy()
+    return found
 
 
-def summary(
-    found: dict[str, Any], engine: Any, arguments: argparse.Namespace, bus: tuple[float, float]
-) -> dict[str, Any]:
-    """The figures of one run, a step each; seconds, bytes."""
-    seconds, rows = found["seconds"], found["rows"]
-    ratios = [a / b for a, b in zip(seconds["native"], seconds["encoded"], strict=True)]
-    low, high = interval(ratios)
-    moved = {
-        way: {
-            "native_MB": row["raw_MB"] / arguments.steps,
-            "sent_MB": row["wire_MB"] / arguments.steps,
-            "codec": row["codec"], "codec_ms": row["codec_ms"] / arguments.steps,
-            "wait_ms": row["wait_ms"] / arguments.steps,
-        }
-        for way, row in rows.items()
-    }  # fmt: skip
-    to_device, to_host = bus
-    up, down = moved["forward"]["native_MB"], moved["backward"]["native_MB"]
-    native = statistics.median(seconds["native"])
-    return {
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
-        "stage": arguments.stage, "optimizer": arguments.optimizer, "codec": arguments.codec,
-        "accumulation": arguments.accumulation, "tokens": arguments.tokens,
-        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
-        "native_ms": native * 1e3, "encoded_ms": statistics.median(seconds["encoded"]) * 1e3,
-        "speedup": statistics.median(ratios), "speedup_low": low, "speedup_high": high,
-        "bus_GBps": {"to_device": to_device, "to_host": to_host},
-        # sums of micro-batches travel both ways natively; all of it is counted at the slower speed
-        "bus_share_of_native": (up / to_device + down / min(bus)) / 1e3 / native,
-        "moved": moved, "load": os.getloadavg()[0], "threads": torch.get_num_threads(),
-    }  # fmt: skip
-
-
-def show(row: dict[str, Any]) -> None:
-    """Print one run."""
-    print(
-        f"{row['device']}, ZeRO-{row['stage']}, {row['parameters'] / 1e6:.1f} M parameters in "
-        f"bf16, {row['accumulation']} micro-batches of {row['tokens']} tokens, "
-        f"{row['optimizer']} on {row['threads']} threads, load {row['load']:.1f}"
-    )
-    print(
-        f"step  native {row['native_ms']:.1f} ms  encoded {row['encoded_ms']:.1f} ms  "
-        f"faster by {row['speedup']:.3f}x [{row['speedup_low']:.3f}, {row['speedup_high']:.3f}]"
-    )
-    share = row["bus_share_of_native"]
-    print(f"native bytes at the speed of the bus: {share:.0%} of a native step")
-    print(
-        f"{'direction':24} {'codec':20} {'native MB':>10} {'sent MB':>9} {'ratio':>6} "
-        f"{'codec ms':>8} {'wait ms':>7}"
-    )
-    names = {"forward": "parameters to the device", "backward": "gradients to the host"}
-    for way, moved in row["moved"].items():
-        ratio = moved["native_MB"] / moved["sent_MB"]
-        print(
-            f"{names[way]:24} {moved['codec']:20} {moved['native_MB']:10.2f} "
-            f"{moved['sent_MB']:9.2f} {ratio:6.2f} {moved['codec_ms']:8.1f} {moved['wait_ms']:7.1f}"
-        )
-
-
-def main() -> None:
-    """Parse, measure, print."""
+def parse() -> argparse.Namespace:
+    """The arguments, with what is not written filled in."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[2, 3])
     parser.add_argument("--width", type=int, help="4096; on a CPU 128")
-    parser.add_argument("--layers", type=int, help="12, which are 1.6 billion parameters; 2")
+    parser.add_argument("--layers", type=int, help="2, which are 268 million parameters; 2")
     parser.add_argument("--tokens", type=int, help="of a micro-batch: 256; 32")
-    parser.add_argument("--turns", type=int, help="10; 2")
+    parser.add_argument("--turns", type=int, help="at most: 6; 2")
     parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=2, help="of a turn")
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument(
+        "--optimizer", choices=("cpuadam", "adamw", "sgd"), help="cpuadam where it builds, or adamw"
+    )
     parser.add_argument("--codec", default='{"codec": "blockint", "bits": 8}')
     parser.add_argument("--overlap", action="store_true", help="overlap_comm")
+    parser.add_argument(
+        "--pin-memory", action=argparse.BooleanOptionalAction, default=True,
+        help="of offload_optimizer; native copies are slower without",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=110, help="after which no turn begins")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -234,22 +252,43 @@ def main() -> None:
     for name, value in (SIZES[arguments.device]).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+    return arguments
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    begin = time.perf_counter()
+    arguments = parse()
+    os.environ["DS_ACCELERATOR"] = arguments.device
+    if arguments.optimizer is None:
+        limit = min(BUILD_S, arguments.seconds / 2)
+        arguments.optimizer = "cpuadam" if builds_cpu_adam(limit) else "adamw"
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {
-            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1",
-            "DS_ACCELERATOR": arguments.device, "TORCH_EXTENSIONS_DIR": f"{folder}/ext",
-        }  # fmt: skip
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
         backend = "nccl" if arguments.device == "cuda" else "gloo"
         dist.init_process_group(backend, f"file://{folder}/store", rank=0, world_size=1)
         bus = bus_gbps(arguments.device)
-        for stage in arguments.stages:
+        for index, stage in enumerate(arguments.stages):
             arguments.stage = stage
+            say(f"ZeRO {stage}: building the engine ...")
             engine = build(arguments)
-            rows.append(summary(measure(engine, arguments), engine, arguments, bus))
+            spent = time.perf_counter() - begin
+            share = (arguments.seconds - spent) / (len(arguments.stages) - index)
+            deadline = time.perf_counter() + share / 2  # the other half is auto's
+            rows.append(summary(measure(engine, arguments, deadline), engine, arguments, bus))
             show(rows[-1])
             engine.destroy()
             del engine
+            gc.collect()
+        for row in rows:
+            arguments.stage = row["stage"]
+            if time.perf_counter() - begin > arguments.seconds:
+                say("no time for auto")
+                break
+            say(f"ZeRO {arguments.stage}: auto on an engine of its own ...")
+            row["auto"] = found = verdict(arguments)
+            print(f"ZeRO-{arguments.stage}, {found['said']}; {found['auto_ms']:.1f} ms then")
             gc.collect()
         dist.destroy_process_group()
     if arguments.json:

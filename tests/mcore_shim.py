@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -63,6 +64,7 @@ class CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@functools.cache
 def install() -> None:
     """Replace what megatron-core calls of torch.cuda."""
     cuda: Any = torch.cuda
@@ -150,11 +152,11 @@ def _without_triton() -> None:
         sys.modules[name] = module
 
 
+@functools.cache
 def patch() -> None:
     """Replace parts of megatron-core that have no other way on a CPU."""
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import torch_norm
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     # only now: module.py takes the classes when it is imported
     cuda: Any = torch.cuda
@@ -162,11 +164,20 @@ def patch() -> None:
     cuda.LongTensor = _typed(torch.int64)
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    patch_without_engine()
+    if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):  # takes numbers off CUDA tensors only
+        token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+
+
+@functools.cache
+def patch_without_engine() -> None:
+    """Let megatron-core do without Transformer Engine and apex, on a GPU as well."""
+    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe import moe_utils
+
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(_norm(torch_norm.WrappedTorchNorm.__new__))
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine: NameError
         moe_utils.te_general_gemm = None
-    if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):  # takes numbers off CUDA tensors only
-        token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
 
 
 def _norm(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,15 +19,24 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+ROOT = Path(__file__).resolve().parent.parent
 #: importing DeepSpeed takes a rank 5 s; a fork of a process that has it takes none
 PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed"]
 #: seconds that the other ranks get to fail too, so that the message can show all of them
 GRACE_S = 1.0
+
+
+def python_path() -> str:
+    """This repository in front of what PYTHONPATH has brought already."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def _context() -> ForkServerContext:
@@ -38,9 +47,6 @@ def _context() -> ForkServerContext:
 
 def _main(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
     """One rank: joins the group, then calls what comes through ``pipe`` until that is closed."""
-    import torch
-    import torch.distributed as dist
-
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -52,12 +58,20 @@ def _main(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         MASTER_ADDR="127.0.0.1",
         GLOO_SOCKET_IFNAME="lo",
     )
+    serve(pipe, "gloo", rank, world_size, folder)
+
+
+def serve(pipe: Connection, backend: str, rank: int, world_size: int, folder: str) -> None:
+    """Join the group over ``backend``, then call what comes through ``pipe`` until that closes."""
+    import torch
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     with Path(folder, f"stack{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         try:
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{folder}/store",
                 rank=rank,
                 world_size=world_size,
@@ -78,17 +92,37 @@ def _main(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
             sys.stdout.flush()
 
 
+class Process(Protocol):
+    """What a pool asks of the process of a rank."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def exitcode(self) -> int | None: ...
+    def is_alive(self) -> bool: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def kill(self) -> None: ...
+
+
 class RankPool:
     """``world_size`` ranks that stay; use as a context manager or call ``close``."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._processes: list[ForkServerProcess] = []
+        self._processes: list[Process] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120.0,
+        grace: float = GRACE_S,
+    ) -> list[Any]:
         """Call ``function(*args)`` on every rank; the results by rank.
+
+        When one fails the others get ``grace`` seconds to fail too.
 
         ``function`` must be importable (top level of a module), its results picklable. Raises
         AssertionError with the traceback of every rank that failed, first failure first, or
@@ -100,7 +134,7 @@ class RankPool:
         try:
             for pipe in self._pipes:
                 pipe.send((function, args))
-            results = self._collect(timeout)
+            results = self._collect(timeout, grace)
         except BaseException:
             self.close(at_once=True)
             raise
@@ -120,7 +154,7 @@ class RankPool:
             self._folder.cleanup()
         self._processes, self._pipes, self._folder = [], [], None
 
-    def __enter__(self) -> RankPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -145,7 +179,7 @@ class RankPool:
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def _collect(self, timeout: float) -> dict[int, Any]:
+    def _collect(self, timeout: float, grace: float) -> dict[int, Any]:
         """Wait for all ranks; a failure of one shortens the wait for the others."""
         running = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         results: dict[int, Any] = {}
@@ -163,7 +197,7 @@ class RankPool:
                     results[rank] = value
                 else:
                     failures.append(f"rank {rank} of {self.world_size}:\n{value}")
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace)
         left = sorted(running.values())
         if failures:
             waiting = f"\nranks {left} were still running" if left else ""

@@ -246,7 +246,21 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"dp": {"codec": "powersgd", "when": "auto"}}, "compression.dp.when", ("not measured",)),
     ({"zero": {"codec": "bf16", "when": "fast"}}, "compression.zero.when", ("'auto'",)),
     ({"pp": {"codec": "none", "when": "auto"}}, "compression.pp.when", ("none is native",)),
-    ({"ep": {"codec": "bf16", "when": "auto"}}, "compression.ep.when", ("dp, zero, tp, pp can",)),
+    (
+        {"offload": {"codec": "none", "when": "auto"}},
+        "compression.offload.when",
+        ("none is native",),
+    ),
+    (
+        {"offload": {"codec": "bf16", "backward": "none", "sums": "host"}},
+        "compression.offload.sums",
+        ("as DeepSpeed does",),
+    ),
+    (
+        {"ep": {"codec": "bf16", "when": "auto"}},
+        "compression.ep.when",
+        ("dp, zero, tp, pp, offload can",),
+    ),
     ({"dp": "bf16", "hierarchy": "nodes"}, "compression.hierarchy", ('"auto", "none" or the',)),
     ({"dp": "bf16", "hierarchy": True}, "compression.hierarchy", ("found true",)),
     ({"dp": "bf16", "hierarchy": 0}, "compression.hierarchy", ("found 0",)),
@@ -469,6 +483,10 @@ def test_when() -> None:
     assert config.measured() == ("pp",)
     found = [line for line in config.describe() if line.startswith("measured")]
     assert found == ["measured      pp: native where that is faster, timed after the first step"]
+    config = parse({"offload": {"codec": "bf16", "when": "auto", "sums": "host"}})
+    assert config.measured() == () and config.flat()["compression.offload.sums"] == "host"
+    found = [line for line in config.describe() if line.startswith("measured")]
+    assert found == ["measured      offload: native where that is faster, timed in real steps"]
 
 
 def test_hierarchy() -> None:

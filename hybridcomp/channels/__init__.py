@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels.channel import TWO_LEVELS, Channel
-from hybridcomp.channels.host import HostMoves
+from hybridcomp.channels.host import HostMoves, Packed
 from hybridcomp.collectives.clock import HOST, SILENT, Clock
 from hybridcomp.config import CompressionConfig
 from hybridcomp.factors import Factors
@@ -22,7 +22,7 @@ from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 from hybridcomp.seen import Seen
 from hybridcomp.trials import Place, Sent, agree_on, gathers, has_room, messages, reductions
 
-__all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "Sent", "channels_of"]
+__all__ = ["ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "Packed", "Sent", "channels_of"]
 
 #: attribute that an attached engine, its optimizer and its parameters carry
 ATTRIBUTE = "_hybridcomp_channels"
@@ -156,6 +156,8 @@ class Channels:
         """
         if not self.link.verdicts or self.step < self.config.start_step + WARM:
             return []
+        if self.host.pace.chosen is None:
+            return []  # offload compares steps of its own until it knows
         without, told = set(self.guard.trips), []
         allocates = self.link.begins("dp") and self.link.native("dp", self.step)
         allocates = allocates and self.config.error_feedback("dp")

@@ -57,6 +57,9 @@ class Choice:
 
     def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
         """The codec of a copy between this rank's device and its host, None for native."""
+        start = self._channels.policy.start_step
+        if not self._channels.host.pace.encodes(direction, self._channels.step, start):
+            return None
         return self._choose(numel, dtype, 2, direction)  # two ends
 
     def _choose(

@@ -7,6 +7,7 @@ collective owns the wire buffers, so that one buffer holds the payloads for all 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -79,6 +80,30 @@ class Fused(Protocol):
         """All chunks into ``out``."""
 
 
+class Each(Protocol):
+    """Kernels that take several tensors of one dtype in one launch; payloads are the codec's.
+
+    Arguments are as ``encode`` and ``decode`` of a codec want them, and are not checked again.
+    """
+
+    def encode(
+        self,
+        values: Sequence[Tensor],
+        out: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Each of ``values`` into its ``out``.
+
+        With ``residuals`` (fp32) ``values + residual`` is sent, and the residual becomes what the
+        encoding left out, 0 where that is not finite.
+        """
+
+    def decode(
+        self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
+    ) -> None:
+        """Each of ``payloads`` into its ``out``; ``add``: onto what is there, in fp32."""
+
+
 class Codec(ABC):
     """One codec with its settings fixed. Instances are immutable and may be shared.
 
@@ -87,12 +112,16 @@ class Codec(ABC):
     * bytes depend on the values only: same values, same bytes, on every device and thread count;
     * a NaN or Inf that is encoded decodes to a non-finite value at the same element, or at
       least makes every element of its block non-finite;
+    * decoded values and sums are the same bits on every device, but for NaNs: where arithmetic
+      made or moved one, its sign and payload are the device's (a GPU writes 0x7fffffff and what
+      narrowing leaves of it, a CPU keeps 0x7fc00000, 0xffc00000 or what came in). Two such NaNs
+      are equal. Payloads, and what a lossless codec decodes, have the bits of NaNs as well;
     * ``numel == 0`` is legal and costs 0 bytes.
     """
 
     #: name in the block
     name: ClassVar[str]
-    #: decoding gives back exactly the encoded values, NaN payloads included
+    #: decoding (without adding) gives back exactly the encoded values, bits of NaNs included
     lossless: bool
     #: ``encode`` always writes ``wire_nbytes`` bytes, so no size has to be exchanged
     fixed_size: bool
@@ -145,6 +174,10 @@ class Codec(ABC):
 
     def fused(self, device: torch.device) -> Fused | None:
         """One launch for all chunks of a collective, where the back end of ``device`` has that."""
+        return None
+
+    def each(self, device: torch.device) -> Each | None:
+        """One launch for several tensors, where the back end of ``device`` has that."""
         return None
 
     @abstractmethod

@@ -6,13 +6,14 @@ The format and the argument for its bound are at the top of ``kernels/blockint.h
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import ClassVar, Literal, get_args
 
 import torch
 
 from hybridcomp.codecs._checks import check_dtype
 from hybridcomp.codecs._fixed import FixedCodec
-from hybridcomp.codecs.base import Fused, align
+from hybridcomp.codecs.base import Each, Fused, align
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of
 
@@ -76,7 +77,7 @@ class BlockInt(FixedCodec):
         self.rotate = rotate
         self.levels = levels
 
-    @property
+    @cached_property
     def spec(self) -> str:
         rotate = ", rotate=True" if self.rotate else ""
         levels = f", levels={self.levels}" if self.levels != "uniform" else ""
@@ -101,6 +102,11 @@ class BlockInt(FixedCodec):
         kernels = getattr(kernels_of(device), "blockint_fused", None)
         fused: Fused | None = None if kernels is None else kernels(self._setting)
         return fused
+
+    def each(self, device: torch.device) -> Each | None:
+        kernels = getattr(kernels_of(device), "blockint_each", None)
+        each: Each | None = None if kernels is None else kernels(self._setting)
+        return each
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Largest error of an element whose aligned tile of 1024 values has this finite absmax.

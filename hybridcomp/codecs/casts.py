@@ -6,6 +6,7 @@ so a NaN or an Inf in what was decoded was there before. The formats are in ``ke
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -45,7 +46,9 @@ class Cast(Codec):
             False,
             torch.get_num_threads(),
         )
-        out[self._dtype.itemsize * values.numel() : nbytes].zero_()
+        used = self._dtype.itemsize * values.numel()
+        if used < nbytes:
+            out[used:nbytes].zero_()
         return nbytes
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
@@ -114,7 +117,7 @@ class Fp8(FixedCodec):
             raise CodecError(f"fp8: format must be one of {self.FORMATS}, found {format!r}")
         self.format = format
 
-    @property
+    @cached_property
     def spec(self) -> str:
         return f"fp8(format={self.format})"
 

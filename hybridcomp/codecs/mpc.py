@@ -6,6 +6,7 @@ The stream is described at the top of ``kernels/mpc.h``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -39,7 +40,7 @@ class Mpc(LosslessCodec):
             raise CodecError(f"mpc: dim must be an integer from 1 to 32, found {dim!r}")
         self.dim = dim
 
-    @property
+    @cached_property
     def spec(self) -> str:
         return f"mpc(dim={self.dim})"
 

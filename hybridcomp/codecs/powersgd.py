@@ -7,6 +7,7 @@ matrices is sent as it is.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -40,7 +41,7 @@ class PowerSgd(Cast):
             raise CodecError(f"powersgd: rank must be an integer from 1 up, found {rank!r}")
         self.rank = rank
 
-    @property
+    @cached_property
     def spec(self) -> str:
         return f"powersgd(rank={self.rank})"
 

@@ -6,6 +6,7 @@ The format and the argument for its bound are at the top of ``kernels/radix.h``.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
@@ -88,7 +89,7 @@ class Radix(VariableCodec):
         self.segment = segment
         self.mode: Mode = mode
 
-    @property
+    @cached_property
     def spec(self) -> str:
         bound = str(np.float32(self.error_bound))  # the shortest digits that tell it from others
         return f"radix(error_bound={bound}, segment={self.segment}, mode={self.mode})"

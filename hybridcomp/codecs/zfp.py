@@ -7,7 +7,7 @@ overflow), are at the top of ``kernels/zfp.h``.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import torch
@@ -66,7 +66,7 @@ class Zfp(FixedCodec):
             raise CodecError(f"zfp: rate must be a number from 2.5 to 32, found {rate!r}")
         self.rate = float(rate)
 
-    @property
+    @cached_property
     def spec(self) -> str:
         return f"zfp(rate={self.rate:g})"
 

@@ -42,14 +42,22 @@ class Pool:
 
     def give(self, *buffers: Tensor | None) -> None:
         """Give buffers back; nothing may read or write them any more. None is skipped."""
+        kept = [b for b in buffers if b is not None and not b.is_cuda and b.device.type == "cpu"]
+        if not kept:
+            return
         with self._lock:
-            self._free.extend(b for b in buffers if b is not None and b.device.type == "cpu")
+            self._free.extend(kept)
             self._free.sort(key=Tensor.numel)
 
     def clear(self) -> None:
         """Free every buffer that is not in use."""
         with self._lock:
             self._free.clear()
+
+
+def first(buffer: Tensor, nbytes: int) -> Tensor:
+    """The first ``nbytes`` bytes; no new view (1 us) where that is all of it, as on a GPU."""
+    return buffer if buffer.numel() == nbytes else buffer[:nbytes]
 
 
 #: the pool of this process

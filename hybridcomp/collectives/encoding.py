@@ -143,6 +143,12 @@ class Slots:
 
 def encode_all(codec: Codec, stretches: Sequence[Tensor], room: Slots, dtype: torch.dtype) -> None:
     """Encode ``stretches`` as ``dtype`` into the empty ``room``, one after the other."""
+    each = codec.each(room.buffer.device) if len(stretches) > 1 else None
+    if each is not None:
+        room.nbytes = [codec.wire_nbytes(values.numel(), dtype) for values in stretches]
+        slots = torch.split(room.buffer[room.head : room.head + sum(room.nbytes)], room.nbytes)
+        each.encode([values.to(dtype) for values in stretches], slots)
+        return
     if sizes.SIZES.stay(codec, room.buffer.device):
         room.words = room.buffer.new_empty(len(stretches), dtype=torch.int64)
     position = room.head
@@ -152,6 +158,37 @@ def encode_all(codec: Codec, stretches: Sequence[Tensor], room: Slots, dtype: to
         slot = room.buffer[position : position + most]
         room.nbytes.append(_encode_values(codec, values.to(dtype), slot, word))
         position += room.nbytes[-1]
+
+
+def encode_jobs(
+    codec: Codec, jobs: Sequence[Job], slots: Sequence[Tensor], dtype: torch.dtype
+) -> bool:
+    """Encode all ``jobs`` as ``dtype`` at once, where that can be done; the codec is fixed-size.
+
+    Not where a job's result is wanted here (``decoded``), or its sum stands in its residual.
+    """
+    each = codec.each(slots[0].device) if len(jobs) > 1 else None
+    plain = [job.residual is None for job in jobs]
+    if each is None or any(job.decoded is not None or job.values is job.residual for job in jobs):
+        return False
+    if all(plain):
+        each.encode([job.values.to(dtype) for job in jobs], slots)
+        return True
+    residuals = [job.residual for job in jobs if job.residual is not None]
+    if any(plain) or dtype != torch.float32:
+        return False
+    each.encode([job.values for job in jobs], slots, residuals)
+    return True
+
+
+def decode_all(codec: Codec, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Decode each of ``payloads`` into its ``out``; all of these are of one dtype."""
+    each = codec.each(out[0].device) if len(out) > 1 else None
+    if each is not None:
+        each.decode(payloads, out)
+        return
+    for payload, values in zip(payloads, out, strict=True):
+        codec.decode(payload, values)
 
 
 def show_overflow(total: Tensor, dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup, get_rank
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import sizes, transport
-from hybridcomp.collectives.buffers import POOL
-from hybridcomp.collectives.encoding import Job, Slots, encode_job
+from hybridcomp.collectives.buffers import POOL, first
+from hybridcomp.collectives.encoding import Job, Slots, encode_job, encode_jobs
 from hybridcomp.collectives.handle import Steps
 from hybridcomp.collectives.meter import Meter
 from hybridcomp.collectives.sizes import SIZE_NBYTES
@@ -99,6 +99,8 @@ class _Outgoing:
         rooms = [codec.wire_nbytes(job.values.numel(), dtype) for job in chain(*self.jobs)]
         out = POOL.take(sum(rooms) + sum(self.heads), device)
         self.buffers.append(out)
+        if codec.fixed_size and self._encode_at_once(codec, dtype, rooms):
+            return
         position = 0
         for row, head in zip(self.jobs, self.heads, strict=True):
             self.sizes.append([])
@@ -116,6 +118,24 @@ class _Outgoing:
                 position += used
             if head:
                 sizes.write_head(out[start:], self.sizes[-1])
+
+    def _encode_at_once(self, codec: Codec, dtype: torch.dtype, rooms: list[int]) -> bool:
+        """``encode`` in one launch, where there are several jobs and the codec has that.
+
+        ``rooms``: the bytes of every payload that is sent; there are no heads.
+        """
+        slots = torch.split(self.buffers[-1][: sum(rooms)], rooms)
+        every = list(chain(*self.jobs))
+        slot_of = dict(zip(reversed(every), reversed(slots), strict=True))
+        if len(slot_of) < 2 or not encode_jobs(codec, [*slot_of], [*slot_of.values()], dtype):
+            return False
+        for job, slot in zip(every, slots, strict=True):
+            if slot is not slot_of[job]:
+                slot.copy_(slot_of[job])
+        self.encoded = slot_of
+        sizes_of = iter(rooms)
+        self.sizes = [[next(sizes_of) for _ in row] for row in self.jobs]
+        return True
 
     def encode_late(self, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
         """Payloads in slots of their largest size; their sizes to ``words``."""
@@ -182,9 +202,27 @@ def _cut(
     rows = []
     for message, head, known in zip(torch.split(buffer, list(rooms)), heads, nbytes, strict=True):
         found = sizes.read_head(message, len(known)) if head else known
-        ends = list(accumulate(found, initial=head))
-        rows.append([message[start:end] for start, end in pairwise(ends)])
+        if not head and list(found) == [message.numel()]:
+            rows.append([message])
+            continue
+        rest = message.numel() - head - sum(found)
+        rows.append(list(torch.split(message, [head, *found, rest])[1:-1]))
     return rows
+
+
+def _payload_nbytes(
+    codec: Codec, dtype: torch.dtype, numels: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The most bytes of each payload, by rank. Rows that are one object are looked at once."""
+    known = {
+        id(row): [codec.wire_nbytes(numel, dtype) for numel in row]
+        for row in {id(row): row for row in numels}.values()
+    }
+    return [known[id(row)] for row in numels]
+
+
+def _heads(numels: Sequence[Sequence[int]], in_front: bool) -> list[int]:
+    return [sizes.head_nbytes(len(row)) if in_front else 0 for row in numels]
 
 
 def gather(
@@ -205,9 +243,9 @@ def gather(
     where these do not stand in front of the payloads.
     """
     me, world_size = get_rank(group), len(numels)
-    found = [[codec.wire_nbytes(numel, dtype) for numel in row] for row in numels]
+    found = _payload_nbytes(codec, dtype, numels)
     in_front = sizes.in_front(codec, own.buffer.device, group)
-    heads = [sizes.head_nbytes(len(row) * in_front) for row in numels]
+    heads = _heads(numels, in_front)
     if in_front:
         return (yield from _gather_uneven(own, found, heads, group, meter))
     if not codec.fixed_size:
@@ -220,10 +258,10 @@ def gather(
         torch.cat([part[:size] for part, size in parts], out=payload[: sum(found[me])])
     buffer = POOL.take(world_size * slot, payload.device)
     meter.sent_around(slot, me, world_size)
-    yield from transport.all_gather(buffer[: world_size * slot], payload[:slot], group)
+    wire = first(buffer, world_size * slot)
+    yield from transport.all_gather(wire, first(payload, slot), group)
     POOL.give(together)
-    slots = [slot] * world_size
-    return _cut(buffer[: world_size * slot], slots, heads, found), buffer
+    return _cut(wire, [slot] * world_size, heads, found), buffer
 
 
 def _gather_uneven(
@@ -278,7 +316,6 @@ def gather_room(
 
     As long as any rank's may be: with sizes that travel ahead, all slots are equally long.
     """
-    in_front = sizes.in_front(codec, device, group)
-    heads = [sizes.head_nbytes(len(row) * in_front) for row in numels]
-    most = max(sum(codec.wire_nbytes(numel, dtype) for numel in row) for row in numels)
+    heads = _heads(numels, sizes.in_front(codec, device, group))
+    most = max(map(sum, _payload_nbytes(codec, dtype, numels)))
     return Slots(POOL.take(max(heads) + most, device), [], head=heads[get_rank(group)])

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_rank, get_world_size
+from torch.distributed import ProcessGroup
 
 from hybridcomp.codecs.base import Codec, Fused
 from hybridcomp.collectives import transport
-from hybridcomp.collectives.buffers import POOL
+from hybridcomp.collectives.buffers import POOL, first
 from hybridcomp.collectives.chunks import chunk_ranges
-from hybridcomp.collectives.encoding import Slots
-from hybridcomp.collectives.exchange import gather
 from hybridcomp.collectives.handle import Steps
 from hybridcomp.collectives.meter import Meter
+from hybridcomp.collectives.ranks import resolved
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all messages of one size have in common."""
+
+    gives: tuple[int, ...]  # bytes of the first hop, by rank
+    takes: tuple[int, ...]
+    chunk: int  # elements of every chunk but the last ones
+    slot: int  # bytes of its payload
+    given: int  # bytes of the first hop
+    taken: int
+
+
+@lru_cache(maxsize=4096)
+def _planned(codec: Codec, dtype: torch.dtype, numels: tuple[int, ...], me: int) -> _Plan:
+    sizes = [codec.wire_nbytes(numel, dtype) for numel in numels]
+    gives = tuple(0 if rank == me else size for rank, size in enumerate(sizes))
+    takes = tuple(0 if rank == me else sizes[me] for rank in range(len(sizes)))
+    return _Plan(gives, takes, numels[0], sizes[0], sum(gives), sum(takes))
+
+
+@lru_cache(maxsize=4096)
+def _chunks(numel: int, world_size: int) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in chunk_ranges(numel, world_size))
 
 
 def fused_all_reduce(
@@ -31,27 +58,26 @@ def fused_all_reduce(
     1 encode every chunk but my own, 2 all-to-all, 3 sum in rank order and encode, without a trip of
     the sum through memory, 4 all-gather, 5 decode all chunks.
     """
-    me, world_size, dtype = get_rank(group), get_world_size(group), tensor.dtype
-    numels = [stop - start for start, stop in chunk_ranges(tensor.numel(), world_size)]
-    sizes = [codec.wire_nbytes(numel, dtype) for numel in numels]
-    chunk, slot = numels[0], sizes[0]
+    pg = resolved(group)
+    me, world_size = pg.rank(), pg.size()
+    numels = _chunks(tensor.numel(), world_size)
+    plan = _planned(codec, tensor.dtype, numels, me)
     # 1, 2
-    sent, arrived, received = yield from _scatter(
-        tensor, sizes, chunk, fused, group, meter, residual
-    )
+    sent, arrived, received = yield from _scatter(tensor, plan, me, fused, group, meter, residual)
     # 3
-    payload = POOL.take(slot, tensor.device)
-    mine = slice(me * chunk, me * chunk + numels[me])
-    left = None if residual is None else residual[mine]
+    payload = POOL.take(plan.slot, tensor.device)
+    start, stop = me * plan.chunk, me * plan.chunk + numels[me]
+    left = None if residual is None else residual[start:stop]
     with meter.coding():
-        fused.reduce(received, tensor[mine], world_size, me, payload, left, owner_residual)
+        fused.reduce(received, tensor[start:stop], world_size, me, payload, left, owner_residual)
     # 4
-    own = Slots(payload, [sizes[me]] if numels[me] else [])
-    rows = [[numel] if numel else [] for numel in numels]
-    _, gathered = yield from gather(codec, dtype, own, rows, group, meter)
+    gathered = POOL.take(world_size * plan.slot, tensor.device)
+    meter.sent_around(plan.slot, me, world_size)
+    wire = first(gathered, world_size * plan.slot)
+    yield from transport.all_gather(wire, first(payload, plan.slot), group)
     # 5
     with meter.coding():
-        fused.decode(gathered, chunk, slot, tensor)
+        fused.decode(gathered, plan.chunk, plan.slot, tensor)
     POOL.give(sent, arrived, payload, gathered)
 
 
@@ -71,43 +97,38 @@ def fused_reduce_scatter(
 
     1 encode every shard but my own, 2 all-to-all, 3 sum in rank order.
     """
-    me, chunk = get_rank(group), lengths[0]
-    sizes = [codec.wire_nbytes(length, flat.dtype) for length in lengths]
+    me = resolved(group).rank()
+    plan = _planned(codec, flat.dtype, tuple(lengths), me)
     # 1, 2
-    sent, arrived, received = yield from _scatter(flat, sizes, chunk, fused, group, meter, residual)
+    sent, arrived, received = yield from _scatter(flat, plan, me, fused, group, meter, residual)
     # 3
-    mine = slice(me * chunk, me * chunk + lengths[me])
-    left = None if residual is None else residual[mine]
+    start, stop = me * plan.chunk, me * plan.chunk + lengths[me]
+    left = None if residual is None else residual[start:stop]
     with meter.coding():
-        fused.sum(received, flat[mine], len(lengths), me, total, left)
+        fused.sum(received, flat[start:stop], len(lengths), me, total, left)
     POOL.give(sent, arrived)
 
 
 def _scatter(
     flat: Tensor,
-    sizes: Sequence[int],
-    chunk: int,
+    plan: _Plan,
+    me: int,
     fused: Fused,
     group: ProcessGroup | None,
     meter: Meter,
     residual: Tensor | None,
 ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-    """1 encode, 2 all-to-all: ``(two buffers to give back, the payloads for this rank)``.
-
-    ``sizes``: by rank, the bytes of its payload; every chunk but the last ones is ``chunk`` long.
-    """
-    me = get_rank(group)
+    """1 encode, 2 all-to-all: ``(two buffers to give back, the payloads for this rank)``."""
     # 1
-    gives = [0 if rank == me else size for rank, size in enumerate(sizes)]
-    sent = POOL.take(sum(gives), flat.device)
+    given, taken = plan.given, plan.taken
+    sent = POOL.take(given, flat.device)
     with meter.coding():
-        fused.encode(flat, chunk, sizes[0], me, sent, residual)
+        fused.encode(flat, plan.chunk, plan.slot, me, sent, residual)
     # 2
-    takes = [0 if rank == me else sizes[me] for rank in range(len(sizes))]
-    arrived = POOL.take(sum(takes), flat.device)
-    meter.sent_each(gives)
-    received = arrived[: sum(takes)]
-    yield from transport.all_to_all(received, sent[: sum(gives)], takes, gives, group)
+    arrived = POOL.take(taken, flat.device)
+    meter.sent_each(plan.gives)
+    received = first(arrived, taken)
+    yield from transport.all_to_all(received, first(sent, given), plan.takes, plan.gives, group)
     return sent, arrived, received
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import transport
 from hybridcomp.collectives.buffers import POOL
 from hybridcomp.collectives.chunks import stretches
-from hybridcomp.collectives.encoding import Job, check_values, encode_all
+from hybridcomp.collectives.encoding import Job, check_values, decode_all, encode_all
 from hybridcomp.collectives.exchange import exchange, gather, gather_room
 from hybridcomp.collectives.handle import Handle, Steps
 from hybridcomp.collectives.meter import Meter
@@ -99,9 +100,9 @@ def _gather_segment(
     payloads, gathered = yield from gather(codec, dtype, own, numels, group, meter)
     # 3
     with meter.coding():
-        for place, parts in zip(places, payloads, strict=True):
-            for (start, stop), encoded in zip(row, parts, strict=True):
-                codec.decode(encoded, place[start:stop])
+        whole = lengths == [places[0].numel()]
+        out = [p if whole else p[start:stop] for p in places for start, stop in row]
+        decode_all(codec, list(chain(*payloads)), out)
     POOL.give(own.buffer, gathered)
 
 
@@ -197,7 +198,6 @@ def _all_to_all(
     )
     # 2
     with meter.coding():
-        for place, row in zip(places, payloads.received, strict=True):
-            for payload in row:
-                codec.decode(payload, place)
+        others = [place for place, row in zip(places, payloads.received, strict=True) if row]
+        decode_all(codec, list(chain(*payloads.received)), others)
     payloads.release()

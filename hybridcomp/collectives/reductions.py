@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from hybridcomp.collectives.chunks import chunk_ranges, stretches
 from hybridcomp.collectives.encoding import (
     check_residual,
     check_values,
+    decode_all,
     encode_all,
     sent_dtype,
     settle,
@@ -69,8 +71,9 @@ def all_reduce(
     tensor = tensor.detach()
     check_values("tensor", tensor)
     check_residual("residual", residual, tensor.numel())
-    start, stop = chunk_ranges(tensor.numel(), get_world_size(group))[get_rank(group)]
-    check_residual("owner_residual", owner_residual, stop - start)
+    if owner_residual is not None:
+        start, stop = chunk_ranges(tensor.numel(), get_world_size(group))[get_rank(group)]
+        check_residual("owner_residual", owner_residual, stop - start)
     steps = _all_reduce(tensor, codec, group, meter, residual, owner_residual, cuts)
     return Handle(steps, meter, async_op)
 
@@ -85,7 +88,7 @@ def _all_reduce(
     cuts: Sequence[int],
 ) -> Steps[None]:
     """Between two ranks a pair; else in segments, all of them side by side (``_segment``)."""
-    me, world_size = get_rank(group), get_world_size(group)
+    world_size = get_world_size(group)
     if world_size == 1 or tensor.numel() == 0:
         return
     codecs = all_reduce_codecs(codec, tensor.dtype, world_size, tensor.device, cuts)
@@ -98,7 +101,7 @@ def _all_reduce(
         yield from fused_all_reduce(tensor, *fused, group, meter, residual, owner_residual)
         return
     first, second = codecs
-    chunks = chunk_ranges(tensor.numel(), world_size)
+    me, chunks = get_rank(group), chunk_ranges(tensor.numel(), world_size)
     own = tensor[slice(*chunks[me])]
     scratch, total = _accumulator(own, me, owner_residual)
     whole = _Sum(tensor, own, total, chunks[me][0], residual, owner_residual)
@@ -157,9 +160,7 @@ def _segment(
     payloads, gathered = yield from gather(second, dtype, own, numels, group, meter)
     # 6
     with meter.coding():
-        for row, encoded in zip(views, payloads, strict=True):
-            for view, one in zip(row, encoded, strict=True):
-                second.decode(one, view)
+        decode_all(second, list(chain(*payloads)), list(chain(*views)))
         if whole.owner_residual is not None:
             settle(total, whole.own[mine])
     POOL.give(own.buffer, gathered)

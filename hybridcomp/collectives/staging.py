@@ -7,6 +7,8 @@ can share one GPU, and clusters without NCCL work.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,8 +37,13 @@ class Staging:
 
 def backend_of(group: ProcessGroup | None, device: torch.device) -> str:
     """The name of the backend that carries tensors of ``device``; groups may have several."""
-    by_device = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return by_device.get(device.type, "")
+    return _backends(dist.get_backend_config(group)).get(device.type, "")
+
+
+@cache
+def _backends(config: str) -> dict[str, str]:
+    """By the type of a device."""
+    return dict(part.split(":") for part in config.split(","))
 
 
 #: of this process; tests put another one here

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
-from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.base import Codec, Each
 from hybridcomp.collectives.encoding import Job, add_values, decode_fp32, sent_dtype
 from hybridcomp.collectives.exchange import exchange
 from hybridcomp.collectives.handle import Steps
@@ -68,34 +68,91 @@ def sum_parts(
     )
     # 3
     with meter.coding():
-        for index, (part, job) in enumerate(owned):
-            rows = [row[index] if row else None for row in payloads.received]
-            rows[me] = payloads.encoded[job] if job else None
-            _sum(part, rows, codec, dtype)
+        rows: list[list[Tensor | None]] = [
+            [*row] if row else [None] * len(owned) for row in payloads.received
+        ]
+        rows[me] = [payloads.encoded[job] if job else None for _, job in owned]
+        _sum([part for part, _ in owned], rows, codec, dtype)
     payloads.release()
 
 
-def _sum(part: Part, payloads: Sequence[Tensor | None], codec: Codec, dtype: torch.dtype) -> None:
-    """Sum one part; None stands for the own exact values."""
-    out = part.out
-    assert out is not None
-    fresh = part.fresh and out is not part.values
-    own = part.values
-    if part.residual is not None and any(payload is None for payload in payloads):
-        add_values(part.residual, part.values)
-        own = part.residual
-        if out is part.values:
-            out.copy_(own)
-    for payload in payloads:
-        if payload is None:
-            if out is not part.values and fresh:
-                out.copy_(own)
-            elif out is not part.values:
-                add_values(out, own)
-        elif fresh:
-            decode_fp32(codec, payload, out, dtype)
-        else:
-            codec.decode_add(payload, out, dtype)
-        fresh = False
-    if own is part.residual:
-        own.zero_()
+def _sum(
+    parts: Sequence[Part],
+    rows: Sequence[Sequence[Tensor | None]],
+    codec: Codec,
+    dtype: torch.dtype,
+) -> None:
+    """Sum ``parts`` in rank order: for each rank a row with the payload of every part.
+
+    None stands for the own exact values. A launch for a row where the codec has that; else part by
+    part, while a sum is in the cache.
+    """
+    each = codec.each(parts[0].values.device) if len(parts) > 1 else None
+    columns = list(zip(*rows, strict=True))
+    owns = [_own(part, None in column) for part, column in zip(parts, columns, strict=True)]
+    if each is not None:
+        _sum_rows(parts, owns, rows, each)
+    else:
+        for part, own, column in zip(parts, owns, columns, strict=True):
+            fresh = _is_fresh(part)
+            for payload in column:
+                if payload is None:
+                    _add_own(part, own, fresh)
+                elif fresh:
+                    decode_fp32(codec, payload, _out(part), dtype)
+                else:
+                    codec.decode_add(payload, _out(part), dtype)
+                fresh = False
+    for part, own in zip(parts, owns, strict=True):
+        if own is part.residual:
+            own.zero_()
+
+
+def _sum_rows(
+    parts: Sequence[Part],
+    owns: Sequence[Tensor],
+    rows: Sequence[Sequence[Tensor | None]],
+    each: Each,
+) -> None:
+    fresh = [_is_fresh(part) for part in parts]
+    for row in rows:
+        for add in (False, True):
+            chosen = [
+                (payload, _out(part))
+                for payload, part, new in zip(row, parts, fresh, strict=True)
+                if payload is not None and new is not add
+            ]
+            each.decode([payload for payload, _ in chosen], [out for _, out in chosen], add=add)
+        for payload, part, own, new in zip(row, parts, owns, fresh, strict=True):
+            if payload is None:
+                _add_own(part, own, new)
+        fresh = [False] * len(parts)
+
+
+def _out(part: Part) -> Tensor:
+    assert part.out is not None, "this rank does not own the part"
+    return part.out
+
+
+def _is_fresh(part: Part) -> bool:
+    return part.fresh and part.out is not part.values
+
+
+def _own(part: Part, exact: bool) -> Tensor:
+    """What this rank adds where it adds its ``exact`` values: with the residual, which stands for
+    the sum until it is zeroed."""
+    if part.residual is None or not exact:
+        return part.values
+    add_values(part.residual, part.values)
+    if part.out is part.values:
+        part.values.copy_(part.residual)
+    return part.residual
+
+
+def _add_own(part: Part, own: Tensor, fresh: bool) -> None:
+    if part.out is part.values:
+        return  # they stand there already
+    if fresh:
+        _out(part).copy_(own)
+    else:
+        add_values(_out(part), own)

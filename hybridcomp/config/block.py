@@ -238,6 +238,9 @@ class CompressionConfig(Strict):
         }
         settings[f"{BLOCK}.dp.error_feedback"] = self.error_feedback("dp")
         settings.update({f"{BLOCK}.{name}.when": getattr(self, name).when for name in MEASURED})
+        settings |= {
+            f"{BLOCK}.offload.{key}": getattr(self.offload, key) for key in ("when", "sums")
+        }
         settings[f"{BLOCK}.zero.delta"] = self.zero.delta
         settings[f"{BLOCK}.zero.resync_every"] = self.zero.resync_every
         settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather

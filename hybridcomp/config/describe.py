@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +75,12 @@ def _deltas(config: CompressionConfig) -> str:
 def _measured(config: CompressionConfig) -> list[str]:
     early = [name for name in config.measured() if name in ONE_WAY]
     late = [name for name in config.measured() if name not in ONE_WAY]
-    told = {"at start-up": early, "after the first step": late}
+    host = ["offload"] if config.offload.when == "auto" else []
+    told: dict[str, Sequence[str]] = {
+        "at start-up": early,
+        "after the first step": late,
+        "in real steps": host,
+    }
     return [
         f"{'measured':13} {', '.join(names)}: native where that is faster, timed {when}"
         for when, names in told.items()

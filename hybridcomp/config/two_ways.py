@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -70,9 +70,31 @@ class PipelineConfig(TensorConfig):
 class OffloadConfig(ActivationConfig):
     """Copies between a device and its host (ZeRO-Offload)."""
 
+    when: Literal["always", "auto"] = Field(
+        "always",
+        description="always (default), or auto: the first steps of the run are made natively, with "
+        "encoded gradients, and with parameters encoded as well, in turns, and timed; what is "
+        "fastest on the slowest rank stays, native where neither makes a step faster.",
+    )
+    sums: Literal["auto", "device", "host"] = Field(
+        "auto",
+        description="Where gradients of several micro-batches are added up. device: they cross "
+        "once a step, and this rank's gradients (2 bytes a value in bf16) take memory of the "
+        "device. host: each crosses, and the host adds. auto (default): on the device where a "
+        "tenth of its memory stays free in the first backward pass.",
+    )
     forward: DirectionConfig | None = Field(
         None, description="What differs for updated parameters, host to device."
     )
     backward: DirectionConfig | None = Field(
         None, description="What differs for gradients, device to host."
     )
+
+    def _check_codecs(self) -> None:
+        super()._check_codecs()
+        codecs = {way: self.codec_of(way) for way in DIRECTIONS}
+        if self.when == "auto" and not any(codecs.values()):
+            raise problem("when", self.when, "none is native anyway; remove it, or name a codec")
+        if self.sums != "auto" and codecs["backward"] is None:
+            todo = "native gradients are added up as DeepSpeed does; remove it, or name a codec"
+            raise problem("sums", self.sums, todo)

@@ -212,9 +212,9 @@ _on_cuda: dict[int, CudaKernels] = {}
 def _cuda_kernels(index: int) -> Kernels:
     if index not in _on_cuda:
         from hybridcomp.kernels.cuda import CudaKernels
-        from hybridcomp.kernels.launcher import CupyLauncher
+        from hybridcomp.kernels.launcher import CudaLauncher
 
-        _on_cuda[index] = CudaKernels(CupyLauncher(torch.device("cuda", index)))
+        _on_cuda[index] = CudaKernels(CudaLauncher(torch.device("cuda", index)))
     return _on_cuda[index]
 
 

@@ -1,162 +1,40 @@
-// A tile of blockint in the registers of a warp, for HC_BITS bits, HC_GAUSSIAN levels or not, HC_ROTATE
-// or not: 32 of its 1024 values in each lane, so that nothing is read twice. Eight lanes share a block
-// of 32 values, four consecutive values each, so that values move as 16 (bf16: 8) bytes a lane; a 4 x 4
-// transpose of bytes, two shuffles, turns these into the words of blockint.h. An iteration handles
-// four blocks.
-//
-// Lane 8 g + 2 m + h of iteration i has values 8 m + 4 h ... + 3 of block 4 i + g, and after the
-// transpose word 4 h + m of it.
+// Encoding and decoding a tile of blockint in the registers of a warp (blockint_quads.h), from and to
+// plain pointers: everything is loaded before the first of it is used, and alignment and the tail are
+// asked about once a warp. All lanes of the warp call these.
 #pragma once
 
-#include "cuda_device.h"
-
-#include "blockint.h"
-#include "rotation.h"
-
-#ifndef HC_BITS
-#define HC_BITS 8
-#endif
-#ifndef HC_GAUSSIAN
-#define HC_GAUSSIAN 0
-#endif
-#ifndef HC_ROTATE
-#define HC_ROTATE 0
-#endif
+#include "blockint_rotated.h"
 
 namespace hybridcomp {
 namespace blockint {
 
-constexpr int ROUNDS = 8;  // iterations of a tile
-constexpr bool GAUSSIAN = HC_GAUSSIAN;
-
-struct Place {
-    u32 group, part, row, half;
-    HC_INLINE_MEMBER Place()
-        : group(lane_id() / 8), part(lane_id() % 8), row(lane_id() % 8 / 2), half(lane_id() % 2) {}
-    // of this lane's values in the tile
-    HC_INLINE_MEMBER u32 value(int round) const { return (round * 4 + group) * BLOCK + part * 4; }
-};
-
-struct Layout {
-    u64 blocks, tiles, scales, bases, used, total;
-    HC_INLINE_MEMBER explicit Layout(u64 numel)
-        : blocks(ceil_div(numel, BLOCK)), tiles(ceil_div(numel, TILE)),
-          scales(blocks * 4 * HC_BITS), bases(scales + blocks), used(bases + tiles),
-          total(align16(used)) {}
-};
-
-// Byte i of row m <-> byte m of row i, over lanes that differ in m; its own inverse.
-HC_INLINE u32 transpose_bytes(u32 word, u32 row) {
-    u32 other = other_lane<2>(word);
-    word = __byte_perm(word, other, row & 1 ? 0x3715 : 0x6240);
-    other = other_lane<4>(word);
-    return __byte_perm(word, other, row & 2 ? 0x3276 : 0x5410);
-}
-
-// The words of a field of WIDTH bits at SHIFT; `index` is which word of the levels this lane has.
-template <int WIDTH, int SHIFT>
-HC_INLINE void store_field(u32 word, u32 index, bool write, u32* out) {
-    u32 field = ((word >> SHIFT) & field_mask<WIDTH>()) << (index / WIDTH * WIDTH);
-    if constexpr (WIDTH == 4) field = union_of<1>(field);
-    if constexpr (WIDTH == 2) field = union_of<1, 4>(field);
-    if constexpr (WIDTH == 1) field = union_of<1, 2, 4>(field);
-    if (write && index < WIDTH) out[index] = field;
-}
-
-template <int WIDTH, int SHIFT>
-HC_INLINE u32 load_field(const u32* in, u32 index) {
-    return ((in[index % WIDTH] >> (index / WIDTH * WIDTH)) & field_mask<WIDTH>()) << SHIFT;
-}
-
-// Word `index` of a block's levels into its HC_BITS words at `out`, and back.
-HC_INLINE void store_word(u32 word, u32 index, bool write, u32* out) {
-    if constexpr (HC_BITS == 8) {
-        if (write) out[index] = word;
+// Values [first, first + 1024) of `count`, zeros after the end. `whole`: all of them are there, aligned.
+template <class E>
+HC_INLINE void load_tile(E* held, const typename E::Stored* values, u64 first, u64 count, bool whole) {
+    if (whole) {
+        const auto* at = values + first + lane_id() * EACH;
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) held[i].load(at + i * ROUND);
+        return;
     }
-    if constexpr ((HC_BITS & 4) != 0) store_field<4, HC_BITS & 3>(word, index, write, out);
-    if constexpr ((HC_BITS & 2) != 0) {
-        store_field<2, HC_BITS & 1>(word, index, write, out + (HC_BITS & 4));
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        u64 at = first + lane_id() * EACH + i * ROUND;
+        held[i].load_some(values + at, eight_of(at, count));
     }
-    if constexpr ((HC_BITS & 1) != 0) store_field<1, 0>(word, index, write, out + (HC_BITS & 6));
 }
 
-HC_INLINE u32 load_word(const u32* in, u32 index) {
-    u32 word = 0;
-    if constexpr (HC_BITS == 8) word = in[index];
-    if constexpr ((HC_BITS & 4) != 0) word |= load_field<4, HC_BITS & 3>(in, index);
-    if constexpr ((HC_BITS & 2) != 0) word |= load_field<2, HC_BITS & 1>(in + (HC_BITS & 4), index);
-    if constexpr ((HC_BITS & 1) != 0) word |= load_field<1, 0>(in + (HC_BITS & 6), index);
-    return word;
-}
-
-// A stage of rotation.h over lanes that differ in MASK.
-template <int MASK>
-HC_INLINE Four stage_lanes(Four v) {
-    Four other = {bits_float(other_lane<MASK>(float_bits(v.x))),
-                  bits_float(other_lane<MASK>(float_bits(v.y))),
-                  bits_float(other_lane<MASK>(float_bits(v.z))),
-                  bits_float(other_lane<MASK>(float_bits(v.w)))};
-    if ((lane_id() & MASK) == 0) return sum(v, other);
-    return Four{other.x - v.x, other.y - v.y, other.z - v.z, other.w - v.w};
-}
-
-// rotation::transform: sixteen lanes hold a group, this one the four values from 4 * (lane % 16) on.
-HC_INLINE Four transform_lanes(Four v) {
-    v = Four{v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w};
-    v = Four{v.x + v.z, v.y + v.w, v.x - v.z, v.y - v.w};
-    return stage_lanes<8>(stage_lanes<4>(stage_lanes<2>(stage_lanes<1>(v))));
-}
-
-HC_INLINE Four with_signs(Four v) {
-    int first = 4 * (int)(lane_id() % 16);
-    return Four{rotation::with_sign(v.x, first), rotation::with_sign(v.y, first + 1),
-                rotation::with_sign(v.z, first + 2), rotation::with_sign(v.w, first + 3)};
-}
-
-HC_INLINE Four scaled(Four v, float by) { return Four{v.x * by, v.y * by, v.z * by, v.w * by}; }
-
-// Whether the group of 64 values around value `at` of the message is whole.
-HC_INLINE bool in_group(u64 at, u64 count) { return at / 64 * 64 + 64 <= count; }
-
-HC_INLINE Four rotated(Four v, bool whole) {
-    if constexpr (!HC_ROTATE) return v;
-    Four y = transform_lanes(scaled(with_signs(v), rotation::FORWARD_SCALE));
-    return whole ? y : v;
-}
-
-HC_INLINE Four rotated_back(Four v, bool whole) {
-    if constexpr (!HC_ROTATE) return v;
-    Four x = with_signs(transform_lanes(scaled(v, rotation::BACK_SCALE)));
-    x = scaled(x, 1.0f / rotation::BACK_SCALE);
-    return whole ? Four{finite(x.x), finite(x.y), finite(x.z), finite(x.w)} : v;
-}
-
-// Four levels -> values, still rotated.
-HC_INLINE Four dequantized(u32 word, u32 code, u32 base) {
-    float step = step_of<HC_BITS, GAUSSIAN>(code, base);
-    bool overflow = 16 * base + 15 - code >= OVERFLOW_TOP && code != NONFINITE_CODE;
-    if (overflow) step = half_top(code, base) * (GAUSSIAN ? 1.0f : 1.0f / (float)top_level(HC_BITS));
-    Four v = {dequantize<HC_BITS, GAUSSIAN>(word & 255u, step),
-              dequantize<HC_BITS, GAUSSIAN>(word >> 8 & 255u, step),
-              dequantize<HC_BITS, GAUSSIAN>(word >> 16 & 255u, step),
-              dequantize<HC_BITS, GAUSSIAN>(word >> 24, step)};
-    if (!overflow) return v;
-    return Four{finite(v.x * 2.0f), finite(v.y * 2.0f), finite(v.z * 2.0f), finite(v.w * 2.0f)};
-}
-
-HC_INLINE Four read_fp32(const float* at, u64 index, u64 count) {
-    return read4<Fp32>(at, index, count, vectorizable<Fp32>(at));
-}
-
-HC_INLINE void write_fp32(Four v, float* at, u64 index, u64 count) {
-    write4<Fp32>(v, at, index, count, vectorizable<Fp32>(at));
-}
-
-// Rounded to T.
-template <class T>
-HC_INLINE Four through(Four v) {
-    return Four{T::load(T::store(v.x)), T::load(T::store(v.y)), T::load(T::store(v.z)),
-                T::load(T::store(v.w))};
+// Eight values of each lane, from `at` on.
+HC_INLINE void store_eight(const float* values, float* out, u64 at, u64 count, bool whole) {
+    if (whole) {
+        store_sectors(values, out + at);
+        return;
+    }
+    u32 there = eight_of(at, count);
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        if ((u32)k < there) out[at + k] = values[k];
+    }
 }
 
 // What a message leaves out; 0 where that is not finite: an overflow must not stay for ever.
@@ -165,91 +43,222 @@ HC_INLINE float left_out(float value, float sent) {
     return magnitude_bits(left) < INF_BITS ? left : 0.0f;
 }
 
-// The values that a tile is made of, and what becomes of its residual. Rotated values take the
-// registers of the values, which then wait where the residual will stand.
-struct NoFeedback {
-    HC_INLINE_MEMBER void keep(Four, u64, u64) {}
-    HC_INLINE_MEMBER void settle(Four, Four, u64, u64) {}
-};
-
-// `dtype`: what receivers round to, by its code.
-struct Feedback {
-    float* residual;
-    u64 dtype;
-    HC_INLINE_MEMBER void keep(Four values, u64 at, u64 count) {
-        if (HC_ROTATE && residual) write_fp32(values, residual, at, count);
+// What the levels `q` of eight values leave out of them once receivers round to E, into `residual`.
+// Rotated values take the registers of the values, which wait where the residual will stand.
+template <class E>
+HC_INLINE void settle(const float* values, const u32* q, u32 code, u32 base, float* residual, u64 at,
+                      u64 count, bool whole) {
+    bool twice;
+    float step = careful_step(code, base, twice), sent[EACH], kept[EACH];
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        sent[k] = sent_value(q[k], step);
+        if (twice) sent[k] = finite(sent[k] * 2.0f);
+        kept[k] = values[k];
     }
-    HC_INLINE_MEMBER void settle(Four values, Four sent, u64 at, u64 count) {
-        if (!residual) return;
-        if (HC_ROTATE) values = read_fp32(residual, at, count);
-        if (dtype == 1) sent = through<BFloat16>(sent);
-        if (dtype == 2) sent = through<Float16>(sent);
-        Four left = {left_out(values.x, sent.x), left_out(values.y, sent.y),
-                     left_out(values.z, sent.z), left_out(values.w, sent.w)};
-        write_fp32(left, residual, at, count);
+    if constexpr (ROTATE) {
+        EightFp32 before;
+        if (whole) before.load(residual + at);
+        else before.load_some(residual + at, eight_of(at, count));
+        __syncwarp();  // neighbours store each other's halves
+        rotate_back_any(sent, whole || in_group(at, count));
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) kept[k] = before.values[k];
     }
-};
+#pragma unroll
+    for (int k = 0; k < EACH; k += 2) {
+        float a = sent[k], b = sent[k + 1];
+        E::through(a, b);
+        kept[k] = left_out(kept[k], a), kept[k + 1] = left_out(kept[k + 1], b);
+    }
+    store_eight(kept, residual, at, count, whole);
+}
 
-// A tile in registers -> its place in the payload. Lanes beyond the last block write nothing.
-template <bool SETTLE, class F>
-HC_INLINE void encode_tile(Four* values, u64 tile, u64 count, const Layout& layout, u8* out,
-                           F feedback) {
+// A tile in registers -> its place in the payload `out` of `count` values. With a `residual` (else null),
+// what receivers that round to E do not get goes there; `whole`: it is all there, and aligned.
+template <class E, bool SETTLE, class H>
+HC_INLINE void encode_held(const H* held, u64 tile, u64 count, u8* out, float* residual, bool whole) {
+    Layout layout(count);
     Place place;
-    if constexpr (HC_ROTATE) {
+    u32 tops[ROUNDS];
 #pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) {
-            u64 at = tile * TILE + place.value(i);
-            feedback.keep(values[i], at, count);
-            values[i] = rotated(values[i], in_group(at, count));
-        }
-    }
-    u32 absmax[ROUNDS], largest = 0;
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        u32 top = magnitude_bits(values[i].x), next = magnitude_bits(values[i].y);
-        top = next > top ? next : top;
-        next = magnitude_bits(values[i].z);
-        top = next > top ? next : top;
-        next = magnitude_bits(values[i].w);
-        absmax[i] = largest_of<1, 2, 4>(next > top ? next : top);
-        if (absmax[i] < INF_BITS && absmax[i] > largest) largest = absmax[i];
-    }
-    u32 base = base_of(largest_of<8, 16>(largest));
-    u32 index = 4 * place.half + place.row;
+    for (int i = 0; i < ROUNDS; ++i) tops[i] = held[i].magnitude();
+    u32 absmax = H::magnitude_bits_of(scatter_largest<sizeof(typename H::Stored) == 2>(tops, place.part));
+    u32 base = base_of(largest_in_warp(absmax < INF_BITS ? absmax : 0));
+    u32 code = scale_code<GAUSSIAN>(absmax, base);
+    float inverse = code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, GAUSSIAN>(code, base);
+    u64 first = tile * TILE_BLOCKS;
+    u32 blocks = layout.blocks_of(tile);
+    u32* words = (u32*)out + first * HC_BITS;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        u64 block = tile * TILE_BLOCKS + i * 4 + place.group;
-        u32 code = scale_code<GAUSSIAN>(absmax[i], base);
-        float inverse = inverse_step<HC_BITS, GAUSSIAN>(code == NONFINITE_CODE ? 0 : code, base);
-        u32 word = quantize<HC_BITS, GAUSSIAN>(values[i].x, inverse) |
-                   quantize<HC_BITS, GAUSSIAN>(values[i].y, inverse) << 8 |
-                   quantize<HC_BITS, GAUSSIAN>(values[i].z, inverse) << 16 |
-                   quantize<HC_BITS, GAUSSIAN>(values[i].w, inverse) << 24;
-        word = code == NONFINITE_CODE ? 0 : word;
+        float scale = bits_float(of_round(float_bits(inverse), i, place));
+        u32 q[EACH];
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) q[k] = quantized(held[i].value(k), scale);
+        store_levels(q, scale == 0.0f, place.block(i) < blocks, words + place.block(i) * HC_BITS,
+                     place.part);
         if constexpr (SETTLE) {
-            u64 at = tile * TILE + place.value(i);
-            Four sent = rotated_back(dequantized(word, code, base), in_group(at, count));
-            feedback.settle(values[i], sent, at, count);
+            u32 known = of_round(code, i, place);
+            u64 at = tile * TILE + i * ROUND + lane_id() * EACH;
+            if (residual) settle<E>(held[i].values, q, known, base, residual, at, count, whole);
         }
-        word = transpose_bytes(word, place.row);
-        bool write = block < layout.blocks;
-        store_word(word, index, write, (u32*)out + block * HC_BITS);
-        if (write && place.part == 0) out[layout.scales + block] = (u8)code;
     }
+    if (place.own_block() < blocks) out[layout.scales + first + place.own_block()] = (u8)code;
     if (lane_id() == 0) out[layout.bases + tile] = (u8)base;
     if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
 }
 
-// This lane's four values of one iteration, of `count` in the message.
-HC_INLINE Four decode_four(const u8* in, u64 block, u32 base, const Layout& layout, u64 count,
-                           const Place& place) {
-    bool there = block < layout.blocks;
-    u32 code = there ? in[layout.scales + block] : 0;
-    u32 word = there ? load_word((const u32*)in + block * HC_BITS, 4 * place.half + place.row) : 0;
-    word = transpose_bytes(word, place.row);
-    Four v = dequantized(word, code, base);
-    if (!there) v = Four{0.0f, 0.0f, 0.0f, 0.0f};  // a sum of it would be encoded
-    return rotated_back(v, in_group(block * BLOCK, count));
+// Tile `tile` of `count` values -> its place in their payload, which begins at `out`. With FEEDBACK,
+// values + residual is sent, and the residual becomes what is left.
+template <class E, bool FEEDBACK>
+HC_INLINE void encode_tile(const typename E::Stored* values, u64 count, u64 tile, u8* out,
+                           float* residual) {
+    u64 first = tile * TILE;
+    bool full = first + TILE <= count;
+    E held[ROUNDS];
+    load_tile(held, values, first, count, full && whole_vectors(values));
+    if constexpr (!FEEDBACK && !ROTATE) {
+        encode_held<E, false>(held, tile, count, out, nullptr, false);
+        return;
+    } else {
+        bool whole = FEEDBACK && full && whole_vectors(residual);
+        EightFp32 sums[ROUNDS];
+        if constexpr (FEEDBACK) load_tile(sums, residual, first, count, whole);
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            u64 at = first + i * ROUND + lane_id() * EACH;
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) {
+                float value = held[i].value(k);
+                sums[i].values[k] = FEEDBACK ? sums[i].values[k] + value : value;
+            }
+            if constexpr (ROTATE) {
+                if (FEEDBACK) {
+                    if (whole) {
+                        sums[i].store(residual + at);
+                    } else {
+                        for (u32 k = 0; k < eight_of(at, count); ++k) residual[at + k] = sums[i].values[k];
+                    }
+                }
+                rotate(sums[i].values, full || in_group(at, count));
+            }
+        }
+        // who gets this adds it up in fp32
+        encode_held<EightFp32, FEEDBACK>(sums, tile, count, out, residual, whole);
+    }
+}
+
+// Where a lane's eight values lie once they are decoded: of 16 bits, one after the other.
+template <class E>
+struct Target : E {
+    HC_INLINE u32 index(u32 k) { return k; }
+    HC_INLINE u32 offset(u32 part) { return EACH * part; }
+    HC_INLINE void arrange(float*) {}
+    HC_INLINE void arrange_levels(u32*) {}
+};
+
+// Of fp32, four and, after those of a neighbour, four more: memory is written in whole sectors.
+template <>
+struct Target<EightFp32> : EightFp32 {
+    HC_INLINE u32 index(u32 k) { return k < 4 ? k : k + 4; }
+    HC_INLINE u32 offset(u32 part) { return EACH * (part & ~1u) + 4 * (part & 1); }
+    HC_INLINE void arrange_levels(u32* levels) {
+        bool odd = lane_id() & 1;
+        u32 other = other_lane<1>(odd ? levels[0] : levels[1]);
+        if (odd) levels[0] = other;
+        else levels[1] = other;
+    }
+    HC_INLINE void arrange(float* v) {
+        bool odd = lane_id() & 1;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            float other = other_lane_float(odd ? v[k] : v[k + 4], 1);
+            if (odd) v[k] = other;
+            else v[k + 4] = other;
+        }
+    }
+    HC_INLINE_MEMBER void load(const float* at) { load_apart(at, 8); }
+    HC_INLINE_MEMBER void store(float* at) const { store_apart(at, 8); }
+};
+
+// `any`: there may be a NaN among the values.
+template <class T, bool ADD>
+HC_INLINE void write_values(const float* values, bool any, typename T::Stored* out, u64 at, u64 count,
+                            bool vectors) {
+    T eight;
+    if (vectors && at + 2 * EACH <= count) {
+        float sums[EACH];
+        if constexpr (ADD) eight.load(out + at);
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) sums[k] = ADD ? eight.value(k) + values[k] : values[k];
+        if (any) eight.set_any(sums);
+        else eight.set(sums);
+        eight.store(out + at);
+        return;
+    }
+    eight.set_any(values);
+#pragma unroll
+    for (u32 k = 0; k < EACH; ++k) {
+        u64 i = at + T::index(k);
+        if (i >= count) continue;
+        if constexpr (ADD) out[i] = out[i] + values[k];
+        else out[i] = eight.stored((int)k);
+    }
+}
+
+// Tile `tile` of the payload `in` of `count` values, which begin at `out`. ADD: added to what is there,
+// in fp32.
+template <class E, bool ADD>
+HC_INLINE void decode_tile(const u8* in, u64 count, u64 tile, typename E::Stored* out) {
+    typedef Target<E> T;
+    Layout layout(count);
+    Place place;
+    bool vectors = whole_vectors(out);
+    u64 first = tile * TILE_BLOCKS;
+    u32 blocks = layout.blocks_of(tile), base = in[layout.bases + tile];
+    const u32* words = (const u32*)in + first * HC_BITS;
+    u32 code = place.own_block() < blocks ? in[layout.scales + first + place.own_block()] : LAST_CODE;
+    Words loaded[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        loaded[i] = load_words(words + place.block(i) * HC_BITS, place.block(i) < blocks, place.part);
+    }
+    u64 at = tile * TILE + place.group * BLOCK, start = at + T::offset(place.part);
+    if (__ballot_sync(FULL_WARP, needs_care(code, base))) {
+#pragma unroll 1
+        for (int i = 0; i < ROUNDS; ++i) {
+            u32 block = place.block(i), levels[2], known = of_round(code, i, place);
+            bool twice;
+            float values[EACH], step = careful_step(known, base, twice);
+            unpack_words(load_words(words + block * HC_BITS, block < blocks, place.part), place.part,
+                         levels);
+            dequantized(levels, step, values);
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) {
+                if (twice) values[k] = finite(values[k] * 2.0f);
+                if (known == NONFINITE_CODE) values[k] = bits_float(QUIET_NAN_BITS);
+            }
+            if constexpr (ROTATE) rotate_back_any(values, in_group(at + i * ROUND, count));
+            T::arrange(values);
+            write_values<T, ADD>(values, true, out, start + i * ROUND, count, vectors);
+        }
+        return;
+    }
+    float step = step_of<HC_BITS, GAUSSIAN>(code, base);
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        u32 levels[2];
+        float values[EACH], scale = bits_float(of_round(float_bits(step), i, place));
+        unpack_words(loaded[i], place.part, levels);
+        if constexpr (!ROTATE) T::arrange_levels(levels);
+        dequantized(levels, scale, values);
+        if constexpr (ROTATE) {
+            rotate_back(values, in_group(at + i * ROUND, count));
+            T::arrange(values);
+        }
+        write_values<T, ADD>(values, false, out, start + i * ROUND, count, vectors);
+    }
 }
 
 }  // namespace blockint

@@ -1,36 +1,84 @@
-// CUDA kernels of the casts: four values a thread; fp8: a block of 4096 values for 256 threads, kept
+// CUDA kernels of the casts, 16 bytes a load or store; fp8: a block of 4096 values for 256 threads, kept
 // in registers between the search for its absmax and the rounding.
-#include "cuda_device.h"
+#include "packed.h"
 
 #include "casts.h"
 
 namespace hybridcomp {
 
-template <class From, class To, bool ADD>
-HC_INLINE void cast(const void* source, u64 numel, void* target) {
+constexpr int THREADS = 256;
+constexpr int EACH = 8;  // values of a lane at a time
+
+// To 16 bits, eight values a thread. Hardware rounds, but where there is a NaN or an Inf.
+template <class From, class To>
+HC_INLINE void narrow(const void* source, u64 numel, void* target) {
     const auto* in = (const typename From::Stored*)source;
     auto* out = (typename To::Stored*)target;
-    bool vectors = vectorizable<From>(in), whole = vectorizable<To>(out);
-    u64 at = 4 * ((u64)blockIdx.x * blockDim.x + threadIdx.x);
+    u64 at = EACH * ((u64)blockIdx.x * THREADS + threadIdx.x);
     if (at >= numel) return;
-    Four v = read4<From>(in, at, numel, vectors);
-    if constexpr (ADD) v = sum(read4<To>(out, at, numel, whole), v);
-    write4<To>(v, out, at, numel, whole);
+    u32 there = eight_of(at, numel);
+    bool whole = there == EACH && whole_vectors(in) && whole_vectors(out);
+    From read;
+    To write;
+    float values[EACH];
+    if (whole) read.load(in + at);
+    else read.load_some(in + at, there);
+    if (From::magnitude_bits_of(read.magnitude()) < INF_BITS) {
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) values[k] = read.value(k);
+        write.set(values);
+    } else {
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) values[k] = read.value_of_any(k);
+        write.set_any(values);
+    }
+    if (whole) {
+        write.store(out + at);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        if ((u32)k < there) out[at + k] = write.stored(k);
+    }
 }
 
-// Same dtype: the bits move, NaN payloads included.
-template <class Stored>
-HC_INLINE void copy(const void* source, u64 numel, void* target) {
-    u64 at = 4 * ((u64)blockIdx.x * blockDim.x + threadIdx.x);
-    for (u64 i = at; i < at + 4 && i < numel; ++i) {
-        ((Stored*)target)[i] = ((const Stored*)source)[i];
+// To fp32, twice four values a thread: a warp writes whole sectors of 32 bytes.
+template <class From, bool ADD>
+HC_INLINE void widen(const void* source, u64 numel, float* out) {
+    const auto* in = (const typename From::Stored*)source;
+    bool vectors = vectorizable<From>(in), whole = vectorizable<Fp32>(out);
+    u64 first = EACH * ((u64)blockIdx.x * THREADS) + 4 * threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        u64 at = first + i * 4 * THREADS;
+        Four v = read4<From>(in, at, numel, vectors);
+        if constexpr (ADD) v = sum(read4<Fp32>(out, at, numel, whole), v);
+        write4<Fp32>(v, out, at, numel, whole);
+    }
+}
+
+// Same dtype: the bits move, NaN payloads included, 32 bytes a thread.
+HC_INLINE void copy(const u8* in, u64 nbytes, u8* out) {
+    u64 first = (u64)blockIdx.x * 2 * THREADS + threadIdx.x;
+    if (((u64)in | (u64)out) % 16 == 0) {
+        u64 vectors = nbytes / 16, second = first + THREADS;
+        uint4 a, b;
+        if (first < vectors) a = load16(in + 16 * first);
+        if (second < vectors) b = load16(in + 16 * second);
+        if (first < vectors) store16(a, out + 16 * first);
+        if (second < vectors) store16(b, out + 16 * second);
+        if (first < nbytes % 16) out[16 * vectors + first] = in[16 * vectors + first];
+        return;
+    }
+    u64 end = (u64)(blockIdx.x + 1) * 32 * THREADS;
+    for (u64 i = (u64)blockIdx.x * 32 * THREADS + threadIdx.x; i < end && i < nbytes; i += THREADS) {
+        out[i] = in[i];
     }
 }
 
 namespace fp8 {
 
-constexpr int THREADS = 256;
-constexpr int ROUNDS = BLOCK / (4 * THREADS);
+constexpr int ROUNDS = BLOCK / (EACH * THREADS);
 
 struct Layout {
     u64 blocks, scales, used, total;
@@ -39,20 +87,53 @@ struct Layout {
           total(align16(used)) {}
 };
 
-HC_INLINE u32 finite_magnitude(float value) {
-    u32 magnitude = magnitude_bits(value);
-    return magnitude < INF_BITS ? magnitude : 0;
-}
-
-HC_INLINE u32 at_least(u32 a, u32 b) { return a > b ? a : b; }
-
+// Two numbers that were scaled, as two bytes.
 template <class F>
-HC_INLINE u32 narrow4(Four v, float inverse) {
-    return (u32)narrow<F>(v.x, inverse) | (u32)narrow<F>(v.y, inverse) << 8 |
-           (u32)narrow<F>(v.z, inverse) << 16 | (u32)narrow<F>(v.w, inverse) << 24;
+HC_INLINE u32 narrow_pair(float low, float high) {
+#if HC_ARCH >= 890
+    u16 both;
+    if constexpr (F::mantissa == 3) {
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    }
+    return both;
+#else
+    return (u32)narrow<F>(low, 1.0f) | (u32)narrow<F>(high, 1.0f) << 8;
+#endif
 }
 
-template <class F, class T>
+// The codes of eight values, those of four to a word. `any`: there is a NaN or an Inf.
+template <class F, class E>
+HC_INLINE uint2 narrow_eight(const E& held, float inverse, bool any) {
+    u32 words[2] = {0, 0};
+#pragma unroll
+    for (int k = 0; k < EACH; k += 2) {
+        u32 both;
+        if (any) {
+            both = (u32)narrow<F>(held.value_of_any(k), inverse) |
+                   (u32)narrow<F>(held.value_of_any(k + 1), inverse) << 8;
+        } else {
+            both = narrow_pair<F>(held.value(k) * inverse, held.value(k + 1) * inverse);
+        }
+        words[k / 4] |= both << (8 * (k % 4));
+    }
+    return make_uint2(words[0], words[1]);
+}
+
+// The largest finite magnitude of eight values that are not all finite, or 0.
+template <class E>
+HC_INLINE u32 finite_magnitude(const E& held) {
+    u32 found = 0;
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        u32 magnitude = magnitude_bits(held.value_of_any(k));
+        if (magnitude < INF_BITS) found = larger(found, magnitude);
+    }
+    return found;
+}
+
+template <class F, class E>
 HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u8* out) {
     __shared__ u32 tops[THREADS / WARP];
     Chunk mine(numel, chunk, slot, skip);
@@ -60,102 +141,195 @@ HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 sk
     u64 block = blockIdx.x;
     if (block >= layout.blocks) return;
     out += mine.payload;
-    const auto* in = (const typename T::Stored*)source + mine.first;
-    bool vectors = vectorizable<T>(in);
-    Four held[ROUNDS];
-    u32 largest = float_bits(MIN_ABSMAX);
+    const auto* in = (const typename E::Stored*)source + mine.first;
+    u64 first = block * BLOCK + threadIdx.x * EACH;
+    bool full = (block + 1) * BLOCK <= mine.count, whole = full && whole_vectors(in);
+    E held[ROUNDS];
+    u32 top[ROUNDS], largest = float_bits(MIN_ABSMAX);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        held[i] = read4<T>(in, block * BLOCK + (i * THREADS + threadIdx.x) * 4, mine.count, vectors);
-        u32 low = at_least(finite_magnitude(held[i].x), finite_magnitude(held[i].y));
-        u32 high = at_least(finite_magnitude(held[i].z), finite_magnitude(held[i].w));
-        largest = at_least(largest, at_least(low, high));
+        u64 at = first + i * EACH * THREADS;
+        if (whole) held[i].load(in + at);
+        else held[i].load_some(in + at, eight_of(at, mine.count));
     }
-    largest = largest_of<1, 2, 4, 8, 16>(largest);
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        top[i] = E::magnitude_bits_of(held[i].magnitude());
+        largest = larger(largest, top[i] < INF_BITS ? top[i] : finite_magnitude(held[i]));
+    }
+    largest = largest_in_warp(largest);
     if (lane_id() == 0) tops[threadIdx.x / WARP] = largest;
     __syncthreads();
-    for (int w = 0; w < THREADS / WARP; ++w) largest = at_least(largest, tops[w]);
+#pragma unroll
+    for (int w = 0; w < THREADS / WARP; ++w) largest = larger(largest, tops[w]);
     float inverse = F::largest / bits_float(largest);
     u64 words = ceil_div(mine.count, 4);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        u64 word = block * (BLOCK / 4) + i * THREADS + threadIdx.x;
-        if (word < words) ((u32*)out)[word] = narrow4<F>(held[i], inverse);
+        u64 word = (first + i * EACH * THREADS) / 4;
+        uint2 codes = narrow_eight<F>(held[i], inverse, top[i] >= INF_BITS);
+        if (full) {
+            ((uint2*)out)[word / 2] = codes;
+        } else {
+            if (word < words) ((u32*)out)[word] = codes.x;
+            if (word + 1 < words) ((u32*)out)[word + 1] = codes.y;
+        }
     }
     if (threadIdx.x == 0) ((u32*)(out + layout.scales))[block] = largest;
     if (block + 1 == layout.blocks && threadIdx.x < WARP) pad_payload(out, layout.used, layout.total);
 }
 
-template <class F, class T, bool ADD>
+// Every code is half a number of fp16, but for a factor of two to some power.
+template <class F>
+constexpr float HALF_FACTOR = F::mantissa == 3 ? 256.0f : 1.0f;
+
+// Bytes 2 PAIR and 2 PAIR + 1 of `codes` as numbers over HALF_FACTOR.
+template <class F, int PAIR>
+HC_INLINE void widen_pair(u32 codes, float& low, float& high) {
+    u32 both = __byte_perm(codes, 0, PAIR ? 0x3424 : 0x1404);
+    if (F::mantissa == 3) both = (both & 0x80008000u) | (both & 0x7f007f00u) >> 1;
+    low = widen_fp16(both & 0xffffu), high = widen_fp16(both >> 16);
+}
+
+template <class F>
+HC_INLINE void widen_four(u32 codes, float scale, bool any, float* values) {
+    if (any) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) values[k] = widen<F>((u8)(codes >> (8 * k)), scale);
+        return;
+    }
+    widen_pair<F, 0>(codes, values[0], values[1]), widen_pair<F, 1>(codes, values[2], values[3]);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) values[k] = values[k] * (scale * HALF_FACTOR<F>);
+}
+
+// Whether one of four codes is not a number.
+template <class F>
+HC_INLINE bool has_nan(u32 codes) {
+    return ((codes & 0x7f7f7f7fu) + (0x80u - F::first_nan) * 0x01010101u) & 0x80808080u;
+}
+
+// A block whose products may overflow.
+HC_INLINE bool may_overflow(u32 absmax) { return absmax >= 0x7f000000u; }
+
+// To 16 bits, eight codes a thread.
+template <class F, class E>
+HC_INLINE void decode_block(const u8* in, u64 block, u64 count, u32 absmax, typename E::Stored* out) {
+    u64 first = block * BLOCK + threadIdx.x * EACH, words = ceil_div(count, 4);
+    bool full = (block + 1) * BLOCK <= count, whole = full && whole_vectors(out);
+    float scale = bits_float(absmax) * (1.0f / F::largest);
+    uint2 codes[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        u64 word = (first + i * EACH * THREADS) / 4;
+        if (full) {
+            codes[i] = ((const uint2*)in)[word / 2];
+        } else {
+            codes[i].x = word < words ? ((const u32*)in)[word] : 0;
+            codes[i].y = word + 1 < words ? ((const u32*)in)[word + 1] : 0;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        u64 at = first + i * EACH * THREADS;
+        float values[EACH];
+        bool any = may_overflow(absmax) || has_nan<F>(codes[i].x) || has_nan<F>(codes[i].y);
+        widen_four<F>(codes[i].x, scale, any, values), widen_four<F>(codes[i].y, scale, any, values + 4);
+        E eight;
+        if (any) eight.set_any(values);
+        else eight.set(values);
+        if (whole) {
+            eight.store(out + at);
+            continue;
+        }
+#pragma unroll
+        for (u32 k = 0; k < EACH; ++k) {
+            if (at + k < count) out[at + k] = eight.stored((int)k);
+        }
+    }
+}
+
+// To fp32, four codes a thread: a warp writes whole sectors of 32 bytes.
+template <class F, bool ADD>
+HC_INLINE void decode_block(const u8* in, u64 block, u64 count, u32 absmax, float* out) {
+    bool vectors = vectorizable<Fp32>(out);
+    float scale = bits_float(absmax) * (1.0f / F::largest);
+    u64 first = block * (BLOCK / 4) + threadIdx.x, words = ceil_div(count, 4);
+    u32 codes[2 * ROUNDS];
+#pragma unroll
+    for (int i = 0; i < 2 * ROUNDS; ++i) {
+        u64 word = first + i * THREADS;
+        codes[i] = word < words ? ((const u32*)in)[word] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * ROUNDS; ++i) {
+        u64 at = 4 * (first + i * THREADS);
+        float values[4];
+        widen_four<F>(codes[i], scale, may_overflow(absmax) || has_nan<F>(codes[i]), values);
+        Four v = {values[0], values[1], values[2], values[3]};
+        if constexpr (ADD) v = sum(read4<Fp32>(out, at, count, vectors), v);
+        write4<Fp32>(v, out, at, count, vectors);
+    }
+}
+
+template <class F, class E, bool ADD>
 HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, void* target) {
     Chunk mine(numel, chunk, slot, skip);
     Layout layout(mine.count);
     u64 block = blockIdx.x;
     if (block >= layout.blocks) return;
     in += mine.payload;
-    auto* out = (typename T::Stored*)target + mine.first;
-    bool vectors = vectorizable<T>(out);
-    float scale = ((const float*)(in + layout.scales))[block] * (1.0f / F::largest);
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        u64 word = block * (BLOCK / 4) + i * THREADS + threadIdx.x;
-        if (4 * word >= mine.count) continue;
-        u32 codes = ((const u32*)in)[word];
-        Four v = {widen<F>((u8)codes, scale), widen<F>((u8)(codes >> 8), scale),
-                  widen<F>((u8)(codes >> 16), scale), widen<F>((u8)(codes >> 24), scale)};
-        if constexpr (ADD) v = sum(read4<T>(out, 4 * word, mine.count, vectors), v);
-        write4<T>(v, out, 4 * word, mine.count, vectors);
-    }
+    auto* out = (typename E::Stored*)target + mine.first;
+    u32 absmax = ((const u32*)(in + layout.scales))[block];
+    if constexpr (sizeof(typename E::Stored) == 4) decode_block<F, ADD>(in, block, mine.count, absmax, out);
+    else decode_block<F, E>(in, block, mine.count, absmax, out);
 }
 
 }  // namespace fp8
 }  // namespace hybridcomp
 
-#define HC_CAST(NAME, FROM, TO, ADD)                                                          \
-    extern "C" __global__ void __launch_bounds__(256)                                         \
-    NAME(const void* in, unsigned long long numel, void* out) {                               \
-        hybridcomp::cast<hybridcomp::FROM, hybridcomp::TO, ADD>(in, numel, out);              \
+#define HC_CAST(NAME, CALL)                                          \
+    extern "C" __global__ void __launch_bounds__(256)                \
+    NAME(const void* in, unsigned long long numel, void* out) {      \
+        using namespace hybridcomp;                                  \
+        CALL;                                                        \
     }
-HC_CAST(cast_fp32_bf16, Fp32, BFloat16, false)
-HC_CAST(cast_fp32_fp16, Fp32, Float16, false)
-HC_CAST(cast_bf16_fp32, BFloat16, Fp32, false)
-HC_CAST(cast_bf16_fp16, BFloat16, Float16, false)
-HC_CAST(cast_fp16_fp32, Float16, Fp32, false)
-HC_CAST(cast_fp16_bf16, Float16, BFloat16, false)
-HC_CAST(add_fp32, Fp32, Fp32, true)
-HC_CAST(add_bf16, BFloat16, Fp32, true)
-HC_CAST(add_fp16, Float16, Fp32, true)
+HC_CAST(cast_fp32_bf16, (narrow<EightFp32, EightBf16>(in, numel, out)))
+HC_CAST(cast_fp32_fp16, (narrow<EightFp32, EightFp16>(in, numel, out)))
+HC_CAST(cast_bf16_fp16, (narrow<EightBf16, EightFp16>(in, numel, out)))
+HC_CAST(cast_fp16_bf16, (narrow<EightFp16, EightBf16>(in, numel, out)))
+HC_CAST(cast_bf16_fp32, (widen<BFloat16, false>(in, numel, (float*)out)))
+HC_CAST(cast_fp16_fp32, (widen<Float16, false>(in, numel, (float*)out)))
+HC_CAST(add_fp32, (widen<Fp32, true>(in, numel, (float*)out)))
+HC_CAST(add_bf16, (widen<BFloat16, true>(in, numel, (float*)out)))
+HC_CAST(add_fp16, (widen<Float16, true>(in, numel, (float*)out)))
 
-#define HC_COPY(NAME, STORED)                                                                 \
-    extern "C" __global__ void __launch_bounds__(256)                                         \
-    NAME(const void* in, unsigned long long numel, void* out) {                               \
-        hybridcomp::copy<hybridcomp::STORED>(in, numel, out);                                 \
-    }
-HC_COPY(cast_fp32_fp32, u32)
-HC_COPY(cast_bf16_bf16, u16)
-HC_COPY(cast_fp16_fp16, u16)
+extern "C" __global__ void __launch_bounds__(256)
+cast_copy(const unsigned char* in, unsigned long long nbytes, unsigned char* out) {
+    hybridcomp::copy(in, nbytes, out);
+}
 
-#define HC_FP8_ENCODE(NAME, F, T)                                                             \
+#define HC_FP8_ENCODE(NAME, F, E)                                                             \
     extern "C" __global__ void __launch_bounds__(256)                                         \
     NAME(const void* values, unsigned long long numel, unsigned long long chunk,              \
          unsigned long long slot, unsigned long long skip, unsigned char* out) {              \
-        hybridcomp::fp8::encode<hybridcomp::fp8::F, hybridcomp::T>(values, numel, chunk,      \
+        hybridcomp::fp8::encode<hybridcomp::fp8::F, hybridcomp::E>(values, numel, chunk,      \
                                                                    slot, skip, out);          \
     }
-#define HC_FP8_DECODE(NAME, F, T, ADD)                                                        \
+#define HC_FP8_DECODE(NAME, F, E, ADD)                                                        \
     extern "C" __global__ void __launch_bounds__(256)                                         \
     NAME(const unsigned char* in, unsigned long long numel, unsigned long long chunk,         \
          unsigned long long slot, unsigned long long skip, void* out) {                       \
-        hybridcomp::fp8::decode<hybridcomp::fp8::F, hybridcomp::T, ADD>(in, numel, chunk,     \
+        hybridcomp::fp8::decode<hybridcomp::fp8::F, hybridcomp::E, ADD>(in, numel, chunk,     \
                                                                         slot, skip, out);     \
     }
-#define HC_FP8(FORMAT, F)                                  \
-    HC_FP8_ENCODE(fp8_##FORMAT##_encode_fp32, F, Fp32)     \
-    HC_FP8_ENCODE(fp8_##FORMAT##_encode_bf16, F, BFloat16) \
-    HC_FP8_ENCODE(fp8_##FORMAT##_encode_fp16, F, Float16)  \
-    HC_FP8_DECODE(fp8_##FORMAT##_decode_fp32, F, Fp32, false)     \
-    HC_FP8_DECODE(fp8_##FORMAT##_decode_bf16, F, BFloat16, false) \
-    HC_FP8_DECODE(fp8_##FORMAT##_decode_fp16, F, Float16, false)  \
-    HC_FP8_DECODE(fp8_##FORMAT##_add, F, Fp32, true)
+#define HC_FP8(FORMAT, F)                                   \
+    HC_FP8_ENCODE(fp8_##FORMAT##_encode_fp32, F, EightFp32) \
+    HC_FP8_ENCODE(fp8_##FORMAT##_encode_bf16, F, EightBf16) \
+    HC_FP8_ENCODE(fp8_##FORMAT##_encode_fp16, F, EightFp16) \
+    HC_FP8_DECODE(fp8_##FORMAT##_decode_fp32, F, EightFp32, false) \
+    HC_FP8_DECODE(fp8_##FORMAT##_decode_bf16, F, EightBf16, false) \
+    HC_FP8_DECODE(fp8_##FORMAT##_decode_fp16, F, EightFp16, false) \
+    HC_FP8_DECODE(fp8_##FORMAT##_add, F, EightFp32, true)
 HC_FP8(e4m3, E4M3)
 HC_FP8(e5m2, E5M2)

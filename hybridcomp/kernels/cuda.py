@@ -2,7 +2,7 @@
 
 The kernels are the ``.cu`` files beside this one, around the headers that the CPU uses; their bytes
 are the CPU's. :class:`CudaKernels` does not know how a kernel is started: a ``launcher.Launcher``
-does. ``CupyLauncher`` loads images that NVRTC compiles and launches on torch's current stream; the
+does. ``CudaLauncher`` loads images that NVRTC compiles and launches on torch's current stream; the
 tests have one that runs the same sources on the host. ``cuda_fused`` has the kernels for all chunks
 of a reduction at once.
 
@@ -18,7 +18,8 @@ from functools import cached_property
 from torch import Tensor
 
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels.cuda_fused import FusedBlockInt, blockint_macros
+from hybridcomp.kernels.cuda_fused import FusedBlockInt, blockint_image
+from hybridcomp.kernels.cuda_table import EachBlockInt
 from hybridcomp.kernels.launcher import DTYPES, THREADS, WARPS, WHOLE, Launcher, ceil_div
 
 FORMATS = ("e4m3", "e5m2")
@@ -53,8 +54,8 @@ class CudaKernels:
     ) -> None:  # fmt: skip
         """One warp a tile of 1024 values."""
         self._fixed(
-            "blockint.cu", blockint_macros(setting), "blockint_encode", out,
-            ceil_div(numel, 1024 * WARPS), (values, numel, numel, 0, WHOLE, out, dtype),
+            "blockint.cu", blockint_image(setting, dtype), f"blockint_encode_{DTYPES[dtype]}", out,
+            ceil_div(numel, 1024 * WARPS), (values, numel, numel, 0, WHOLE, out),
         )  # fmt: skip
 
     def blockint_decode(
@@ -63,7 +64,7 @@ class CudaKernels:
     ) -> None:  # fmt: skip
         """One warp a tile."""
         self._fixed(
-            "blockint.cu", blockint_macros(setting),
+            "blockint.cu", blockint_image(setting, 0 if add else dtype),
             "blockint_add" if add else f"blockint_decode_{DTYPES[dtype]}", payload,
             ceil_div(numel, 1024 * WARPS), (payload, numel, numel, 0, WHOLE, out),
         )  # fmt: skip
@@ -71,6 +72,10 @@ class CudaKernels:
     def blockint_fused(self, setting: int) -> FusedBlockInt:
         """Kernels for all chunks of an all_reduce."""
         return FusedBlockInt(self._launcher, setting)
+
+    def blockint_each(self, setting: int) -> EachBlockInt:
+        """Kernels for several tensors with a payload each."""
+        return EachBlockInt(self._launcher, setting)
 
     def fp8_encode(
         self, form: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
@@ -115,11 +120,15 @@ class CudaKernels:
     def cast(
         self, source: int, to: int, values: int, out: int, numel: int, add: bool, threads: int, /
     ) -> None:
-        """Four values a thread. Between equal dtypes the bits move, NaN payloads included."""
-        name = f"add_{DTYPES[source]}" if add else f"cast_{DTYPES[source]}_{DTYPES[to]}"
+        """Eight values a thread. Between equal dtypes 32 bytes move, NaN payloads included."""
+        name, count, each = f"cast_{DTYPES[source]}_{DTYPES[to]}", numel, 8
+        if add:
+            name = f"add_{DTYPES[source]}"
+        elif source == to:
+            name, count, each = "cast_copy", numel * (4 if source == 0 else 2), 32
         if numel:
-            grid = (ceil_div(numel, 4 * THREADS), 1)
-            self._launcher.launch("casts.cu", (), name, grid, values, numel, out)
+            grid = (ceil_div(count, each * THREADS), 1)
+            self._launcher.launch("casts.cu", (), name, grid, values, count, out)
 
     def mpc_encode(
         self, dim: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ import torch
 cuda: Any = torch.cuda  # parts of it are untyped
 #: larger than the second-level cache of any GPU of today (B200: 126 MB)
 FLUSH_NBYTES = 256 << 20
+#: the queue of a stream takes 1024 launches before it makes the host wait
+HOST_ROUNDS, HOST_CALLS = 7, 20
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,14 @@ class Point:
     share: float
     bits: float
     note: str
+    host_us: float = 0.0  # to submit it, without waiting
 
 
 class Stopwatch(Protocol):
     """Knows how long something takes."""
+
+    def host_seconds(self, run: Callable[[], object]) -> float:
+        """Of the host for one call of ``run``, the device's work not waited for."""
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Of one call of ``run``."""
@@ -74,6 +81,18 @@ class DeviceStopwatch:
             found.append(start.elapsed_time(end) / 1e3)
         return statistics.median(found)
 
+    def host_seconds(self, run: Callable[[], object]) -> float:
+        """Median of rounds of calls that follow each other; what they queue fits into the queue."""
+        found: list[float] = []
+        for _ in range(HOST_ROUNDS):
+            cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                run()
+            found.append((time.perf_counter() - start) / HOST_CALLS)
+        cuda.synchronize()
+        return statistics.median(found)
+
 
 class Bench:
     """Makes points of works; ``device`` holds the copies that they are compared with."""
@@ -102,6 +121,7 @@ class Bench:
         return Point(
             work.subject, work.phase, dtype, message_nbytes, took, work.nbytes / took / 1e9,
             self.copy_seconds(work.nbytes) / took, work.bits, work.note,
+            self._stopwatch.host_seconds(work.run) * 1e6,
         )  # fmt: skip
 
     def copy_point(self, dtype: str, message_nbytes: int) -> Point:

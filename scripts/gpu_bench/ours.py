@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpu_bench.measure import Work, cuda
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import Fused
+from hybridcomp.collectives import Meter, all_reduce, transport
 
 #: ranks of the all_reduce whose kernels are timed; this one is in their middle
 RANKS, ME = 8, 3
+#: of a message that consists of the parameters of a group
+TENSORS = 64
 
 
 def codecs() -> dict[str, Codec]:
@@ -51,10 +57,32 @@ def works(values: Tensor, *, name: str, codec: Codec) -> Iterator[Work]:
         lambda: codec.decode_add(payload, total, values.dtype),
         bits,
     )
+    yield from _tensors(name, codec, values)
     fused = codec.fused(values.device)
     if fused is not None:
         for feedback in (False, True):
             yield from AllReduce(name, codec, fused, values, feedback=feedback).works()
+
+
+def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
+    """The message as TENSORS tensors with a payload each: in one launch, and in a launch each."""
+    each, length = codec.each(values.device), values.numel() // TENSORS
+    if each is None or not length:
+        return
+    parts = torch.split(values[: length * TENSORS], length)
+    nbytes = codec.wire_nbytes(length, values.dtype)
+    rooms = torch.split(values.new_empty(nbytes * TENSORS, dtype=torch.uint8), nbytes)
+    out = torch.split(torch.empty_like(values)[: length * TENSORS], length)
+    moved, bits = TENSORS * (nbytes + length * values.itemsize), 8 * nbytes / length
+
+    def one_by_one() -> None:
+        for part, room in zip(parts, rooms, strict=True):
+            codec.encode(part, room)
+
+    note = f"{TENSORS} tensors"
+    yield Work(name, "encode tensors", moved, lambda: each.encode(parts, rooms), bits, note)
+    yield Work(name, "decode tensors", moved, lambda: each.decode(rooms, out), bits, note)
+    yield Work(name, "encode one by one", moved, one_by_one, bits, f"{note}, {TENSORS} launches")
 
 
 def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]:
@@ -63,6 +91,36 @@ def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]
         return lambda: codec.encode(values, room)
     size = torch.zeros(1, dtype=torch.int64, device=values.device)
     return lambda: codec.encode_into(values, room, size)
+
+
+class _Done(dist.Work):
+    """A message that has arrived."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """At once."""
+        return True
+
+
+@contextmanager
+def group_without_wire() -> Iterator[None]:
+    """RANKS ranks, of which only this one is there, and calls of torch.distributed that do nothing.
+
+    The group is torch's stand-in for tests, which would copy what is gathered.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def done(*_: object, **__: object) -> _Done:
+        return _Done()
+
+    dist.init_process_group("fake", rank=ME, world_size=RANKS, store=FakeStore())
+    try:
+        with (
+            mock.patch.object(dist, "all_to_all_single", done),
+            mock.patch.object(transport, "_all_gather_single", done),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 class AllReduce:
@@ -74,7 +132,7 @@ class AllReduce:
     def __init__(
         self, name: str, codec: Codec, fused: Fused, values: Tensor, *, feedback: bool
     ) -> None:
-        self.name, self.fused, self.values = name, fused, values
+        self.name, self.codec, self.fused, self.values = name, codec, fused, values
         self.chunk = -(-values.numel() // RANKS // 32) * 32
         self.own = values[ME * self.chunk :][: self.chunk]
         self.slot = codec.wire_nbytes(self.chunk, values.dtype)
@@ -107,6 +165,16 @@ class AllReduce:
         self.gathered.view(RANKS, self.slot)[ME].copy_(self.payload)
         self.decode()
 
+    def path(self) -> None:
+        """The collective as channels call it: what the host does for a message, checks included.
+
+        Its group moves nothing: buffers hold what was there before, which decodes as fast.
+        """
+        all_reduce(
+            self.out, self.codec, None, meter=Meter(),
+            residual=self.residual, owner_residual=self.owner_residual,
+        ).wait()  # fmt: skip
+
     def works(self) -> Iterator[Work]:
         """Each launch and all of them, the latter also as a replayed CUDA graph."""
         self.all()
@@ -133,3 +201,5 @@ class AllReduce:
             with cuda.graph(graph):
                 self.all()
             yield Work(name, f"all_reduce{feedback} graph", everything, graph.replay, bits, note)
+        with group_without_wire():
+            yield Work(name, f"all_reduce{feedback} path", everything, self.path, bits, note)

@@ -6,10 +6,17 @@ then has a line that says why.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,6 +38,7 @@ def fp8_cast(values: Tensor) -> Iterator[Work]:
 def compiled(bits: int, values: Tensor) -> Iterator[Work]:
     """blocks.py through ``torch.compile``."""
     name = f"torch.compile int{bits}"
+    cast(Any, torch.compiler).reset()  # it gives up after eight shapes
     encode: Any = torch.compile(blocks.encode, fullgraph=True, dynamic=False)
     decode: Any = torch.compile(blocks.decode, fullgraph=True, dynamic=False)
     levels, scales = encode(values, bits)
@@ -85,14 +93,23 @@ DEEPSPEED_GROUP = 4096
 DEEPSPEED_RANKS = 8
 
 
+@cache
+def deepspeed_kernels() -> Any:
+    """DeepSpeed's extension, built for this GPU where it is not there yet (about a minute)."""
+    builders: Any = importlib.import_module("deepspeed.ops.op_builder")
+    # its builder cannot read 9.0a, which images of NVIDIA have in their list
+    one = "{}.{}".format(*cuda.get_device_capability())
+    with mock.patch.dict(os.environ, TORCH_CUDA_ARCH_LIST=one):
+        return builders.QuantizerBuilder().load()
+
+
 def deepspeed(values: Tensor) -> Iterator[Work]:
     """qwZ's 8-bit quantizer and qgZ's 4-bit one with its fused reduction.
 
     The kernels take fp16 only: what is not fp16 is converted first, as DeepSpeed's own callers do,
     and that counts.
     """
-    builders: Any = importlib.import_module("deepspeed.ops.op_builder")
-    kernels: Any = builders.QuantizerBuilder().load()
+    kernels = deepspeed_kernels()
     symmetric, half = kernels.Symmetric, torch.float16
     groups = max(values.numel() // DEEPSPEED_GROUP, DEEPSPEED_RANKS)
 
@@ -127,13 +144,28 @@ def deepspeed(values: Tensor) -> Iterator[Work]:
     )  # fmt: skip
 
 
+@cache
+def nvcomp_library() -> Any:
+    """nvCOMP's module; some packages keep its library where no loader looks: beside the module."""
+    try:
+        return importlib.import_module("nvidia.nvcomp")
+    except ImportError:
+        spec = importlib.util.find_spec("nvidia")
+        places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+        found = [lib for place in places for lib in place.glob("*nvcomp/lib*/libnvcomp.so*")]
+        if not found:
+            raise
+        ctypes.CDLL(str(found[0]), mode=ctypes.RTLD_GLOBAL)
+        return importlib.import_module("nvidia.nvcomp")
+
+
 def nvcomp(algorithm: str, values: Tensor) -> Iterator[Work]:
     """nvCOMP's Python codecs on the current stream, with the integer type of the values' width.
 
     ANS takes bytes: its 16-bit type is fp16 and does not keep bf16. The array that is encoded lives
     as long as the works do.
     """
-    library: Any = importlib.import_module("nvidia.nvcomp")
+    library = nvcomp_library()
     word = "|u1" if algorithm == "ANS" else f"<u{values.itemsize}"
     codec = library.Codec(
         algorithm=algorithm, data_type=word, cuda_stream=cuda.current_stream().cuda_stream
@@ -163,3 +195,20 @@ PEERS: dict[str, Peer] = {
     "nvCOMP Bitcomp": partial(nvcomp, "Bitcomp"),
     "nvCOMP Cascaded": partial(nvcomp, "Cascaded"),
 }
+
+
+@contextmanager
+def prepared(chosen: Collection[str]) -> Iterator[None]:
+    """Build what takes long, beside the body of the ``with``; failures are told when it is used."""
+    thread = threading.Thread(target=_build, args=(chosen,))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _build(chosen: Collection[str]) -> None:
+    if "DeepSpeed" in chosen:
+        with suppress(Exception):  # the row says why
+            deepspeed_kernels()

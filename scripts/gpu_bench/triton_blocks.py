@@ -1,12 +1,11 @@
 """The block quantizer of blocks.py as Triton kernels. Importing this needs Triton.
 
 A program takes ``BLOCKS`` blocks of 32 values; at 4 bits the first half of a block is in the low
-nibbles. Levels are rounded half up, not half to even.
+nibbles. Levels are rounded half up, not half to even. Arguments of kernels have no annotation:
+Triton reads these as types of its own.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -18,7 +17,7 @@ BLOCK = 32
 BLOCKS = 256
 
 
-def _encode8(values: Any, levels: Any, scales: Any, numel: Any, COUNT: tl.constexpr) -> None:
+def _encode8(values, levels, scales, numel, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(values + at, mask=at < numel, other=0.0).to(tl.float32)
@@ -29,7 +28,7 @@ def _encode8(values: Any, levels: Any, scales: Any, numel: Any, COUNT: tl.conste
     tl.store(scales + block, scale, mask=block * 32 < numel)
 
 
-def _decode8(levels: Any, scales: Any, out: Any, numel: Any, COUNT: tl.constexpr) -> None:
+def _decode8(levels, scales, out, numel, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     level = tl.load(levels + at, mask=at < numel, other=0).to(tl.float32)
@@ -37,7 +36,7 @@ def _decode8(levels: Any, scales: Any, out: Any, numel: Any, COUNT: tl.constexpr
     tl.store(out + at, (level * scale[:, None]).to(out.dtype.element_ty), mask=at < numel)
 
 
-def _encode4(values: Any, levels: Any, scales: Any, numel: Any, COUNT: tl.constexpr) -> None:
+def _encode4(values, levels, scales, numel, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     at = block[:, None] * 32 + tl.arange(0, 16)[None, :]
     low = tl.load(values + at, mask=at < numel, other=0.0).to(tl.float32)
@@ -52,7 +51,7 @@ def _encode4(values: Any, levels: Any, scales: Any, numel: Any, COUNT: tl.conste
     tl.store(scales + block, scale, mask=block * 32 < numel)
 
 
-def _decode4(levels: Any, scales: Any, out: Any, numel: Any, COUNT: tl.constexpr) -> None:
+def _decode4(levels, scales, out, numel, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     at = block[:, None] * 32 + tl.arange(0, 16)[None, :]
     byte = block[:, None] * 16 + tl.arange(0, 16)[None, :]

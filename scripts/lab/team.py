@@ -59,15 +59,15 @@ class Team:
         self._readers.append(reader)
         reader.start()
 
-    def wait(self, timeout: float) -> None:
-        """Until all have ended, one failed GRACE_S ago, or ``timeout`` seconds are over."""
+    def wait(self, timeout: float, grace: float = GRACE_S) -> None:
+        """Until all have ended, one failed ``grace`` ago, or ``timeout`` seconds are over."""
         deadline, forced = time.monotonic() + timeout, TIMED_OUT
         while len(self._ended) < len(self._processes) and time.monotonic() < deadline:
             for index, process in enumerate(self._processes):
                 if index not in self._ended and process.poll() is not None:
                     self._ended[index] = time.monotonic()
                     if process.returncode and forced == TIMED_OUT:
-                        deadline = min(deadline, time.monotonic() + GRACE_S)
+                        deadline = min(deadline, time.monotonic() + grace)
                         forced = STOPPED
             time.sleep(0.01)
         for index in range(len(self._processes)):

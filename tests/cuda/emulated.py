@@ -42,9 +42,16 @@ class Emulated:
         self._seed = 1
 
     def launch(
-        self, kernel: str, grid: tuple[int, int], *arguments: int, threads: int = THREADS
-    ) -> None:
-        """Run ``kernel`` over ``grid`` blocks; the order of the lanes differs at every call."""
+        self, kernel: str, grid: tuple[int, int], *arguments: int, threads: int = THREADS,
+        table: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """Run ``kernel`` over ``grid`` blocks; the order of the lanes differs at every call.
+
+        A ``table`` comes first, as an address.
+        """
+        held = None if table is None else ctypes.create_string_buffer(table, len(table))
+        if held is not None:
+            arguments = (ctypes.addressof(held), *arguments)
         pointer = ctypes.cast(getattr(self._library, kernel), ctypes.c_void_p)
         padded = [*arguments, *[0] * (ARGUMENTS - len(arguments))]
         words = (ctypes.c_uint64 * ARGUMENTS)(*(word % 2**64 for word in padded))
@@ -89,10 +96,11 @@ class EmulatedLauncher:
 
     def launch(
         self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
-        *words: int, threads: int = THREADS,
+        *words: int, threads: int = THREADS, table: bytes | None = None,
     ) -> None:  # fmt: skip
-        """See ``launcher.Launcher``."""
-        emulated(source, *defines).launch(kernel, grid, *words, threads=threads)
+        """See ``launcher.Launcher``. One library has the kernels of all dtypes."""
+        macros = (define for define in defines if not define.startswith("HC_DTYPE="))
+        emulated(source, *macros).launch(kernel, grid, *words, threads=threads, table=table)
 
     def zeros(self, words: int) -> Tensor:
         """See ``launcher.Launcher``."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,6 +34,9 @@ class FakeStopwatch:
         self.calls += 1
         return self.calls * 1e-3
 
+    def host_seconds(self, run: Callable[[], object]) -> float:
+        return 5e-6
+
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
@@ -43,6 +48,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         measure,
         ours,
         peers,
+        prebuild,
         published,
         report,
         size_exchange,
@@ -51,8 +57,8 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     yield {
         "script": bench_gpu, "blocks": blocks, "measure": measure, "ours": ours, "peers": peers,
-        "published": published, "report": report, "size_exchange": size_exchange,
-        "targets": targets,
+        "prebuild": prebuild, "published": published, "report": report,
+        "size_exchange": size_exchange, "targets": targets,
     }  # fmt: skip
 
 
@@ -69,34 +75,76 @@ def test_without_a_gpu_it_says_so() -> None:
 
 def points_of(modules: dict[str, Any], share: float) -> list[Any]:
     """A point for everything that a target speaks of, all with the same share."""
-    found = []
-    for target in modules["targets"].TARGETS:
-        for dtype in ("fp32", "bf16"):
-            for size in (2**20, modules["targets"].MESSAGE_NBYTES):
-                found.append(
-                    modules["measure"].Point(
-                        target.subject, target.phase, dtype, size, 1e-4, 900.0, share, 8.0, ""
-                    )
-                )
-    return found
+    Point, MB = modules["measure"].Point, 2**20
+    return [
+        Point(target.subject, target.phase, dtype, size, 1e-4, 900.0, share, 8.0, "")
+        for target in modules["targets"].TARGETS
+        for dtype in target.dtypes
+        for size in dict.fromkeys((MB // 16, 64 * MB, target.message_nbytes))
+    ]
 
 
 def test_targets_are_met_or_named(modules: dict[str, Any]) -> None:
     targets = modules["targets"]
-    assert targets.missed(points_of(modules, 0.95)) == []
+    assert targets.missed(points_of(modules, 0.98)) == []
     lines = targets.missed(points_of(modules, 0.7))
-    assert len([line for line in lines if line.startswith("blockint")]) == 12
-    assert len([line for line in lines if line.startswith("expcode")]) == 4
-    assert not [line for line in lines if line.startswith(("radix", "mpc"))]
+    assert "blockint 8 encode fp16, 256 MB: 0.70 of a copy, expected 0.95" in lines
+    assert "blockint 8 encode fp16, 64 MB: 0.70 of a copy, expected 0.85" in lines
+    assert "blockint 4 decode bf16, 1 MB: 0.70 of a copy, expected 0.90" in lines
+    assert "radix decode bf16, 256 MB: 0.70 of a copy, expected 0.75" in lines
+    assert not [line for line in lines if line.startswith("blockint 4 sum_encode bf16")]
+    assert not [line for line in lines if line.startswith("mpc") or " 0 MB" in line]
     unmeasured = targets.missed([])
-    assert len(unmeasured) == 2 * len(targets.TARGETS)
+    assert len(unmeasured) == sum(len(target.dtypes) for target in targets.TARGETS)
     assert all("not measured" in line for line in unmeasured)
+    assert targets.missed([], all_of_them=False) == []
+
+
+def test_a_peer_of_the_same_kind_must_not_be_ahead(modules: dict[str, Any]) -> None:
+    targets, Point = modules["targets"], modules["measure"].Point
+    rows = [
+        ("blockint 8", "encode", 0.95),
+        ("Triton int8", "encode", 0.96),
+        ("blockint 4", "encode", 0.95),
+        ("Triton int4", "encode", 0.99),
+        ("Triton int4", "decode", 0.99),
+        ("expcode", "decode", 0.5),
+        ("nvCOMP ANS", "decode", 0.6),
+        ("bitsandbytes nf4", "encode", 0.1),
+    ]
+    for size, expected in ((2**28, 2), (2**26, 0)):
+        points = [Point(s, p, "bf16", size, 1e-4, 9.0, share, 8.0, "") for s, p, share in rows]
+        assert len(targets.behind(points)) == expected
+    assert targets.behind(
+        [Point(s, p, "bf16", 2**28, 1e-4, 9.0, share, 8.0, "") for s, p, share in rows]
+    ) == [
+        "blockint 4 encode bf16, 256 MB: 0.95, Triton int4 0.99",
+        "expcode decode bf16, 256 MB: 0.50, nvCOMP ANS 0.60",
+    ]
+
+
+def test_small_messages_must_not_wait_for_the_host(modules: dict[str, Any]) -> None:
+    targets, Point = modules["targets"], modules["measure"].Point
+
+    def points(share: float, host_us: float, size: int = 2**20) -> list[Any]:
+        rows = (("all_reduce", share), ("all_reduce graph", 0.5), ("all_reduce path", 0.1))
+        return [
+            Point("blockint 8", phase, "bf16", size, 1e-4, 9.0, found, 8.0, "", host_us)
+            for phase, found in rows
+        ]
+
+    assert targets.small(points(0.3, 59.0)) == []
+    slow, held = targets.small(points(0.2, 61.0))
+    assert slow.startswith("blockint 8 all_reduce bf16, 1 MB: 0.40 of what a graph")
+    assert held == "blockint 8 all_reduce path bf16, 1 MB: 61 us of the host, at most 60"
+    assert targets.small(points(0.2, 61.0, 2**24)) == []
 
 
 def test_zfp_has_to_beat_the_published_figure_five_times(modules: dict[str, Any]) -> None:
     wanted = {t.phase: t.share for t in modules["targets"].TARGETS if t.subject == "zfp 8"}
+    assert set(wanted) == {"encode", "decode"}
     for phase, share in wanted.items():
-        assert share >= 0.40 and share >= 5 * modules["published"].cuzfp_share(phase)
+        assert share >= 5 * modules["published"].cuzfp_share(phase)
 
 
 def test_our_codecs_are_measured_in_every_phase(modules: dict[str, Any]) -> None:
@@ -126,17 +174,43 @@ def test_the_kernels_of_an_all_reduce_are_measured(modules: dict[str, Any]) -> N
 
     codec, values = make_codec("blockint", bits=4), torch.randn(20_000)
     with kernels_replaced(CudaKernels(EmulatedLauncher())):
-        works = {
-            work.phase: work
-            for work in modules["ours"].works(values, name="blockint 4", codec=codec)
-        }
-        for work in works.values():
+        works = {}
+        for work in modules["ours"].works(values, name="blockint 4", codec=codec):
+            works[work.phase] = work
             work.run()
+    assert not torch.distributed.is_initialized()
     for feedback in ("", " feedback"):
         parts = [f"chunks encode{feedback}", f"sum_encode{feedback}", "chunks decode"]
         whole = works[f"all_reduce{feedback}"].nbytes
         assert whole == sum(works[part].nbytes for part in parts)
+        assert whole == works[f"all_reduce{feedback} path"].nbytes
     assert works["sum_encode"].nbytes == pytest.approx(2500 * 4 + 8 * 2500 * 4.28 / 8, rel=0.02)
+
+
+def test_images_that_a_run_needs(modules: dict[str, Any]) -> None:
+    """Found without a launch; those of every dtype of blockint, and of what knows its own size."""
+    from hybridcomp import kernels
+    from tests.cuda.common import kernels_replaced
+
+    class Current:
+        """The kernels that ``needed`` puts in place of a device's."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(kernels._on_cuda[0], name)
+
+    sources = [
+        partial(modules["ours"].works, name=name, codec=modules["ours"].codecs()[name])
+        for name in ("blockint 8", "expcode")
+    ]
+    dtypes = [torch.bfloat16, torch.float32]
+    with kernels_replaced(Current()):  # type: ignore[arg-type]
+        found = modules["prebuild"].needed(sources, dtypes, CPU)
+    assert not kernels._on_cuda
+    for source in ("blockint.cu", "blockint_sum.cu", "blockint_table.cu"):
+        for code in (0, 1):
+            assert (source, ("HC_BITS=8", f"HC_DTYPE={code}")) in found
+    assert "expcode.cu" in {source for source, _ in found}
+    modules["prebuild"].compile_all([], 90)
 
 
 def test_a_peer_that_fails_is_named(modules: dict[str, Any]) -> None:
@@ -194,34 +268,81 @@ def test_table_json_and_picture(
 ) -> None:
     script, Point = modules["script"], modules["measure"].Point
     found = script.Found(points_of(modules, 0.8), {"nvCOMP ANS": "ImportError: nvidia.nvcomp"})
-    for dtype in ("fp32", "bf16"):
+    for dtype in ("fp32", "bf16", "fp16"):
         for size in (2**20, 2**28):
             point = Point("device copy", "copy", dtype, size, 1e-4, 4000.0, 1.0, 0.0, "the ceiling")
             found.points.append(point)
-    arguments = argparse.Namespace(json=tmp_path / "b.json", png=tmp_path / "b.png", check=True)
-    known = {"device": "made up", "tests_passed": True}
+    arguments = argparse.Namespace(
+        json=tmp_path / "b.json", png=tmp_path / "b.png", md=tmp_path / "b.md", check=True, only=()
+    )
+    known = {"device": "made up", "versions": {"torch": "2"}, "tests_passed": True}
     Cost, Choice = modules["size_exchange"].Cost, modules["size_exchange"].Choice
     sizes = (Cost(1e-5, 2e-5), [Choice(0.1, "blockint(bits=5)", "radix()", 2.0, 1e-12)])
     assert script.conclude(found, sizes, known, arguments) == 1
     printed = capsys.readouterr()
-    assert "256 MB of bf16" in printed.out and "cuSZp2" in printed.out
-    assert "0.90 MISSED" in printed.out and "0.75 met" in printed.out
+    assert "cuSZp2" in printed.out
     assert "left out: nvCOMP ANS" in printed.out
     assert "take 10 us, with their exchange in a group of one rank (no link) 20 us" in printed.out
     # 20 us / (a quarter of a byte / link - 1 ps)
     assert "worth it at 50 GB/s from 5e+06 values, at 12.5 GB/s from 1.05e+06 values" in printed.out
     assert "auto takes it from 262144 values on" in printed.out
-    assert "MISSED blockint 8 encode fp32: 0.80 of a copy, expected 0.90" in printed.err
+    assert "MISSED blockint 8 encode fp32, 256 MB: 0.80 of a copy, expected 0.95" in printed.err
+    table = modules["report"].table(found.points)
+    assert "256 MB of bf16" in table and "0.95 MISSED" in table and "0.65 met" in table
     written = json.loads((tmp_path / "b.json").read_text())
     assert len(written["points"]) == len(found.points) and written["missed"]
-    assert written["points"][1]["target"] == 0.9
+    assert {0.95, 0.85} <= {point["target"] for point in written["points"]}
     (row,) = written["size_exchange"]["choices"]
     assert row["break_even"]["50"] == pytest.approx(5e6)
     assert written["size_exchange"]["threshold_numel"] == 262144
     assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
+    text = (tmp_path / "b.md").read_text()
+    assert "| blockint 8 | encode | 0.95 | *0.80* | *0.80* | *0.80* |" in text
+    assert "| radix | decode | 0.90 / 0.75 | *0.80* | 0.80 | 0.80 |" in text
+    assert "| blockint 8 | encode | 0.85 | *0.80*, 100.0 / 0.0 |" in text
+    assert "* left out: nvCOMP ANS: ImportError: nvidia.nvcomp" in text
     arguments.check = False
     assert script.conclude(found, None, known, arguments) == 0
     assert json.loads((tmp_path / "b.json").read_text())["size_exchange"] is None
+
+
+def test_parts_of_names_choose_what_is_measured(modules: dict[str, Any]) -> None:
+    sources = modules["script"].sources
+    assert list(sources(("BLOCKINT 4", "triton"))) == [
+        "blockint 4", "blockint 4, gaussian", "blockint 4, rotate", "Triton int8", "Triton int4"
+    ]  # fmt: skip
+    assert len(sources()) == len(modules["ours"].codecs()) + len(modules["peers"].PEERS)
+
+
+def test_libraries_that_no_loader_finds_and_builders_that_cannot_read(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """nvCOMP's library beside its module; DeepSpeed's builder and an architecture of 9.0a."""
+    peers = modules["peers"]
+    library = tmp_path / "nvcomp" / "lib" / "libnvcomp.so.5"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    nvidia = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: nvidia)
+    loaded: list[str] = []
+    monkeypatch.setattr(peers.ctypes, "CDLL", lambda path, mode: loaded.append(path))
+    builder = mock.Mock()
+    builder.QuantizerBuilder().load = lambda: os.environ["TORCH_CUDA_ARCH_LIST"]
+
+    def found(name: str) -> Any:
+        if name.startswith("deepspeed"):
+            return builder
+        if not loaded:
+            raise ImportError("libnvcomp.so.5: cannot open shared object file")
+        return "nvcomp"
+
+    monkeypatch.setattr(peers.importlib, "import_module", found)
+    assert peers.nvcomp_library.__wrapped__() == "nvcomp" and loaded == [str(library)]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a")
+    monkeypatch.setattr(peers.cuda, "get_device_capability", lambda: (9, 0))
+    assert peers.deepspeed_kernels.__wrapped__() == "9.0"
+    with peers.prepared(["Triton int8"]):
+        pass
 
 
 def test_slower_kernels_may_never_be_worth_it(modules: dict[str, Any]) -> None:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import images
-from hybridcomp.kernels.launcher import CupyLauncher
+from hybridcomp.kernels import images, launcher
+from hybridcomp.kernels.launcher import CudaLauncher
 from tests.ranks import RankPool
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[gpu]")
@@ -160,27 +160,32 @@ def test_a_cupy_that_cannot_make_its_folder(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     with pytest.raises(CodecError, match=r"CuPy cannot make its folder .*set CUPY_CACHE_DIR"):
-        CupyLauncher(torch.device("cuda", 0))
+        CudaLauncher(torch.device("cuda", 0))
 
 
 def test_a_kernel_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for CuPy: what is loaded for which device, and what a launch hands over."""
-    cupy = mock.MagicMock()
+    """With stand-ins for CuPy and the driver: what is loaded for which device, and launched how."""
+    cupy, extension = mock.MagicMock(), mock.MagicMock()
     cupy.cuda.Device.return_value.compute_capability = "90"
+    cupy.cuda.Module.return_value.get_function.side_effect = [mock.Mock(ptr=11), mock.Mock(ptr=12)]
+    extension.current_context.return_value = 99
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    launcher = CupyLauncher(torch.device("cuda", 1))
-    monkeypatch.setattr(launcher, "_stream", mock.MagicMock())
+    monkeypatch.setattr(launcher, "_extension", lambda: extension)
+    monkeypatch.setattr(launcher, "_stream_getter", lambda: lambda index: 1000 + index)
+    monkeypatch.setattr(launcher.cuda, "init", lambda: None)
+    found = CudaLauncher(torch.device("cuda", 1))
     with mock.patch.object(images, "image", return_value=b"image") as image:
         for kernel in ("mpc_encode", "mpc_decode", "mpc_encode"):
-            launcher.launch("mpc.cu", (), kernel, (3, 1), 5, 2**63)
+            found.launch("mpc.cu", (), kernel, (3, 1), 5, 2**63)
+        found.launch("mpc.cu", (), "mpc_encode", (2, 4), threads=64, table=b"12345678")
     image.assert_called_once_with("mpc.cu", (), 90)
     module = cupy.cuda.Module.return_value
     module.load.assert_called_once_with(b"image")
     assert [call.args for call in module.get_function.call_args_list] == [
         ("mpc_encode",), ("mpc_decode",)
     ]  # fmt: skip
-    function = module.get_function.return_value
-    grid, block, words = function.call_args.args
-    assert (grid, block, [int(word) for word in words]) == ((3, 1), (256,), [5, 2**63])
-    assert {word.itemsize for word in words} == {8}
+    assert [call.args for call in extension.launch.call_args_list] == [
+        (11, 99, 3, 1, 256, 1001, None, 5, 2**63), (12, 99, 3, 1, 256, 1001, None, 5, 2**63),
+        (11, 99, 3, 1, 256, 1001, None, 5, 2**63), (11, 99, 2, 4, 64, 1001, b"12345678"),
+    ]  # fmt: skip
     cupy.cuda.Device.assert_called_with(1)

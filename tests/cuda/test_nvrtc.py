@@ -17,11 +17,13 @@ pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[cu
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 #: Turing, A100, H100, B200. V100 (sm_70) needs CUDA 12's NVRTC; nothing newer than sm_70 is used.
 ARCHITECTURES = (75, 80, 90, 100) if NIGHTLY else (75, 90)
+BLOCKINT = ("blockint.cu", "blockint_sum.cu")
 WIDTHS = range(2, 9) if NIGHTLY else (4, 8)
+#: of all dtypes at once; a run compiles those of its own
 SOURCES: list[tuple[str, tuple[str, ...]]] = [
-    *(("blockint.cu", (f"HC_BITS={bits}",)) for bits in WIDTHS),
-    ("blockint.cu", ("HC_BITS=4", "HC_ROTATE=1", "HC_GAUSSIAN=1")),
-    *((path.name, ()) for path in sorted(images.FOLDER.glob("*.cu")) if path.name != "blockint.cu"),
+    *((name, (f"HC_BITS={bits}",)) for name in BLOCKINT for bits in WIDTHS),
+    *((name, ("HC_BITS=4", "HC_ROTATE=1", "HC_GAUSSIAN=1")) for name in BLOCKINT),
+    *((path.name, ()) for path in sorted(images.FOLDER.glob("*.cu")) if path.name not in BLOCKINT),
 ]
 #: registers of a thread with which two blocks of 256 fit a multiprocessor
 MOST_REGISTERS = 128

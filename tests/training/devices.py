@@ -1,8 +1,8 @@
 """Trainings of the other tests on a GPU, several ranks sharing it: gloo, one process a rank.
 
-NCCL refuses two ranks on one GPU, and gloo takes few CUDA tensors. What upstream sends itself goes
-through copies on the host here (``stage``); what hybridcomp sends it stages by its own means. The
-same functions run with ``device="cpu"``, where every tensor is staged as if it were on a GPU.
+gloo takes few CUDA tensors. What upstream sends itself goes through copies on the host here
+(``stage``); what hybridcomp sends it stages by its own means. The same functions run with
+``device="cpu"``, where every tensor is staged as if it were on a GPU. ``tests.nccl`` has NCCL.
 
 ``tests.ranks`` will not do: its fork server has imported DeepSpeed for the CPU.
 """
@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
-import time
+import inspect
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-#: collectives of torch.distributed that upstream calls; all that this version has are wrapped
+from tests.nccl.pool import NcclPool
+
+#: collectives of torch.distributed that upstream calls; all that this version has are wrapped. Each
+#: writes into its first argument and only reads the others
 COLLECTIVES = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",
     "all_gather_single", "_all_gather_base", "reduce_scatter", "reduce_scatter_tensor",
@@ -68,27 +64,29 @@ def stage(device: str) -> None:
             return any(map(foreign, value))
         return isinstance(value, Tensor) and value.device.type == device
 
+    def host(value: Any) -> Any:
+        if not foreign(value):
+            return value
+        if isinstance(value, (list, tuple)):
+            return [host(part) for part in value]
+        return value.detach().to("cpu", copy=True).contiguous()
+
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        written = next(iter(inspect.signature(original).parameters))
+
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not foreign([*args, *kwargs.values()]):
                 return original(*args, **kwargs)
-            pairs: list[tuple[Tensor, Tensor]] = []
-
-            def host(value: Any) -> Any:
-                if not foreign(value):
-                    return value
-                if isinstance(value, (list, tuple)):
-                    return [host(part) for part in value]
-                pairs.append((value, value.detach().to("cpu", copy=True).contiguous()))
-                return pairs[-1][1]
-
+            positional = list(map(host, args))
             named = {name: host(value) for name, value in kwargs.items()}
             waits = named.pop("async_op", False)
-            result = original(*map(host, args), **named)
-            with torch.no_grad():
-                for target, copied in pairs:
-                    target.copy_(copied)
+            result = original(*positional, **named)
+            # back only what is written: stage 3 reduces into a part of the tensor that it sends,
+            # and the part of the sum was overwritten with what this rank had put there
+            if original.__name__ != "send":
+                out = (args[0], positional[0]) if args else (kwargs[written], named[written])
+                _bring_back(*out)
             return Done() if waits else result
 
         return call
@@ -116,68 +114,30 @@ def stage(device: str) -> None:
             setattr(module, name, replacement)
 
 
+@torch.no_grad()
+def _bring_back(target: Any, copied: Any) -> None:
+    """Into a tensor, or a list of them, what a collective left in the copy."""
+    if isinstance(target, Tensor):
+        if target is not copied:
+            target.copy_(copied)
+    else:
+        for one, other in zip(target, copied, strict=True):
+            _bring_back(one, other)
+
+
 def run_on(
     device: str, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 280.0
 ) -> list[Any]:
     """``function(*args)`` on every rank, on ``device`` (cpu, cuda); the results by rank.
 
-    Raises AssertionError with what a failing rank printed last.
+    Raises AssertionError with what failing ranks said, TimeoutError with where they hang.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "call").write_bytes(pickle.dumps((function, args)))
-        ranks = [_start(device, rank, world_size, folder) for rank in range(world_size)]
-        deadline = time.monotonic() + timeout
-        try:
-            while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-                if any(rank.poll() for rank in ranks):
-                    break
-                time.sleep(0.1)
-        finally:
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.kill()
-                rank.wait()
-        tails = [(folder / f"out{rank}").read_text()[-4000:] for rank in range(world_size)]
-        assert all(rank.returncode == 0 for rank in ranks), "\n".join(tails)
-        return [pickle.loads((folder / f"result{r}").read_bytes()) for r in range(world_size)]
+    with NcclPool(world_size, device=device, backend="gloo") as pool:
+        return pool.run(_staged, device, function, args, timeout=timeout)
 
 
-def _start(device: str, rank: int, world_size: int, folder: Path) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size),
-        "LOCAL_SIZE": "1", "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_EXTENSIONS_DIR": str(folder / f"ext{rank}"), "PYTHONPATH": str(ROOT),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }  # fmt: skip
-    with (folder / f"out{rank}").open("wb") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.training.devices", str(folder)],
-            env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-
-def main() -> None:
-    """One rank: join the group, call, write the result down."""
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    device = os.environ["DS_ACCELERATOR"]
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(0)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # upstream pads with uninitialized memory, which must not be filled with NaN
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    world_size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-    )
-    if world_size > 1:
+def _staged(device: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """On a rank: call, with upstream's collectives staged."""
+    if dist.get_world_size() > 1:
         stage(device)
-    function, args = pickle.loads((folder / "call").read_bytes())
-    (folder / f"result{rank}").write_bytes(pickle.dumps(function(*args)))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return function(*args)

@@ -75,6 +75,8 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
 
     if shim:
         mcore_shim.patch()
+    else:
+        mcore_shim.patch_without_engine()
     return [_run(job) for job in jobs]
 
 

@@ -106,7 +106,7 @@ def train(job: Job) -> Outcome:
         targets = inputs @ goal
         if step == job.nan_step:
             inputs[0, 0] = float("nan")
-        loss = engine(inputs.to(dtype), targets.to(dtype))
+        loss = engine(*(part.to(engine.device, dtype) for part in (inputs, targets)))
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))

@@ -217,9 +217,10 @@ def start_deepspeed() -> None:
     """Let DeepSpeed use the process group of ``tests.ranks``."""
     import deepspeed
     import deepspeed.ops
+    import torch.distributed as dist
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
-    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:

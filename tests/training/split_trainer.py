@@ -107,7 +107,8 @@ class Attention(nn.Module):
         heads = [proj(hidden).view(size) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         if self.outside:
             first = dist.get_rank(sequence_group()) * hidden.shape[1]
-            places = torch.arange(first, first + hidden.shape[1]).expand(hidden.shape[0], -1)
+            places = torch.arange(first, first + hidden.shape[1], device=hidden.device)
+            places = places.expand(hidden.shape[0], -1)
             turned = [part.transpose(1, 2) for part in heads]
             found = self.outside[0](self, *turned, None, position_ids=places.contiguous())[0]
         elif hasattr(self, "core"):
@@ -266,7 +267,7 @@ def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
     for step in range(job.steps):
         total = 0.0
         for micro in range(job.accumulation):
-            loss = engine(*batch(job, step, micro))
+            loss = engine(*(part.to(engine.device) for part in batch(job, step, micro)))
             engine.backward(loss)
             engine.step()
             total += loss.item() / job.accumulation

@@ -106,7 +106,9 @@ def ds_config(job: Job) -> dict[str, Any]:
     return config if job.block is None else {**config, "compression": job.block}
 
 
-def batches(job: Job, replica: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    job: Job, replica: int, step: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The micro-batches of a step, of a sequence that can be learned."""
     for number in range(job.micro_batches):
         seed = 1000 * (0 if job.same_data else replica) + 10 * step + number
@@ -114,7 +116,8 @@ def batches(job: Job, replica: int, step: int) -> Iterator[tuple[Tensor, Tensor]
             VOCAB, (MICRO_BATCH, 1), generator=torch.Generator().manual_seed(seed)
         )
         ids = (start + 7 * torch.arange(LENGTH + 1)) % VOCAB
-        yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        yield inputs.to(device), labels.to(device)
 
 
 def build(job: Job) -> Any:
@@ -149,7 +152,7 @@ def train(job: Job) -> Outcome:
         _, state = engine.load_checkpoint(job.folder)
         first = state["step"]
     for step in range(first, job.steps):
-        found.losses.append(trainer.step(batches(job, trainer.share.rank, step)))
+        found.losses.append(trainer.step(batches(job, trainer.share.rank, step, engine.device)))
         if step + 1 == job.save:
             engine.save_checkpoint(job.folder, client_state={"step": step + 1})
     named = dict(engine.module.named_parameters())

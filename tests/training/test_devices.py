@@ -49,8 +49,9 @@ def test_zero(stage: int) -> None:
     check_zero("cuda", stage, 20)
 
 
-def test_zero_through_staged_tensors_on_a_cpu() -> None:
-    check_zero("cpu", 1, 5)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_through_staged_tensors_on_a_cpu(stage: int) -> None:
+    check_zero("cpu", stage, 5)
 
 
 def check_pipeline(device: str, steps: int) -> None:
@@ -74,10 +75,11 @@ def test_pipeline(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_offload(stage: int, accumulation: int) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2, 6])
+@pytest.mark.parametrize("sums", ["device", "host"])
+def test_offload(stage: int, accumulation: int, sums: str) -> None:
     """One rank: real copies over the bus, the bytes fall by the codec's ratio."""
-    check_offload("cuda", stage, accumulation, 20)
+    check_offload("cuda", stage, accumulation, 20, sums)
 
 
 @pytest.mark.gpu
@@ -91,16 +93,27 @@ def test_offload_with_overlap(stage: int) -> None:
 
 
 def test_offload_in_a_process_of_its_own_on_a_cpu() -> None:
-    check_offload("cpu", 2, 2, 4)
+    check_offload("cpu", 2, 2, 4, "host")
 
 
-def check_offload(device: str, stage: int, accumulation: int, steps: int) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offload_with_auto(stage: int) -> None:
+    """Native steps and encoded ones take turns; without loss nobody sees it."""
+    plain = offloading(stage, steps=30, accumulation=2)
+    auto = with_block(plain, {"codec": "expcode", "when": "auto"})
+    ((base, found),) = run_on("cuda", 1, trainer.run, [plain, auto])
+    assert found.losses == base.losses and found.digests == base.digests
+
+
+def check_offload(device: str, stage: int, accumulation: int, steps: int, sums: str) -> None:
     zero = {"offload_optimizer": {"device": "cpu"}}  # in pinned memory, where there is any
     plain = offloading(stage, steps=steps, accumulation=accumulation, zero=zero)
-    jobs = [plain, *(with_block(plain, codec) for codec in ("none", "expcode", BLOCKINT))]
+    blocks = "none", {"codec": "expcode", "sums": sums}, {**BLOCKINT, "sums": sums}
+    jobs = [plain, *(with_block(plain, block) for block in blocks)]
     ((base, none, lossless, lossy),) = run_on(device, 1, trainer.run, jobs)
     assert none.losses == base.losses and none.digests == base.digests
-    if accumulation == 1 or device == "cpu":
+    if accumulation == 1 or device == "cpu" or sums == "device":
         assert lossless.losses == base.losses and lossless.digests == base.digests
     else:  # the host takes the norm of a sum in another order than the device does
         assert lossless.losses == pytest.approx(base.losses, rel=1e-3)

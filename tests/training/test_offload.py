@@ -99,12 +99,15 @@ def test_none_and_lossless_are_bit_identical(train: Train, kind: str) -> None:
             assert coded.ledger[way][3] > 0
 
 
+@pytest.mark.parametrize("sums", ["device", "host"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_lossless_variants(train: Train, variant: str) -> None:
-    """Micro-batches that the host adds up, other layouts and dtypes: the same bits."""
+def test_lossless_variants(train: Train, variant: str, sums: str) -> None:
+    """Micro-batches that device or host add up, other layouts and dtypes: the same bits."""
     job = replace(VARIANTS[variant], steps=SHORT)
+    if job.accumulation == 1 and sums == "host":
+        pytest.skip("nothing to add up")
     base, none = train(job), train(with_block(job, "none"))
-    lossless = train(with_block(job, "mpc"))
+    lossless = train(with_block(job, {"codec": "mpc", "sums": sums}))
     assert_same(base, none)
     assert_same(base, lossless)
     for plain, coded in zip(none, lossless, strict=True):
@@ -120,6 +123,88 @@ def test_lossy_trains_as_well(train: Train, kind: str) -> None:
     first, second = lossy
     assert first.digests == second.digests  # replicas did not drift
     assert first.losses != train(job)[0].losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sums_cross_once_or_packed(train: Train, stage: int) -> None:
+    """Six micro-batches, more than are added up in one pass: both places train as well.
+
+    Stage 1 has nothing to choose from: it reduces once a step.
+    """
+    job = offloading(stage, accumulation=6, steps=SHORT)
+    base = train(job)
+    device = train(with_block(job, {**BLOCKINT, "sums": "device"}))
+    host = train(with_block(job, {**BLOCKINT, "sums": "host"}))
+    for lossy in (device, host):
+        assert lossy[0].losses != base[0].losses
+        assert lossy[0].losses == pytest.approx(base[0].losses, rel=0.03)
+        assert lossy[0].digests == lossy[1].digests
+    assert host[0].losses != device[0].losses
+    once, each = device[0].ledger[BACKWARD], host[0].ledger[BACKWARD]
+    assert once[:3] == each[:3] == train(with_block(job, "none"))[0].ledger[BACKWARD][:1] + (
+        0, once[2])  # fmt: skip
+    assert each[3] == 6 * once[3]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_small_gradients_stay_with_the_others(train: Train, stage: int) -> None:
+    """Without a codec they are added up on the device all the same, bit for bit."""
+    job = offloading(stage, accumulation=3, steps=SHORT)
+    base = train(job)
+    exact = train(with_block(job, {"codec": "mpc", "sums": "device"}, min_bytes=1000))
+    assert_same(base, exact)
+    messages, native, raw, wire = exact[0].ledger[BACKWARD]
+    assert 0 < native < messages / 3 and wire < raw / 2
+
+
+@pytest.mark.parametrize("sums", ["device", "host"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_nan_in_one_micro_batch_stays_visible(train: Train, stage: int, sums: str) -> None:
+    job = offloading(stage, accumulation=2, steps=4, nan_step=2)
+    coded = train(with_block(job, {**BLOCKINT, "sums": sums}))
+    for mine, theirs in zip(train(job), coded, strict=True):
+        assert [math.isnan(loss) for loss in theirs.losses] == [
+            math.isnan(loss) for loss in mine.losses
+        ]
+        assert theirs.skipped == mine.skipped
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_auto_is_exact_and_says_what_it_found(
+    pool: RankPool, train: Train, stage: int, tmp_path: Path
+) -> None:
+    """All kinds of steps in turns, the verdict, and a run that continues before and after it."""
+    job = offloading(stage, accumulation=2)
+    steps = 2 + 2 * 3 * 4 + 4
+    exact = with_block(job, {"codec": "mpc", "when": "auto"})
+    base, coded = train(replace(job, steps=steps)), train(replace(exact, steps=steps))
+    assert_same(base, coded)
+    lossy = with_block(job, {"codec": "blockint", "bits": 4, "when": "auto"})
+    for at in (9, 27):
+        for outcome in pool.run(broken_auto, lossy, str(tmp_path / str(at)), at, timeout=280):
+            whole, resumed, kept = outcome
+            assert kept == (at > 26)
+            assert resumed == whole  # in turns as without the break, or by the verdict
+
+
+def broken_auto(job: Job, folder: str, at: int) -> tuple[list[float], list[float], bool]:
+    """Losses after ``at`` steps without and with a restart; whether a verdict was kept."""
+    from hybridcomp.channels import channels_of
+
+    engine = make_engine(job)
+    for step in range(at):
+        train_step(engine, job, step)
+    engine.save_checkpoint(folder, tag="here")
+    whole = [train_step(engine, job, step) for step in range(at, at + 12)]
+    engine.destroy()
+    again = make_engine(job)
+    again.load_checkpoint(folder, tag="here")
+    channels = channels_of(again)
+    assert channels is not None
+    kept = channels.host.pace.chosen is not None
+    resumed = [train_step(again, job, step) for step in range(at, at + 12)]
+    again.destroy()
+    return whole, resumed, kept
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

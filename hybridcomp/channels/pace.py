@@ -1,0 +1,171 @@
+"""Whether encoding copies between device and host pays, ``offload`` with ``"when": "auto"``.
+
+What such a copy costs depends on what it waits for: the bus is shared with nothing, but decoding
+takes the host's memory from the optimizer, and hides behind the backward pass or does not. So real
+steps are timed and no trial is made: some native ones, some with encoded gradients, some with
+parameters encoded as well, each kind twice. The seconds of the slowest rank count, so all ranks
+decide alike. What is fastest stays for the rest of the run, and of those that continue it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.config import CompressionConfig
+from hybridcomp.policy import DIRECTIONS, Direction, Policy
+
+#: directions that travel encoded in a kind of step
+Kind = tuple[Direction, ...]
+NATIVE: Kind = ()
+#: native steps before the first that is timed: memory is pinned and kernels are loaded meanwhile
+WARM_UP = 2
+#: of each turn of a kind: the first step is not timed, as it follows another kind; then so many are
+TIMED = 3
+TURNS = 2
+#: encoded steps must be this much faster: less is noise
+MARGIN = 1.02
+
+
+@dataclass
+class Pace:
+    """How the steps of one engine are made, and how long they took.
+
+    ``begin``: optimizer steps taken before the first that counts here, None before that.
+    """
+
+    kinds: tuple[Kind, ...]  # native first; a single one is not measured
+    begin: int | None = None
+    seconds: dict[int, float] = field(default_factory=dict)  # by steps since ``begin``
+    chosen: int | None = None  # of ``kinds``
+    medians: tuple[float, ...] = ()
+    _last: float | None = None  # when the last step ended
+
+    @classmethod
+    def of(cls, config: CompressionConfig, policy: Policy) -> Pace:
+        """What the block asks for."""
+        coded: Kind = tuple(w for w in DIRECTIONS if policy.codecs.get(("offload", w)) is not None)
+        if config.offload.when == "always" or not coded:
+            return cls((coded,), chosen=0)
+        first: tuple[Kind, ...] = (("backward",),) if len(coded) > 1 else ()
+        return cls((NATIVE, *first, coded))
+
+    def encodes(self, direction: Direction, step: int, start_step: int) -> bool:
+        """Whether ``direction`` travels encoded after ``step`` optimizer steps."""
+        if self.begin is None and len(self.kinds) > 1:
+            self.begin = max(step, start_step)
+        return direction in self.kinds[self._kind(step)]
+
+    def _kind(self, step: int) -> int:
+        """Which of ``kinds`` a step is; those before the verdict as they were."""
+        if len(self.kinds) == 1:
+            return 0
+        assert self.begin is not None
+        turn, _ = divmod(step - self.begin - WARM_UP, TIMED + 1)
+        if turn < 0:
+            return 0
+        if turn >= TURNS * len(self.kinds):
+            return self.chosen or 0
+        return turn % len(self.kinds)
+
+    @property
+    def length(self) -> int:
+        """Steps until the verdict."""
+        return WARM_UP + TURNS * len(self.kinds) * (TIMED + 1)
+
+    def took(self, step: int, device: torch.device, *, skipped: bool) -> list[str]:
+        """The step after ``step`` others is through; a collective at the last that is timed.
+
+        ``skipped``: an overflow; it is not timed. Returns what to tell the user.
+        """
+        if self.chosen is not None or self.begin is None or step < self.begin:
+            return []
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        last, self._last = self._last, time.perf_counter()
+        taken = step - self.begin
+        is_timed = taken >= WARM_UP and (taken - WARM_UP) % (TIMED + 1) > 0
+        if is_timed and last is not None and not skipped:
+            self.seconds[taken] = self._last - last
+        if taken + 1 < self.length:
+            return []
+        return [self._decide(device)]
+
+    def _decide(self, device: torch.device) -> str:
+        found = torch.full((len(self.kinds),), float("inf"), dtype=torch.float64, device=device)
+        assert self.begin is not None
+        for kind in range(len(self.kinds)):
+            own = [s for taken, s in self.seconds.items() if self._kind(self.begin + taken) == kind]
+            if own:
+                found[kind] = statistics.median(own)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        self.medians = tuple(found.tolist())
+        best = min(range(len(self.kinds)), key=lambda kind: self.medians[kind])
+        pays = self.medians[best] * MARGIN <= self.medians[0]
+        self.chosen = best if pays else 0
+        return self.told()
+
+    def told(self) -> str:
+        """One sentence about the verdict."""
+        assert self.chosen is not None
+        parts = [
+            f"{seconds * 1e3:.1f} ms {_named(kind, self.kinds)}"
+            for kind, seconds in zip(self.kinds, self.medians, strict=True)
+        ]
+        kind = self.kinds[self.chosen]
+        todo = 'native for this run; "when": "always" compresses'
+        if kind:
+            todo = "compressed" if len(kind) == len(self.kinds[-1]) else "only gradients compressed"
+        figures = f"{', '.join(parts[:-1])} and {parts[-1]}"
+        return f"offload: a step takes {figures} (compression.offload.when: auto): {todo}"
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native steps were found to be the fastest."""
+        return (
+            self.chosen is not None and self.kinds[self.chosen] == NATIVE and self.begin is not None
+        )
+
+    @property
+    def verdict_step(self) -> int:
+        """Optimizer steps before the first that the verdict holds for."""
+        assert self.begin is not None
+        return self.begin + self.length
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run has to know; empty where nothing is measured."""
+        if len(self.kinds) == 1 or self.begin is None:
+            return {}
+        return {
+            "kinds": [list(kind) for kind in self.kinds],
+            "begin": self.begin,
+            "seconds": self.seconds,
+            "chosen": self.chosen,
+            "medians": list(self.medians),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on as the run that is continued did; what to tell the user.
+
+        Of a run whose block named other directions nothing is taken.
+        """
+        self._last = None
+        if len(self.kinds) == 1 or state.get("kinds") != [list(kind) for kind in self.kinds]:
+            return []
+        self.begin, self.seconds = state["begin"], dict(state["seconds"])
+        self.chosen, self.medians = state["chosen"], tuple(state["medians"])
+        if self.chosen is None:
+            return []
+        return [f"{self.told()}, as measured in the run that is continued"]
+
+
+def _named(kind: Kind, kinds: tuple[Kind, ...]) -> str:
+    if not kind:
+        return "natively"
+    return "encoded" if kind == kinds[-1] else "with encoded gradients"

@@ -1,0 +1,218 @@
+// How a warp holds a tile of blockint, for HC_BITS bits, HC_GAUSSIAN levels or not, HC_ROTATE or not:
+// eight values a lane and round, four lanes a block, four rounds; every lane works out code and step of
+// one block of the 32, not all lanes those of all.
+//
+// Lane 4 g + m of round i has values 8 m ... + 7 of block 8 i + g, so byte m of each word of its levels.
+// It packs those bytes of the HC_BITS words, then a 4 x 4 transpose of bytes, two shuffles for four
+// words, gives whole words. After `scatter_largest` lane 4 g + m speaks of block 8 m + g.
+#pragma once
+
+#include "packed.h"
+
+#include "blockint.h"
+#include "rotation.h"
+
+#ifndef HC_BITS
+#define HC_BITS 8
+#endif
+#ifndef HC_GAUSSIAN
+#define HC_GAUSSIAN 0
+#endif
+#ifndef HC_ROTATE
+#define HC_ROTATE 0
+#endif
+
+namespace hybridcomp {
+namespace blockint {
+
+constexpr int ROUNDS = 4;  // of a tile
+constexpr int EACH = 8;    // values of a lane and round
+constexpr int ROUND = WARP * EACH;
+constexpr bool GAUSSIAN = HC_GAUSSIAN;
+constexpr bool ROTATE = HC_ROTATE;
+
+struct Layout {
+    u64 blocks, tiles, scales, bases, used, total;
+    HC_INLINE_MEMBER explicit Layout(u64 numel)
+        : blocks(ceil_div(numel, BLOCK)), tiles(ceil_div(numel, TILE)),
+          scales(blocks * 4 * HC_BITS), bases(scales + blocks), used(bases + tiles),
+          total(align16(used)) {}
+    // of the tile
+    HC_INLINE_MEMBER u32 blocks_of(u64 tile) const {
+        u64 left = blocks - tile * TILE_BLOCKS;
+        return left < TILE_BLOCKS ? (u32)left : TILE_BLOCKS;
+    }
+};
+
+struct Place {
+    u32 group, part;
+    HC_INLINE_MEMBER Place() : group(lane_id() / 4), part(lane_id() % 4) {}
+    HC_INLINE_MEMBER u32 block(int round) const { return 8 * round + group; }
+    // whose code and step this lane works out
+    HC_INLINE_MEMBER u32 own_block() const { return 8 * part + group; }
+};
+
+// What lane 4 g + i has, for all lanes 4 g ..: that of block 8 i + g.
+HC_INLINE u32 of_round(u32 value, int round, const Place& place) {
+    return lane_value(value, 4 * place.group + (u32)round);
+}
+
+// Byte i of part m <-> byte m of part i; its own inverse.
+HC_INLINE u32 transpose_bytes(u32 word, u32 part) {
+    u32 other = other_lane<1>(word);
+    word = __byte_perm(word, other, part & 1 ? 0x3715 : 0x6240);
+    other = other_lane<2>(word);
+    return __byte_perm(word, other, part & 2 ? 0x3276 : 0x5410);
+}
+
+// Of one number for each round and lane, the largest over the four lanes of a block, for this lane's
+// own block. HALVES: the numbers have 16 bits.
+template <bool HALVES>
+HC_INLINE u32 scatter_largest(const u32* tops, u32 part) {
+    bool upper = part & 2, odd = part & 1;
+    if constexpr (HALVES) {
+        u32 low = tops[0] | tops[1] << 16, high = tops[2] | tops[3] << 16;
+        u32 kept = largest_pair(upper ? high : low, other_lane<2>(upper ? low : high));
+        kept = largest_pair(kept, other_lane<1>(kept));
+        return odd ? kept >> 16 : kept & 0xffffu;
+    } else {
+        u32 first = larger(upper ? tops[2] : tops[0], other_lane<2>(upper ? tops[0] : tops[2]));
+        u32 second = larger(upper ? tops[3] : tops[1], other_lane<2>(upper ? tops[1] : tops[3]));
+        return larger(odd ? second : first, other_lane<1>(odd ? first : second));
+    }
+}
+
+// The low byte is the level; the whole is a float, see `sent_value`.
+constexpr float MAGIC = 12582912.0f + (float)(1 << (HC_BITS - 1));
+
+HC_INLINE u32 quantized(float value, float inverse) {
+    float scaled = value * inverse;
+    if (GAUSSIAN) scaled = gaussian_cell(scaled) - 0.5f;
+    return float_bits(scaled + MAGIC);
+}
+
+// What a level of `quantized` decodes to.
+HC_INLINE float sent_value(u32 quantized, float step) {
+    if (GAUSSIAN) return gaussian_value((bits_float(quantized) - MAGIC) * 2.0f + 1.0f) * step;
+    return (bits_float(quantized) - MAGIC) * step;
+}
+
+// This lane's byte of word INDEX of a block's HC_BITS words, from its eight levels; only the low byte
+// counts.
+template <int INDEX>
+HC_INLINE u32 byte_of_word(const u32* q) {
+    if constexpr (HC_BITS == 8) return q[INDEX];
+    else if constexpr (HC_BITS == 4) return q[INDEX] + (q[INDEX + 4] << 4);
+    else if constexpr ((HC_BITS & 4) != 0 && INDEX < 4) {
+        constexpr int shift = HC_BITS & 3;
+        return (q[INDEX] >> shift & 15) | (q[INDEX + 4] >> shift & 15) << 4;
+    } else if constexpr ((HC_BITS & 2) != 0 && INDEX < (HC_BITS & 6)) {
+        constexpr int shift = HC_BITS & 1, j = INDEX - (HC_BITS & 4);
+        return (q[j] >> shift & 3) | (q[j + 2] >> shift & 3) << 2 | (q[j + 4] >> shift & 3) << 4 |
+               (q[j + 6] >> shift & 3) << 6;
+    } else if constexpr ((HC_BITS & 1) != 0 && INDEX < HC_BITS) {
+        u32 byte = 0;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) byte |= (q[k] & 1) << k;
+        return byte;
+    } else {
+        return 0;
+    }
+}
+
+// The levels of eight values of a lane -> the words of the block; every lane of it stores some.
+HC_INLINE void store_levels(const u32* q, bool zero, bool write, u32* out, u32 part) {
+    if constexpr (HC_BITS == 8) {
+        u32 even = low_bytes(q[0], q[2], q[4], q[6]), odd = low_bytes(q[1], q[3], q[5], q[7]);
+        even = transpose_bytes(zero ? 0 : even, part), odd = transpose_bytes(zero ? 0 : odd, part);
+        if (write) *(uint2*)(out + 2 * part) = make_uint2(even, odd);
+    } else {
+        u32 word = low_bytes(byte_of_word<0>(q), byte_of_word<1>(q), byte_of_word<2>(q),
+                             byte_of_word<3>(q));
+        word = transpose_bytes(zero ? 0 : word, part);
+        if (write && (HC_BITS >= 4 || part < HC_BITS % 4)) out[part] = word;
+        if constexpr (HC_BITS > 4) {
+            word = low_bytes(byte_of_word<4>(q), byte_of_word<5>(q), byte_of_word<6>(q), 0);
+            word = transpose_bytes(zero ? 0 : word, part);
+            if (write && part < HC_BITS % 4) out[4 + part] = word;
+        }
+    }
+}
+
+// The words of a block as a lane loads them.
+struct Words {
+    u32 x, y;
+};
+
+HC_INLINE Words load_words(const u32* in, bool there, u32 part) {
+    Words words = {0, 0};
+    if (!there) return words;
+    if constexpr (HC_BITS == 8) {
+        uint2 both = *(const uint2*)(in + 2 * part);
+        words.x = both.x, words.y = both.y;
+    } else {
+        if (HC_BITS >= 4 || part < HC_BITS % 4) words.x = in[part];
+        if (HC_BITS > 4 && part < HC_BITS % 4) words.y = in[4 + part];
+    }
+    return words;
+}
+
+// `store_levels` backwards: byte k of `levels` becomes the level of value k.
+HC_INLINE void unpack_words(Words words, u32 part, u32* levels) {
+    u32 word = transpose_bytes(words.x, part);
+    u32 more = HC_BITS > 4 ? transpose_bytes(words.y, part) : word;
+    if constexpr (HC_BITS == 8) {
+        levels[0] = __byte_perm(word, more, 0x5140), levels[1] = __byte_perm(word, more, 0x7362);
+        return;
+    }
+    levels[0] = levels[1] = 0;
+    if constexpr ((HC_BITS & 4) != 0) {
+        levels[0] = (word & 0x0f0f0f0fu) << (HC_BITS & 3);
+        levels[1] = (word >> 4 & 0x0f0f0f0fu) << (HC_BITS & 3);
+    }
+    if constexpr ((HC_BITS & 2) != 0) {
+        u32 twice = __byte_perm(more, 0, 0x1010);
+        levels[0] |= ((twice & 0x0303u) | (twice >> 2 & 0x03030000u)) << (HC_BITS & 1);
+        levels[1] |= ((twice >> 4 & 0x0303u) | (twice >> 6 & 0x03030000u)) << (HC_BITS & 1);
+    }
+    if constexpr ((HC_BITS & 1) != 0) {
+        u32 byte = more >> (8 * (HC_BITS & 2)) & 255u;
+        levels[0] |= ((byte & 15) * 0x00204081u) & 0x01010101u;
+        levels[1] |= ((byte >> 4) * 0x00204081u) & 0x01010101u;
+    }
+}
+
+// Byte K of `levels` as the number that it stands for, exactly: the byte becomes the end of a mantissa.
+template <int K>
+HC_INLINE float level_value(u32 levels) {
+    float shifted = bits_float(__byte_perm(levels, 0x4b000000u, 0x7440 | K));
+    if (GAUSSIAN) return gaussian_value((shifted - 8388608.0f) * 2.0f - 15.0f);
+    return shifted - (8388608.0f + (float)(1 << (HC_BITS - 1)));
+}
+
+HC_INLINE void dequantized(const u32* levels, float step, float* values) {
+    values[0] = level_value<0>(levels[0]) * step, values[1] = level_value<1>(levels[0]) * step;
+    values[2] = level_value<2>(levels[0]) * step, values[3] = level_value<3>(levels[0]) * step;
+    values[4] = level_value<0>(levels[1]) * step, values[5] = level_value<1>(levels[1]) * step;
+    values[6] = level_value<2>(levels[1]) * step, values[7] = level_value<3>(levels[1]) * step;
+}
+
+// From this base on, sums of 64 values of a tile may overflow; below it they need no scaling either:
+// factors of a power of two change nothing else, as even the smallest step leaves room for them.
+constexpr u32 LARGE_BASE = 240;
+
+// Blocks that are NaN, or may overflow: rare, and not worth an instruction in the other ones' loop.
+HC_INLINE bool needs_care(u32 code, u32 base) {
+    if (ROTATE && base >= LARGE_BASE) return true;
+    return code == NONFINITE_CODE || (16 * base + 15 - code >= OVERFLOW_TOP && code <= LAST_CODE);
+}
+
+// The step of a block that may need care: `twice` says that values come out at half their size.
+HC_INLINE float careful_step(u32 code, u32 base, bool& twice) {
+    twice = 16 * base + 15 - code >= OVERFLOW_TOP && code <= LAST_CODE;
+    return twice ? half_top(code, base) * (GAUSSIAN ? 1.0f : 1.0f / (float)top_level(HC_BITS))
+                 : step_of<HC_BITS, GAUSSIAN>(code, base);
+}
+
+}  // namespace blockint
+}  // namespace hybridcomp

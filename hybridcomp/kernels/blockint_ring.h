@@ -1,0 +1,317 @@
+// Sums over ranks of a tile of blockint: a lane has one block, all 32 values of it in registers, and the
+// payloads of the next ranks are on their way to a ring in shared memory while one is added. So a lane
+// reads whole words, knows its own step, and nothing is transposed or exchanged; of a rotated group of
+// 64 values, two lanes', only the last stage goes from lane to lane.
+//
+// Own values and residuals, which lie in the order of the message, pass through shared memory too: a
+// warp moves 16 bytes a lane from one place, and a lane finds its block there. Chunks of 16 bytes are
+// permuted within 128 bytes so that eight lanes meet eight different ones.
+#pragma once
+
+#include "blockint_tile.h"
+
+#ifndef HC_STAGES
+#define HC_STAGES 4
+#endif
+#ifndef HC_TABLE
+#define HC_TABLE 1
+#endif
+#ifndef HC_SUM_THREADS
+#define HC_SUM_THREADS 64
+#endif
+
+namespace hybridcomp {
+namespace blockint {
+
+constexpr int CHUNK = 16;  // bytes
+constexpr int LEVEL_CHUNKS = TILE * HC_BITS / 8 / CHUNK;  // of a tile
+constexpr int BLOCK_WORDS = HC_BITS;
+constexpr int STEP_VALUES = 8;  // of a word of levels, and its distance in the block
+
+// 16, or 4, bytes to shared memory behind the back of the registers, where the hardware can.
+HC_INLINE void fetch16(void* shared, const void* from) {
+#if HC_ARCH >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from) : "memory");
+#else
+    *(uint4*)shared = *(const uint4*)from;
+#endif
+}
+
+HC_INLINE void fetch4(void* shared, const void* from) {
+#if HC_ARCH >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                 :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from) : "memory");
+#else
+    *(u32*)shared = *(const u32*)from;
+#endif
+}
+
+HC_INLINE void close_fetch() {
+#if HC_ARCH >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// All fetches but the last LATER have come.
+template <int LATER>
+HC_INLINE void await_fetch() {
+#if HC_ARCH >= 800
+    asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory");
+#endif
+    __syncwarp();
+}
+
+// A tile of one rank's payload.
+struct Stage {
+    uint4 levels[LEVEL_CHUNKS];
+    u32 scales[TILE_BLOCKS / 4];
+};
+
+// Where chunk `at` of a block lies in an array of blocks of CHUNKS chunks.
+template <u32 CHUNKS>
+HC_INLINE u32 swizzled(u32 block, u32 at) {
+    if constexpr (CHUNKS == 8) return block * 8 + (at ^ (block & 7));
+    if constexpr (CHUNKS == 4) return block * 4 + (at ^ (block >> 1 & 3));
+    if constexpr (CHUNKS == 2) return block * 2 + (at ^ (block >> 2 & 1));
+    return block * CHUNKS + at;
+}
+
+constexpr u32 LEVELS_EACH = HC_BITS == 8 ? 2 : 1;  // chunks of a block that are permuted
+
+HC_INLINE void fetch_stage(Stage& stage, const u8* payload, const Layout& layout, u64 tile, u32 blocks) {
+    u32 chunks = (blocks * 4 * HC_BITS + CHUNK - 1) / CHUNK, lane = lane_id();
+    const u8* levels = payload + tile * (TILE * HC_BITS / 8);
+#pragma unroll
+    for (u32 i = 0; i < LEVEL_CHUNKS; i += WARP) {
+        u32 c = i + lane;
+        if (c < chunks) {
+            fetch16(stage.levels + swizzled<LEVELS_EACH>(c / LEVELS_EACH, c % LEVELS_EACH),
+                    levels + CHUNK * c);
+        }
+    }
+    if (4 * lane < blocks) fetch4(stage.scales + lane, payload + layout.scales + tile * TILE_BLOCKS + 4 * lane);
+}
+
+// The words of this lane's block.
+HC_INLINE void read_words(const Stage& stage, u32* words) {
+    if constexpr (HC_BITS == 8 || HC_BITS == 4) {
+#pragma unroll
+        for (u32 i = 0; i < LEVELS_EACH; ++i) {
+            uint4 v = stage.levels[swizzled<LEVELS_EACH>(lane_id(), i)];
+            words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+        }
+    } else {
+        const u32* at = (const u32*)stage.levels + BLOCK_WORDS * lane_id();
+#pragma unroll
+        for (int i = 0; i < BLOCK_WORDS; ++i) words[i] = at[i];
+    }
+}
+
+// A tile of values of T in shared memory.
+template <class T>
+struct Shared {
+    static constexpr u32 CHUNKS = BLOCK * sizeof(T) / CHUNK;  // of a block
+    static constexpr u32 VALUES = CHUNK / sizeof(T);          // of a chunk
+    uint4 chunks[TILE_BLOCKS * CHUNKS];
+
+    HC_INLINE_MEMBER void fetch(const T* tile) {
+#pragma unroll
+        for (u32 i = 0; i < CHUNKS; ++i) {
+            u32 c = WARP * i + lane_id();
+            fetch16(chunks + swizzled<CHUNKS>(c / CHUNKS, c % CHUNKS), (const u8*)tile + CHUNK * c);
+        }
+    }
+    HC_INLINE_MEMBER void flush(T* tile) const {
+#pragma unroll
+        for (u32 i = 0; i < CHUNKS; ++i) {
+            u32 c = WARP * i + lane_id();
+            store16(chunks[swizzled<CHUNKS>(c / CHUNKS, c % CHUNKS)], (u8*)tile + CHUNK * c);
+        }
+    }
+    // Chunk `at` of this lane's block.
+    HC_INLINE_MEMBER uint4& mine(u32 at) { return chunks[swizzled<CHUNKS>(lane_id(), at)]; }
+};
+
+HC_INLINE void floats_of(uint4 v, float* out) {
+    out[0] = bits_float(v.x), out[1] = bits_float(v.y), out[2] = bits_float(v.z), out[3] = bits_float(v.w);
+}
+
+// Eight values from 8 * `at` on of this lane's block.
+HC_INLINE void read_eight(Shared<float>& shared, u32 at, EightFp32& eight) {
+    floats_of(shared.mine(2 * at), eight.values), floats_of(shared.mine(2 * at + 1), eight.values + 4);
+}
+
+template <class E>
+HC_INLINE void read_eight(Shared<u16>& shared, u32 at, E& eight) { eight.load((const u16*)&shared.mine(at)); }
+
+// The rotation of a block that a lane has, the neighbour having the other one of the group.
+
+template <int HALF>
+HC_INLINE void stage_in_block(float* v) {
+#pragma unroll
+    for (int pair = 0; pair < BLOCK / 2; ++pair) {
+        int first = pair / HALF * 2 * HALF + pair % HALF;
+        float a = v[first], b = v[first + HALF];
+        v[first] = a + b, v[first + HALF] = a - b;
+    }
+}
+
+HC_INLINE float odd_sign() { return lane_id() & 1 ? -1.0f : 1.0f; }
+
+HC_INLINE void stages_in_block(float* v) {
+    stage_in_block<1>(v), stage_in_block<2>(v), stage_in_block<4>(v);
+    stage_in_block<8>(v), stage_in_block<16>(v);
+}
+
+HC_INLINE void stage_across_blocks(float* v, bool whole) {
+    float sign = odd_sign();
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) {
+        float other = other_lane_float(v[k], 1);
+        if (whole) v[k] = plus_signed(v[k], sign, other);
+    }
+}
+
+// held + value k of D x: the sign is known here, or that lanes differ in it.
+HC_INLINE float plus_in_d(float held, float x, int k, float odd) {
+    bool low = rotation::SIGNS >> k & 1, high = rotation::SIGNS >> (32 + k) & 1;
+    if (low == high) return low ? held - x : held + x;
+    return plus_signed(x, low ? -odd : odd, held);
+}
+
+HC_INLINE u32 block_signs() { return (u32)(rotation::SIGNS >> (32 * (lane_id() & 1))); }
+
+// Blocks that are not of a whole group stay as they are, in the registers where they are.
+HC_INLINE void rotate_block(float* v, bool whole) {
+    u32 signs = block_signs();
+    if (whole) {
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) v[k] = with_sign(v[k], signs, k) * rotation::FORWARD_SCALE;
+        stages_in_block(v);
+    }
+    stage_across_blocks(v, whole);
+}
+
+// `rotate_back_any` of a block.
+HC_INLINE void rotate_block_back(float* v, bool whole) {
+    u32 signs = block_signs();
+    if (whole) {
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) v[k] *= rotation::BACK_SCALE;
+        stages_in_block(v);
+    }
+    stage_across_blocks(v, whole);
+    if (!whole) return;
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) {
+        u32 nan = QUIET_NAN_BITS | sign_of(signs, k);
+        float value = finite(with_sign(v[k], signs, k) * (1.0f / rotation::BACK_SCALE));
+        v[k] = magnitude_bits(value) > INF_BITS ? bits_float(nan) : value;
+    }
+}
+
+// What the levels of a block stand for, without the step: Gaussian levels from a table in shared memory,
+// where each of sixteen has a bank of its own (four instructions less a value than the polynomial).
+struct Table {
+    float values[GAUSSIAN && HC_TABLE ? 16 : 1];
+
+    HC_INLINE_MEMBER void fill() {
+        if (!(GAUSSIAN && HC_TABLE)) return;
+        if (lane_id() < 16) values[lane_id()] = gaussian_value(2.0f * (float)(i32)lane_id() - 15.0f);
+        __syncwarp();
+    }
+};
+
+// The words of a block -> a word for the levels of values k, k + 8, k + 16 and k + 24.
+HC_INLINE void unpack_block(const u32* words, u32* levels) {
+    if constexpr (GAUSSIAN && HC_TABLE) {  // each times four: where it is in the table
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            levels[k] = words[k] << 2 & 0x3c3c3c3cu, levels[k + 4] = words[k] >> 2 & 0x3c3c3c3cu;
+        }
+    } else {
+        unpack_levels<HC_BITS>(words, levels);
+    }
+}
+
+template <int K>
+HC_INLINE float value_of(const u32* levels, float step, const Table& table) {
+    if constexpr (GAUSSIAN && HC_TABLE) {
+        u32 at = __byte_perm(levels[K % 8], 0, 0x4440 | K / 8);
+        return *(const float*)((const u8*)table.values + at) * step;
+    } else {
+        return level_value<K / 8>(levels[K % 8]) * step;
+    }
+}
+
+template <int K = 0>
+HC_INLINE void values_of(const u32* levels, float step, const Table& table, float* out) {
+    if constexpr (K < BLOCK) {
+        out[K] = value_of<K>(levels, step, table);
+        values_of<K + 1>(levels, step, table, out);
+    }
+}
+
+// A value of a block that is NaN, may overflow or is not there.
+struct Care {
+    bool twice, nan, there;
+    HC_INLINE_MEMBER float operator()(float value) const {
+        value = twice ? finite(value * 2.0f) : value;
+        value = nan ? bits_float(QUIET_NAN_BITS) : value;
+        return there ? value : 0.0f;  // a sum of it would be encoded
+    }
+};
+struct NoCare {
+    HC_INLINE_MEMBER float operator()(float value) const { return value; }
+};
+
+template <class C, int K = 0>
+HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, float* held, C care) {
+    if constexpr (K < BLOCK) {
+        held[K] = held[K] + care(value_of<K>(levels, step, table));
+        add_values_of<C, K + 1>(levels, step, table, held, care);
+    }
+}
+
+// held += one rank's block. A tile with one that is NaN or may overflow, and the last one, take a branch
+// of their own. `whole`: the group of 64 values is.
+HC_INLINE void add_stage(float* held, const Stage& stage, const Table& table, u32 base, u32 blocks,
+                         bool whole) {
+    bool there = lane_id() < blocks;
+    u32 code = there ? ((const u8*)stage.scales)[lane_id()] : LAST_CODE;
+    u32 words[BLOCK_WORDS], levels[WORDS];
+    read_words(stage, words);
+    unpack_block(words, levels);
+    if (!__ballot_sync(FULL_WARP, needs_care(code, base) || !there || (ROTATE && !whole))) {
+        float step = step_of<HC_BITS, GAUSSIAN>(code, base);
+        if constexpr (ROTATE) {
+            float x[BLOCK], odd = odd_sign();
+            values_of(levels, step, table, x);
+            stages_in_block(x);
+            stage_across_blocks(x, true);
+#pragma unroll
+            for (int k = 0; k < BLOCK; ++k) held[k] = plus_in_d(held[k], x[k], k, odd);
+        } else {
+            add_values_of(levels, step, table, held, NoCare());
+        }
+        return;
+    }
+    bool twice;
+    float step = careful_step(code, base, twice);
+    Care care = {twice, code == NONFINITE_CODE, there};
+    if constexpr (ROTATE) {
+        float x[BLOCK];
+        values_of(levels, step, table, x);
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) x[k] = care(x[k]);
+        rotate_block_back(x, whole);
+#pragma unroll
+        for (int k = 0; k < BLOCK; ++k) held[k] = held[k] + x[k];
+    } else {
+        add_values_of(levels, step, table, held, care);
+    }
+}
+
+}  // namespace blockint
+}  // namespace hybridcomp

@@ -1,0 +1,96 @@
+// rotation.h on the eight values of each lane: eight lanes hold a group of 64, this one those from
+// 8 * (lane % 8) on. Stages inside a lane come first, then three across lanes.
+#pragma once
+
+#include "blockint_quads.h"
+
+namespace hybridcomp {
+namespace blockint {
+
+#ifndef HC_ARCH
+#error "packed.h comes first"
+#endif
+
+// a * b + c, rounded once; `b` is 1 or -1, so this is a sum or a difference.
+HC_INLINE float plus_signed(float a, float b, float c) {
+#if HC_ARCH
+    return __fmaf_rn(a, b, c);
+#else
+    return c + a * b;
+#endif
+}
+
+// A stage inside a lane.
+template <int HALF>
+HC_INLINE void stage_inside(float* v) {
+#pragma unroll
+    for (int pair = 0; pair < EACH / 2; ++pair) {
+        int first = pair / HALF * 2 * HALF + pair % HALF;
+        float a = v[first], b = v[first + HALF];
+        v[first] = a + b, v[first + HALF] = a - b;
+    }
+}
+
+// A stage over lanes that differ in MASK.
+template <int MASK>
+HC_INLINE void stage_across(float* v) {
+    float sign = lane_id() & MASK ? -1.0f : 1.0f;
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) v[k] = plus_signed(v[k], sign, other_lane_float(v[k], MASK));
+}
+
+HC_INLINE void transform(float* v) {
+    stage_inside<1>(v), stage_inside<2>(v), stage_inside<4>(v);
+    stage_across<1>(v), stage_across<2>(v), stage_across<4>(v);
+}
+
+// The signs of this lane's values in D, that of value k in bit k.
+HC_INLINE u32 signs_of_lane() { return (u32)(rotation::SIGNS >> (8 * (lane_id() % 8))) & 255u; }
+HC_INLINE u32 sign_of(u32 signs, int k) { return signs << (31 - k) & 0x80000000u; }
+HC_INLINE float with_sign(float value, u32 signs, int k) {
+    return bits_float(float_bits(value) ^ sign_of(signs, k));
+}
+
+// Whether the group of 64 values around value `at` of the message is whole.
+HC_INLINE bool in_group(u64 at, u64 count) { return at / 64 * 64 + 64 <= count; }
+
+// Values that are not of a whole group stay as they are; all lanes take part.
+HC_INLINE void rotate(float* v, bool whole) {
+    u32 signs = signs_of_lane();
+    float y[EACH];
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) y[k] = with_sign(v[k], signs, k) * rotation::FORWARD_SCALE;
+    transform(y);
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) v[k] = whole ? y[k] : v[k];
+}
+
+// Of tiles below LARGE_BASE, without a NaN: no scaling, see there.
+HC_INLINE void rotate_back(float* v, bool whole) {
+    u32 signs = signs_of_lane();
+    float x[EACH];
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) x[k] = v[k];
+    transform(x);
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) v[k] = whole ? with_sign(x[k], signs, k) : v[k];
+}
+
+// Of any tile; a NaN has the CPU's bits.
+HC_INLINE void rotate_back_any(float* v, bool whole) {
+    u32 signs = signs_of_lane();
+    float x[EACH];
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) x[k] = v[k] * rotation::BACK_SCALE;
+    transform(x);
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) {
+        u32 nan = QUIET_NAN_BITS | sign_of(signs, k);
+        float value = finite(with_sign(x[k], signs, k) * (1.0f / rotation::BACK_SCALE));
+        value = magnitude_bits(value) > INF_BITS ? bits_float(nan) : value;
+        v[k] = whole ? value : v[k];
+    }
+}
+
+}  // namespace blockint
+}  // namespace hybridcomp

@@ -1,0 +1,44 @@
+// A table of tensors, the first argument of kernels that take several at once: a launch for each costs a
+// host more than a GPU needs for a short tensor. It is handed over by value, so there is nothing to copy
+// ahead, nothing to keep alive, and a CUDA graph holds it.
+#pragma once
+
+#include "cuda_device.h"
+
+namespace hybridcomp {
+
+// By whole tiles one after the other: `first` is the number of the row's first tile.
+struct Row {
+    u64 first, values, numel, payload, residual;
+};
+constexpr u32 TABLE_ROWS = 96;  // arguments of a kernel are at most 4 KB
+
+struct Table {
+    u64 count;
+    Row rows[TABLE_ROWS];
+};
+
+// The row that tile `tile` is in; behind the last one's end it is the last.
+HC_INLINE const Row& row_of(const Table& table, u64 tile) {
+    u32 low = 0, high = (u32)table.count;
+    while (high - low > 1) {
+        u32 middle = (low + high) / 2;
+        if (table.rows[middle].first <= tile) low = middle;
+        else high = middle;
+    }
+    return table.rows[low];
+}
+
+HC_INLINE const Table& as_table(const Table& table) { return table; }
+HC_INLINE const Table& as_table(const Table* table) { return *table; }
+
+}  // namespace hybridcomp
+
+// How a kernel declares it. The emulator hands all arguments over as words: there it is an address.
+#if !defined(__CUDACC__)
+#define HC_TABLE const hybridcomp::Table*
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#define HC_TABLE const hybridcomp::Table
+#else
+#define HC_TABLE const __grid_constant__ hybridcomp::Table
+#endif

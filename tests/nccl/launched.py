@@ -1,0 +1,21 @@
+"""Whole jobs under ``scripts/one_gpu.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.ranks import ROOT, python_path
+
+
+def launch(
+    *arguments: str, cwd: Path = ROOT, timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """The launcher, with what it printed."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts/one_gpu.py"), *arguments],
+        cwd=cwd, env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Ranks over NCCL: what collectives bring, two levels, ranks that disagree, a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("deepspeed")
+
+from hybridcomp.codecs import VALUE_DTYPES, make_codec
+from hybridcomp.errors import HybridcompError
+from tests.cuda.test_gpu import _gathered_on, _reduced_on
+from tests.nccl.common import (
+    DEVICE,
+    EIGHT_BITS,
+    FEEDBACK,
+    MARKS,
+    Trainings,
+    block,
+    tail,
+    with_block,
+)
+from tests.nccl.pool import NcclPool
+from tests.patches.test_hierarchy import JOBS as LEVEL_JOBS
+from tests.ranks import run_ranks
+from tests.training.trainer import Job, make_engine, run, train, train_step
+
+pytestmark = MARKS
+
+LEVELS = {"dp": FEEDBACK, "zero": EIGHT_BITS, "min_bytes": 0, "hierarchy": "auto"}
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[NcclPool]:
+    with NcclPool(3, device=DEVICE) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("codec", [make_codec("blockint", bits=4), make_codec("radix")], ids=str)
+def test_sums_are_those_of_a_cpu(three: NcclPool, codec: Any) -> None:
+    """Error feedback, cuts and sizes that stay on the device included."""
+    for dtype in VALUE_DTYPES:
+        expected = run_ranks(3, _reduced_on, "cpu", dtype, codec)
+        for right, wrong in zip(
+            expected, three.run(_reduced_on, DEVICE, dtype, codec), strict=True
+        ):
+            assert all(torch.equal(a, b) for a, b in zip(right, wrong, strict=True)), dtype
+
+
+def test_moves_are_those_of_a_cpu() -> None:
+    """Gathers, exchanges and sends of a codec whose size varies."""
+    expected = run_ranks(2, _gathered_on, "cpu")
+    with NcclPool(2, device=DEVICE) as pool:
+        for right, wrong in zip(expected, pool.run(_gathered_on, DEVICE), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(right, wrong, strict=True))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Trainings]:
+    trainings = Trainings(run, 4, per_node=2)
+    yield trainings
+    trainings.close()
+
+
+@pytest.mark.parametrize("name", LEVEL_JOBS)
+def test_two_nodes_of_two_ranks(nodes: Trainings, name: str) -> None:
+    """The launcher says which ranks share a node; half of the bytes of one level cross."""
+    job = replace(LEVEL_JOBS[name], dtype="bf16")
+    settings = {k: v for k, v in LEVELS.items() if job.stage or k != "zero"}
+    base, found = nodes(job), nodes(with_block(job, settings))
+    flat = nodes(with_block(job, {**settings, "hierarchy": 1}))  # every rank a node
+    assert tail(found) == pytest.approx(tail(base), rel=0.05)
+    assert all(one.digests == found[0].digests for one in found)
+    for dimension in ("dp", "zero") if job.stage else ("dp",):
+        levels, one_level = (
+            sum(one.between[dimension][1] for one in ranks) for ranks in (found, flat)
+        )
+        assert 0 < levels < 0.67 * one_level, (dimension, levels, one_level)
+
+
+def _engine_of(blocks: list[dict[str, Any]]) -> str:
+    """The error of a rank whose block is another one than the others'."""
+    try:
+        train(Job(1, "bf16", steps=2, block=blocks[dist.get_rank()]))
+    except HybridcompError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_ranks_with_different_blocks_are_named() -> None:
+    blocks = [block("dp", EIGHT_BITS), block("dp", {**EIGHT_BITS, "bits": 4})]
+    with NcclPool(2, device=DEVICE) as pool:
+        for said in pool.run(_engine_of, blocks, timeout=90):
+            assert "AgreementError" in said and "rank(s) 1 differ from rank 0" in said
+            assert "dp" in said
+
+
+def _until_killed(victim: int) -> None:
+    """Train; ``victim`` ends without a word in the middle of a step."""
+    job = Job(1, "bf16", block={**block("dp", FEEDBACK), **block("zero", EIGHT_BITS)})
+    engine = make_engine(job)
+    for step in range(1000):
+        if step == 3 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_step(engine, job, step)
+
+
+def test_the_others_notice_a_killed_rank() -> None:
+    """NCCL tells them, by itself and long before a timeout; the pool waits for all of them."""
+    began = time.monotonic()
+    with NcclPool(2, device=DEVICE) as pool, pytest.raises(AssertionError) as caught:
+        pool.run(_until_killed, 1, timeout=100, grace=60)
+    said = str(caught.value)
+    assert "rank 1 of 2:\ndied without a word, exit code -9" in said
+    assert "rank 0 of 2:" in said and "were still running" not in said, said
+    assert any(word in said for word in ("NCCL", "Connection", "closed")), said
+    assert time.monotonic() - began < 100

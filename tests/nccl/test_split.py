@@ -1,0 +1,80 @@
+"""AutoTP, Ulysses and DeepSpeed's MoE over NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from tests.nccl.common import EIGHT_BITS, MARKS, STEPS, Trainings, block, tail, with_block
+from tests.training import moe_trainer, split_trainer
+
+pytestmark = MARKS
+
+SPLIT = {
+    "autotp": split_trainer.Job(tp=2, stage=1, bf16=True, steps=STEPS),
+    "autotp overlap": split_trainer.Job(tp=2, overlap=True, bf16=True, steps=STEPS),
+    "ulysses": split_trainer.Job(sp=2, stage=1, bf16=True, steps=STEPS),
+    "alst": split_trainer.Job(sp=2, alst=True, bf16=True, steps=STEPS),
+}
+MOE = {f"moe zero{zero}": moe_trainer.Job(zero=zero, bf16=True, steps=STEPS) for zero in (0, 1)}
+
+
+@pytest.fixture(scope="module")
+def train() -> Iterator[Trainings]:
+    trainings = Trainings(split_trainer.run, 2)
+    yield trainings
+    trainings.close()
+
+
+@pytest.fixture(scope="module")
+def experts() -> Iterator[Trainings]:
+    trainings = Trainings(moe_trainer.run, 2)
+    yield trainings
+    trainings.close()
+
+
+def dimension(name: str) -> str:
+    return "tp" if "autotp" in name else "cp"
+
+
+@pytest.mark.parametrize("codec", ["none", "expcode"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_identity(train: Trainings, name: str, codec: str) -> None:
+    job = SPLIT[name]
+    base, found = train(job), train(with_block(job, block(dimension(name), codec)))
+    for mine, theirs in zip(base, found, strict=True):
+        assert theirs.losses == mine.losses
+        assert theirs.digests == mine.digests
+        for way in ("forward", "backward"):
+            messages, native, _, wire = theirs.ledger[dimension(name), way]
+            assert native == (messages if codec == "none" else 0) and messages > 0 and wire > 0
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_eight_bits_follow_the_baseline(train: Trainings, name: str) -> None:
+    job = SPLIT[name]
+    base, found = train(job), train(with_block(job, block(dimension(name), EIGHT_BITS)))
+    assert found[0].losses != base[0].losses
+    assert tail(found) == pytest.approx(tail(base), rel=0.05)
+
+
+@pytest.mark.parametrize("codec", ["none", "expcode"])
+@pytest.mark.parametrize("name", MOE)
+def test_experts_identity(experts: Trainings, name: str, codec: str) -> None:
+    job = MOE[name]
+    base, found = experts(job), experts(with_block(job, block("ep", codec)))
+    for mine, theirs in zip(base, found, strict=True):
+        assert theirs.losses == mine.losses
+        assert theirs.parameters == mine.parameters
+        assert any(row[0] == "ep" and row[4] for row in theirs.messages)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_in_eight_bits(experts: Trainings, name: str) -> None:
+    job = MOE[name]
+    base, found = experts(job), experts(with_block(job, block("ep", EIGHT_BITS)))
+    assert found[0].losses != base[0].losses
+    assert tail(found) == pytest.approx(tail(base), rel=0.05)
