@@ -35,7 +35,7 @@ struct Place {
 
 HC_INLINE Place find_tile(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 bound, u64 relative,
                           u32 tiles) {
-    uint4 first = quad_at(in), second = quad_at(in + 16);
+    uint4 first = load16(in), second = load16(in + 16);
     const u32* offsets = (const u32*)in + HEADER_BYTES / 4 + blockIdx.x;
     u32 length = second.z;
     Place place;

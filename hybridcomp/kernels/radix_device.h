@@ -2,6 +2,7 @@
 // warp, and classes without a search.
 #pragma once
 
+#include "cuda_tiles.h"
 #include "radix_values.h"
 
 namespace hybridcomp {
@@ -50,7 +51,7 @@ HC_INLINE float half_of(float limit, u32 absmax) {
             float whole = some ? limit * bits_float((u32)(254 - scale) << 23) : 0.0f;
             float edge = ((float)(u32)whole + 0.5f) * unit;
             u32 found = some && float_bits(edge) < half ? float_bits(edge) : half;
-            half = ~greatest_in_warp(~found);
+            half = ~largest_in_warp(~found);
             if (__ballot_sync(FULL_WARP, some) != FULL_WARP) return bits_float(half);
         }
     }

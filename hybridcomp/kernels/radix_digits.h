@@ -120,7 +120,7 @@ HC_INLINE void write_pair(const uint4* quads, typename O::Stored* out) {
 HC_INLINE void add_quads(const float* out, float* values) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-        uint4 v = quad_at(out + 4 * q);
+        uint4 v = load16(out + 4 * q);
         values[4 * q] = bits_float(v.x) + values[4 * q];
         values[4 * q + 1] = bits_float(v.y) + values[4 * q + 1];
         values[4 * q + 2] = bits_float(v.z) + values[4 * q + 2];
@@ -149,7 +149,7 @@ HC_INLINE void get_block(const u32* words, u32 position, u32 cls, u32 bits, u32 
 // lanes of a warp call it.
 template <class O, bool ADD>
 HC_INLINE void put_values(float* values, typename O::Stored* out, u32 left, bool raw) {
-    bool vectors = ((u64)out & 15) == 0 && left >= BLOCK && !raw;
+    bool vectors = whole_vectors(out) && left >= BLOCK && !raw;
     if (__ballot_sync(FULL_WARP, vectors) == FULL_WARP) {
         uint4 quads[O::QUADS];
         if constexpr (ADD) {

@@ -43,14 +43,14 @@ struct Share {
     HC_INLINE_MEMBER u32 left_of(u32 k) const { return left > k * BLOCK ? left - k * BLOCK : 0; }
     // Loads them; returns the bits of the largest finite magnitude.
     HC_INLINE_MEMBER u32 load() {
-        bool vectors = ((u64)source & 15) == 0;
+        bool vectors = whole_vectors(source);
         u32 top = 0;
 #pragma unroll
         for (u32 k = 0; k < EACH; ++k) blocks[k].load(source + k * BLOCK, left_of(k), vectors);
 #pragma unroll
         for (u32 k = 0; k < EACH; ++k) {
             absmax[k] = blocks[k].absmax();
-            top = greater(top, absmax[k] < INF_BITS ? absmax[k] : finite_top(blocks[k]));
+            top = larger(top, absmax[k] < INF_BITS ? absmax[k] : finite_top(blocks[k]));
         }
         return top;
     }
@@ -58,11 +58,11 @@ struct Share {
 
 // The largest of `value` in a segment; a barrier.
 HC_INLINE u32 largest_in_tile(u32 value, u32 warp, u32* tops) {
-    value = greatest_in_warp(value);
+    value = largest_in_warp(value);
     if (lane_id() == 0) tops[warp] = value;
     __syncthreads();
 #pragma unroll
-    for (u32 w = 0; w < TILE_WARPS; ++w) value = greater(value, tops[w]);
+    for (u32 w = 0; w < TILE_WARPS; ++w) value = larger(value, tops[w]);
     return value;
 }
 

@@ -67,7 +67,7 @@ HC_INLINE bool quantize_words(const B& block, const Step& step, u32 levels, u32*
     }
     if constexpr (B::NARROW) {
         u32 limit = B::Pairs::T::store(step.limit);
-        return greater(worst & 0x7fffu, worst >> 16 & 0x7fffu) < limit;
+        return larger(worst & 0x7fffu, worst >> 16 & 0x7fffu) < limit;
     }
     return true;
 }
@@ -79,9 +79,9 @@ HC_INLINE bool is_within(const typename B::Stored* at, u32 left, const Step& ste
 #pragma unroll 1
     for (u32 i = 0; i < BLOCK && i < left; ++i) {
         float x = B::load_one(at[i]), a = ((x * step.inverse + ROUND) - ROUND) * step.step;
-        worst = greater_magnitude(worst, a - x);
+        worst = larger_magnitude(worst, a - x);
         if constexpr (B::NARROW) {
-            worst = greater_magnitude(worst, B::load_one(B::Pairs::T::store(a)) - x);
+            worst = larger_magnitude(worst, B::load_one(B::Pairs::T::store(a)) - x);
         }
     }
     return magnitude_bits(worst) < float_bits(step.limit);

@@ -87,7 +87,7 @@ HC_INLINE Few sum_few(u32 value) {
 // that bf16 was encoded at 0.66 of a copy, and at 0.98 if nobody looked back (H100, 256 MB).
 constexpr int FAR = 4;
 
-// What the groups of tiles before `group` add up to, as look_back of cuda_tiles.h, by one whole warp. A
+// What the groups of tiles before `group` add up to, as sum_of_tiles of cuda_tiles.h, by one whole warp. A
 // state is all that it tells: nothing has to be ordered before it.
 HC_INLINE u32 look_far_back(u64* states, u32 group, u32 mine) {
     u32 lane = lane_id(), total = 0;
