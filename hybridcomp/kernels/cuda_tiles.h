@@ -79,6 +79,12 @@ HC_INLINE u32 sum_of_tiles(u64* states, u32 tile, u32 mine) {
     return total;
 }
 
+// Both. `mine` is what this tile adds.
+HC_INLINE u32 look_back(u64* states, u32 tile, u32 mine) {
+    if (lane_id() == 0) announce(states, tile, mine);
+    return sum_of_tiles(states, tile, mine);
+}
+
 // `count` bits, at most 32, into zeroed words that several threads write.
 HC_INLINE void put_word(u32* words, u32 position, u32 bits) {
     u32 shift = position % 32;

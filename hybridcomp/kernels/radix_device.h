@@ -2,7 +2,6 @@
 // warp, and classes without a search.
 #pragma once
 
-#include "cuda_tiles.h"
 #include "radix_values.h"
 
 namespace hybridcomp {

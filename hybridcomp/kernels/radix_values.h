@@ -3,7 +3,9 @@
 // for Turing.
 #pragma once
 
+#include "cuda_tiles.h"
 #include "packed.h"
+
 #include "radix.h"
 
 namespace hybridcomp {
