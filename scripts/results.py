@@ -205,7 +205,8 @@ def gpu_chapter_of(source: Path, out: Path) -> str:
     """
     rows = gpu_chapter.speed_rows(source)
     folder = source / "losses" / gpu_losses.LAYOUT
-    gpu_chapter.unpack(folder)
+    for place in (folder, source / "losses_nccl" / gpu_losses.LAYOUT):
+        gpu_chapter.unpack(place)
     study = Study.of(folder)
     if not rows or len(study.seeds) < 2:
         raise Missing(f"{source}: expected *.jsonl, and losses of two seeds of the baseline")

@@ -111,33 +111,18 @@ def unpack(folder: Path) -> None:
 
 
 def identity(source: Path) -> str:
-    """What ``identity.json`` says of losses over NCCL and through memory; written by hand never."""
-    file = source / "identity.json"
-    if not file.is_file():
-        return "it was not compared with NCCL's on this machine."
-    found = json.loads(file.read_text())
-    same = ", ".join(f"`{name}`" for name in found["same"])
-    return f"over {found['steps']} steps the losses are NCCL's to the last digit ({same})."
+    """How far the losses of runs through memory are those of the same runs over NCCL."""
+    told = []
+    for log in sorted((source / "losses_nccl" / gpu_losses.LAYOUT).glob("*/seed*/loss.jsonl")):
+        nccl = _curve(log)
+        own = _curve(source / "losses" / log.relative_to(source / "losses_nccl"))[: len(nccl)]
+        equal = sum(ours == theirs for ours, theirs in zip(own, nccl, strict=False))
+        told.append(f"`{log.parents[1].name}` in {equal} of {len(nccl)} steps")
+    if not told:
+        return "they were not held against NCCL's."
+    return f"losses that are NCCL's to the last digit: {', '.join(told)}."
 
 
-def compare_transports(memory: Path, nccl: Path, out: Path) -> dict[str, Any]:
-    """Hold the losses of the same runs over both against each other. Raises ValueError if they
-    differ, or there are none."""
-    same, steps = [], 0
-    for name in gpu_losses.BLOCKS:
-        curves = []
-        for folder in (memory, nccl):
-            log = folder / gpu_losses.LAYOUT / name / "seed0" / "loss.jsonl"
-            if log.is_file():
-                records = [json.loads(text) for text in log.read_text().splitlines()]
-                curves.append([r["loss"] for r in records if "loss" in r and "step" in r])
-        if len(curves) == 2:
-            if curves[0] != curves[1] or not curves[0]:
-                raise ValueError(f"{name}: losses through memory {curves[0]}, NCCL's {curves[1]}")
-            same.append(name)
-            steps = len(curves[0])
-    if not same:
-        raise ValueError(f"expected the same runs below {memory} and {nccl}, found none")
-    found = {"same": same, "steps": steps}
-    out.write_text(json.dumps(found) + "\n")
-    return found
+def _curve(log: Path) -> list[float]:
+    records = [json.loads(text) for text in log.read_text().splitlines()]
+    return [record["loss"] for record in records if "step" in record and "loss" in record]
