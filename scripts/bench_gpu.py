@@ -27,6 +27,7 @@ Peers that are not installed, or do not build, are left out by name. Exit status
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import subprocess
 import sys
@@ -79,10 +80,17 @@ def measure(
     device: torch.device,
     found: Found,
     subjects: dict[str, Source],
+    until: float = math.inf,
 ) -> None:
-    """Fill ``found``: ``messages`` are sizes in bytes and dtypes. Prints what it has measured."""
+    """Fill ``found``: ``messages`` are sizes in bytes and dtypes. Prints what it has measured.
+
+    ``until``: when (``time.perf_counter``) no other message is begun.
+    """
     for number, (nbytes, dtype) in enumerate(messages, 1):
         start = time.perf_counter()
+        if start > until:
+            found.left_out[f"{report.size_name(nbytes)} of {dtype}"] = "no time was left"
+            continue
         before = len(found.points)
         generator = torch.Generator(device).manual_seed(0)
         numel = nbytes // DTYPES[dtype].itemsize
@@ -171,6 +179,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=size_of, nargs="+", default=SIZES, help="64K 256M 1G")
     parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES))
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="parts of names")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no message later")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--md", type=Path, default=Path("bench_gpu.md"))
     parser.add_argument("--json", type=Path, default=Path("bench_gpu.json"))
@@ -185,16 +194,18 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    until = time.perf_counter() + arguments.seconds
     chosen = sources(arguments.only)
     with peers.prepared(chosen):  # builds beside ours and the tests
         prepare(chosen, arguments.dtypes)
         tested = None if arguments.no_tests else run_tests()
     bench, found = Bench(DeviceStopwatch(arguments.repeats), torch.device("cuda")), Found()
     messages = [(nbytes, dtype) for nbytes in arguments.sizes for dtype in arguments.dtypes]
-    measure(bench, messages, torch.device("cuda"), found, chosen)
+    measure(bench, messages, torch.device("cuda"), found, chosen, until)
     sizes = None
     try:
-        sizes = None if arguments.only else size_exchange.measured(bench)
+        if not arguments.only and time.perf_counter() < until:
+            sizes = size_exchange.measured(bench)
     except Exception as error:  # minutes of other figures must not be lost
         found.left_out["exchange of sizes"] = f"{type(error).__name__}: {error}"
     return conclude(found, sizes, {**facts(), "tests_passed": tested}, arguments)

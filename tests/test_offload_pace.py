@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridcomp.channels import Channels
 from hybridcomp.channels.pace import TIMED, TURNS, WARM_UP, Pace
 from hybridcomp.config import CompressionConfig
+from hybridcomp.link import Verdict
 
 CPU = torch.device("cpu")
 BOTH = {"codec": "blockint", "bits": 8, "when": "auto"}
@@ -131,6 +133,29 @@ def test_start_step_comes_first() -> None:
     assert not found.encodes("backward", 0, 7) and found.begin == 7
     assert not found.encodes("backward", 7 + WARM_UP + TIMED, 7)
     assert found.encodes("backward", 7 + WARM_UP + TIMED + 1, 7)
+
+
+def test_other_dimensions_compare_their_steps_afterwards(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile steps differ in what offload does."""
+    block = {"offload": BOTH, "dp": {"codec": "blockint", "when": "auto"}}
+    channels, asked = Channels(CompressionConfig.model_validate(block)), []
+    channels.link.verdicts["dp"] = Verdict(True, 1, 1.0, 0.9)
+
+    def compare(step: int, *rest: object) -> list[str]:
+        asked.append(step)
+        return []
+
+    monkeypatch.setattr(channels.link, "compare", compare)
+    found = channels.host.pace
+    for step in range(found.length + 2):
+        ways(found, step)
+        clock[0] += 0.1
+        found.took(step, CPU, skipped=False)
+        channels.step = step + 1
+        channels.close_step(False, CPU)
+    assert asked == [found.length, found.length + 1, found.length + 2]
 
 
 def test_no_time_at_all_stays_native(clock: list[float]) -> None:

@@ -126,6 +126,11 @@ class Pace:
         return f"offload: a step takes {figures} (compression.offload.when: auto): {todo}"
 
     @property
+    def is_measuring(self) -> bool:
+        """Whether steps of several kinds are being made."""
+        return self.chosen is None and self.begin is not None
+
+    @property
     def is_native(self) -> bool:
         """Whether native steps were found to be the fastest."""
         return (

@@ -25,7 +25,8 @@ from hybridcomp.kernels.launcher import DTYPES, THREADS, WARPS, WHOLE, Launcher,
 FORMATS = ("e4m3", "e5m2")
 ALIGN = 16
 #: of a block of threads of expcode.cu, by dtype code: each has a tile in shared memory
-EXPCODE_WARPS = (4, 8, 8)
+EXPCODE_ENCODE_WARPS = (4, 8, 8)
+EXPCODE_DECODE_WARPS = (4, 2, 2)
 
 
 class CudaKernels:
@@ -168,13 +169,13 @@ class CudaKernels:
         self, segment: int, relative: bool, bound: float, dtype: int, payload: int, nbytes: int,
         out: int, numel: int, add: bool, threads: int, /,
     ) -> None:  # fmt: skip
-        """128 threads a segment. Damage is told by ``check``."""
+        """Half as many threads a segment for 16-bit values. Damage is told by ``check``."""
         self._fixed(
             "radix.cu", (), "radix_add" if add else f"radix_decode_{DTYPES[dtype]}", payload,
             ceil_div(numel, segment),
             (payload, nbytes, numel, segment, _float_bits(bound), int(relative), out,
              self._damage.data_ptr()),
-            threads=128,
+            threads=256 if add or dtype == 0 else 128,
         )  # fmt: skip
 
     def expcode_encode(
@@ -183,7 +184,7 @@ class CudaKernels:
     ) -> int:  # fmt: skip
         """A warp a tile of 2048 values."""
         kernel, words = f"expcode_encode_{DTYPES[dtype]}", (values, numel, dtype, out)
-        warps = EXPCODE_WARPS[dtype]
+        warps = EXPCODE_ENCODE_WARPS[dtype]
         groups = ceil_div(numel, 2048 * warps)
         return self._variable("expcode.cu", kernel, out, groups, words, size, 32 * warps)
 
@@ -192,7 +193,7 @@ class CudaKernels:
         threads: int, /,
     ) -> None:  # fmt: skip
         """A warp a tile. Damage is told by ``check``."""
-        warps = EXPCODE_WARPS[dtype]
+        warps = EXPCODE_DECODE_WARPS[dtype]
         self._fixed(
             "expcode.cu", (), f"expcode_{'add' if add else 'decode'}_{DTYPES[dtype]}", payload,
             ceil_div(numel, 2048 * warps),

@@ -54,10 +54,14 @@ HC_INLINE u32 scan_lanes(u32 value) {
     return value;
 }
 
-// What the tiles before `tile` add up to; by one whole warp. `mine` is what this tile adds.
-HC_INLINE u32 look_back(u64* states, u32 tile, u32 mine) {
+// What this tile adds, for those behind it; by one thread.
+HC_INLINE void announce(u64* states, u32 tile, u32 mine) {
+    publish(states + tile, (tile ? AGGREGATE : PREFIX) | mine);
+}
+
+// What the tiles before `tile`, which was announced, add up to; by one whole warp.
+HC_INLINE u32 sum_of_tiles(u64* states, u32 tile, u32 mine) {
     u32 lane = lane_id(), total = 0;
-    if (lane == 0) publish(states + tile, (tile ? AGGREGATE : PREFIX) | mine);
     for (u32 end = tile; end > 0;) {
         u64 state = PREFIX;
         if (lane < end) {
@@ -72,6 +76,12 @@ HC_INLINE u32 look_back(u64* states, u32 tile, u32 mine) {
     }
     if (lane == 0 && tile) publish(states + tile, PREFIX | (u64)(total + mine));
     return total;
+}
+
+// Both. `mine` is what this tile adds.
+HC_INLINE u32 look_back(u64* states, u32 tile, u32 mine) {
+    if (lane_id() == 0) announce(states, tile, mine);
+    return sum_of_tiles(states, tile, mine);
 }
 
 // Sum of `value` over all threads of the block before this one, and over all of them. 256 threads.

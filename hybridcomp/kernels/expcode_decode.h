@@ -69,6 +69,9 @@ struct Sink {
     struct Held {
         Vector v[4];
     };
+    // Sums are on their way while values are decoded: 0.98 in place of 0.97 of a copy, at 1 MB 0.82 in
+    // place of 0.68. Those of 16-bit values need so many registers that warps are missing (0.91 for 0.97).
+    static constexpr bool EARLY = F::ITEM_BYTES == 4;
 
     HC_INLINE_MEMBER Sink(void* target, u64 first, u32 values)
         : out((u8*)target + first * (ADD ? 4 : F::ITEM_BYTES)), count(values),
@@ -79,8 +82,7 @@ struct Sink {
         if constexpr (ADD) ((float*)out)[i] += value_of<T>(bits);
         else ((Item*)out)[i] = (Item)bits;
     }
-    // What this lane adds to in the block that begins at `first`, if vectors can: it is on its way while
-    // values are decoded.
+    // What this lane adds to in the block that begins at `first`, if vectors can.
     HC_INLINE_MEMBER void load(u32 first, u32 part, Held& held) const {
         if constexpr (ADD) {
             if (!whole) return;
@@ -174,7 +176,7 @@ HC_INLINE bool get_blocks(const u8* in, const Body& body, const S& sink) {
         u32 block = r * Lanes<F>::ROUND_BLOCKS + lane_id() / Lanes<F>::LANES, number = block;
         bool there = true;
         typename S::Held held;
-        sink.load(block * BLOCK, part, held);
+        if (S::EARLY) sink.load(block * BLOCK, part, held);
         if (!body.all) {
             u32 lower = (1u << block % WARP) - 1, mask = block < WARP ? body.present[0] : body.present[1];
             there = mask >> block % WARP & 1;
@@ -221,6 +223,7 @@ HC_INLINE bool get_blocks(const u8* in, const Body& body, const S& sink) {
         }
         bool halved = there && body.coding.halves;
         const u8* halves = halved ? at + BLOCK + 4 * WIDTH + 4 * WORDS * part : nullptr;
+        if (!S::EARLY) sink.load(block * BLOCK, part, held);
         write_values<WHOLE>(high, low, halves, part, block * BLOCK, sink, held);
     }
     return escapes == body.count;

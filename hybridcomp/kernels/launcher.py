@@ -19,7 +19,6 @@ THREADS = 256  # of a block, for kernels that ask for nothing else
 WARPS = THREADS // 32
 WHOLE = 2**64 - 1  # no chunk is skipped
 DTYPES = ("fp32", "bf16", "fp16")  # by dtype code
-SMALL_THREADS, LARGE = 64, 2048  # tiles
 LIBCUDA = "libcuda.so.1"
 cuda: Any = torch.cuda  # parts of it are untyped
 
@@ -27,15 +26,6 @@ cuda: Any = torch.cuda  # parts of it are untyped
 def ceil_div(a: int, b: int) -> int:
     """``a / b``, rounded up."""
     return -(-a // b)
-
-
-def shape_of(tiles: int) -> tuple[int, int]:
-    """``(blocks, threads of a block)`` for kernels in which a warp takes a tile.
-
-    Small messages come in small blocks: in large ones most multiprocessors would have nothing.
-    """
-    threads = THREADS if tiles >= LARGE else SMALL_THREADS
-    return ceil_div(tiles, threads // 32), threads
 
 
 class Launcher(Protocol):

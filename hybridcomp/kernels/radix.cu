@@ -3,20 +3,18 @@
 #include "radix_decode.h"
 #include "radix_encode.h"
 
-#ifndef HC_ENCODE_BLOCKS  // resident on a multiprocessor; Turing's compiler needs more registers
+// Blocks of threads at once on a multiprocessor; Turing's compiler needs more registers.
 #if HC_ARCH && HC_ARCH < 800
-#define HC_ENCODE_BLOCKS 3
+#define HC_AT_ONCE(B) 3
 #else
-#define HC_ENCODE_BLOCKS 4
+#define HC_AT_ONCE(B) hybridcomp::radix::B::AT_ONCE
 #endif
-#endif
-#ifndef HC_DECODE_BLOCKS
-#define HC_DECODE_BLOCKS 12
-#endif
+
+#define HC_DECODE_AT_ONCE(O, ADD) (ADD ? 6 : hybridcomp::radix::O::AT_ONCE)
 
 #define HC_ENCODE(NAME, B)                                                                    \
     extern "C" __global__ void                                                                \
-    __launch_bounds__(hybridcomp::radix::ENCODE_THREADS, HC_ENCODE_BLOCKS)                    \
+    __launch_bounds__(hybridcomp::radix::ENCODE_THREADS, HC_AT_ONCE(B))                       \
     radix_encode_##NAME(const void* values, unsigned long long numel,                         \
                         unsigned long long segment, unsigned long long bound,                 \
                         unsigned long long relative, unsigned long long dtype,                \
@@ -27,7 +25,7 @@
     }
 #define HC_DECODE(NAME, O, ADD)                                                               \
     extern "C" __global__ void                                                                \
-    __launch_bounds__(hybridcomp::radix::DECODE_THREADS, HC_DECODE_BLOCKS)                    \
+    __launch_bounds__(hybridcomp::radix::O::THREADS, HC_DECODE_AT_ONCE(O, ADD))              \
     NAME(const unsigned char* in, unsigned long long nbytes, unsigned long long numel,        \
          unsigned long long segment, unsigned long long bound, unsigned long long relative,   \
          void* out, unsigned int* damage) {                                                   \

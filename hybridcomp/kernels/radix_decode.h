@@ -1,4 +1,4 @@
-// radix, decode: HC_DECODE_WARPS warps a segment, whose words come into shared memory 16 bytes at a
+// radix, decode: Team::WARPS warps a segment, whose words come into shared memory 16 bytes at a
 // time; two barriers, three where blocks are zero. Memory is written in whole sectors.
 #pragma once
 
@@ -35,7 +35,7 @@ struct Place {
 
 HC_INLINE Place find_tile(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 bound, u64 relative,
                           u32 tiles) {
-    uint4 first = quad_at(in), second = quad_at(in + 16);
+    uint4 first = load16(in), second = load16(in + 16);
     const u32* offsets = (const u32*)in + HEADER_BYTES / 4 + blockIdx.x;
     u32 length = second.z;
     Place place;
@@ -55,35 +55,39 @@ HC_INLINE Place find_tile(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 
 }
 
 // A number that all threads of the block call for, over those before this one and over all.
+template <class O>
 HC_INLINE u32 sum_before(u32 value, u32* sums, u32& total) {
     u32 warp = threadIdx.x / WARP, included = scan_lanes(value), before = included - value;
     if (lane_id() == WARP - 1) sums[warp] = included;
     __syncthreads();
     total = 0;
 #pragma unroll
-    for (u32 w = 0; w < DECODE_WARPS; ++w) before += w < warp ? sums[w] : 0, total += sums[w];
+    for (u32 w = 0; w < O::WARPS; ++w) before += w < warp ? sums[w] : 0, total += sums[w];
     return before;
 }
 
 // PARTS bits from bit `at` on, which may lie in two words.
+template <class O>
 HC_INLINE u32 some_bits(const u32* words, u32 at) {
-    return PARTS == 1 ? words[at / 32] >> at % 32 : bits_at(words, at);
+    return O::PARTS == 1 ? words[at / 32] >> at % 32 : bits_at(words, at);
 }
 
 // The classes of this thread's blocks, RAW + 1 for zero, and the bit where their words begin. All
 // threads call it. False for a tile that no encoder made.
+template <class O>
 HC_INLINE bool read_head(const u32* words, u32 limit, u32 blocks, u32 raw_bits, u32* cls,
                          u32& position) {
-    __shared__ u32 sums[DECODE_WARPS], counts[DECODE_WARPS];
+    constexpr u32 PARTS = O::PARTS;
+    __shared__ u32 sums[O::WARPS], counts[O::WARPS];
     u32 info = words[1], base = info & 255, span = info >> 8 & 255, flags = info >> 16 & 255;
     u32 b = threadIdx.x * PARTS, at = 8 * TILE_HEADER_BYTES, index = b, all = blocks;
     u32 there = b >= blocks ? 0 : blocks - b < PARTS ? (1u << (blocks - b)) - 1 : (1u << PARTS) - 1;
     bool good = base + span <= RAW;
     if (flags & ZEROS) {
         good = good && at + 8 * ((blocks + 7) / 8) <= limit;
-        there = good && there ? there & some_bits(words, at + b) : 0;
+        there = good && there ? there & some_bits<O>(words, at + b) : 0;
         at += 8 * ((blocks + 7) / 8);
-        index = sum_before((u32)__popc(there), counts, all);
+        index = sum_before<O>((u32)__popc(there), counts, all);
     }
     u32 planes = bits_of(span + (flags & RAWS ? 1 : 0)), stride = 8 * ((all + 7) / 8);
     u32 fields[PARTS], size = 0, total;
@@ -92,7 +96,7 @@ HC_INLINE bool read_head(const u32* words, u32 limit, u32 blocks, u32 raw_bits, 
     for (u32 k = 0; k < PARTS; ++k) fields[k] = 0;
     if (there && good) {
         for (u32 plane = 0; plane < planes; ++plane) {
-            u32 bits = some_bits(words, at + plane * stride + index);
+            u32 bits = some_bits<O>(words, at + plane * stride + index);
 #pragma unroll
             for (u32 k = 0; k < PARTS; ++k) {
                 fields[k] |= (bits & 1) << plane;
@@ -106,7 +110,7 @@ HC_INLINE bool read_head(const u32* words, u32 limit, u32 blocks, u32 raw_bits, 
         size += there >> k & 1 ? size_of(cls[k], width_of(cls[k], raw_bits)) : 0;
         cls[k] = there >> k & 1 ? cls[k] : RAW + 1;
     }
-    position = at + planes * stride + sum_before(size, sums, total);
+    position = at + planes * stride + sum_before<O>(size, sums, total);
     return good && at + planes * stride + total <= limit;
 }
 
@@ -114,6 +118,7 @@ template <class O, bool ADD>
 HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 bound, u64 relative,
                       void* target, u32* damage) {
     __shared__ uint4 buffer[(MOST_TILE_WORDS + 3) / 4 + 2];  // it begins in the first of these
+    constexpr u32 PARTS = O::PARTS;
     u32 tiles = (u32)ceil_div(numel, segment), b = threadIdx.x * PARTS, cls[PARTS], position = 0;
     u64 first = blockIdx.x * segment;
     u32 count = (u32)(numel - first < segment ? numel - first : segment);
@@ -127,11 +132,11 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 boun
         const uint4* from = (const uint4*)(in + (begin & ~15ull));
         u32 vectors = (u32)(align16(end) - (begin & ~15ull)) / 16;
 #pragma unroll 2
-        for (u32 i = threadIdx.x; i < vectors; i += DECODE_THREADS) fetch(buffer + i, from + i);
+        for (u32 i = threadIdx.x; i < vectors; i += O::THREADS) fetch(buffer + i, from + i);
         if (threadIdx.x == 0) buffer[vectors] = make_uint4(0, 0, 0, 0);
         await_fetched();
         words += (begin & 15) / 4;
-        tile.good = read_head(words, 32 * (tile.end - tile.begin), (count + BLOCK - 1) / BLOCK,
+        tile.good = read_head<O>(words, 32 * (tile.end - tile.begin), (count + BLOCK - 1) / BLOCK,
                               tile.dtype == 0 ? 32 : 16, cls, position);
     }
     if (!tile.good) report_damage(damage);

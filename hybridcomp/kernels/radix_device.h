@@ -50,7 +50,7 @@ HC_INLINE float half_of(float limit, u32 absmax) {
             float whole = some ? limit * bits_float((u32)(254 - scale) << 23) : 0.0f;
             float edge = ((float)(u32)whole + 0.5f) * unit;
             u32 found = some && float_bits(edge) < half ? float_bits(edge) : half;
-            half = ~greatest_in_warp(~found);
+            half = ~largest_in_warp(~found);
             if (__ballot_sync(FULL_WARP, some) != FULL_WARP) return bits_float(half);
         }
     }

@@ -8,9 +8,6 @@
 #ifndef HC_TILES
 #define HC_TILES 2
 #endif
-#ifndef HC_WINDOW
-#define HC_WINDOW 2  // states that a lane looks at when it looks back
-#endif
 
 namespace hybridcomp {
 namespace radix {
@@ -18,33 +15,6 @@ namespace radix {
 constexpr u32 TILES = HC_TILES;
 constexpr u32 ENCODE_THREADS = TILE_THREADS * TILES;
 constexpr u32 FIRST_ARRIVAL = 1u << 24;  // above the words of all segments of a block of threads
-
-// look_back of cuda_tiles.h behind its first line, HC_WINDOW states a lane at a time.
-HC_INLINE u32 look_far_back(u64* states, u32 tile, u32 mine) {
-    u32 lane = lane_id(), total = 0;
-    for (u32 end = tile; end > 0;) {
-        u64 window[HC_WINDOW];
-#pragma unroll
-        for (u32 k = 0; k < HC_WINDOW; ++k) {
-            u32 back = WARP * k + lane;
-            window[k] = back < end ? load_state(states + end - 1 - back) : PREFIX;
-        }
-        bool found = false;
-#pragma unroll
-        for (u32 k = 0; k < HC_WINDOW; ++k) {
-            if (found) continue;
-            u32 back = WARP * k + lane;
-            while ((window[k] >> 32) == 0) window[k] = load_state(states + end - 1 - back);
-            u32 whole = __ballot_sync(FULL_WARP, (window[k] >> 32) == 2);
-            u32 nearest = whole & (0u - whole);
-            total += sum_of_lanes(whole == 0 || (1u << lane) <= nearest ? (u32)window[k] : 0);
-            found = whole != 0;
-        }
-        end = found || end < HC_WINDOW * WARP ? 0 : end - HC_WINDOW * WARP;
-    }
-    if (lane == 0 && tile) publish(states + tile, PREFIX | (u64)(total + mine));
-    return total;
-}
 
 constexpr u32 HEAD_WORDS = (TILE_HEADER_BYTES + 7 * MAX_BLOCKS / 8) / 4;  // mask and six planes
 
@@ -80,7 +50,7 @@ struct Share {
 #pragma unroll
         for (u32 k = 0; k < EACH; ++k) {
             absmax[k] = blocks[k].absmax();
-            top = greater(top, absmax[k] < INF_BITS ? absmax[k] : finite_top(blocks[k]));
+            top = larger(top, absmax[k] < INF_BITS ? absmax[k] : finite_top(blocks[k]));
         }
         return top;
     }
@@ -88,11 +58,11 @@ struct Share {
 
 // The largest of `value` in a segment; a barrier.
 HC_INLINE u32 largest_in_tile(u32 value, u32 warp, u32* tops) {
-    value = greatest_in_warp(value);
+    value = largest_in_warp(value);
     if (lane_id() == 0) tops[warp] = value;
     __syncthreads();
 #pragma unroll
-    for (u32 w = 0; w < TILE_WARPS; ++w) value = greater(value, tops[w]);
+    for (u32 w = 0; w < TILE_WARPS; ++w) value = larger(value, tops[w]);
     return value;
 }
 
@@ -106,8 +76,8 @@ HC_INLINE Sums sum_up(const Chosen* chosen, u32 warp, TileMemory<B>& mine) {
     u32 size = 0, low = 0, high = 0;
 #pragma unroll
     for (u32 k = 0; k < EACH; ++k) {
-        u32 cls = chosen[k].cls;
-        size += cls <= RAW ? size_of(cls, chosen[k].width) + (1u << 20) : 0;
+        u32 cls = chosen[k].cls();
+        size += cls <= RAW ? size_of(cls, chosen[k].width()) + (1u << 20) : 0;
         low |= cls < 32 ? 1u << cls : 0, high |= cls >= 32 && cls <= RAW ? 1u << (cls - 32) : 0;
     }
     low = union_in_warp(low), high = union_in_warp(high);
@@ -128,14 +98,14 @@ HC_INLINE Sums sum_up(const Chosen* chosen, u32 warp, TileMemory<B>& mine) {
 
 // By the first warp of each segment. The last one to come here says how long all are, and will look
 // back: it gets their words + FIRST_ARRIVAL, the others 0.
-HC_INLINE u32 announce(u32 words, u32 which, u32 group, Shared& shared, Workspace* work) {
+HC_INLINE u32 arrive(u32 words, u32 which, u32 group, Shared& shared, Workspace* work) {
     u32 total = 0;
     if (lane_id() == 0) {
         shared.lengths[which] = words;
         u32 arrived = atomicAdd(&shared.arrived, words + FIRST_ARRIVAL);
         if (arrived / FIRST_ARRIVAL == TILES - 1) {
             total = arrived % FIRST_ARRIVAL + words + FIRST_ARRIVAL;
-            publish(work->states + group, (group ? AGGREGATE : PREFIX) | total % FIRST_ARRIVAL);
+            announce(work->states, group, total % FIRST_ARRIVAL);
         }
     }
     return __shfl_sync(FULL_WARP, total, 0);
@@ -185,10 +155,10 @@ HC_INLINE void encode(const void* in, u64 numel, u64 segment, u64 bound, u64 rel
     }
     Sums sums = sum_up(chosen, warp, mine);
     Head head = make_head(mine.classes[0], mine.classes[1], sums.all, (count + BLOCK - 1) / BLOCK);
-    u32 total = warp == 0 ? announce(head.words, which, group, shared, work) : 0;
+    u32 total = warp == 0 ? arrive(head.words, which, group, shared, work) : 0;
     put_tile(share, chosen, head, sums, step, b, mine.buffer);
     if (total) {
-        u32 found = look_far_back(work->states, group, total % FIRST_ARRIVAL);
+        u32 found = sum_of_tiles(work->states, group, total % FIRST_ARRIVAL);
         if (lane_id() == 0) shared.begin = found;
     }
     __syncthreads();

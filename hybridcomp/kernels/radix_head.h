@@ -92,13 +92,13 @@ HC_INLINE void put_head(const Head& head, float step, const Chosen* chosen, u32 
     }
     if (head.mask_bytes) {
 #pragma unroll
-        for (u32 k = 0; k < EACH; ++k) fields[k] = chosen[k].cls <= RAW;
+        for (u32 k = 0; k < EACH; ++k) fields[k] = chosen[k].cls() <= RAW;
         put_rows(fields, 1, at + first, 0, buffer);
         at += 8 * head.mask_bytes;
     }
 #pragma unroll
     for (u32 k = 0; k < EACH; ++k) {
-        u32 cls = chosen[k].cls;
+        u32 cls = chosen[k].cls();
         fields[k] = cls < RAW ? cls - head.base : cls == RAW && head.mixed ? head.span + 1 : 0;
     }
     if (!head.mask_bytes) {
@@ -107,7 +107,7 @@ HC_INLINE void put_head(const Head& head, float step, const Chosen* chosen, u32 
     }
 #pragma unroll
     for (u32 k = 0; k < EACH; ++k) {
-        if (chosen[k].cls > RAW) continue;
+        if (chosen[k].cls() > RAW) continue;
         for (u32 plane = 0; fields[k] >> plane; ++plane) {
             u32 bit = at + plane * 8 * head.plane_bytes + index;
             if (fields[k] >> plane & 1) atomicOr(buffer + bit / 32, 1u << bit % 32);

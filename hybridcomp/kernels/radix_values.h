@@ -4,29 +4,12 @@
 #pragma once
 
 #include "cuda_tiles.h"
+#include "packed.h"
 
 #include "radix.h"
 
-#ifndef HC_ARCH
-#ifdef __CUDA_ARCH__
-#define HC_ARCH __CUDA_ARCH__
-#else
-#define HC_ARCH 0
-#endif
-#endif
-
 namespace hybridcomp {
 namespace radix {
-
-HC_INLINE u32 greater(u32 a, u32 b) { return a > b ? a : b; }
-
-HC_INLINE u32 greatest_in_warp(u32 value) {
-#if HC_ARCH >= 800
-    return __reduce_max_sync(FULL_WARP, value);
-#else
-    return largest_of<1, 2, 4, 8, 16>(value);
-#endif
-}
 
 HC_INLINE u32 union_in_warp(u32 value) {
 #if HC_ARCH >= 800
@@ -36,21 +19,6 @@ HC_INLINE u32 union_in_warp(u32 value) {
 #endif
 }
 
-// The larger magnitude; a NaN is larger than all numbers, and comes out as some NaN.
-HC_INLINE float greater_magnitude(float a, float b) {
-#if HC_ARCH >= 800
-    float found;
-    asm("{.reg .f32 x, y; abs.f32 x, %1; abs.f32 y, %2; max.NaN.f32 %0, x, y;}"
-        : "=f"(found) : "f"(a), "f"(b));
-    return found;
-#else
-    return bits_float(greater(magnitude_bits(a), magnitude_bits(b)));
-#endif
-}
-
-// 16 bytes of values each.
-HC_INLINE uint4 quad_at(const void* at) { return *(const uint4*)at; }
-
 // What is different for bf16 and fp16: two values of a register at a time. `narrow` is for numbers;
 // signs of `largest` mean nothing.
 struct PairsBf16 {
@@ -58,15 +26,7 @@ struct PairsBf16 {
     static constexpr int MANTISSA = 7, LOWEST = 1;
     HC_INLINE float low(u32 both) { return bits_float(both << 16); }
     HC_INLINE float high(u32 both) { return bits_float(both & 0xffff0000u); }
-    HC_INLINE u32 narrow(float low, float high) {
-#if HC_ARCH >= 800
-        u32 both;
-        asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-        return both;
-#else
-        return pair(float_to_bf16(low), float_to_bf16(high));
-#endif
-    }
+    HC_INLINE u32 narrow(float low, float high) { return narrow_bf16(low, high); }
     HC_INLINE u32 largest(u32 a, u32 b) {
 #if HC_ARCH >= 860
         u32 found;
@@ -74,7 +34,7 @@ struct PairsBf16 {
         return found;
 #else
         u32 x = a & 0x7fff7fffu, y = b & 0x7fff7fffu;
-        return greater(x & 0xffffu, y & 0xffffu) | greater(x & 0xffff0000u, y & 0xffff0000u);
+        return larger(x & 0xffffu, y & 0xffffu) | larger(x & 0xffff0000u, y & 0xffff0000u);
 #endif
     }
     HC_INLINE u32 difference(u32 a, u32 b) {
@@ -92,26 +52,9 @@ struct PairsBf16 {
 struct PairsFp16 {
     typedef Float16 T;
     static constexpr int MANTISSA = 10, LOWEST = 113;
-    HC_INLINE float widen(u32 half) {
-#if HC_ARCH >= 530
-        float value;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((u16)half));
-        return value;
-#else
-        return fp16_to_float((u16)half);
-#endif
-    }
-    HC_INLINE float low(u32 both) { return widen(both & 0xffffu); }
-    HC_INLINE float high(u32 both) { return widen(both >> 16); }
-    HC_INLINE u32 narrow(float low, float high) {
-#if HC_ARCH >= 800
-        u32 both;
-        asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-        return both;
-#else
-        return pair(float_to_fp16(low), float_to_fp16(high));
-#endif
-    }
+    HC_INLINE float low(u32 both) { return widen_fp16(both & 0xffffu); }
+    HC_INLINE float high(u32 both) { return widen_fp16(both >> 16); }
+    HC_INLINE u32 narrow(float low, float high) { return narrow_fp16(low, high); }
     HC_INLINE u32 largest(u32 a, u32 b) {
 #if HC_ARCH >= 860
         u32 found;
@@ -119,7 +62,7 @@ struct PairsFp16 {
         return found;
 #else
         u32 x = a & 0x7fff7fffu, y = b & 0x7fff7fffu;
-        return greater(x & 0xffffu, y & 0xffffu) | greater(x & 0xffff0000u, y & 0xffff0000u);
+        return larger(x & 0xffffu, y & 0xffffu) | larger(x & 0xffff0000u, y & 0xffff0000u);
 #endif
     }
     HC_INLINE u32 difference(u32 a, u32 b) {
@@ -132,7 +75,7 @@ struct PairsFp16 {
 #endif
     }
     HC_INLINE u32 magnitude(u32 half) {
-        return half > 0x7c00 ? QUIET_NAN_BITS : float_bits(widen(half));
+        return half > 0x7c00 ? QUIET_NAN_BITS : float_bits(widen_fp16(half));
     }
 };
 
@@ -143,11 +86,12 @@ struct Narrow16 {
     typedef u16 Stored;
     static constexpr bool NARROW = true;
     static constexpr u32 RAW_BITS = 16;
+    static constexpr u32 AT_ONCE = 5;
     u32 pairs[8];
 
     HC_INLINE_MEMBER void load(const u16* at, u32 left, bool vectors) {
         if (vectors && left >= BLOCK) {
-            uint4 a = quad_at(at), b = quad_at(at + 8);
+            uint4 a = load16(at), b = load16(at + 8);
             pairs[0] = a.x, pairs[1] = a.y, pairs[2] = a.z, pairs[3] = a.w;
             pairs[4] = b.x, pairs[5] = b.y, pairs[6] = b.z, pairs[7] = b.w;
             return;
@@ -165,7 +109,7 @@ struct Narrow16 {
         u32 top = P::largest(pairs[0], pairs[1]);
 #pragma unroll
         for (int m = 2; m < 8; ++m) top = P::largest(top, pairs[m]);
-        return P::magnitude(greater(top & 0x7fffu, top >> 16 & 0x7fffu));
+        return P::magnitude(larger(top & 0x7fffu, top >> 16 & 0x7fffu));
     }
     HC_INLINE float load_one(u16 stored) { return P::T::load(stored); }
     HC_INLINE u32 bits_of(u16 stored) { return stored; }
@@ -175,13 +119,14 @@ struct Fp32Block {
     typedef float Stored;
     static constexpr bool NARROW = false;
     static constexpr u32 RAW_BITS = 32;
+    static constexpr u32 AT_ONCE = 4;
     float values[BLOCK];
 
     HC_INLINE_MEMBER void load(const float* at, u32 left, bool vectors) {
         if (vectors && left >= BLOCK) {
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
-                uint4 v = quad_at(at + 4 * q);
+                uint4 v = load16(at + 4 * q);
                 values[4 * q] = bits_float(v.x), values[4 * q + 1] = bits_float(v.y);
                 values[4 * q + 2] = bits_float(v.z), values[4 * q + 3] = bits_float(v.w);
             }
@@ -192,9 +137,9 @@ struct Fp32Block {
     }
     HC_INLINE_MEMBER float value(int i) const { return values[i]; }
     HC_INLINE_MEMBER u32 absmax() const {
-        float top = greater_magnitude(values[0], values[1]);
+        float top = larger_magnitude(values[0], values[1]);
 #pragma unroll
-        for (int i = 2; i < BLOCK; ++i) top = greater_magnitude(top, values[i]);
+        for (int i = 2; i < BLOCK; ++i) top = larger_magnitude(top, values[i]);
         return magnitude_bits(top);
     }
     HC_INLINE float load_one(float stored) { return stored; }
@@ -210,7 +155,7 @@ HC_INLINE u32 finite_top(const B& block) {
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i) {
         u32 magnitude = magnitude_bits(block.value(i));
-        if (magnitude < INF_BITS) top = greater(top, magnitude);
+        if (magnitude < INF_BITS) top = larger(top, magnitude);
     }
     return top;
 }

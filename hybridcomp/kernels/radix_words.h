@@ -67,7 +67,7 @@ HC_INLINE bool quantize_words(const B& block, const Step& step, u32 levels, u32*
     }
     if constexpr (B::NARROW) {
         u32 limit = B::Pairs::T::store(step.limit);
-        return greater(worst & 0x7fffu, worst >> 16 & 0x7fffu) < limit;
+        return larger(worst & 0x7fffu, worst >> 16 & 0x7fffu) < limit;
     }
     return true;
 }
@@ -79,17 +79,19 @@ HC_INLINE bool is_within(const typename B::Stored* at, u32 left, const Step& ste
 #pragma unroll 1
     for (u32 i = 0; i < BLOCK && i < left; ++i) {
         float x = B::load_one(at[i]), a = ((x * step.inverse + ROUND) - ROUND) * step.step;
-        worst = greater_magnitude(worst, a - x);
+        worst = larger_magnitude(worst, a - x);
         if constexpr (B::NARROW) {
-            worst = greater_magnitude(worst, B::load_one(B::Pairs::T::store(a)) - x);
+            worst = larger_magnitude(worst, B::load_one(B::Pairs::T::store(a)) - x);
         }
     }
     return magnitude_bits(worst) < float_bits(step.limit);
 }
 
 struct Chosen {
-    u32 cls, width;  // cls RAW + 1: zero
-    u32 words[8];    // of a class up to FIRST_SINGLE
+    u32 code;      // class, RAW + 1: zero, and 256 times the bits of a word
+    u32 words[8];  // of a class up to FIRST_SINGLE
+    HC_INLINE_MEMBER u32 cls() const { return code & 255; }
+    HC_INLINE_MEMBER u32 width() const { return code >> 8; }
 };
 
 // `at`: where the block lies, of which `left` values are there.
@@ -97,7 +99,7 @@ template <class B>
 HC_INLINE Chosen choose(const B& block, u32 absmax, const Step& step, bool safe,
                         const typename B::Stored* at, u32 left) {
     Chosen chosen;
-    chosen.cls = RAW + 1, chosen.width = 0;
+    chosen.code = RAW + 1;
     if (absmax <= float_bits(step.limit)) return chosen;
     Coded coded = coded_of<B>(top_level(absmax, step.inverse));
     u32 levels = levels_of(coded.cls);
@@ -109,8 +111,7 @@ HC_INLINE Chosen choose(const B& block, u32 absmax, const Step& step, bool safe,
     }
     if (!good && coded.cls < RAW) good = is_within<B>(at, left, step);
     if (coded.cls == RAW) good = false;
-    chosen.cls = good ? coded.cls : RAW;
-    chosen.width = good ? coded.width : B::RAW_BITS;
+    chosen.code = good ? coded.cls | coded.width << 8 : RAW | B::RAW_BITS << 8;
     return chosen;
 }
 
@@ -118,19 +119,19 @@ HC_INLINE Chosen choose(const B& block, u32 absmax, const Step& step, bool safe,
 template <class B>
 HC_INLINE void put_block(const typename B::Stored* at, u32 left, const Chosen& chosen,
                          const Step& step, Writer& writer) {
-    if (chosen.cls < FIRST_SINGLE) {
+    if (chosen.cls() < FIRST_SINGLE) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) writer.put(chosen.words[j], chosen.width);
-        if (chosen.cls < FIRST_PAIR) return;
+        for (int j = 0; j < 4; ++j) writer.put(chosen.words[j], chosen.width());
+        if (chosen.cls() < FIRST_PAIR) return;
 #pragma unroll
-        for (int j = 4; j < 8; ++j) writer.put(chosen.words[j], chosen.width);
-    } else if (chosen.cls <= RAW) {
-        u32 excess = ROUND_BITS - ((1u << (chosen.width - 1)) - 1);
+        for (int j = 4; j < 8; ++j) writer.put(chosen.words[j], chosen.width());
+    } else if (chosen.cls() <= RAW) {
+        u32 excess = ROUND_BITS - ((1u << (chosen.width() - 1)) - 1);
 #pragma unroll 1
         for (u32 i = 0; i < BLOCK; ++i) {
             typename B::Stored stored = i < left ? at[i] : (typename B::Stored)0;
             u32 digit = float_bits(B::load_one(stored) * step.inverse + ROUND) - excess;
-            writer.put(chosen.cls == RAW ? B::bits_of(stored) : digit, chosen.width);
+            writer.put(chosen.cls() == RAW ? B::bits_of(stored) : digit, chosen.width());
         }
     }
 }

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -35,12 +35,22 @@ def fp8_cast(values: Tensor) -> Iterator[Work]:
     yield Work("torch fp8 cast", "decode", nbytes, lambda: out.copy_(payload), 8.0)
 
 
+@cache
+def _compiled() -> tuple[Any, Any]:
+    """blocks.py through ``torch.compile`` as it comes: the first size of a dtype is compiled for
+    itself, the next one for all others. Its limit would leave out what comes after eight."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    for name in ("recompile_limit", "cache_size_limit"):  # torch 2.6 renamed it
+        if hasattr(config, name):
+            setattr(config, name, 64)
+    encode: Any = torch.compile(blocks.encode, fullgraph=True)
+    return encode, torch.compile(blocks.decode, fullgraph=True)
+
+
 def compiled(bits: int, values: Tensor) -> Iterator[Work]:
     """blocks.py through ``torch.compile``."""
     name = f"torch.compile int{bits}"
-    cast(Any, torch.compiler).reset()  # it gives up after eight shapes
-    encode: Any = torch.compile(blocks.encode, fullgraph=True, dynamic=False)
-    decode: Any = torch.compile(blocks.decode, fullgraph=True, dynamic=False)
+    encode, decode = _compiled()
     levels, scales = encode(values, bits)
     nbytes = values.nbytes + levels.nbytes + scales.nbytes
     rate = 8 * (levels.nbytes + scales.nbytes) / values.numel()

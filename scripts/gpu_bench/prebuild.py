@@ -62,7 +62,8 @@ def compile_all(wanted: Sequence[Image], architecture: int) -> None:
     """Into the folder where images are kept. Says how long it took."""
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, max(len(wanted), 1)), context) as pool:
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(min(cores, max(len(wanted), 1)), context) as pool:
         list(pool.map(images.image, *zip(*((*one, architecture) for one in wanted), strict=True)))
     took = time.perf_counter() - start
     print(f"{len(wanted)} images of our kernels in {took:.1f} s", file=sys.stderr, flush=True)

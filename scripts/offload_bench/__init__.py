@@ -15,6 +15,11 @@ import torch
 VARIANTS = ("native", "device", "host")
 
 
+def say(text: str) -> None:
+    """Progress, to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def interval(ratios: list[float]) -> tuple[float, float]:
     """95% bootstrap interval of the median."""
     draw = random.Random(0)

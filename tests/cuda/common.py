@@ -89,9 +89,12 @@ def results(codec: Codec, values: Tensor) -> list[Tensor]:
 
 def as_contract(codec: Codec, bits: Tensor, dtype: torch.dtype, *, summed: bool = False) -> Tensor:
     """Bit patterns of ``dtype``, in which every NaN that arithmetic may have touched is one NaN."""
-    if codec.lossless and not summed:
-        return bits
-    return arrays.bits_of(bits.view(dtype).masked_fill(bits.view(dtype).isnan(), torch.nan))
+    return bits if codec.lossless and not summed else bits_but_nan(bits.view(dtype))
+
+
+def bits_but_nan(values: Tensor) -> Tensor:
+    """Bit patterns in which every NaN is the same one."""
+    return arrays.bits_of(values.masked_fill(values.isnan(), torch.nan))
 
 
 def assert_same(codec: Codec, values: Tensor, expected: list[Tensor], found: list[Tensor]) -> None:

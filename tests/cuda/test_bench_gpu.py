@@ -203,7 +203,7 @@ def test_images_that_a_run_needs(modules: dict[str, Any]) -> None:
         for name in ("blockint 8", "expcode")
     ]
     dtypes = [torch.bfloat16, torch.float32]
-    with kernels_replaced(Current()):  # type: ignore[arg-type]
+    with kernels_replaced(Current()):
         found = modules["prebuild"].needed(sources, dtypes, CPU)
     assert not kernels._on_cuda
     for source in ("blockint.cu", "blockint_sum.cu", "blockint_table.cu"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hybridcomp.collectives import (
     send,
 )
 from tests.codecs import arrays
-from tests.cuda.common import CODECS, assert_same, decoded, payload_of, results
+from tests.cuda.common import CODECS, assert_same, bits_but_nan, decoded, payload_of, results
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -42,22 +43,35 @@ def compiled() -> None:
                 threads.submit(results, codec, values[dtype])
 
 
-def check(codec: Codec, values: Tensor) -> None:
-    found = [part.view(torch.uint8) for part in results(codec, values.cuda())]
-    # one copy for all: each waits for the device, and for its turn where others use it
-    brought = torch.split(torch.cat(found).cpu(), [part.numel() for part in found])
-    expected = results(codec, values)
-    assert_same(codec, values, expected, [
-        part.clone().view(right.dtype) for part, right in zip(brought, expected, strict=True)
-    ])  # fmt: skip
+def check(codec: Codec, *batch: Tensor) -> None:
+    """All of a batch at once: each copy waits for the device, and its turn where others use it."""
+    sent = _cut(_bytes(batch).cuda(), batch)
+    found = [results(codec, values) for values in sent]
+    right = [results(codec, values) for values in batch]
+    flat = [part for one in found for part in one]
+    brought = iter(_cut(_bytes(flat).cpu(), [part for one in right for part in one]))
+    for values, expected in zip(batch, right, strict=True):
+        assert_same(codec, values, expected, [next(brought) for _ in expected])
+
+
+def _bytes(parts: Sequence[Tensor]) -> Tensor:
+    # one value may have any stride
+    whole = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    return torch.cat([part.view(torch.uint8) for part in whole])
+
+
+def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Parts of bytes as long as those of ``like``, and of their dtypes."""
+    parts = torch.split(flat, [part.nbytes for part in like])
+    return [part.clone().view(one.dtype) for part, one in zip(parts, like, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_bytes_are_the_cpus(codec: Codec, dtype: torch.dtype) -> None:
-    for seed, kind in enumerate(arrays.KINDS):
-        for numel in (0, 1, 33, 1025, 4099, 70001):
-            check(codec, arrays.make(kind, numel, seed, dtype))
+    lengths = (0, 1, 33, 1025, 4099, 70001)
+    kinds = list(enumerate(arrays.KINDS))
+    check(codec, *(arrays.make(kind, n, seed, dtype) for seed, kind in kinds for n in lengths))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -198,7 +212,7 @@ def _reduced_on(device: str, dtype: torch.dtype, codec: Codec) -> list[Tensor]:
     total = reduce_scatter(
         shards, codec, None, meter=Meter(), residuals=torch.split(residual, 30_000)
     ).wait()
-    return [arrays.bits_of(tensor.cpu()) for tensor in (values, residual, owner, total)]
+    return [bits_but_nan(tensor.cpu()) for tensor in (values, residual, owner, total)]
 
 
 @pytest.mark.parametrize("codec", [make_codec("blockint", bits=4), make_codec("radix")], ids=str)

@@ -30,7 +30,7 @@ from tests.nccl.common import (
 )
 from tests.nccl.pool import NcclPool
 from tests.patches.test_hierarchy import JOBS as LEVEL_JOBS
-from tests.ranks import run_ranks
+from tests.ranks import RankPool
 from tests.training.trainer import Job, make_engine, run, train, train_step
 
 pytestmark = MARKS
@@ -38,29 +38,28 @@ pytestmark = MARKS
 LEVELS = {"dp": FEEDBACK, "zero": EIGHT_BITS, "min_bytes": 0, "hierarchy": "auto"}
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[NcclPool]:
-    with NcclPool(3, device=DEVICE) as pool:
-        yield pool
+def assert_as_on_a_cpu(ranks: int, calls: list[tuple[Any, ...]]) -> None:
+    """Functions with what follows the device give the same tensors on NCCL as on CPUs over gloo."""
+    with RankPool(ranks) as cpus, NcclPool(ranks, device=DEVICE) as shared:
+        for function, *rest in calls:
+            expected = cpus.run(function, "cpu", *rest, timeout=240)
+            found = shared.run(function, DEVICE, *rest, timeout=240)
+            for right, wrong in zip(expected, found, strict=True):
+                for left, other in zip(right, wrong, strict=True):
+                    assert torch.equal(left, other), (function.__name__, rest)
 
 
-@pytest.mark.parametrize("codec", [make_codec("blockint", bits=4), make_codec("radix")], ids=str)
-def test_sums_are_those_of_a_cpu(three: NcclPool, codec: Any) -> None:
+def test_sums_are_those_of_a_cpu() -> None:
     """Error feedback, cuts and sizes that stay on the device included."""
-    for dtype in VALUE_DTYPES:
-        expected = run_ranks(3, _reduced_on, "cpu", dtype, codec)
-        for right, wrong in zip(
-            expected, three.run(_reduced_on, DEVICE, dtype, codec), strict=True
-        ):
-            assert all(torch.equal(a, b) for a, b in zip(right, wrong, strict=True)), dtype
+    codecs = make_codec("blockint", bits=4), make_codec("radix")
+    assert_as_on_a_cpu(
+        3, [(_reduced_on, dtype, codec) for codec in codecs for dtype in VALUE_DTYPES]
+    )
 
 
 def test_moves_are_those_of_a_cpu() -> None:
     """Gathers, exchanges and sends of a codec whose size varies."""
-    expected = run_ranks(2, _gathered_on, "cpu")
-    with NcclPool(2, device=DEVICE) as pool:
-        for right, wrong in zip(expected, pool.run(_gathered_on, DEVICE), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(right, wrong, strict=True))
+    assert_as_on_a_cpu(2, [(_gathered_on,)])
 
 
 @pytest.fixture(scope="module")
