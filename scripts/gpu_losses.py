@@ -45,8 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--samples", type=int, default=1, help="of 1024 tokens, of a rank in a step")
     add("--beside", type=int, default=8, metavar="N", help="trainings at once")
     add("--budget", type=float, default=1e9, metavar="S", help="what is not over then is ended")
-    add("--fit", type=int, default=0, metavar="N",
-        help="after N steps: fewer --steps where the first wave would not end in --budget")  # fmt: skip
+    add("--fit", type=int, default=0, metavar="N", help="after N: fewer --steps, if --budget asks")
     add("--timeout", type=float, default=300.0, metavar="S", help="of the start")
     add("--nccl-steps", type=int, default=20, metavar="N",
         help="of the first two arms over NCCL's sockets too, 0: none")  # fmt: skip
