@@ -61,7 +61,7 @@ def server(
         _probe(context, timeout)
     except JobError as error:
         say(f"{error}; each rank imports DeepSpeed by itself")
-        forkserver._forkserver._stop()
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
         context.set_forkserver_preload(PRELOAD[:1])
         _probe(context, timeout)
     say(f"imported in {time.monotonic() - began:.1f} s")

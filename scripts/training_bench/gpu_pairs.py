@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.multiprocessing import reductions
 
+#: of torch, without the types that it lacks
+CUDA: Any = torch.cuda
+SHARE: Any = reductions.reduce_tensor
 #: of a slot; longer messages go in pieces
 SLOT_NBYTES = 32 << 20
 PAGE = 4096
@@ -91,18 +94,18 @@ class DevicePair(Pair):
     def __init__(self, store: Any, rank: int) -> None:
         super().__init__(store, rank, 0)
         self._own = torch.empty(2, SLOT_NBYTES, dtype=torch.uint8, device="cuda")
-        self._told = [torch.cuda.Event(interprocess=True) for _ in range(2)]
-        self._stream = torch.cuda.Stream()
+        self._told = [CUDA.Event(interprocess=True) for _ in range(2)]
+        self._stream = CUDA.Stream()
         for event in self._told:
             event.record(self._stream)
         torch.cuda.synchronize()
-        mine = reduce_tensor(self._own), [event.ipc_handle() for event in self._told]
+        mine = SHARE(self._own), [event.ipc_handle() for event in self._told]
         store.set(f"pair{rank}", pickle.dumps(mine))
         store.wait([f"pair{1 - rank}"], timedelta(seconds=SETUP_S))
         (rebuild, arguments), handles = pickle.loads(store.get(f"pair{1 - rank}"))
         self._theirs = rebuild(*arguments)
         device = torch.device("cuda", torch.cuda.current_device())
-        self._tells = [torch.cuda.Event.from_ipc_handle(device, each) for each in handles]
+        self._tells = [CUDA.Event.from_ipc_handle(device, each) for each in handles]
 
     def swap(self, give: Tensor | None, take: Tensor | None) -> None:
         """As above, on a stream of its own, for which the caller's waits."""
@@ -134,7 +137,7 @@ class HostPair(Pair):
         super().__init__(store, rank, 4 * SLOT_NBYTES)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         if torch.cuda.is_available():  # pinned it is faster; it works without
-            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
+            CUDA.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
         self._slots = whole[PAGE:].view(2, 2, SLOT_NBYTES)
 
     def _piece(self, give: Tensor, take: Tensor) -> None:
@@ -153,7 +156,7 @@ def pair_of(store: Any, rank: int) -> Pair:
     for number, kind in enumerate(KINDS):
         if kind is DevicePair and not torch.cuda.is_available():
             continue
-        own = dist.PrefixStore(f"{number}.", store)
+        own = PrefixStore(f"{number}.", store)
         found: Pair | None = None
         for step in ("made", "tried"):
             try:
@@ -164,7 +167,7 @@ def pair_of(store: Any, rank: int) -> Pair:
             except (RuntimeError, OSError) as error:
                 print(f"pair: {kind.__name__} {step}: {error}", flush=True)
                 found = None
-            own.set(f"{step}{rank}", b"no" if found is None else b"yes")
+            own.set(f"{step}{rank}", "no" if found is None else "yes")
             if own.get(f"{step}{1 - rank}") != b"yes":
                 found = None
         if found is not None:
