@@ -86,6 +86,20 @@ def _told(rows: Sequence[dict[str, Any]]) -> list[str]:
     return ["\n\n".join(lines) + "\n"] if lines else []
 
 
+def missing(rows: Sequence[dict[str, Any]], trained: Sequence[str]) -> str:
+    """What the scripts could have measured and did not."""
+    found = []
+    for size in ("85M", "350M"):
+        there = {row["layout"] for row in rows if row["size"] == size and "failed" not in row}
+        left = [name for name in LAYOUTS if name not in there]
+        if left:
+            found.append(f"speed at {size}: {', '.join(left) if there else 'all layouts'}")
+    left = [name for name in gpu_losses.BLOCKS if name not in trained]
+    if left:
+        found.append(f"losses: {', '.join(left)}")
+    return f"\nNot measured yet: {'; '.join(found)}." if found else ""
+
+
 def commands(seeds: Sequence[int], steps: int) -> str:
     """What made the chapter."""
     numbers = " ".join(map(str, seeds))
