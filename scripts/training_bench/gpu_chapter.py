@@ -134,7 +134,11 @@ def identity(source: Path) -> str:
         told.append(f"`{log.parents[1].name}` in {equal} of {len(nccl)} steps")
     if not told:
         return "they were not held against NCCL's."
-    return f"losses that are NCCL's to the last digit: {', '.join(told)}."
+    return (
+        f"losses that are those of NCCL's sockets to the last digit: {', '.join(told)}. (Backward "
+        "kernels of torch add in no fixed order, and the first steps of Adam divide what is small "
+        "by itself; whether that is all of the difference was not tested.)"
+    )
 
 
 def _curve(log: Path) -> list[float]:
