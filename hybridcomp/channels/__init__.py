@@ -123,6 +123,9 @@ class Channels:
             if name == "dp":
                 trials = reductions(codec, self[name].error_feedback, place)
             self.link.verdicts[name] = judge(trials, known, dtype.itemsize, device, whole)
+            del trials
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # trials have the sizes of the run's messages, and then no use
         self._note_link()
         return [self.link.verdicts[name].told(name) for name in names]
 

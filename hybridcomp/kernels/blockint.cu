@@ -33,7 +33,7 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
 #define HC_ENCODE_BLOCKS (HC_ROTATE ? 4 : 5)
 #endif
 #ifndef HC_FEEDBACK_BLOCKS
-#define HC_FEEDBACK_BLOCKS (HC_ROTATE && HC_ARCH < 900 ? 2 : 3)
+#define HC_FEEDBACK_BLOCKS (HC_ARCH < 900 ? 2 : 3)
 #endif
 #ifndef HC_DECODE_BLOCKS
 #define HC_DECODE_BLOCKS (HC_ROTATE ? 4 : 5)

@@ -7,6 +7,9 @@
 namespace hybridcomp {
 namespace blockint {
 
+// One iteration after the other, where all at once need more registers than there are.
+HC_INLINE void finish_iteration() { asm volatile("" ::: "memory"); }
+
 constexpr int SUM_WARPS = HC_SUM_THREADS / WARP;
 
 // What a warp has in shared memory. Feedback has a second tile of fp32: the owner's residual, then that
@@ -28,32 +31,17 @@ struct Room<E, false> {
 // A tile of the own values, of residuals and of sums: where it is, and how it may be moved.
 struct Span {
     u64 first, count;  // of the message: this lane's block, and all
-    bool whole, next;  // all of the tile, of the next one, is there, and aligned
-    HC_INLINE_MEMBER Span(u64 tile, u64 following, u64 count, bool aligned)
-        : first(tile * TILE + lane_id() * BLOCK), count(count),
-          whole((tile + 1) * TILE <= count && aligned),
-          next(following < count / TILE && aligned) {}
+    bool whole;        // all of the tile is there, and aligned
     HC_INLINE_MEMBER u32 there() const {
         return first >= count ? 0 : count - first < BLOCK ? (u32)(count - first) : BLOCK;
     }
-};
-
-// What is added up: the payloads of the other ranks, `slot` bytes apart, and this rank's values.
-template <class E>
-struct Sources {
-    const u8* payloads;
-    const typename E::Stored* own;
-    u64 slot;
-    u32 ranks, me, others, depth;  // `depth`: how many payloads are under way
-    HC_INLINE_MEMBER Sources(const u8* payloads, const void* own, u64 ranks, u64 me, u64 slot)
-        : payloads(payloads), own((const typename E::Stored*)own), slot(slot), ranks((u32)ranks),
-          me((u32)me), others((u32)ranks - 1), depth(others < HC_STAGES ? others : HC_STAGES) {}
 };
 
 // held += the own values, with `residual` (else null), which becomes zero.
 template <class E, bool FEEDBACK, class R>
 HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, float* residual, u64 tile,
                        const Span& span) {
+    if (FEEDBACK && residual) await_fetch<0>();
 #pragma unroll
     for (int i = 0; i < BLOCK / EACH; ++i) {
         E mine;
@@ -71,6 +59,7 @@ HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, floa
             if (FEEDBACK && residual) value = kept.values[k] + value;
             held[i * EACH + k] = held[i * EACH + k] + value;
         }
+        finish_iteration();
     }
     if constexpr (FEEDBACK) {
         if (!residual) return;
@@ -104,92 +93,67 @@ HC_INLINE void flush_chunks(const Shared<float>& shared, float* out, u64 tile, c
     shared.flush(out + tile * TILE);
 }
 
-// The base exponents of a tile of 32 ranks, one a lane.
-template <class E>
-HC_INLINE u32 bases_of(const Sources<E>& from, const Layout& layout, u64 tile, u32 first) {
-    u32 rank = first + lane_id();
-    return rank < from.others && tile < layout.tiles ? from.payloads[rank * from.slot + layout.bases + tile]
-                                                     : 0;
-}
-
-// Sends for what the first tile of a warp needs.
+// held += `ranks` contributions to a tile of `numel` values, in rank order: this rank's own exact values,
+// and the payloads of the others, `slot` bytes apart. With FEEDBACK there may be the residual `owner`,
+// which the sum begins with, and one of the own values, which they take with them and which becomes 0.
 template <class E, bool FEEDBACK, class R>
-HC_INLINE void start_ranks(R& room, const Sources<E>& from, const Layout& layout, const float* owner,
-                           u64 tile, const Span& span) {
+HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typename E::Stored* own, u64 ranks,
+                         u64 me, u64 slot, float* residual, const float* owner, u64 tile,
+                         const Span& span) {
+    Layout layout(span.count);
+    u32 blocks = layout.blocks_of(tile), others = (u32)ranks - 1, lane = lane_id();
+    bool group = !ROTATE || in_group(span.first, span.count);
     if (span.whole) {
-        room.own.fetch(from.own + tile * TILE);
+        room.own.fetch(own + tile * TILE);
         if constexpr (FEEDBACK) {
             if (owner) room.wide.fetch(owner + tile * TILE);
         }
     }
     close_fetch();
     room.table.fill();
-    for (u32 s = 0; s < from.depth; ++s) {
-        fetch_stage(room.ring[s], from.payloads + s * from.slot, layout, tile, layout.blocks_of(tile));
+#pragma unroll
+    for (u32 s = 0; s < HC_STAGES; ++s) {
+        if (s < others) fetch_stage(room.ring[s], payloads + s * slot, layout, tile, blocks);
         close_fetch();
     }
-}
-
-// held += all contributions to a tile, in rank order: this rank's own exact values, and the payloads of
-// the others. With FEEDBACK there may be a `residual` of the own values, which they take with them and
-// which becomes 0. While the last ranks of a tile are added, the first ones of `following` are sent for.
-template <class E, bool FEEDBACK, class R>
-HC_INLINE void add_ranks(float* held, R& room, const Sources<E>& from, const Layout& layout,
-                         float* residual, u64 tile, u64 following, const Span& span, u32 bases,
-                         u32& next) {
-    u32 blocks = layout.blocks_of(tile), p = 0;  // which of the others
-    u32 later = following < layout.tiles ? layout.blocks_of(following) : 0;
-    bool group = !ROTATE || in_group(span.first, span.count);
-#pragma unroll 1
-    for (u32 rank = 0; rank < from.ranks; ++rank) {
-        if (rank == from.me) {
-            if ((FEEDBACK && residual) || from.others <= HC_STAGES) await_fetch<0>();
-            else if (rank == 0) await_fetch<HC_STAGES>();  // later, this was waited for
-            add_own<E, FEEDBACK>(held, room, from.own, residual, tile, span);
-            if constexpr (!FEEDBACK) {
-                __syncwarp();  // they were read
-                if (span.next) room.own.fetch(from.own + following * TILE);
+    // the base exponents of 32 ranks, one a lane
+    u32 bases = lane < others ? payloads[lane * slot + layout.bases + tile] : 0;
+    await_fetch<HC_STAGES>();
+    if constexpr (FEEDBACK) {
+        if (owner) {
+#pragma unroll
+            for (int i = 0; i < BLOCK / EACH; ++i) {
+                EightFp32 start;
+                u64 at = span.first + i * EACH;
+                if (span.whole) read_eight(room.wide, i, start);
+                else start.load_some(owner + at, eight_of(at, span.count));
+#pragma unroll
+                for (int k = 0; k < EACH; ++k) held[i * EACH + k] = start.values[k];
+                finish_iteration();
             }
+            __syncwarp();
+        }
+        if (residual && span.whole) room.wide.fetch(residual + tile * TILE);
+        close_fetch();
+    }
+    u32 next = 0, p = 0;  // where in the ring, and which of the others
+#pragma unroll 1
+    for (u32 rank = 0; rank < (u32)ranks; ++rank) {
+        if (rank == (u32)me) {
+            add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
             continue;
         }
-        if (p % WARP == 0 && p) bases = bases_of(from, layout, tile, p);
-        await_stage(from.depth);
+        if (p % WARP == 0 && p) bases = p + lane < others ? payloads[(p + lane) * slot + layout.bases + tile] : 0;
+        await_fetch<HC_STAGES - 1>();
         add_stage(held, room.ring[next], room.table, lane_value(bases, p % WARP), blocks, group);
         __syncwarp();  // the stage was read
-        u32 then = p + from.depth;
-        if (then < from.others) {
-            fetch_stage(room.ring[next], from.payloads + then * from.slot, layout, tile, blocks);
-        } else if (!FEEDBACK && later) {
-            fetch_stage(room.ring[next], from.payloads + (then - from.others) * from.slot, layout,
-                        following, later);
+        if (p + HC_STAGES < others) {
+            fetch_stage(room.ring[next], payloads + (p + HC_STAGES) * slot, layout, tile, blocks);
         }
         close_fetch();
-        next = next + 1 == from.depth ? 0 : next + 1;
+        next = next + 1 == HC_STAGES ? 0 : next + 1;
         ++p;
     }
-}
-
-// held = the residual `owner`, which the sum begins with; then that of the own values is sent for. `deep`:
-// HC_STAGES payloads were sent for after it.
-template <class R>
-HC_INLINE void start_with(float* held, R& room, const float* owner, const float* residual, u64 tile,
-                          const Span& span, bool deep) {
-    if (owner) {
-        if (deep) await_fetch<HC_STAGES>();
-        else await_fetch<0>();
-#pragma unroll
-        for (int i = 0; i < BLOCK / EACH; ++i) {
-            EightFp32 start;
-            u64 at = span.first + i * EACH;
-            if (span.whole) read_eight(room.wide, i, start);
-            else start.load_some(owner + at, eight_of(at, span.count));
-#pragma unroll
-            for (int k = 0; k < EACH; ++k) held[i * EACH + k] = start.values[k];
-        }
-        __syncwarp();
-    }
-    if (residual && span.whole) room.wide.fetch(residual + tile * TILE);
-    close_fetch();
 }
 
 // What is left of a sum that overflows fp16: Inf, as it comes out natively, where loss scaling sees it.
@@ -254,39 +218,9 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
 #pragma unroll
         for (int k = 0; k < 4; ++k) kept[k] = left_out(kept[k], sent[k]);
         write_chunk(kept, i, shared, owner, span);
+        finish_iteration();
     }
     flush_chunks(shared, owner, tile, span);
-}
-
-// A sum in registers -> its place in `out`. With FEEDBACK, what is left out goes to `owner` (or null).
-template <class E, bool FEEDBACK, class R>
-HC_INLINE void encode_sum(float* held, R& room, const Layout& layout, u8* out, float* owner, u64 tile,
-                          const Span& span) {
-    if constexpr (ROTATE && FEEDBACK) {  // they wait there, also where the tile is not whole
-        __syncwarp();
-#pragma unroll
-        for (u32 i = 0; i < BLOCK / 4; ++i) {
-            room.wide.mine(i) = make_uint4(float_bits(held[4 * i]), float_bits(held[4 * i + 1]),
-                                           float_bits(held[4 * i + 2]), float_bits(held[4 * i + 3]));
-        }
-    }
-    if constexpr (ROTATE) rotate_block(held, in_group(span.first, span.count));
-    float top = larger_magnitude(held[0], held[1]);
-#pragma unroll
-    for (int k = 2; k < BLOCK; ++k) top = larger_magnitude(top, held[k]);
-    u32 absmax = magnitude_bits(top), base = base_of(largest_in_warp(absmax < INF_BITS ? absmax : 0));
-    u32 code = scale_code<GAUSSIAN>(absmax, base);
-    float inverse = code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, GAUSSIAN>(code, base);
-    u64 block = tile * TILE_BLOCKS + lane_id();
-    if (block < layout.blocks) {
-        store_block(held, inverse, (u32*)out + block * HC_BITS);
-        out[layout.scales + block] = (u8)code;
-    }
-    if constexpr (FEEDBACK) {
-        if (owner) settle_block<E>(held, inverse, code, base, room.wide, owner, tile, span);
-    }
-    if (lane_id() == 0) out[layout.bases + tile] = (u8)base;
-    if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
 }
 
 }  // namespace blockint

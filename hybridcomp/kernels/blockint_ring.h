@@ -62,15 +62,6 @@ HC_INLINE void await_fetch() {
     __syncwarp();
 }
 
-// The oldest of `depth` fetches has come.
-HC_INLINE void await_stage(u32 depth) {
-    static_assert(HC_STAGES >= 2 && HC_STAGES <= 4, "each depth has a line below");
-    if (depth >= HC_STAGES) await_fetch<HC_STAGES - 1>();
-    else if (depth == 3) await_fetch<2>();
-    else if (depth == 2) await_fetch<1>();
-    else await_fetch<0>();
-}
-
 // A tile of one rank's payload.
 struct Stage {
     uint4 levels[LEVEL_CHUNKS];

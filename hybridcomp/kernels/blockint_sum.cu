@@ -1,40 +1,30 @@
 // CUDA kernels of blockint that add up ranks: decode, sum and, for an all_reduce, encode again; a warp
-// takes a tile, or every so many (blockint_ranks.h). HC_DTYPE: as in blockint.cu.
+// takes a tile (blockint_ranks.h). HC_DTYPE: as in blockint.cu.
 #include "blockint_ranks.h"
 
 namespace hybridcomp {
 namespace blockint {
 
-// The sum, in fp32. A warp takes every so many tiles as there are warps; with FEEDBACK one.
+// The sum, in fp32.
 template <class E, bool FEEDBACK>
 HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
                       float* out, float* residual) {
     __shared__ Room<E, true> rooms[SUM_WARPS];
     auto& room = rooms[threadIdx.x / WARP];
-    Layout layout(numel);
-    Sources<E> from(payloads, own, ranks, me, slot);
-    u64 tile = warp_id(), stride = (u64)gridDim.x * SUM_WARPS;
-    if (tile >= layout.tiles) return;  // the whole warp
-    bool aligned = whole_vectors(own) && whole_vectors(out) && whole_vectors(residual);
-    start_ranks<E, false>(room, from, layout, nullptr, tile, Span(tile, tile, numel, aligned));
-    u32 next = 0, bases = bases_of(from, layout, tile, 0);
-#pragma unroll 1
-    for (u64 following; tile < layout.tiles; tile = following) {
-        following = FEEDBACK ? layout.tiles : tile + stride;
-        u32 ahead = bases_of(from, layout, following, 0);
-        Span span(tile, following, numel, aligned);
-        float held[BLOCK];
+    u64 tile = warp_id();
+    if (tile >= ceil_div(numel, TILE)) return;  // the whole warp
+    const auto* values = (const typename E::Stored*)own;
+    bool whole = (tile + 1) * TILE <= numel && whole_vectors(values) && whole_vectors(out) &&
+                 whole_vectors(residual);
+    Span span = {tile * TILE + lane_id() * BLOCK, numel, whole};
+    float held[BLOCK];
 #pragma unroll
-        for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
-        if constexpr (FEEDBACK) start_with(held, room, nullptr, residual, tile, span, false);
-        add_ranks<E, FEEDBACK>(held, room, from, layout, residual, tile, following, span, bases, next);
-        __syncwarp();  // all of the room was read
+    for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
+    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, nullptr, tile, span);
+    __syncwarp();  // all of the room was read
 #pragma unroll
-        for (u32 i = 0; i < BLOCK / 4; ++i) write_chunk(held + 4 * i, i, room.wide, out, span);
-        flush_chunks(room.wide, out, tile, span);
-        if constexpr (!FEEDBACK) __syncwarp();
-        bases = ahead;
-    }
+    for (u32 i = 0; i < BLOCK / 4; ++i) write_chunk(held + 4 * i, i, room.wide, out, span);
+    flush_chunks(room.wide, out, tile, span);
 }
 
 // The sum, encoded into `out`. With FEEDBACK there may be the residual `owner`, which becomes what the
@@ -45,39 +35,54 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     __shared__ Room<E, FEEDBACK> rooms[SUM_WARPS];
     auto& room = rooms[threadIdx.x / WARP];
     Layout layout(numel);
-    Sources<E> from(payloads, own, ranks, me, slot);
-    u64 tile = warp_id(), stride = (u64)gridDim.x * SUM_WARPS;
+    u64 tile = warp_id();
     if (tile >= layout.tiles) return;
-    bool aligned = whole_vectors(own) && (!FEEDBACK || (whole_vectors(residual) && whole_vectors(owner)));
-    start_ranks<E, FEEDBACK>(room, from, layout, owner, tile, Span(tile, tile, numel, aligned));
-    u32 next = 0, bases = bases_of(from, layout, tile, 0);
-#pragma unroll 1
-    for (u64 following; tile < layout.tiles; tile = following) {
-        following = FEEDBACK ? layout.tiles : tile + stride;
-        u32 ahead = bases_of(from, layout, following, 0);
-        Span span(tile, following, numel, aligned);
-        float held[BLOCK];
+    const auto* values = (const typename E::Stored*)own;
+    bool whole = (tile + 1) * TILE <= numel && whole_vectors(values) &&
+                 (!FEEDBACK || (whole_vectors(residual) && whole_vectors(owner)));
+    Span span = {tile * TILE + lane_id() * BLOCK, numel, whole};
+    float held[BLOCK];
 #pragma unroll
-        for (int k = 0; k < BLOCK; ++k) held[k] = 0.0f;
-        if constexpr (FEEDBACK) start_with(held, room, owner, residual, tile, span, from.depth == HC_STAGES);
-        add_ranks<E, FEEDBACK>(held, room, from, layout, residual, tile, following, span, bases, next);
+    for (int k = 0; k < BLOCK; ++k) held[k] = 0.0f;
+    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, tile, span);
 #pragma unroll
-        for (int k = 0; k < BLOCK; ++k) {
-            if (HALF) held[k] = show_half(held[k]);
-        }
-        encode_sum<E, FEEDBACK>(held, room, layout, out, owner, tile, span);
-        bases = ahead;
+    for (int k = 0; k < BLOCK; ++k) {
+        if (HALF) held[k] = show_half(held[k]);
     }
+    if constexpr (ROTATE && FEEDBACK) {  // they wait there, also where the tile is not whole
+        __syncwarp();
+#pragma unroll
+        for (u32 i = 0; i < BLOCK / 4; ++i) {
+            room.wide.mine(i) = make_uint4(float_bits(held[4 * i]), float_bits(held[4 * i + 1]),
+                                           float_bits(held[4 * i + 2]), float_bits(held[4 * i + 3]));
+        }
+    }
+    if constexpr (ROTATE) rotate_block(held, in_group(span.first, numel));
+    float top = larger_magnitude(held[0], held[1]);
+#pragma unroll
+    for (int k = 2; k < BLOCK; ++k) top = larger_magnitude(top, held[k]);
+    u32 absmax = magnitude_bits(top), base = base_of(largest_in_warp(absmax < INF_BITS ? absmax : 0));
+    u32 code = scale_code<GAUSSIAN>(absmax, base);
+    float inverse = code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, GAUSSIAN>(code, base);
+    u64 block = tile * TILE_BLOCKS + lane_id();
+    if (block < layout.blocks) {
+        store_block(held, inverse, (u32*)out + block * HC_BITS);
+        out[layout.scales + block] = (u8)code;
+    }
+    if constexpr (FEEDBACK) {
+        if (owner) settle_block<E>(held, inverse, code, base, room.wide, owner, tile, span);
+    }
+    if (lane_id() == 0) out[layout.bases + tile] = (u8)base;
+    if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
 }
 
 }  // namespace blockint
 }  // namespace hybridcomp
 
+// Blocks a multiprocessor: on an H100 ten were as fast as eight or twelve, or faster. Where a compiler
+// needs more registers than that leaves, six.
 #ifndef HC_SUM_BLOCKS
-#define HC_SUM_BLOCKS 10
-#endif
-#ifndef HC_SUM_FEEDBACK_BLOCKS
-#define HC_SUM_FEEDBACK_BLOCKS 8
+#define HC_SUM_BLOCKS (HC_ARCH < 900 || (HC_ARCH >= 1000 && HC_ROTATE) ? 6 : 10)
 #endif
 
 #define HC_SUM_ARGUMENTS                                                              \
@@ -90,18 +95,18 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
         hybridcomp::blockint::reduce<hybridcomp::E, HALF, false>(payloads, own, numel, ranks, me, \
                                                                  slot, out, nullptr, nullptr);    \
     }                                                                                             \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_FEEDBACK_BLOCKS)          \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)          \
     blockint_reduce_feedback_##NAME(HC_SUM_ARGUMENTS, unsigned char* out, float* residual,        \
                                     float* owner) {                                               \
         hybridcomp::blockint::reduce<hybridcomp::E, HALF, true>(payloads, own, numel, ranks, me,  \
                                                                 slot, out, residual, owner);      \
     }                                                                                             \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_FEEDBACK_BLOCKS)          \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
     blockint_sum_##NAME(HC_SUM_ARGUMENTS, float* out) {                                           \
         hybridcomp::blockint::add_up<hybridcomp::E, false>(payloads, own, numel, ranks, me, slot, \
                                                            out, nullptr);                         \
     }                                                                                             \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_FEEDBACK_BLOCKS)          \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)          \
     blockint_sum_feedback_##NAME(HC_SUM_ARGUMENTS, float* out, float* residual) {                 \
         hybridcomp::blockint::add_up<hybridcomp::E, true>(payloads, own, numel, ranks, me, slot,  \
                                                           out, residual);                         \

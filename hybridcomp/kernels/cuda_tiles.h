@@ -71,9 +71,10 @@ HC_INLINE u32 sum_of_tiles(u64* states, u32 tile, u32 mine) {
         u32 whole = __ballot_sync(FULL_WARP, (state >> 32) == 2);
         u32 nearest = whole & (0u - whole);  // the lane of the nearest prefix, as a bit
         bool counts = whole == 0 || (1u << lane) <= nearest;
-        total += sum_of_lanes(counts ? (u32)state : 0);
+        total += counts ? (u32)state : 0;
         end = whole || end < WARP ? 0 : end - WARP;
     }
+    total = sum_of_lanes(total);
     if (lane == 0 && tile) publish(states + tile, PREFIX | (u64)(total + mine));
     return total;
 }
@@ -84,42 +85,6 @@ HC_INLINE u32 look_back(u64* states, u32 tile, u32 mine) {
     return sum_of_tiles(states, tile, mine);
 }
 
-// Sum of `value` over all threads of the block before this one, and over all of them. 256 threads.
-struct Scan {
-    u32 before, total;
-};
-
-HC_INLINE Scan scan_block(u32 value) {
-    __shared__ u32 sums[8];
-    __syncthreads();  // the sums of the call before were read
-    u32 included = scan_lanes(value);
-    if (lane_id() == WARP - 1) sums[threadIdx.x / WARP] = included;
-    __syncthreads();
-    Scan found = {included - value, 0};
-    for (u32 w = 0; w < 8; ++w) {
-        if (w < threadIdx.x / WARP) found.before += sums[w];
-        found.total += sums[w];
-    }
-    return found;
-}
-
-// The largest of two numbers over all threads of the block. 256 threads.
-HC_INLINE void largest_in_block(u32& a, u32& b) {
-    __shared__ u32 tops[2][8];
-    __syncthreads();
-    a = largest_of<1, 2, 4, 8, 16>(a);
-    b = largest_of<1, 2, 4, 8, 16>(b);
-    if (lane_id() == 0) {
-        tops[0][threadIdx.x / WARP] = a;
-        tops[1][threadIdx.x / WARP] = b;
-    }
-    __syncthreads();
-    for (u32 w = 0; w < 8; ++w) {
-        a = tops[0][w] > a ? tops[0][w] : a;
-        b = tops[1][w] > b ? tops[1][w] : b;
-    }
-}
-
 // `count` bits, at most 32, into zeroed words that several threads write.
 HC_INLINE void put_word(u32* words, u32 position, u32 bits) {
     u32 shift = position % 32;
@@ -128,15 +93,8 @@ HC_INLINE void put_word(u32* words, u32 position, u32 bits) {
     if (carry) atomicOr(words + position / 32 + 1, carry);
 }
 
-// 32 bits from `position` on, of `count` words; after these there are zeros.
-HC_INLINE u32 get_word(const u32* words, u32 position, u32 count) {
-    u32 first = position / 32, shift = position % 32;
-    u32 low = first < count ? words[first] : 0, high = first + 1 < count ? words[first + 1] : 0;
-    return low >> shift | (high << 1) << (31 - shift);
-}
-
-// Says that a payload is not what an encoder made. Nobody waits for the answer: the flag stays set until
-// the host looks at it.
+// Says that a payload is not what an encoder made. Nobody waits for the answer: the flag stays set
+// until the host looks at it.
 HC_INLINE void report_damage(u32* damage) {
     if (threadIdx.x == 0) atomicOr(damage, 1u);
 }

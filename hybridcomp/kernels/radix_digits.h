@@ -149,7 +149,7 @@ HC_INLINE void get_block(const u32* words, u32 position, u32 cls, u32 bits, u32 
 // lanes of a warp call it.
 template <class O, bool ADD>
 HC_INLINE void put_values(float* values, typename O::Stored* out, u32 left, bool raw) {
-    bool vectors = ((u64)out & 15) == 0 && left >= BLOCK && !raw;
+    bool vectors = whole_vectors(out) && left >= BLOCK && !raw;
     if (__ballot_sync(FULL_WARP, vectors) == FULL_WARP) {
         uint4 quads[O::QUADS];
         if constexpr (ADD) {

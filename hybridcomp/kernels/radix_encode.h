@@ -43,7 +43,7 @@ struct Share {
     HC_INLINE_MEMBER u32 left_of(u32 k) const { return left > k * BLOCK ? left - k * BLOCK : 0; }
     // Loads them; returns the bits of the largest finite magnitude.
     HC_INLINE_MEMBER u32 load() {
-        bool vectors = ((u64)source & 15) == 0;
+        bool vectors = whole_vectors(source);
         u32 top = 0;
 #pragma unroll
         for (u32 k = 0; k < EACH; ++k) blocks[k].load(source + k * BLOCK, left_of(k), vectors);

@@ -25,8 +25,8 @@ SOURCES: list[tuple[str, tuple[str, ...]]] = [
     *((name, ("HC_BITS=4", "HC_ROTATE=1", "HC_GAUSSIAN=1")) for name in BLOCKINT),
     *((path.name, ()) for path in sorted(images.FOLDER.glob("*.cu")) if path.name not in BLOCKINT),
 ]
-#: registers of a thread with which two blocks of 256 fit a multiprocessor
-MOST_REGISTERS = 128
+#: registers of a thread with which two blocks of 256 fit a multiprocessor, or six of 64
+MOST_REGISTERS, MOST_OF_64 = 128, 168
 
 Case = tuple[str, tuple[str, ...], int]
 
@@ -61,4 +61,5 @@ def test_compiles_without_spills(
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
     assert kernels and len(registers) == len(kernels) and len(spills) == 2 * len(kernels)
     assert max(spills) == 0, log
-    assert max(registers) <= MOST_REGISTERS, log
+    most = MOST_OF_64 if source == "blockint_sum.cu" else MOST_REGISTERS
+    assert max(registers) <= most, log
