@@ -220,7 +220,7 @@ def gpu_chapter_of(source: Path, out: Path) -> str:
         figures["loss"] = json.loads(as_json(result))
         parts += study.section("gpu", result, "gpu_loss.png")[1:]
         steps = len(result.aligned.axis)
-    parts.append(gpu_chapter.missing(rows, list(study.done)))
+    parts += [gpu_chapter.missing(rows, list(study.done)), gpu_chapter.notes(source)]
     (out / "gpu.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return "\n".join([*parts, gpu_chapter.commands(study.seeds, steps)])
 

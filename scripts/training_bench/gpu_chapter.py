@@ -116,6 +116,13 @@ scripts/results.py --gpu runs/gpu
 ```"""
 
 
+def notes(source: Path) -> str:
+    """What whoever measured has to say of it: ``notes.md`` of the measurements, if there is one."""
+    file = source / "notes.md"
+    said = file.read_text(encoding="utf-8").rstrip() if file.is_file() else ""
+    return f"\n## What to know of these figures\n\n{said}\n" if said else ""
+
+
 def unpack(folder: Path) -> None:
     """Make the curves of runs that came compressed readable; runs that are not over stay so."""
     for file in folder.glob("*/seed*/loss.jsonl.gz"):
