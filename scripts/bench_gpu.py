@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,16 @@ def size_of(text: str) -> int:
     return int(text[:-1]) * unit if unit else int(text)
 
 
+def without_files(words: Sequence[str]) -> list[str]:
+    """A command's words without where its results go."""
+    files = ("--md", "--json", "--png")
+    return [
+        word
+        for before, word in pairwise(("", *words))
+        if word.partition("=")[0] not in files and before not in files
+    ]
+
+
 def main() -> int:
     """Parse arguments, test, measure, print, write; see the docstring of the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -226,8 +237,8 @@ def conclude(
         "size_exchange": size_exchange.facts(*sizes) if sizes else None,
     }  # fmt: skip
     report.write_json(arguments.json, found.points, known)
-    command = "python scripts/bench_gpu.py " + " ".join(sys.argv[1:])
-    arguments.md.write_text(markdown.document(found.points, known, command.strip()))
+    command = " ".join(["python scripts/bench_gpu.py", *without_files(sys.argv[1:])])
+    arguments.md.write_text(markdown.document(found.points, known, command))
     try:
         report.draw(arguments.png, found.points, f"codecs on {known['device']}")
     except ImportError as error:

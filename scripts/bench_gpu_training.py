@@ -27,6 +27,8 @@ from training_bench.cells import LAYOUTS, REFERENCE, Arm
 from training_bench.gpu_cells import COMPUTE
 from training_bench.gpu_session import Book, Plan, Session
 
+#: a layout, which of its parts, and the arms that run side by side
+Part = tuple[str, int, list[Arm]]
 EVERY = ["dp2", "zero1", "zero2", "zero3", "tp2", "pp2", "dp2pp2", "tp2pp2", "asymmetric", "3d"]
 
 
@@ -42,6 +44,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=6)
     add("--timed", type=int, default=3, help="steps of a turn, after one that is not timed")
     add("--warm", type=int, default=3, help="steps of an arm before its first turn")
+    add("--settling", type=int, default=14, help="the same of arms that measure in them")
+    add("--parts", nargs="+", metavar="LAYOUT=ARM,ARM", help="instead of --layouts and --arms")
     add("--beside", type=int, metavar="N",
         help="arms at once, two of them native; default: what 80 GB hold at 85M")  # fmt: skip
     add("--budget", type=float, default=3600.0, metavar="S", help="no round begins after this")
@@ -55,7 +59,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--data: no dataset {found.data}; scripts/prepare_data.py writes one")
     if found.beside is not None and found.beside < 3:
         parser.error("--beside: expected at least 3")
+    try:
+        found.plan = (
+            [part_of(text, number) for number, text in enumerate(found.parts)]
+            if found.parts
+            else ordered(found.layouts, found.arms, found.beside)
+        )
+    except ValueError as error:
+        parser.error(str(error))
     return found
+
+
+def part_of(text: str, number: int) -> Part:
+    """Of ``--parts``. Raises ValueError."""
+    layout, _, names = text.partition("=")
+    if layout not in LAYOUTS:
+        raise ValueError(f"--parts: no layout {layout!r}; expected some of {', '.join(LAYOUTS)}")
+    return layout, number, gpu_cells.arms_of(layout, [name.strip() for name in names.split(",")])
 
 
 def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[list[Arm]]:
@@ -70,9 +90,7 @@ def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[
     return [[*always, *others[i : i + room]] for i in range(0, max(1, len(others)), room)]
 
 
-def ordered(
-    layouts: Sequence[str], chosen: list[str] | None, beside: int | None
-) -> list[tuple[str, int, list[Arm]]]:
+def ordered(layouts: Sequence[str], chosen: list[str] | None, beside: int | None) -> list[Part]:
     """What is measured one after the other: the first parts of all layouts come first."""
     found = [
         (layout, number, arms)
@@ -92,33 +110,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.update(forked.environment(not asked.cpu))
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
-        context = forked.server(asked.timeout, _say)
+        tensor_parallel = any("--tp" in LAYOUTS[layout].arguments for layout, *_ in asked.plan)
+        context = forked.server(asked.timeout, _say, tensor_parallel)
         options = gpu_cells.Options(asked.size, asked.data.resolve(), folder, not asked.cpu)
-        plan = Plan(asked.warm, asked.timed, asked.rounds, asked.timeout)
+        plan = Plan(asked.warm, asked.settling, asked.timed, asked.rounds, asked.timeout)
         session = Session(context, options, plan, book, _say, deadline)
-        built = _build(asked.layouts, asked.cpu, folder)
-        for layout, number, arms in ordered(asked.layouts, asked.arms, asked.beside):
+        built = _build([arm for *_, arms in asked.plan for arm in arms], asked.cpu, folder)
+        if built is not None:  # before anything is timed; an arm that misses it will say so
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                built.wait(asked.timeout)
+            built.kill()
+        for layout, number, arms in asked.plan:
             if time.monotonic() > deadline:
                 _say(f"{layout}, part {number}: no time left")
                 continue
-            if built is not None and any(arm.zero for arm in arms):
-                with contextlib.suppress(subprocess.TimeoutExpired):  # the arm will say it
-                    built.wait(asked.timeout)
             session.run(layout, arms, number)
-        if built is not None:
-            built.kill()
     return 0
 
 
-def _build(layouts: list[str], cpu: bool, folder: Path) -> subprocess.Popen[bytes] | None:
-    """Compile DeepSpeed's quantizer, which ZeRO++ needs, beside the layouts before it."""
-    if cpu or "zero3" not in layouts:
+def _build(arms: list[Arm], cpu: bool, folder: Path) -> subprocess.Popen[bytes] | None:
+    """Compile DeepSpeed's quantizer, where an arm of ZeRO++ needs it."""
+    if cpu or not any(arm.zero for arm in arms):
         return None
     code = "from deepspeed.ops.op_builder import QuantizerBuilder as B; B().load()"
     with (folder / "quantizer.log").open("wb") as log:
         return subprocess.Popen(
-            ["nice", "-n", "19", sys.executable, "-c", code], stdout=log, stderr=log,
-            env={**os.environ, "MAX_JOBS": "4"},
+            [sys.executable, "-c", code], stdout=log, stderr=log,
+            env={**os.environ, "MAX_JOBS": "8"},
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -21,8 +22,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import one_gpu
 from training_bench import forked, gpu_losses
 from training_bench.forked import Job, JobError
+
+#: seconds of --budget that are kept for what comes after the last step
+RESERVE_S = 25.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,13 +45,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--samples", type=int, default=1, help="of 1024 tokens, of a rank in a step")
     add("--beside", type=int, default=8, metavar="N", help="trainings at once")
     add("--budget", type=float, default=1e9, metavar="S", help="what is not over then is ended")
+    add("--fit", type=int, default=0, metavar="N", help="after N: fewer --steps, if --budget asks")
     add("--timeout", type=float, default=300.0, metavar="S", help="of the start")
+    add("--nccl-steps", type=int, default=20, metavar="N",
+        help="of the first two arms over NCCL's sockets too, 0: none")  # fmt: skip
     add("--transport", default="gpu_memory")
     add("--data", type=Path, default=Path("data/gpt2"), metavar="PREFIX")
     add("--out", type=Path, default=Path("runs/gpu_losses"), metavar="FOLDER")
     add("--logs", type=Path, metavar="FOLDER", help="of the ranks; default: --out")
     add("--cpu", action="store_true", help="gloo instead of a GPU")
     found = parser.parse_args(arguments)
+    found.measured = None
     found.out, found.data = found.out.resolve(), found.data.resolve()
     found.logs = (found.logs or found.out).resolve()
     if not found.data.with_name(f"{found.data.name}_train.idx").is_file():
@@ -58,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 where a training failed."""
     asked = parse(arguments)
     began = time.monotonic()
-    os.environ.update(forked.environment(not asked.cpu, expandable=False))
+    os.environ.update(forked.environment(not asked.cpu))
     context = forked.server(asked.timeout, _say)
     cases = [case for case in gpu_losses.cases_of(asked) if not case.finished(asked.out)]
     running: dict[gpu_losses.Case, Job] = {}
@@ -67,20 +76,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while cases or running:
             while cases and len(running) < asked.beside:
                 case = cases.pop(0)
-                specs = gpu_losses.specs_of(case, asked, forked.free_port())
+                specs = gpu_losses.specs_of(case, asked, one_gpu.free_port())
                 running[case] = Job.start(context, specs, asked.timeout)
             left = began + asked.budget - time.monotonic()
             if left <= 0:
                 _say(f"time is up: {len(running)} trainings are ended, {len(cases)} never began")
                 break
             for case in _heard(running, min(left, 5.0)):
-                failed += not _go_on(case, running, asked)
+                if case in running:
+                    failed += not _go_on(case, running, asked)
+                    cases = [*_too_slow(case, running, asked, began), *cases]
     finally:
         for case, job in running.items():
             gpu_losses.keep(case, asked, finished=False)
             job.close()
     _say(f"over after {time.monotonic() - began:.1f} s")
     return int(failed > 0)
+
+
+def _too_slow(
+    case: gpu_losses.Case, running: dict[gpu_losses.Case, Job], asked: Any, began: float
+) -> list[gpu_losses.Case]:
+    """Where ``--fit`` steps say that none would end in time: end all, to be begun again shorter."""
+    seconds = asked.measured
+    if not asked.fit or seconds is None:
+        return []
+    asked.fit = 0
+    room = asked.budget - (time.monotonic() - began) - RESERVE_S
+    if asked.steps * seconds <= room:
+        return []
+    asked.steps = max(100, int(room / seconds) // 100 * 100)
+    _say(f"{case}: {seconds * 1e3:.0f} ms a step, so all take {asked.steps} steps")
+    for job in running.values():
+        job.close()
+    again = list(running)
+    running.clear()
+    return again
 
 
 def _heard(running: dict[gpu_losses.Case, Job], seconds: float) -> list[gpu_losses.Case]:
@@ -95,19 +126,22 @@ def _go_on(case: gpu_losses.Case, running: dict[gpu_losses.Case, Job], asked: An
     job = running[case]
     try:
         words = job.answers()
-        if words[0][0] == "steps":
-            _say(f"{case.name} seed {case.seed} begins")
-            for pipe in job.pipes:
-                pipe.send(("go", asked.steps, False))
+        if words[0] == ("steps", []):
+            _say(f"{case} begins")
+            wanted = asked.nccl_steps if case.nccl else asked.steps
+            job.tell("go", min(wanted, asked.fit) if asked.fit else wanted, False)
             return True
-    except (JobError, OSError) as error:
-        _say(f"{case.name} seed {case.seed} FAILED: {error}")
+        done = words[0][1] if words[0][0] == "steps" else []
+        if done and not case.nccl and len(done) < asked.steps:
+            asked.measured = statistics.median(step["seconds"] for step in done[-10:])
+            job.tell("go", asked.steps - len(done), False)
+            return True
+    except JobError as error:
+        _say(f"{case} FAILED: {error}")
         finished = False
     else:
         finished = True
-        found = gpu_losses.summary(case, asked)
-        memory = words[0][1]["memory"] / 1e9
-        _say(f"{case.name} seed {case.seed}: {found}, {memory:.1f} GB")
+        _say(f"{case}: {gpu_losses.summary(case, asked)}")
     gpu_losses.keep(case, asked, finished)
     job.close()
     del running[case]

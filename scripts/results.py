@@ -201,23 +201,28 @@ def commands(studies: Mapping[str, Study]) -> list[str]:
 def gpu_chapter_of(source: Path, out: Path) -> str:
     """Speed and losses on one GPU: *.jsonl of bench_gpu_training.py, losses/ of gpu_losses.py.
 
-    Raises Missing.
+    Raises Missing where there is neither.
     """
     rows = gpu_chapter.speed_rows(source)
     folder = source / "losses" / gpu_losses.LAYOUT
-    gpu_chapter.unpack(folder)
+    for place in (folder, source / "losses_nccl" / gpu_losses.LAYOUT):
+        gpu_chapter.unpack(place)
     study = Study.of(folder)
-    if not rows or len(study.seeds) < 2:
-        raise Missing(f"{source}: expected *.jsonl, and losses of two seeds of the baseline")
-    words = [f"{name}={study.paths(name)}" for name in study.whole]
-    result = untimed(compared(words, Wishes(need_ledger=True)))
-    draw(result, out / "gpu_loss.png", 0, f"GPT-2 small, bf16, ZeRO 1, {study.say_seeds()}")
-    figures = {"speed": rows, "loss": json.loads(as_json(result))}
+    if not rows and not study.seeds:
+        raise Missing(f"{source}: neither *.jsonl nor losses of a baseline")
+    parts, figures = [gpu_chapter.HEAD, *gpu_chapter.speed(rows, out)], {"speed": rows}
+    parts.append(gpu_chapter.LOSS.format(identity=gpu_chapter.identity(source)))
+    steps = 0
+    if study.seeds:
+        words = [f"{name}={study.paths(name)}" for name in study.whole]
+        result = untimed(compared(words, Wishes(need_ledger=True)))
+        draw(result, out / "gpu_loss.png", 0, f"GPT-2 small, bf16, ZeRO 1, {study.say_seeds()}")
+        figures["loss"] = json.loads(as_json(result))
+        parts += study.section("gpu", result, "gpu_loss.png")[1:]
+        steps = len(result.aligned.axis)
+    parts += [gpu_chapter.missing(rows, list(study.done)), gpu_chapter.notes(source)]
     (out / "gpu.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    section = study.section("gpu", result, "gpu_loss.png")
-    loss = gpu_chapter.LOSS.format(identity=gpu_chapter.identity(source))
-    parts = [gpu_chapter.HEAD, *gpu_chapter.speed(rows, out), loss, *section[1:]]
-    return "\n".join([*parts, gpu_chapter.commands(study.seeds, len(result.aligned.axis))])
+    return "\n".join([*parts, gpu_chapter.commands(study.seeds, steps)])
 
 
 BENCH = "scripts/bench_training.py"

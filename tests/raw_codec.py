@@ -35,7 +35,7 @@ class Raw(Codec):
         data.copy_(payload[: data.numel()])
 
     def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-        values = torch.empty(out.numel(), dtype=dtype)
+        values = torch.empty(out.numel(), dtype=dtype, device=out.device)
         self.decode(payload, values)
         out.add_(values)
 

@@ -76,7 +76,7 @@ def test_gpu_chapter(tmp_path: Path) -> None:
     assert results.main(["--gpu", str(source), "--out", str(out)]) == 0
     text = (out / "gpu.md").read_text()
     assert "| `recommended` | 200.0 |" in text and "| +0.20 ± 0.00 |" in text
-    assert "not compared with NCCL's" in text and str(tmp_path) not in text
+    assert "not held against NCCL's" in text and str(tmp_path) not in text
     assert "--steps 60 --seeds 0 1 2" in text
     figures = json.loads((out / "gpu.json").read_text())
     assert figures["speed"][-1]["r"] == pytest.approx(2.0) and len(figures["loss"]["runs"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
@@ -63,6 +64,9 @@ class CudaLauncher:
         #: address and context
         self._functions: dict[tuple[str, tuple[str, ...], str], tuple[int, int]] = {}
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        #: a module that a second thread puts in the place of the first's would unload that one, and
+        #: leave the addresses of its functions behind
+        self._loading = threading.Lock()
 
     def launch(
         self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
@@ -88,16 +92,19 @@ class CudaLauncher:
         cuda.init()  # torch makes the context that everything shares
         device = self._cupy.cuda.Device(self._index)
         with device:
-            module = self._modules.get((source, defines))
-            if module is None:
+            if (source, defines) not in self._modules:  # seconds where it has to be compiled
                 found = images.image(source, defines, int(device.compute_capability))
-                self._cupy.cuda.runtime.free(0)  # makes the device's context that of this thread
-                module = self._modules[source, defines] = self._cupy.cuda.Module()
-                module.load(found)
-            address = int(module.get_function(kernel).ptr)
-            both = self._functions[source, defines, kernel] = (
-                address, self._extension.current_context()
-            )  # fmt: skip
+            with self._loading:
+                module = self._modules.get((source, defines))
+                if module is None:
+                    self._cupy.cuda.runtime.free(0)  # makes the device's context this thread's
+                    module = self._cupy.cuda.Module()
+                    module.load(found)
+                    self._modules[source, defines] = module
+                address = int(module.get_function(kernel).ptr)
+                both = self._functions[source, defines, kernel] = (
+                    address, self._extension.current_context()
+                )  # fmt: skip
         return both
 
 

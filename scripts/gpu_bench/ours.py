@@ -116,7 +116,7 @@ def group_without_wire() -> Iterator[None]:
     try:
         with (
             mock.patch.object(dist, "all_to_all_single", done),
-            mock.patch.object(transport, "_all_gather_single", done),
+            mock.patch.object(transport, "all_gather_single", done),
         ):
             yield
     finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+from training_bench import preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 #: what the server imports; the second is ours and imports what is there of the rest
@@ -44,11 +45,14 @@ class Spec:
     transport: str = ""  # the backend of its process group, "" for what the program takes
 
 
-def server(timeout: float, say: Callable[[str], None]) -> ForkServerContext:
+def server(
+    timeout: float, say: Callable[[str], None], tensor_parallel: bool = False
+) -> ForkServerContext:
     """The fork server, when it has loaded everything; with torch alone where a package of the rest
     has touched the GPU at its import. Raises JobError where its ranks cannot work at all.
     """
     context, began = mp.get_context("forkserver"), time.monotonic()
+    os.environ[preloaded.TENSOR_PARALLEL] = str(int(tensor_parallel))
     # of the server's own imports; it does not look at this process's sys.path
     paths = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -57,7 +61,7 @@ def server(timeout: float, say: Callable[[str], None]) -> ForkServerContext:
         _probe(context, timeout)
     except JobError as error:
         say(f"{error}; each rank imports DeepSpeed by itself")
-        forkserver._forkserver._stop()
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
         context.set_forkserver_preload(PRELOAD[:1])
         _probe(context, timeout)
     say(f"imported in {time.monotonic() - began:.1f} s")
@@ -92,33 +96,6 @@ def _try(pipe: Connection) -> None:
         pipe.send(str(error).splitlines()[0])
 
 
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def places(rank: int, ranks: int, per_node: int, port: int, gpu: bool) -> dict[str, str]:
-    """Environment of a rank. With ``gpu`` all share the first one, each as a host of its own.
-
-    NCCL refuses two ranks of a host on a device, and tells hosts apart by NCCL_HOSTID: the ranks
-    then talk over sockets, as nodes without RDMA do.
-    """
-    node, local = divmod(rank, per_node)
-    found = {
-        "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0 if gpu else local,
-        "LOCAL_SIZE": 1 if gpu else per_node, "CROSS_RANK": node, "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    if gpu:
-        found |= {
-            "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1,
-            "NCCL_P2P_DISABLE": 1, "NCCL_SHM_DISABLE": 1,
-        }  # fmt: skip
-    return {name: str(value) for name, value in found.items()}
-
-
 @dataclass
 class Job:
     """All ranks of a training. Every call raises JobError where a rank has failed."""
@@ -146,12 +123,16 @@ class Job:
 
     def ask(self, *words: Any) -> list[Any]:
         """Send ``words`` to all ranks; their answers."""
+        self.tell(*words)
+        return self.answers()
+
+    def tell(self, *words: Any) -> None:
+        """Send ``words`` to all ranks."""
         for pipe in self.pipes:
             try:
                 pipe.send(words)
             except OSError:
                 raise JobError(self.why()) from None
-        return self.answers()
 
     def answers(self) -> list[Any]:
         """One of every rank, by rank."""
@@ -198,15 +179,12 @@ class Job:
             process.join(10)
 
 
-def environment(gpu: bool, threads: int = 1, expandable: bool = True) -> dict[str, str]:
-    """Of the server, so of all ranks. ``expandable``: segments, which no other process can map."""
-    found = {
+def environment(gpu: bool, threads: int = 1) -> dict[str, str]:
+    """Of the server, so of all ranks."""
+    return {
         "DS_ACCELERATOR": "cuda" if gpu else "cpu", "OMP_NUM_THREADS": str(threads),
         "PYTHONWARNINGS": "ignore", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # DeepSpeed's builder does not read "9.0a"
         "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0").replace("a", ""),
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
     }  # fmt: skip
-    if not gpu or not expandable:
-        found.pop("PYTORCH_CUDA_ALLOC_CONF")
-    return found

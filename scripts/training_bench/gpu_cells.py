@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import one_gpu
+
 from training_bench import cells
 from training_bench.cells import LAYOUTS, REFERENCE, Arm
-from training_bench.forked import Spec, places
+from training_bench.forked import Spec
 
 #: native, its messages cut to nothing: what a step takes without a wire
 COMPUTE = "compute"
@@ -104,14 +106,16 @@ def specs_of(layout: str, arm: Arm, steps: int, port: int, options: Options) -> 
     if arm.peer is not None:
         program = "train_peer"
         arguments += ["--method", arm.peer, "--per-node", str(place.per_node), "--start", "2"]
-    ranks = place.nodes * place.per_node
+    ranks, device = place.nodes * place.per_node, "cuda" if options.gpu else "cpu"
     first = Spec(
-        0, program, tuple(arguments), arm.block is not None, {}, "", arm.name == COMPUTE
+        0, program, tuple(arguments), arm.block is not None, {}, "", arm.name == REFERENCE
     )  # fmt: skip
     return [
         replace(
             first, rank=rank, log=f"{stem}.{rank}.log",
-            env=places(rank, ranks, place.per_node, port, options.gpu),
+            env=one_gpu.environment(
+                rank, ranks, per_node=place.per_node, port=port, device=device
+            ),
         )
         for rank in range(ranks)
     ]  # fmt: skip

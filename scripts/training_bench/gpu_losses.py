@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import one_gpu
+
 from training_bench import cells
-from training_bench.forked import Spec, places
+from training_bench.forked import Spec
 from training_bench.gpu_cells import BUCKETS
 
 BASELINE = "baseline"
@@ -38,10 +41,16 @@ class Case:
 
     name: str
     seed: int
+    #: a few steps over NCCL's sockets, to hold those of the group through memory against
+    nccl: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} seed {self.seed}{' over NCCL' if self.nccl else ''}"
 
     def folder(self, out: Path) -> Path:
         """Where its files are, as loss_study.py has them."""
-        return out / LAYOUT / self.name / f"seed{self.seed}"
+        place = out.with_name(f"{out.name}_nccl") if self.nccl else out
+        return place / LAYOUT / self.name / f"seed{self.seed}"
 
     def finished(self, out: Path) -> bool:
         """Whether it was trained to its end."""
@@ -50,10 +59,12 @@ class Case:
 
 def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
     """Arm by arm: a study that is cut off has all seeds of the first ones; or seed by seed."""
-    cases = [Case(name, seed) for name in asked.arms for seed in asked.seeds]
+    seeds = asked.seeds
+    cases = [Case(name, seed) for name in asked.arms for seed in seeds]
+    held = [Case(name, seeds[0], nccl=True) for name in asked.arms[:2] if asked.nccl_steps]
     if asked.seed_by_seed:
         cases.sort(key=lambda case: asked.seeds.index(case.seed))
-    yield from cases
+    yield from [*held, *cases]
 
 
 def settings_of(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
@@ -95,12 +106,20 @@ def specs_of(case: Case, asked: argparse.Namespace, port: int) -> list[Spec]:
     logs = case.folder(asked.logs)
     logs.mkdir(parents=True, exist_ok=True)
     first = Spec(
-        0, "train_gpt", arguments, BLOCKS[case.name] is not None, {}, "", transport=asked.transport
+        0,
+        "train_gpt",
+        arguments,
+        BLOCKS[case.name] is not None,
+        {},
+        "",
+        transport="" if case.nccl else asked.transport,
     )
     return [
         replace(
             first, rank=rank, log=str(logs / f"{rank}.log"),
-            env=places(rank, 2, 1, port, not asked.cpu),
+            env=one_gpu.environment(
+                rank, 2, port=port, device="cpu" if asked.cpu else "cuda"
+            ),
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -108,11 +127,13 @@ def specs_of(case: Case, asked: argparse.Namespace, port: int) -> list[Spec]:
 
 def summary(case: Case, asked: argparse.Namespace) -> str:
     """Of a training that is over."""
-    last = json.loads((case.folder(asked.out) / "loss.jsonl").read_text().splitlines()[-1])
-    return (
-        f"loss {last['final_loss']:.4f}, valid {last['valid_loss']:.4f}, "
-        f"{last['seconds'] / last['steps'] * 1e3:.1f} ms a step"
-    )
+    records = [json.loads(x) for x in (case.folder(asked.out) / "loss.jsonl").open()]
+    steps = [record for record in records if "step" in record]
+    found = f"{statistics.median(r['seconds'] for r in steps) * 1e3:.1f} ms a step"
+    if "summary" in records[-1]:
+        last = records[-1]
+        found += f", loss {last['final_loss']:.4f}, valid {last['valid_loss']:.4f}"
+    return found
 
 
 def keep(case: Case, asked: argparse.Namespace, finished: bool) -> None:

@@ -23,7 +23,8 @@ AUTO, ALWAYS = "recommended when auto", "recommended"
 
 def read(files: Sequence[Path]) -> list[Record]:
     """All records; ``session`` tells calls of one layout and part apart, in their order."""
-    records, session = [], -1
+    records: list[Record] = []
+    session = -1
     for file in files:
         last: tuple[Any, ...] = ()
         for text in file.read_text().splitlines():
@@ -130,7 +131,8 @@ def _figures(
 
 
 def _middle(turns: dict[Round, Record], place: Round) -> float:
-    return statistics.median(turns[place]["seconds"])
+    found: float = statistics.median(turns[place]["seconds"])
+    return found
 
 
 HEAD = ("arm", "ms a step", "tokens/s", "of native", "MB a step", "bytes", "allowed", "reached")

@@ -10,10 +10,20 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from training_bench.cells import Arm
-from training_bench.forked import Job, JobError, free_port
+import one_gpu
+
+from training_bench.cells import REFERENCE, Arm
+from training_bench.forked import Job, JobError
 from training_bench.gpu_cells import COMPUTE, Options, specs_of
 from training_bench.worker import sent_nbytes
+
+#: arms that take their first steps at once: loading libraries and kernels takes 2 s of a core
+TOGETHER = 3
+
+
+def measures(name: str) -> bool:
+    """Whether an arm times messages when it starts and in its first steps."""
+    return "auto" in name
 
 
 @dataclass(frozen=True)
@@ -21,6 +31,7 @@ class Plan:
     """Of every layout."""
 
     warm: int  # steps of an arm's first turn, which are not counted
+    settling: int  # the same of arms that measure during their first steps
     timed: int  # steps of a turn that are, after one that is not
     rounds: int
     timeout: float  # seconds of a start or a turn
@@ -58,15 +69,14 @@ class Session:
         try:
             self._start(layout, arms)
             self._say(f"{layout}: {len(self._jobs)} started in {time.monotonic() - began:.1f} s")
-            for name in list(self._jobs):
-                self._turn(name, -1, self._plan.warm)
+            self._warm([arm.name for arm in arms])
             self._say(f"{layout}: warm after {time.monotonic() - began:.1f} s")
             for number in range(self._plan.rounds):
                 if time.monotonic() > self._deadline:
                     self._say(f"{layout}: time is up after {number} rounds")
                     break
-                for name in list(self._jobs)[:: 1 if number % 2 == 0 else -1]:
-                    self._turn(name, number, self._plan.timed + 1)
+                for arm in arms[:: 1 if number % 2 == 0 else -1]:
+                    self._turn(arm.name, number, self._plan.timed + 1)
             for name in list(self._jobs):
                 self._end(name)
         finally:
@@ -78,12 +88,13 @@ class Session:
     def _start(self, layout: str, arms: list[Arm]) -> None:
         """All at once, but those that measure something before their first step: one by one."""
         plan = self._plan
-        steps = plan.warm + (plan.timed + 1) * plan.rounds + 10**6
-        later = [arm for arm in arms if "auto" in arm.name]
+        steps = plan.settling + (plan.timed + 1) * plan.rounds + 10**6
+        arms = [arm for arm in arms if arm.name != COMPUTE]  # native's ranks do it
+        later = [arm for arm in arms if measures(arm.name)]
         jobs = {}
 
         def begin(arm: Arm) -> None:
-            specs = specs_of(layout, arm, steps, free_port(), self._options)
+            specs = specs_of(layout, arm, steps, one_gpu.free_port(), self._options)
             jobs[arm.name] = Job.start(self._context, specs, plan.timeout)
 
         def ready(arm: Arm) -> None:
@@ -104,16 +115,45 @@ class Session:
             begin(arm)
             ready(arm)
 
+    def _warm(self, names: list[str]) -> None:
+        """The first steps, ``TOGETHER`` arms at once; who measures during them is alone."""
+        names = [name for name in names if name in self._jobs]
+        alone = [name for name in names if measures(name)]
+        others = [name for name in names if name not in alone]
+        groups = [others[i : i + TOGETHER] for i in range(0, len(others), TOGETHER)]
+        for group in [*groups, *([name] for name in alone)]:
+            steps = self._plan.settling if measures(group[0]) else self._plan.warm
+            before, told = sent_nbytes("lo"), []
+            for name in group:
+                try:
+                    self._jobs[name].tell("go", steps, False)
+                    told.append(name)
+                except JobError as error:
+                    self._failed(name, self._jobs[name], error)
+            for name in told:
+                self._heard(name, -1, steps, before)
+
     def _turn(self, name: str, number: int, steps: int) -> None:
-        """``steps`` of one arm, written down but for the first; bytes are the interface's."""
-        job = self._jobs[name]
-        before, start = sent_nbytes("lo"), time.perf_counter()
-        try:
-            ranks = [steps for _, steps in job.ask("go", steps, name == COMPUTE and number >= 0)]
-        except JobError as error:
-            self._failed(name, job, error)
+        """``steps`` of one arm, of which the first is not kept; bytes are the interface's."""
+        owner = REFERENCE if name == COMPUTE else name
+        if owner not in self._jobs:
             return
-        took = time.perf_counter() - start
+        before = sent_nbytes("lo")
+        try:
+            self._jobs[owner].tell("go", steps, name == COMPUTE)
+        except JobError as error:
+            self._failed(owner, self._jobs[owner], error)
+            return
+        self._heard(name, number, steps, before)
+
+    def _heard(self, name: str, number: int, steps: int, before: int) -> None:
+        """Wait for the end of a turn and write it down."""
+        owner = REFERENCE if name == COMPUTE else name
+        try:
+            ranks = [found for _, found in self._jobs[owner].answers()]
+        except JobError as error:
+            self._failed(owner, self._jobs[owner], error)
+            return
         sent = (sent_nbytes("lo") - before) / steps
         seconds = [max(rank["seconds"] for rank in each) for each in zip(*ranks, strict=True)]
         kept = seconds[1:] if number >= 0 else seconds
@@ -122,10 +162,9 @@ class Session:
                 "kind": "turn", **self._head, "arm": name, "round": number,
                 "seconds": [round(value, 6) for value in kept], "sent": round(sent),
                 "loss": ranks[0][-1]["loss"], "samples": ranks[0][-1]["samples"],
-                "wall": round(took, 4),
             }
         )  # fmt: skip
-        if number < 0:
+        if number <= 0:
             shown = " ".join(f"{value * 1e3:.0f}" for value in seconds)
             self._say(f"  {name}: {shown} ms, {sent / 1e6:.1f} MB, loss {ranks[0][-1]['loss']:.3f}")
 

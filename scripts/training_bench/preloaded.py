@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -9,13 +10,23 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 if str(SCRIPTS) not in sys.path:
     sys.path.insert(0, str(SCRIPTS))
 
-for name in (
-    "numpy", "torch.distributed", "deepspeed", "deepspeed.runtime.pipe.engine",
-    "megatron.core.tensor_parallel", "gpt.model", "gpt.loop", "gpt.tensor_parallel", "train_gpt",
-    "train_peer", "peers.trainer", "hybridcomp", "training_bench.gpu_rank",
+#: a variable: 1 where ranks will need Megatron-core too
+TENSOR_PARALLEL = "TRAINING_BENCH_TENSOR_PARALLEL"
+NAMES = [
+    "numpy", "torch.distributed", "deepspeed", "deepspeed.runtime.pipe.engine", "gpt.model",
+    "gpt.loop", "train_gpt", "train_peer", "peers.trainer", "hybridcomp",
     # what an engine and the first step import, 4 s a rank
     "torch._dynamo", "torch._inductor.codegen.triton",
-):  # fmt: skip
-    # a package that is not installed is missed by the arm that needs it, with its own message
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
+]  # fmt: skip
+MEGATRON = ["megatron.core.tensor_parallel", "gpt.tensor_parallel"]
+
+
+def load() -> None:
+    """All of it; of a package that is not installed the arm that needs it will say so."""
+    for name in [*NAMES, *(MEGATRON if os.environ.get(TENSOR_PARALLEL) == "1" else [])]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+if os.environ.get(TENSOR_PARALLEL) is not None:
+    load()

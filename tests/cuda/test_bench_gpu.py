@@ -306,6 +306,11 @@ def test_table_json_and_picture(
     assert json.loads((tmp_path / "b.json").read_text())["size_exchange"] is None
 
 
+def test_a_command_is_told_without_its_files(modules: dict[str, Any]) -> None:
+    words = ["--only", "fp8", "--md", "/a/b.md", "--json=c", "--repeats", "3", "--png", "d"]
+    assert modules["script"].without_files(words) == ["--only", "fp8", "--repeats", "3"]
+
+
 def test_parts_of_names_choose_what_is_measured(modules: dict[str, Any]) -> None:
     sources = modules["script"].sources
     assert list(sources(("BLOCKINT 4", "triton"))) == [

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,3 +190,25 @@ def test_a_kernel_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (11, 99, 3, 1, 256, 1001, None, 5, 2**63), (11, 99, 2, 4, 64, 1001, b"12345678"),
     ]  # fmt: skip
     cupy.cuda.Device.assert_called_with(1)
+
+
+def test_threads_that_come_at_once_share_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that lost its place would be unloaded, and its functions' addresses kept."""
+    cupy, both = mock.MagicMock(), threading.Barrier(2, timeout=20)
+    cupy.cuda.Device.return_value.compute_capability = "90"
+    cupy.cuda.Module.return_value.get_function.return_value = mock.Mock(ptr=11)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(launcher, "_extension", mock.MagicMock())
+    monkeypatch.setattr(launcher, "_stream_getter", lambda: lambda index: 1000 + index)
+    monkeypatch.setattr(launcher.cuda, "init", lambda: None)
+
+    def image(*args: object) -> bytes:
+        both.wait()  # both have seen that there is no module
+        return b"image"
+
+    found = CudaLauncher(torch.device("cuda", 0))
+    with mock.patch.object(images, "image", image), ThreadPoolExecutor(2) as threads:
+        for kernel in ("mpc_encode", "mpc_decode"):
+            threads.submit(found.launch, "mpc.cu", (), kernel, (1, 1))
+    assert cupy.cuda.Module.call_count == 1
+    assert set(found._functions) == {("mpc.cu", (), k) for k in ("mpc_encode", "mpc_decode")}

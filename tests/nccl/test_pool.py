@@ -12,10 +12,10 @@ from tests.nccl.pool import NcclPool
 
 def test_a_pool_runs_says_who_failed_and_starts_anew() -> None:
     with NcclPool(2, per_node=2, device="cpu") as pool:
-        assert pool.run(_where) == [(0, 2, "gloo", "0"), (1, 2, "gloo", "0")]
+        assert pool.run(_where, timeout=240) == [(0, 2, "gloo", "0"), (1, 2, "gloo", "0")]
         with pytest.raises(AssertionError, match=r"rank 1 of 2:\n(.*\n)*ZeroDivisionError"):
-            pool.run(_fails)
-        assert pool.run(_where)[1][0] == 1  # on new ones
+            pool.run(_fails, timeout=240)
+        assert pool.run(_where, timeout=240)[1][0] == 1  # on new ones
 
 
 def _where() -> tuple[int, int, str, str]:
