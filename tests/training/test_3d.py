@@ -163,8 +163,9 @@ def test_bytes_are_the_closed_form(four: Results) -> None:
         assert messages == 2 * sets * (reduced[way] + gathered[way])
         assert native == 0
         assert raw == 2 * sets * 4 * (reduced[way] * ACTIVATION + gathered[way] * piece)
-        # an all-reduce sends a half, and the sum of the other half
-        expected = 2 * sets * (2 * reduced[way] + gathered[way]) * blockint_nbytes(piece, bits)
+        # two ranks swap all of an activation that they reduce
+        swapped = reduced[way] * blockint_nbytes(ACTIVATION, bits)
+        expected = 2 * sets * (swapped + gathered[way] * blockint_nbytes(piece, bits))
         assert wire == pytest.approx(expected, rel=0.01)
         messages, native, raw, wire = total["pp", way]
         beside = raw - 2 * sets * 4 * piece  # descriptions of the partition, message of shapes
