@@ -126,7 +126,7 @@ def in_process() -> Iterator[None]:
     dist = SimpleNamespace(all_to_all_single=_all_to_all_single, isend=_isend, irecv=_irecv)
     patches: list[Any] = [
         patch.object(transport, "dist", dist),
-        patch.object(transport, "_all_gather_single", _all_gather_single),
+        patch.object(transport, "all_gather_single", _all_gather_single),
         patch.object(mesh, "suits", lambda device, group: False),
     ]
     names = {"get_rank": lambda group: group.rank, "get_world_size": lambda g: g.board.size}
