@@ -33,8 +33,7 @@ struct PairsBf16 {
         asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
         return found;
 #else
-        u32 x = a & 0x7fff7fffu, y = b & 0x7fff7fffu;
-        return larger(x & 0xffffu, y & 0xffffu) | larger(x & 0xffff0000u, y & 0xffff0000u);
+        return largest_pair(a & 0x7fff7fffu, b & 0x7fff7fffu);
 #endif
     }
     HC_INLINE u32 difference(u32 a, u32 b) {
@@ -46,7 +45,7 @@ struct PairsBf16 {
         return narrow(low(a) - low(b), high(a) - high(b));
 #endif
     }
-    HC_INLINE u32 magnitude(u32 half) { return half << 16; }
+    HC_INLINE u32 magnitude(u32 half) { return NarrowBf16::magnitude(half); }
 };
 
 struct PairsFp16 {
@@ -61,8 +60,7 @@ struct PairsFp16 {
         asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
         return found;
 #else
-        u32 x = a & 0x7fff7fffu, y = b & 0x7fff7fffu;
-        return larger(x & 0xffffu, y & 0xffffu) | larger(x & 0xffff0000u, y & 0xffff0000u);
+        return largest_pair(a & 0x7fff7fffu, b & 0x7fff7fffu);
 #endif
     }
     HC_INLINE u32 difference(u32 a, u32 b) {
@@ -74,9 +72,7 @@ struct PairsFp16 {
         return narrow(low(a) - low(b), high(a) - high(b));
 #endif
     }
-    HC_INLINE u32 magnitude(u32 half) {
-        return half > 0x7c00 ? QUIET_NAN_BITS : float_bits(widen_fp16(half));
-    }
+    HC_INLINE u32 magnitude(u32 half) { return NarrowFp16::magnitude(half); }
 };
 
 // The 16 values of a block, as they are stored.
