@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
-from hybridcomp.feedback import Piece
-from hybridcomp.monitor import Reporter
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.reporter import Reporter
 from tests.ranks import run_ranks
 
 NUMEL = 256

@@ -10,7 +10,7 @@ import torch
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.guard import Guard
+from hybridcomp.channels.guard import Guard
 from hybridcomp.policy import Limits
 
 BLOCKINT = {"codec": "blockint", "bits": 4}

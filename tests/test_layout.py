@@ -156,6 +156,6 @@ def test_import_needs_no_upstream() -> None:
         "import hybridcomp\n"
         "hybridcomp.install()\n"
         "hybridcomp.CompressionConfig\n"
-        "import hybridcomp.channels, hybridcomp.monitor, hybridcomp.cli\n"
+        "import hybridcomp.channels, hybridcomp.reporter, hybridcomp.cli\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,18 +9,26 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels.channel import TWO_LEVELS, Channel
-from hybridcomp.channels.host import HostMoves, Packed
-from hybridcomp.collectives.clock import HOST, SILENT, Clock
+from hybridcomp.channels.host_copies import HostMoves, Packed
+from hybridcomp.collectives.wire.clock import HOST, SILENT, Clock
 from hybridcomp.config import CompressionConfig
-from hybridcomp.factors import Factors
-from hybridcomp.feedback import Residuals
-from hybridcomp.guard import Guard
-from hybridcomp.ledger import Ledger
-from hybridcomp.link import WARM, Link, judge, judge_seen
-from hybridcomp.nodes import Nodes, Ranks, discover
+from hybridcomp.channels.low_rank import Factors
+from hybridcomp.channels.error_feedback import Residuals
+from hybridcomp.channels.guard import Guard
+from hybridcomp.channels.ledger import Ledger
+from hybridcomp.autotune.verdicts import WARM, Link, judge, judge_seen
+from hybridcomp.topology import Nodes, Ranks, discover
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
-from hybridcomp.seen import Seen
-from hybridcomp.trials import Place, Sent, agree_on, gathers, has_room, messages, reductions
+from hybridcomp.autotune.observed import Seen
+from hybridcomp.autotune.trials import (
+    Place,
+    Sent,
+    agree_on,
+    gathers,
+    has_room,
+    messages,
+    reductions,
+)
 
 __all__ = [
     "ATTRIBUTE", "NAME", "Channel", "Channels", "HostMoves", "Packed", "Sent", "channels_of",

@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config.problems import problem
+from hybridcomp.config.error_messages import problem
 from hybridcomp.config.ramp import RampConfig, moving, rungs
-from hybridcomp.config.settings import (
+from hybridcomp.config.codec_settings import (
     GRADIENT_CODEC,
     NONE,
     ZFP_FEEDBACK_RATE,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu_bench.measure import Work
 from hybridcomp import kernels
-from hybridcomp.kernels import images
+from hybridcomp.kernels.cuda import images
 from hybridcomp.kernels.cuda import CudaKernels
 
 Image = tuple[str, tuple[str, ...]]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.kernels import images
+from hybridcomp.kernels.cuda import images
 
 HERE = Path(__file__).resolve().parent
 KERNELS = images.FOLDER

@@ -27,7 +27,7 @@ from hybridcomp.collectives import (
     reduce_scatter,
     send,
 )
-from hybridcomp.kernels import images
+from hybridcomp.kernels.cuda import images
 from hybridcomp.kernels.cuda import CudaKernels
 from tests.codecs import arrays
 from tests.cuda.common import (

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp import channels as channels_module
-from hybridcomp import trials
+from hybridcomp.autotune import trials
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.config import CompressionConfig
-from hybridcomp.trials import Planned
+from hybridcomp.autotune.trials import Planned
 from tests.patches.link_clock import clock
 from tests.ranks import RankPool
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from hybridcomp import recheck
+from hybridcomp.autotune import recheck
 from hybridcomp.channels import Channels, channels_of
 from tests.patches.link_clock import clock
 from tests.ranks import RankPool

@@ -11,7 +11,7 @@ import pytest
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches import process
+from hybridcomp import process
 
 
 class Engine:
