@@ -108,9 +108,9 @@ def resync(engine: Any = None) -> None:
 
     Raises ConfigError where nothing is compressed, which has nothing to resynchronize.
     """
+    from hybridcomp import process
     from hybridcomp.channels import channels_of
     from hybridcomp.errors import ConfigError
-    from hybridcomp import process
 
     channels = process.current() if engine is None else channels_of(engine)
     if channels is None:

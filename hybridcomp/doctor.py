@@ -11,8 +11,8 @@ import torch
 
 from hybridcomp.codecs import CODECS, make_codec
 from hybridcomp.errors import HybridcompError
-from hybridcomp.kernels.cuda import setup, images
 from hybridcomp.kernels import kernels_of
+from hybridcomp.kernels.cuda import images, setup
 from hybridcomp.kernels.cuda.setup import CudaSetup
 
 #: what stands in front of a line

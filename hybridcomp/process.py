@@ -22,8 +22,8 @@ from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
 from hybridcomp.errors import ConfigError
-from hybridcomp.reporter import Reporter
 from hybridcomp.policy import DIRECTIONS, Dimension
+from hybridcomp.reporter import Reporter
 
 #: environment variable with the path of a block, or of a file that holds one under "compression"
 ENVIRONMENT = "HYBRIDCOMP_CONFIG"

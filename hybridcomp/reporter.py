@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
+from hybridcomp.channels.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import CompressionConfig, LedgerConfig
 from hybridcomp.metric_names import CONFIG_BLOCK, CONFIG_CODECS, FIGURES, RESIDUAL_NORM, event_name
-from hybridcomp.channels.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
 from hybridcomp.policy import ONE_WAY
 
 #: name and figure, as DeepSpeed's monitors take them

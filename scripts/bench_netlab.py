@@ -52,7 +52,11 @@ def rank_main(megabytes: int, rounds: int, sizes: Sequence[int]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     values = torch.randn(megabytes * (1 << 20) // 4)
-    wire = {"native": native_nbytes.all_reduce_nbytes(values.numel(), values.dtype, dist.get_world_size())}
+    wire = {
+        "native": native_nbytes.all_reduce_nbytes(
+            values.numel(), values.dtype, dist.get_world_size()
+        )
+    }
     usual = pipelining.SEGMENT, pipelining.HALF
     runs: dict[str, Callable[[], object]] = {"native": lambda: dist.all_reduce(values)}
 

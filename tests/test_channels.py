@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
-from hybridcomp.config import CompressionConfig
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.config import CompressionConfig
 from hybridcomp.reporter import Reporter
 from tests.ranks import run_ranks
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import parameter_deltas
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channels, parameter_deltas
 from hybridcomp.config import CompressionConfig
 from tests.ranks import RankPool
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hybridcomp.channels import Channels
+from hybridcomp.channels.ledger import Key, Ledger, entries_of, line
 from hybridcomp.collectives.wire.clock import HOST, SILENT, DeviceClock
 from hybridcomp.collectives.wire.meter import Meter
 from hybridcomp.config import CompressionConfig
-from hybridcomp.channels.ledger import Key, Ledger, entries_of, line
 from hybridcomp.reporter import events_of
 from tests.device_events import Device
 

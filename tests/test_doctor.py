@@ -7,7 +7,7 @@ import torch
 
 from hybridcomp import cli, doctor
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels.cuda import setup, images
+from hybridcomp.kernels.cuda import images, setup
 from hybridcomp.kernels.cuda.setup import CudaSetup
 
 H100, V100 = (("NVIDIA H100", 90),), (("Tesla V100", 70),)

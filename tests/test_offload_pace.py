@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridcomp.autotune.verdicts import Verdict
 from hybridcomp.channels import Channels
 from hybridcomp.channels.host_pace import TIMED, TURNS, WARM_UP, Pace
 from hybridcomp.config import CompressionConfig
-from hybridcomp.autotune.verdicts import Verdict
 
 CPU = torch.device("cpu")
 BOTH = {"codec": "blockint", "bits": 8, "when": "auto"}

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune import recheck
-from hybridcomp.policy import Dimension
 from hybridcomp.autotune.recheck import CELLS, REHEARSED, Finding, Recheck, told
+from hybridcomp.policy import Dimension
 
 CPU = torch.device("cpu")
 NAMES: tuple[Dimension, ...] = ("dp", "zero", "tp")

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.agreement import tell
-from hybridcomp.codecs.base import Codec
-from hybridcomp.topology import Ranks, ranks_of
-from hybridcomp.policy import Dimension, Direction
 from hybridcomp.autotune.trials import Planned
+from hybridcomp.codecs.base import Codec
+from hybridcomp.policy import Dimension, Direction
+from hybridcomp.topology import Ranks, ranks_of
 
 
 @dataclass(frozen=True)

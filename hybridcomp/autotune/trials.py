@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hybridcomp import collectives
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
-from hybridcomp.collectives.hierarchical import reductions as hierarchy
+from hybridcomp.collectives.hierarchical import two_levels as hierarchy
 from hybridcomp.collectives.wire.transport import all_gather_single
 
 #: runs collectives to their end

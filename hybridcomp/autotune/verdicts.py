@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune import recheck
-from hybridcomp.policy import Dimension
 from hybridcomp.autotune.recheck import Recheck
 from hybridcomp.autotune.trials import Run, Sent, room_for
+from hybridcomp.policy import Dimension
 
 #: values of a message of a trial, one after the other
 SIZES = (1 << 19, 1 << 21, 1 << 23)

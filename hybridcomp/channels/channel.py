@@ -19,18 +19,18 @@ from torch import Tensor
 from hybridcomp import collectives
 from hybridcomp.channels import reductions
 from hybridcomp.channels.codec_choice import Choice
+from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.channels.error_samples import Samples
+from hybridcomp.channels.replicated import Exact, stretches_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, Levels, OwnedRange, ReduceScatterHandle
-from hybridcomp.collectives.hierarchical import reductions
+from hybridcomp.collectives.hierarchical import two_levels
 from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.channels.replicated import Exact, stretches_of
-from hybridcomp.channels.error_feedback import Piece
-from hybridcomp.topology import Reach
 from hybridcomp.policy import Dimension, Direction
+from hybridcomp.topology import Reach
 
 if TYPE_CHECKING:
-    from hybridcomp.channels import Channels
+    from hybridcomp.channels.engine_channels import Channels
 
 H = TypeVar("H", Handle, ReduceScatterHandle)
 
@@ -165,7 +165,7 @@ class Channel(Choice):
         levels, reach = self._levels(group), self._reach(group)
         if levels is not None:
             meter = self.meter(shard.device, frozenset(range(levels.nodes)))
-            handle = reductions.all_gather(
+            handle = two_levels.all_gather(
                 shard, out, codec, levels, meter=meter, cuts=cuts, async_op=async_op
             )
         else:

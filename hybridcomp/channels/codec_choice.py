@@ -18,7 +18,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.policy import DIRECTIONS, ONE_WAY, Dimension, Direction, Traffic
 
 if TYPE_CHECKING:
-    from hybridcomp.channels import Channels
+    from hybridcomp.channels.engine_channels import Channels
 
 
 class Choice:

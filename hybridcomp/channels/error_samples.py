@@ -15,7 +15,7 @@ from hybridcomp.collectives.wire.chunks import stretches
 from hybridcomp.policy import Dimension, Direction
 
 if TYPE_CHECKING:
-    from hybridcomp.channels import Channels
+    from hybridcomp.channels.engine_channels import Channels
 
 #: elements of a message that the sampled error looks at
 SAMPLE_NUMEL = 65536

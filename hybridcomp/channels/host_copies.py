@@ -24,6 +24,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from hybridcomp.channels.error_samples import SAMPLE_NUMEL
 from hybridcomp.channels.host_landing import (
     CHUNK_NUMEL,
     LONG_NUMEL,
@@ -33,14 +34,13 @@ from hybridcomp.channels.host_landing import (
     fewer_threads,
 )
 from hybridcomp.channels.host_pace import Pace
-from hybridcomp.channels.error_samples import SAMPLE_NUMEL
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire.buffers import POOL
 from hybridcomp.collectives.wire.meter import Meter
 from hybridcomp.policy import Direction
 
 if TYPE_CHECKING:
-    from hybridcomp.channels import Channels
+    from hybridcomp.channels.engine_channels import Channels
 
 #: payloads that may be on their way to the device
 UPLOADS = 4

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.channels.error_feedback import Piece, Residuals
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.collectives import Handle, Meter, OwnedRange, ReduceScatterHandle
+from hybridcomp.collectives.low_rank import Matrix, Measure, low_rank_sum
 from hybridcomp.collectives.wire.clock import HOST, Clock
 from hybridcomp.collectives.wire.handle import Pending, Steps
-from hybridcomp.collectives.low_rank import Matrix, Measure, low_rank_sum
-from hybridcomp.channels.error_feedback import Piece, Residuals
 
 
 @dataclass

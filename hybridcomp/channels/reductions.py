@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hybridcomp import collectives
 from hybridcomp.channels import low_rank as factors
+from hybridcomp.channels.error_feedback import Hop, Piece, Residuals, borders, cut
+from hybridcomp.channels.low_rank import Factors, Place
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
@@ -28,11 +30,9 @@ from hybridcomp.collectives import (
     chunk_ranges,
     plan_reduction,
 )
-from hybridcomp.collectives.hierarchical import reductions, owners
-from hybridcomp.collectives.wire.clock import HOST, Clock
+from hybridcomp.collectives.hierarchical import owners, two_levels
 from hybridcomp.collectives.low_rank import Measure
-from hybridcomp.channels.low_rank import Factors, Place
-from hybridcomp.channels.error_feedback import Hop, Piece, Residuals, borders, cut
+from hybridcomp.collectives.wire.clock import HOST, Clock
 
 #: is shown what is about to be encoded, with which codec, where that may not reach across, and
 #: the residual of the same values
@@ -77,7 +77,7 @@ class Spot:
 
     def within(self, numel: int) -> tuple[int, int]:
         """``[start, stop)`` of a message that this rank encodes."""
-        return (0, numel) if self.levels is None else reductions.stretch(numel, self.levels)
+        return (0, numel) if self.levels is None else two_levels.stretch(numel, self.levels)
 
     def cuts(self, codec: Codec, pieces: Sequence[Piece] | None) -> list[int]:
         """Where ``codec`` may not reach across, in what this rank encodes."""
@@ -156,7 +156,7 @@ def all_reduce(
         spot.probe(values, codecs[0], cuts, residual)
 
     if spot.levels is not None:
-        handle = reductions.all_reduce(
+        handle = two_levels.all_reduce(
             tensor,
             codec,
             spot.levels,
@@ -203,7 +203,7 @@ def reduce_scatter(
         residual = spot.residuals.get("sender", flat, spot.encoders, shards[0], last=True)
         residuals = list(torch.split(residual, [shards[rank].numel() for rank in encoded]))
     if levels is not None:
-        handle = reductions.reduce_scatter(
+        handle = two_levels.reduce_scatter(
             shards,
             codec,
             levels,

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.collectives.native_nbytes import all_reduce_nbytes
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.collectives.native_nbytes import all_reduce_nbytes
+from hybridcomp.collectives.wire.meter import Meter
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.owner_plan import Piece
 from hybridcomp.collectives.wire.encoding import Job, decode_fp32
 from hybridcomp.collectives.wire.exchange import exchange
 from hybridcomp.collectives.wire.handle import Steps
 from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.collectives.owner_plan import Piece
 from hybridcomp.collectives.wire.pipelining import Range, segments
 
 

@@ -9,11 +9,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire.buffers import POOL
-from hybridcomp.collectives.wire.chunks import chunk_ranges, stretches
-from hybridcomp.collectives.wire.encoding import check_residual, check_values, sent_dtype
-from hybridcomp.collectives.wire.handle import Pending, Steps
-from hybridcomp.collectives.wire.meter import Meter
 from hybridcomp.collectives.owner_plan import (
     OwnedRange,
     cut_at_chunks,
@@ -21,9 +16,14 @@ from hybridcomp.collectives.owner_plan import (
     merge_neighbours,
     plan_reduction,
 )
-from hybridcomp.collectives.wire.pipelining import Range, overlapped, segments
 from hybridcomp.collectives.owner_scatter import piece_segments, place, spread
 from hybridcomp.collectives.reduce_parts import Part, sum_parts
+from hybridcomp.collectives.wire.buffers import POOL
+from hybridcomp.collectives.wire.chunks import chunk_ranges, stretches
+from hybridcomp.collectives.wire.encoding import check_residual, check_values, sent_dtype
+from hybridcomp.collectives.wire.handle import Pending, Steps
+from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives.wire.pipelining import Range, overlapped, segments
 from hybridcomp.errors import CodecError
 
 

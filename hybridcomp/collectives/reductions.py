@@ -11,6 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.fused import adjacent, fused_all_reduce, fused_reduce_scatter
+from hybridcomp.collectives.pair_exchange import pair_all_reduce
+from hybridcomp.collectives.quantizations import all_reduce_codecs, both_fused
+from hybridcomp.collectives.reduce_parts import Part, sum_parts
 from hybridcomp.collectives.wire.buffers import POOL
 from hybridcomp.collectives.wire.chunks import chunk_ranges, stretches
 from hybridcomp.collectives.wire.encoding import (
@@ -23,13 +27,9 @@ from hybridcomp.collectives.wire.encoding import (
     show_overflow,
 )
 from hybridcomp.collectives.wire.exchange import gather, gather_room
-from hybridcomp.collectives.fused import adjacent, fused_all_reduce, fused_reduce_scatter
 from hybridcomp.collectives.wire.handle import Handle, ReduceScatterHandle, Steps
-from hybridcomp.collectives.quantizations import all_reduce_codecs, both_fused
 from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.collectives.pair_exchange import pair_all_reduce
 from hybridcomp.collectives.wire.pipelining import Range, overlapped, segments
-from hybridcomp.collectives.reduce_parts import Part, sum_parts
 from hybridcomp.errors import CodecError
 
 

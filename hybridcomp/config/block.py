@@ -18,16 +18,16 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config import summary
 from hybridcomp.config.bounds import check_kept
-from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
-from hybridcomp.config.presets import PRESETS, overridden
-from hybridcomp.config.error_messages import NOTHING, near_key, problem, translate
 from hybridcomp.config.codec_settings import NONE, Strict
+from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
 from hybridcomp.config.directional import (
     ActivationConfig,
     OffloadConfig,
     PipelineConfig,
     TensorConfig,
 )
+from hybridcomp.config.error_messages import NOTHING, near_key, problem, translate
+from hybridcomp.config.presets import PRESETS, overridden
 from hybridcomp.policy import (
     DIMENSIONS,
     DIRECTIONS,

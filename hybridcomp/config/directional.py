@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from hybridcomp.config.codec_settings import CodecSettings, build_codec
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.error_messages import problem
-from hybridcomp.config.codec_settings import CodecSettings, build_codec
 from hybridcomp.policy import DIRECTIONS, Direction
 
 

@@ -11,8 +11,8 @@ from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.bounded import Bounded
 from hybridcomp.config.bounds import figures
-from hybridcomp.config.presets import PRESETS
 from hybridcomp.config.codec_settings import NONE
+from hybridcomp.config.presets import PRESETS
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension
 
 if TYPE_CHECKING:

@@ -17,24 +17,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridcomp import process
 from hybridcomp.agreement import agree, versions
-from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of
+from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of, checkpoint
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
-from hybridcomp.reporter import Reporter, describe_run, report_interval
-from hybridcomp.topology import ranks_of
+from hybridcomp.patches import modules_of
 from hybridcomp.patches.ds import (
-    layer_scope,
     check,
     exact_weights,
     job_facts,
+    layer_scope,
     record,
     step_messages,
 )
-from hybridcomp.channels import checkpoint
-from hybridcomp.patches import modules_of
 from hybridcomp.patches.neox import rules
-from hybridcomp import process
 from hybridcomp.patching import Seam
+from hybridcomp.reporter import Reporter, describe_run, report_interval
+from hybridcomp.topology import ranks_of
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.engine"

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridcomp.channels import Channels
-from hybridcomp.patches.shared.routing import make_stand_in
+from hybridcomp.patches.ds.job_facts import DOMINO
 from hybridcomp.patches.ds.layer_scope import (
     REQUIREMENT,
     TENSOR,
@@ -33,11 +33,11 @@ from hybridcomp.patches.ds.layer_scope import (
     upstream_has,
     whose,
 )
-from hybridcomp.patches.ds.job_facts import DOMINO
 from hybridcomp.patches.shared.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,
 )
+from hybridcomp.patches.shared.routing import make_stand_in
 from hybridcomp.patching import Seam
 
 LAYERS = "deepspeed.module_inject.layers"

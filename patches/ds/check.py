@@ -12,8 +12,8 @@ from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import offload_rules
-from hybridcomp.patches.neox import rules as neox_rules
 from hybridcomp.patches.ds.rules import RULES
+from hybridcomp.patches.neox import rules as neox_rules
 from hybridcomp.patches.shared.rules import Job, Rule
 from hybridcomp.policy import DIMENSIONS, Dimension
 

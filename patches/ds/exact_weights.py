@@ -4,9 +4,9 @@ Training computes with decoded weights, a checkpoint holds exact ones: the modul
 gathered natively to be saved, and are given back what training computed with after it. That is what
 the last gather's bytes decode to: encoded again from the masters, which gives the same bytes. With
 ``delta`` it depends on all steps before: it is put together from the shares that the ranks keep
-(``hybridcomp.channels.parameter_deltas``), and each rank saves its own beside the checkpoint, so that a resumed run
-goes on bit for bit. Stage 3 saves partitions, which only ``offload`` encodes, on their way to the
-device.
+(``channels/parameter_deltas.py``), and each rank saves its own beside the checkpoint, so that a
+resumed run goes on bit for bit. Stage 3 saves partitions, which only ``offload`` encodes, on their
+way to the device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import parameter_deltas
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channels, parameter_deltas
 from hybridcomp.patches.ds import offload_sums
 
 FORMAT = 1
@@ -125,7 +124,11 @@ def _load(folder: Path, engine: Any, channels: Channels) -> None:
     for share, (flat, _, _) in zip(shares, groups, strict=True):
         if share is not None:
             own = share.to(flat.device)
-            setattr(flat, parameter_deltas.ATTRIBUTE, parameter_deltas.Reference(own, channels.generation))
+            setattr(
+                flat,
+                parameter_deltas.ATTRIBUTE,
+                parameter_deltas.Reference(own, channels.generation),
+            )
     _spread(engine, channels)
 
 

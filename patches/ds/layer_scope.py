@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from hybridcomp import process
 from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.errors import ConfigError
-from hybridcomp import process
 from hybridcomp.patches.shared.routing import Layers
 from hybridcomp.policy import Dimension, Direction
 

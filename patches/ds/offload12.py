@@ -31,6 +31,7 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels, HostMoves, channels_of
 from hybridcomp.codecs.base import Codec
+from hybridcomp.patches.ds.offload_accumulation import add_on_host, adds_on_device, sums_of
 from hybridcomp.patches.ds.offload_sums import (
     Uploads,
     at_boundary,
@@ -41,7 +42,6 @@ from hybridcomp.patches.ds.offload_sums import (
     settle,
     upload,
 )
-from hybridcomp.patches.ds.offload_accumulation import add_on_host, adds_on_device, sums_of
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"

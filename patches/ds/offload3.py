@@ -28,6 +28,7 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.codecs.base import Codec
+from hybridcomp.patches.ds.offload_accumulation import add_on_host, adds_on_device, sums_of
 from hybridcomp.patches.ds.offload_sums import (
     at_boundary,
     close_step,
@@ -36,7 +37,6 @@ from hybridcomp.patches.ds.offload_sums import (
     settle,
     upload,
 )
-from hybridcomp.patches.ds.offload_accumulation import add_on_host, adds_on_device, sums_of
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels import Channels, Packed
-from hybridcomp.codecs.base import Codec
 from hybridcomp.channels.checkpoint import say
+from hybridcomp.codecs.base import Codec
 
 #: attribute of an optimizer: its Sums
 ATTRIBUTE = "_hybridcomp_sums"

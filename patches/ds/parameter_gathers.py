@@ -11,7 +11,7 @@ Seams:
 
 Every rank, the owner included, computes with what the same bytes decode to. The fp32 master weights
 of the optimizer are a copy of their own at every stage and stay exact, so errors do not add up.
-With ``delta`` the bytes say what changed since the last gather (``hybridcomp.channels.parameter_deltas``).
+With ``delta`` the bytes say what changed since the last gather (``channels/parameter_deltas.py``).
 
 Exact, because written back or saved: ``GatheredParameters``, checkpoint consolidation and the
 refresh of persistent parameters (they call other functions); the first fetch of persistent
@@ -33,8 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import parameter_deltas
-from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of
+from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of, parameter_deltas
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import native_nbytes
 from hybridcomp.patching import Seam
@@ -154,7 +153,9 @@ def _gather_deltas(
     for start in range(0, numel, chunk):
         stop = min(start + chunk, numel)
         raw = native_nbytes.all_gather_nbytes(stop - start, flat.dtype, world_size)
-        parameter_deltas.gather(channel, flat, codec, group, raw_nbytes=raw, columns=(start, stop)).wait()
+        parameter_deltas.gather(
+            channel, flat, codec, group, raw_nbytes=raw, columns=(start, stop)
+        ).wait()
     return True
 
 

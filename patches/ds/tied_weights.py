@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import NAME, Channel, Channels, channels_of
+from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.collectives import native_nbytes
 from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"

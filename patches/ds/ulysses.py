@@ -25,7 +25,6 @@ from typing import Any
 from torch import Tensor
 
 from hybridcomp.channels import Channels
-from hybridcomp.patches.shared.routing import make_stand_in
 from hybridcomp.patches.ds.layer_scope import (
     REQUIREMENT,
     SEQUENCE,
@@ -39,6 +38,7 @@ from hybridcomp.patches.ds.layer_scope import (
     upstream_has,
 )
 from hybridcomp.patches.shared.collective_wrappers import make_all_to_all_single
+from hybridcomp.patches.shared.routing import make_stand_in
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import NAME, Channel, channels_of
+from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import native_nbytes
 from hybridcomp.errors import SeamError
-from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.patching import Seam
 
 ALLREDUCE_BUCKET = Seam(

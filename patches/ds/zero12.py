@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import NAME, Channel, channels_of
+from hybridcomp.channels.error_feedback import Piece, cut
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import OwnedRange, native_nbytes
 from hybridcomp.errors import ConfigError
-from hybridcomp.channels.error_feedback import Piece, cut
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.patches.mcore import groups
-from hybridcomp import process
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "megatron-core >= 0.13, < 0.20"

@@ -21,9 +21,9 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches import missing
 from hybridcomp.patches.mcore.attach import REQUIREMENT
 from hybridcomp.patches.mcore.groups import sizes
-from hybridcomp.process import current, say
 from hybridcomp.patching import Seam
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension
+from hybridcomp.process import current, say
 
 BASE = Seam(
     requirement=REQUIREMENT,

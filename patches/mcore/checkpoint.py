@@ -13,12 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels
+from hybridcomp import process
+from hybridcomp.channels import Channels, checkpoint
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING
 from hybridcomp.errors import ConfigError
-from hybridcomp.channels import checkpoint
-from hybridcomp import process
 
 FORMAT = 1
 FILE = "hybridcomp_state.json"

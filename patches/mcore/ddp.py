@@ -32,12 +32,12 @@ from hybridcomp.collectives.native_nbytes import (
     reduce_scatter_nbytes,
 )
 from hybridcomp.patches.mcore import check
-from hybridcomp.patches.shared.routing import make_torch, route, torch_seam
 from hybridcomp.patches.mcore.attach import REQUIREMENT
 from hybridcomp.patches.mcore.ddp_batch import Batch, Call, Kind
 from hybridcomp.patches.mcore.groups import coordinates, sizes
-from hybridcomp.process import current, next_chunk
+from hybridcomp.patches.shared.routing import make_torch, route, torch_seam
 from hybridcomp.patching import Seam
+from hybridcomp.process import current, next_chunk
 
 MODULE = "megatron.core.distributed.param_and_grad_buffer"
 WRAPPER = "megatron.core.distributed.distributed_data_parallel"
@@ -97,9 +97,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             original(self, *args, **kwargs)
             return
         given = signature.bind(self, *args, **kwargs).arguments
-        check.check(
-            channels.config, self, given["config"], given["ddp_config"], given["module"]
-        )
+        check.check(channels.config, self, given["config"], given["ddp_config"], given["module"])
         original(self, *args, **kwargs)
         chunk = next_chunk()
         for name, parameter in given["module"].named_parameters():

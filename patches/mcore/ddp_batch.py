@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import parameter_deltas
-from hybridcomp.channels import NAME
+from hybridcomp.channels import NAME, parameter_deltas
 from hybridcomp.channels.error_feedback import Piece, cut
 from hybridcomp.patches.shared.routing import Route, flat
 from hybridcomp.process import current

@@ -37,9 +37,9 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore.attach import REQUIREMENT
 from hybridcomp.patches.mcore.pipeline_message import Incoming, Outgoing, link
-from hybridcomp.process import current
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
+from hybridcomp.process import current
 
 MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 OPERATIONS = tuple(

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.send_recv import HEADER_NBYTES, Header, check_match, spec_digest
 from hybridcomp.collectives.wire import transport
 from hybridcomp.collectives.wire.encoding import Slots
 from hybridcomp.collectives.wire.exchange import gather
 from hybridcomp.collectives.wire.handle import Pending
 from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.collectives.send_recv import HEADER_NBYTES, Header, check_match, spec_digest
 from hybridcomp.patches.mcore import check
 from hybridcomp.patches.shared.routing import flat
-from hybridcomp.process import say
 from hybridcomp.policy import Direction
+from hybridcomp.process import say
 
 VARIABLE = check.Rule(
     "bypass", ("pp",), "a codec whose size varies with the values, and no gloo",

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybridcomp.patches.shared.routing import Layers, make_backward, make_torch, torch_seam
 from hybridcomp.patches.mcore.attach import REQUIREMENT
 from hybridcomp.patches.mcore.experts import TOKENS
 from hybridcomp.patches.mcore.groups import dimension_of
@@ -31,6 +30,7 @@ from hybridcomp.patches.shared.collective_wrappers import (
     make_reduce_scatter_list,
     make_reduce_scatter_tensor,
 )
+from hybridcomp.patches.shared.routing import Layers, make_backward, make_torch, torch_seam
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
 

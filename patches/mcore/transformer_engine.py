@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from hybridcomp.collectives.native_nbytes import all_gather_nbytes
 from hybridcomp.errors import SeamError
-from hybridcomp.patches.shared.routing import Layers, make_torch, torch_seam
 from hybridcomp.patches.mcore.groups import dimension_of
 from hybridcomp.patches.shared.collective_wrappers import (
     Collective,
@@ -38,6 +37,7 @@ from hybridcomp.patches.shared.collective_wrappers import (
     make_all_reduce,
     make_reduce_scatter_tensor,
 )
+from hybridcomp.patches.shared.routing import Layers, make_torch, torch_seam
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
 

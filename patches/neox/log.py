@@ -14,10 +14,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from hybridcomp.reporter import Event
 from hybridcomp.patches.ds.attach import REPORTER
 from hybridcomp.patches.neox.checkout import REQUIREMENT, source
 from hybridcomp.patching import Seam
+from hybridcomp.reporter import Event
 
 TRAINING_LOG = Seam(
     REQUIREMENT,

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channel, Channels
+from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle
-from hybridcomp.channels.error_feedback import Piece
-from hybridcomp.process import current
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
+from hybridcomp.process import current
 
 _local = threading.local()  # autograd runs backward passes of several devices in threads
 

@@ -27,7 +27,7 @@ from hybridcomp.collectives import (
     reduce_to_owners,
     send,
 )
-from hybridcomp.collectives.hierarchical import reductions, owners
+from hybridcomp.collectives.hierarchical import owners, two_levels
 from hybridcomp.collectives.wire import payload_sizes
 from tests.collectives.common import digest, values_of
 from tests.collectives.test_hierarchy import levels_of
@@ -150,23 +150,21 @@ class Sums:
         """The reductions in two levels; four ranks."""
         levels, values = levels_of(2), self.values(step)
         meter.remote = frozenset(range(levels.nodes))
-        low, high = reductions.stretch(NUMEL, levels)
+        low, high = two_levels.stretch(NUMEL, levels)
         start, stop = chunk_ranges(high - low, levels.nodes)[levels.node]
-        reductions.all_reduce(
+        two_levels.all_reduce(
             values, self.codec, levels, meter=meter, cuts=cuts_of(high - low),
             residual=self.residual("node", high - low),
             owner_residual=self.residual("node own", stop - start),
         ).wait()  # fmt: skip
         gathered = values.new_empty(4 * NUMEL)
-        reductions.all_gather(values, gathered, self.codec, levels, meter=meter).wait()
+        two_levels.all_gather(values, gathered, self.codec, levels, meter=meter).wait()
         lengths = [5000, 1, 4000, 0]
-        total = reductions.reduce_scatter(
+        total = two_levels.reduce_scatter(
             list(torch.split(self.values(step), lengths)), self.codec, levels, meter=meter
         ).wait()
         ranges = [OwnedRange(0, 3000, (0, 3)), OwnedRange(3000, NUMEL, (1,))]
-        owned = owners.reduce_to_owners(
-            self.values(step), ranges, self.codec, levels, meter=meter
-        )
+        owned = owners.reduce_to_owners(self.values(step), ranges, self.codec, levels, meter=meter)
         return [values, gathered, total, *owned]
 
 

@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.codecs import PowerSgd
-from hybridcomp.collectives import Meter, OwnedRange
-from hybridcomp.collectives.wire.handle import Pending
-from hybridcomp.collectives.low_rank import Matrix, low_rank_sum
+from hybridcomp.channels.error_feedback import Piece, Residuals
 from hybridcomp.channels.low_rank import (
     Factors,
     Place,
@@ -22,7 +19,10 @@ from hybridcomp.channels.low_rank import (
     reduce_scatter,
     reduce_to_owners,
 )
-from hybridcomp.channels.error_feedback import Piece, Residuals
+from hybridcomp.codecs import PowerSgd
+from hybridcomp.collectives import Meter, OwnedRange
+from hybridcomp.collectives.low_rank import Matrix, low_rank_sum
+from hybridcomp.collectives.wire.handle import Pending
 from tests.collectives.common import digest, values_of
 from tests.collectives.conftest import RunRanks
 

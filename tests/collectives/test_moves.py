@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Meter, all_gather, all_to_all, send_recv, recv, send
-from hybridcomp.collectives.wire import headers
+from hybridcomp.collectives import Meter, all_gather, all_to_all, recv, send, send_recv
 from hybridcomp.collectives.send_recv import spec_digest
+from hybridcomp.collectives.wire import headers
 from hybridcomp.errors import CodecError
 from tests.collectives.common import CODECS, DTYPES, bound, digest, values_of
 from tests.collectives.conftest import RunRanks

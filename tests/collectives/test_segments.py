@@ -25,7 +25,7 @@ from hybridcomp.collectives import (
     reduce_scatter,
     reduce_to_owners,
 )
-from hybridcomp.collectives.wire import pipelining, payload_sizes
+from hybridcomp.collectives.wire import payload_sizes, pipelining
 from hybridcomp.collectives.wire.chunks import stretches
 from tests.collectives import threads
 from tests.collectives.common import CODECS, LOSSY, values_of

@@ -27,9 +27,9 @@ from hybridcomp.collectives import (
     reduce_to_owners,
     send,
 )
-from hybridcomp.collectives.hierarchical import reductions
-from hybridcomp.collectives.wire import pinned_staging
+from hybridcomp.collectives.hierarchical import two_levels as hierarchy
 from hybridcomp.collectives.low_rank import Matrix, low_rank_sum
+from hybridcomp.collectives.wire import pinned_staging
 from tests.collectives.common import digest, values_of
 from tests.collectives.conftest import RunRanks
 from tests.collectives.late import sizes_ahead
@@ -121,7 +121,7 @@ def two_levels(_: None) -> list[str]:
     groups = [dist.new_group([r]) for r in range(2)]
     levels, values = levels_of(groups[rank], dist.group.WORLD), values_of(rank, 3001)
     codec = make_codec("blockint", bits=4)
-    reductions.all_reduce(values, codec, levels, meter=Meter()).wait()
+    hierarchy.all_reduce(values, codec, levels, meter=Meter()).wait()
     for group in groups[rank : rank + 1]:
         dist.destroy_process_group(group)
     return [digest(values)]

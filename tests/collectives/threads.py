@@ -19,15 +19,15 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.distributed import Work
 
-from hybridcomp.collectives.wire import exchange, gloo_pairs, transport
 from hybridcomp.collectives import (
     moves,
+    owner_scatter,
     owners,
     pair_exchange,
-    reductions,
-    owner_scatter,
     reduce_parts,
+    reductions,
 )
+from hybridcomp.collectives.wire import exchange, gloo_pairs, transport
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0

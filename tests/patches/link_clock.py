@@ -36,6 +36,9 @@ def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
         patch.object(verdicts, "REPEATS_SEEN", (2, 3)),
         patch.object(verdicts, "WORK_NUMEL", 1 << 10),
         patch.object(verdicts, "seconds", seconds),
-        patch("hybridcomp.channels.judge", lambda trial, *rest: real(sized(trial), *rest)),
+        patch(
+            "hybridcomp.channels.engine_channels.judge",
+            lambda trial, *rest: real(sized(trial), *rest),
+        ),
     ):
         yield sizes

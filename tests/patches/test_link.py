@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.autotune import verdicts as link, trials
+from hybridcomp.autotune import trials
+from hybridcomp.autotune import verdicts as link
 from hybridcomp.channels import Channel, Channels, Sent, channels_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig

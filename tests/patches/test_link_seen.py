@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from hybridcomp import channels as channels_module
 from hybridcomp.autotune import trials
+from hybridcomp.autotune.trials import Planned
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.config import CompressionConfig
-from hybridcomp.autotune.trials import Planned
 from tests.patches.link_clock import clock
 from tests.ranks import RankPool
 

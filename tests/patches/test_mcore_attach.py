@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import hybridcomp
+from hybridcomp import process
 from hybridcomp.channels import Channels
+from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.patches.mcore import attach
-from hybridcomp import process
 from tests.ranks import run_ranks
 
 EVERY = 3

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.mcore import pipeline_message, pipeline, check as mcore_refuse
-from hybridcomp import process
+from hybridcomp.patches.mcore import check as mcore_refuse
+from hybridcomp.patches.mcore import pipeline, pipeline_message
 
 B8 = {"codec": "blockint", "bits": 8}
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "cp": 2, "dp": 2, "zero": 2}

@@ -20,8 +20,8 @@ import hybridcomp
 from hybridcomp import patches
 from hybridcomp.codecs import make_codec
 from hybridcomp.errors import SeamError
-from hybridcomp.patches.neox import rules, checkout
 from hybridcomp.patches import patches_of
+from hybridcomp.patches.neox import checkout, rules
 from hybridcomp.patching import apply_all, revert_all
 from tests.patches import neox_stub
 from tests.ranks import run_ranks
@@ -166,9 +166,9 @@ def test_settings_are_read_off_neox_arguments_only() -> None:
 
 def exchange(folder: str, block: dict[str, Any] | None, copy: bool) -> dict[str, Any]:
     """Every function once on this rank, with some values; and what the ledger says."""
+    from hybridcomp import process
     from hybridcomp.channels import Channels
     from hybridcomp.config import CompressionConfig
-    from hybridcomp import process
     from hybridcomp.policy import Policy
     from tests.raw_codec import Raw
 

@@ -13,8 +13,8 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.pipe import schedule
 
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels
-from hybridcomp.config import CompressionConfig
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.config import CompressionConfig
 from hybridcomp.patches.ds import tied_weights
 from hybridcomp.patching import Patch, apply_all, revert_all
 

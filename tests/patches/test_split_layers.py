@@ -13,11 +13,12 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds import autotp, layer_scope, job_facts, ulysses as ds_ulysses
-from hybridcomp import process
+from hybridcomp.patches.ds import autotp, job_facts, layer_scope
+from hybridcomp.patches.ds import ulysses as ds_ulysses
 from hybridcomp.patches.ds.layer_scope import SEQUENCE, TENSOR, Scope, inside, owner
 from hybridcomp.patching import Patch, apply_all, revert_all
 from tests.ranks import RankPool

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp import patching
+from hybridcomp import patching, process
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError, SeamError
-from hybridcomp.patches.mcore import check, transformer_engine
 from hybridcomp.patches import missing, patches_of
-from hybridcomp import process
+from hybridcomp.patches.mcore import check, transformer_engine
 from hybridcomp.patching import apply_all, revert_all
 from tests.patches import te_stub
 from tests.ranks import run_ranks

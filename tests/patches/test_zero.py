@@ -33,7 +33,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def apply_and_revert() -> int:
-    from hybridcomp.patches.ds import zero0, parameter_gathers, zero3, zero12
+    from hybridcomp.patches.ds import parameter_gathers, zero0, zero3, zero12
     from hybridcomp.patching import Patch
 
     seams = 0

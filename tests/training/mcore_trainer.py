@@ -87,8 +87,8 @@ def _device() -> torch.device:
 
 def _run(job: Job) -> Outcome | str:
     import hybridcomp
-    from hybridcomp.errors import HybridcompError
     from hybridcomp import process
+    from hybridcomp.errors import HybridcompError
 
     torch.manual_seed(1 + job.seed)
     if job.block is not None:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import owners
+from hybridcomp.collectives.hierarchical.node_grid import Levels, exchange_inside
+from hybridcomp.collectives.hierarchical.two_levels import Probe, node_sum, stretch
+from hybridcomp.collectives.owner_plan import OwnedRange
 from hybridcomp.collectives.wire.buffers import POOL
 from hybridcomp.collectives.wire.chunks import chunk_ranges
 from hybridcomp.collectives.wire.handle import Pending, Steps
-from hybridcomp.collectives.hierarchical.reductions import Probe, node_sum, stretch
-from hybridcomp.collectives.hierarchical.node_grid import Levels, exchange_inside
 from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.collectives.owner_plan import OwnedRange
 
 
 def reduce_to_owners(

@@ -55,7 +55,9 @@ def exchange(
     # 1
     late = payload_sizes.SIZES.stay(codec, device)
     in_front = payload_sizes.in_front(codec, device, group)
-    heads = [[payload_sizes.head_nbytes(len(row) * in_front) for row in rows] for rows in (jobs, numels)]
+    heads = [
+        [payload_sizes.head_nbytes(len(row) * in_front) for row in rows] for rows in (jobs, numels)
+    ]
     sent = _Outgoing(jobs, heads[0], [len(row) for row in numels])
     with meter.coding():
         (sent.encode_late if late else sent.encode)(codec, dtype, device)

@@ -36,7 +36,9 @@ def all_to_all(
     def post(target: Tensor, source: Tensor) -> Work:
         takes, gives = list(out_splits), list(in_splits)
         if gloo_pairs.suits(target.device, group):
-            return gloo_pairs.all_to_all(torch.split(target, takes), torch.split(source, gives), group)
+            return gloo_pairs.all_to_all(
+                torch.split(target, takes), torch.split(source, gives), group
+            )
         work: Work = dist.all_to_all_single(
             target, source, takes, gives, group=group, async_op=True
         )

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda.fused import FusedBlockInt, blockint_image
-from hybridcomp.kernels.cuda.table import EachBlockInt
 from hybridcomp.kernels.cuda.launcher import DTYPES, THREADS, WARPS, WHOLE, Launcher, ceil_div
+from hybridcomp.kernels.cuda.table import EachBlockInt
 
 FORMATS = ("e4m3", "e5m2")
 ALIGN = 16

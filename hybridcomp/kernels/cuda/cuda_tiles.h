@@ -99,7 +99,7 @@ HC_INLINE void report_damage(u32* damage) {
     if (threadIdx.x == 0) atomicOr(damage, 1u);
 }
 
-// The header of kernels/formats/shares.h, and the zeros behind the last tile; by the block of the last tile.
+// The header of kernels/cpu/shares.h, and the zeros behind the last tile; by the block of the last tile.
 // Writes the bytes of the whole payload to `size`.
 HC_INLINE void finish_message(u8* out, u64 data, u32 magic, u32 version, u32 dtype, u32 mode,
                               u64 numel, u32 tile, u32 bound, u32 length, u64 tail, u64* size) {

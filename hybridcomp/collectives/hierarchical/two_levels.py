@@ -26,11 +26,11 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import moves, reductions
+from hybridcomp.collectives.hierarchical.node_grid import Levels, gather_inside, sum_inside
+from hybridcomp.collectives.quantizations import all_reduce_codecs
 from hybridcomp.collectives.wire.buffers import POOL
 from hybridcomp.collectives.wire.chunks import chunk_ranges
 from hybridcomp.collectives.wire.handle import Handle, ReduceScatterHandle, Steps
-from hybridcomp.collectives.quantizations import all_reduce_codecs
-from hybridcomp.collectives.hierarchical.node_grid import Levels, gather_inside, sum_inside
 from hybridcomp.collectives.wire.meter import Meter
 
 #: is shown what is about to be encoded
