@@ -134,7 +134,7 @@ def _reductions(channels: Channels, source: Tensor, pieces: list[Piece]) -> list
         source.clone(), ranges, codec, None, raw_nbytes=nbytes, pieces=_named("o", pieces)
     )
     cut = source.numel() // ranks
-    shards = list(source.clone()[: cut * ranks].split(cut))
+    shards = [source[cut * rank : cut * (rank + 1)].clone() for rank in range(ranks)]
     sides = [[Piece(f"s{index}", 0, cut)] for index in range(ranks)]
     mine = channel.reduce_scatter(shards, codec, None, raw_nbytes=nbytes, pieces=sides).wait()
     return [whole, *owned, mine]

@@ -1,7 +1,7 @@
 """Payloads, results of collectives, their bytes and blocks' digests are those that were committed.
 
-After a change that is meant to change one of them: ``python -m tests.digests.test_digests``, and say
-in the commit why bytes that others may have stored are others now.
+After a change that is meant to change one of them run ``python -m tests.digests.test_digests``, and
+say in the commit why bytes that others may have stored are others now.
 """
 
 from __future__ import annotations
