@@ -44,9 +44,13 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
         "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process",
     },
+    "engines": {
+        "agreement", "autotune", "channels", "collectives", "config", "errors", "patching", "policy",
+        "process", "reporter", "topology",
+    },
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
-    "": {"errors", "channels", "config", "patches", "process"},
+    "": {"errors", "channels", "config", "engines", "patches", "process"},
 }  # fmt: skip
 FREE = {"cli", "doctor"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}
