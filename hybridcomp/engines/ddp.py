@@ -57,7 +57,8 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     session.measure(group, parameters[0].dtype, sum(numels), sent)  # type: ignore[arg-type]
     session.describe({parameter.dtype for parameter in parameters})
     layout = {"ranks": dist.get_world_size(group)}
-    attached = Attached("ddp", session, model.parameters, dict, layout)
+    divisors = {name: 1.0 for name, _ in model.module.named_parameters()}
+    attached = Attached("ddp", session, model.parameters, lambda: divisors, layout)
     _register(model, attached)
     model.register_forward_pre_hook(lambda module, _: _enter(module, attached))
     steps.follow(attached)

@@ -78,12 +78,12 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
     session.place(job.process_groups)
     _measure(session, job, members)
     session.describe(job.dtypes)
+    inside = job.replicas > 1 and block.hierarchy != "none"
     layout = {"shards": job.shards, "replicas": job.replicas}
     attached = Attached(
         "fsdp2", session, lambda: _parameters(groups),
-        lambda: fsdp2_comms.divisors(members), layout,
+        lambda: fsdp2_comms.divisors(members, inside), layout,
     )  # fmt: skip
-    inside = job.replicas > 1 and block.hierarchy != "none"
     for one in members:
         fsdp2_comms.fill(one, attached, native_inside=inside)
         for module in one.group.modules:

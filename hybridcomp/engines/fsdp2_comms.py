@@ -22,9 +22,7 @@ from hybridcomp.collectives import Handle, native_nbytes
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.fsdp2_members import Members
 from hybridcomp.engines.session import say
-
-#: what names of residuals begin with where replicas sum what shards have summed
-BETWEEN = "between replicas: "
+from hybridcomp.engines.stateful import BETWEEN
 
 
 def fill(members: Members, attached: Attached, native_inside: bool) -> None:
@@ -225,7 +223,7 @@ def divided(total: Tensor, op: Any, group: Any, world_size: int) -> Tensor:
     return total
 
 
-def divisors(every: Iterable[Members]) -> dict[str, float]:
+def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
     """By name of a residual, what the sum that it is a part of is divided by in the end.
 
     The divisor of all gradients, or what of it is left: fp16 is divided by a power of two before,
@@ -250,8 +248,9 @@ def divisors(every: Iterable[Members]) -> dict[str, float]:
         for member in members.members:
             for row in member.pieces(size):
                 for piece in row:
-                    if piece.name:
+                    if piece.name and not native_inside:
                         found[piece.name] = factor
+                    if piece.name and whole > size:
                         found[BETWEEN + piece.name] = between
     return found
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hybridcomp.engines.attached import Attached
 
 FORMAT = 1
+#: what names of residuals begin with where replicas sum what shards have summed
+BETWEEN = "between replicas: "
 #: the key of ``hybridcomp.save_state``'s files, one for each rank and model
 FILE = "hybridcomp_model_{number:02d}_rank_{rank:05d}.pt"
 
@@ -144,15 +146,24 @@ def _merged(
 ) -> dict[Any, dict[str, list[tuple[int, torch.Tensor]]]]:
     """The residuals of several ranks as those of one, in the units of this job.
 
-    What owners had left out joins what senders had: owners are others now.
+    What owners had left out joins what senders had: owners are others now. Replicas and shards take
+    over from each other. ``divisors`` has the names that this job knows; others are told.
     """
+    unknown: dict[str, None] = {}
     merged: dict[Any, dict[str, list[tuple[int, torch.Tensor]]]] = {hop: {} for hop in HOPS}
     for state in states:
         for hop in HOPS:
             for name, stretches in state["residuals"][hop].items():
-                factor = divisors.get(name, 1.0) / state["divisors"].get(name, 1.0)
-                kept = merged["sender"].setdefault(name, [])
+                short = name.removeprefix(BETWEEN)
+                taker = next((n for n in (name, short, BETWEEN + short) if n in divisors), None)
+                if taker is None:
+                    unknown[name] = None
+                    continue
+                factor = divisors[taker] / state["divisors"][name]
+                kept = merged["sender"].setdefault(taker, [])
                 kept += [(offset, tensor * factor) for offset, tensor in stretches]
+    if unknown:
+        say(f"residuals that no parameter of this job takes start at zero: {', '.join(unknown)}")
     return merged
 
 
