@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",
         "monitor", "agreement", "nodes", "patching", "patches", "delta", "figures",
     },
+    "pays": {"errors", "codecs", "policy", "config"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
     "": {"errors", "channels", "config", "patches"},
