@@ -46,18 +46,23 @@ def rank_main(megabytes: int, rounds: int, sizes: Sequence[int]) -> None:
     import torch.distributed as dist
 
     from hybridcomp.codecs import make_codec
-    from hybridcomp.collectives import Meter, all_reduce, native, segments
+    from hybridcomp.collectives import Meter, all_reduce, native_nbytes
+    from hybridcomp.collectives.wire import pipelining
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     values = torch.randn(megabytes * (1 << 20) // 4)
-    wire = {"native": native.all_reduce_nbytes(values.numel(), values.dtype, dist.get_world_size())}
-    usual = segments.SEGMENT, segments.HALF
+    wire = {
+        "native": native_nbytes.all_reduce_nbytes(
+            values.numel(), values.dtype, dist.get_world_size()
+        )
+    }
+    usual = pipelining.SEGMENT, pipelining.HALF
     runs: dict[str, Callable[[], object]] = {"native": lambda: dist.all_reduce(values)}
 
     def compressed(name: str, bits: int, size: int) -> None:
         meter = Meter()
-        segments.SEGMENT, segments.HALF = (size, size) if size else usual
+        pipelining.SEGMENT, pipelining.HALF = (size, size) if size else usual
         all_reduce(values, make_codec("blockint", bits=bits), None, meter=meter)
         wire[name] = meter.wire_nbytes
         coding[name].append(meter.codec_s)
@@ -82,7 +87,7 @@ def rank_main(megabytes: int, rounds: int, sizes: Sequence[int]) -> None:
 
 def report(found: dict[str, Any], rate: int | None, sizes: Sequence[int]) -> bool:
     """Print the table; whether the targets are met."""
-    native = statistics.median(found["seconds"]["native"])
+    native_nbytes = statistics.median(found["seconds"]["native"])
     raw = found["wire"]["native"]
     fine = True
     print("| variant | ms | bytes | link used | efficiency | at least | coding ms |")
@@ -90,7 +95,7 @@ def report(found: dict[str, Any], rate: int | None, sizes: Sequence[int]) -> boo
     for name, seconds in found["seconds"].items():
         median, ratio = statistics.median(seconds), raw / found["wire"][name]
         link = found["wire"][name] * 8 / rate / median if rate else float("nan")
-        efficiency = native / ratio / median
+        efficiency = native_nbytes / ratio / median
         target = LINK if name == "native" else None if sizes else TARGETS[name]
         met = target is None or (link if name == "native" else efficiency) >= target
         fine = fine and met

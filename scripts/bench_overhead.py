@@ -71,7 +71,7 @@ def rank_main(rank: int, stage: int, arguments: argparse.Namespace, folder: str)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     import hybridcomp
-    from hybridcomp.patches.ds_attach import REPORTER
+    from hybridcomp.patches.ds.attach import REPORTER
 
     engine = build(stage, arguments.width, folder)
     reporter, silent = getattr(engine, REPORTER), Silent()

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
+from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
-from hybridcomp.feedback import Piece
-from hybridcomp.monitor import Reporter
+from hybridcomp.reporter import Reporter
 from tests.ranks import run_ranks
 
 NUMEL = 256

@@ -11,9 +11,9 @@ import pytest
 
 from hybridcomp.config import PRESETS, CompressionConfig, load_config
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds_config import TABLES, check
-from hybridcomp.patches.ds_rules import FINE
-from hybridcomp.patches.rules import Job
+from hybridcomp.patches.ds.check import TABLES, check
+from hybridcomp.patches.ds.rules import FINE
+from hybridcomp.patches.shared.rules import Job
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("ds_*.json"))

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp import delta
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channels, parameter_deltas
 from hybridcomp.config import CompressionConfig
 from tests.ranks import RankPool
 
@@ -50,16 +49,16 @@ class Replica:
         self.own.copy_(self.master)
         codec = self.channel.codec(self.buffer.numel(), self.buffer.dtype, None)
         assert codec is not None
-        if deltas := delta.agreed(self.channel, self.buffer, codec, None):
+        if deltas := parameter_deltas.agreed(self.channel, self.buffer, codec, None):
             for start in range(0, SHARE, SHARE // cuts):
                 columns = (start, start + SHARE // cuts)
-                delta.gather(
+                parameter_deltas.gather(
                     self.channel, self.buffer, codec, None,
                     raw_nbytes=self.buffer.nbytes // cuts, columns=columns, async_op=async_op,
                 ).wait()  # fmt: skip
         else:
             self.exact()
-            delta.keep(self.channel, self.buffer, None)
+            parameter_deltas.keep(self.channel, self.buffer, None)
         self.channels.step += 1
         return deltas
 
@@ -196,7 +195,7 @@ def happen(event: str, replica: Replica) -> None:
         replica.master[7] = math.nan
     elif event == "native in between":
         replica.exact()
-        delta.forget(replica.buffer)
+        parameter_deltas.forget(replica.buffer)
 
 
 @pytest.mark.parametrize(
@@ -263,16 +262,16 @@ def test_ledger(pool: RankPool) -> None:
 @pytest.mark.parametrize("numel", [1, 3, 4093, 4 * 4093 * 3 + 5])
 def test_digest_sees_every_bit_and_place(dtype: torch.dtype, numel: int) -> None:
     values = torch.randn(numel + 4).to(dtype)[4:]
-    before = int(delta.digest(values))
-    assert int(delta.digest(values.clone())) == before
+    before = int(parameter_deltas.digest(values))
+    assert int(parameter_deltas.digest(values.clone())) == before
     misaligned = torch.empty(numel + 1, dtype=dtype)[1:].copy_(values)
-    assert int(delta.digest(misaligned)) == before
+    assert int(parameter_deltas.digest(misaligned)) == before
     integers = values.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
     for place in {0, numel // 2, numel - 1}:
         for bit in (0, 1, 7, 8 * dtype.itemsize - 1):
             mask = torch.tensor(1 << bit).to(integers.dtype)
             integers[place] ^= mask
-            assert int(delta.digest(values)) != before
+            assert int(parameter_deltas.digest(values)) != before
             integers[place] ^= mask
     if numel > 1:
-        assert int(delta.digest(values.flip(0))) != before
+        assert int(parameter_deltas.digest(values.flip(0))) != before

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hybridcomp.channels import Channels
-from hybridcomp.collectives.clock import HOST, SILENT, DeviceClock
-from hybridcomp.collectives.meter import Meter
+from hybridcomp.channels.ledger import Key, Ledger, entries_of, line
+from hybridcomp.collectives.wire.clock import HOST, SILENT, DeviceClock
+from hybridcomp.collectives.wire.meter import Meter
 from hybridcomp.config import CompressionConfig
-from hybridcomp.ledger import Key, Ledger, entries_of, line
-from hybridcomp.monitor import events_of
+from hybridcomp.reporter import events_of
 from tests.device_events import Device
 
 DP: Key = ("dp", "forward")

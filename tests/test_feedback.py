@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridcomp.feedback import Piece, Residuals, cut
+from hybridcomp.channels.error_feedback import Piece, Residuals, cut
 
 LIKE = torch.zeros(0)
 A, B, C = Piece("a", 0, 5), Piece("b", 0, 3), Piece("c", 0, 4)

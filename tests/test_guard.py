@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from hybridcomp.channels.guard import Guard
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.guard import Guard
 from hybridcomp.policy import Limits
 
 BLOCKINT = {"codec": "blockint", "bits": 4}

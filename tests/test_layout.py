@@ -27,35 +27,27 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "codecs", "policy"},
     "patching": {"errors"},
     "agreement": {"errors"},
-    "feedback": {"errors"},
-    "nodes": {"errors", "agreement", "collectives"},
-    "guard": {"codecs", "policy"},
-    "factors": {"codecs", "collectives", "feedback"},
-    "sums": {"codecs", "collectives", "factors", "feedback"},
-    "common": {"collectives", "feedback"},
-    "trials": {"codecs", "collectives"},
-    "seen": {"agreement", "codecs", "nodes", "policy", "trials"},
-    "recheck": {"policy"},
-    "link": {"policy", "recheck", "trials"},
-    "ledger": {"errors", "policy", "collectives"},
+    "topology": {"errors", "agreement", "collectives"},
+    "autotune": {"agreement", "codecs", "collectives", "policy", "topology"},
     "channels": {
-        "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "nodes",
-        "factors", "sums", "guard", "common", "link", "seen", "trials", "recheck",
+        "errors", "codecs", "policy", "config", "collectives", "topology", "autotune",
     },
-    "delta": {"codecs", "collectives", "channels"},
-    "figures": set(),
-    "monitor": {
-        "errors", "codecs", "collectives", "policy", "config", "figures", "ledger", "channels",
+    "metric_names": set(),
+    "reporter": {
+        "errors", "codecs", "collectives", "policy", "config", "metric_names", "channels",
     },
-    "compare": {"config", "errors", "figures"},
+    "process": {
+        "agreement", "channels", "config", "errors", "policy", "reporter",
+    },
+    "compare": {"config", "errors", "metric_names"},
     "patches": {
-        "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",
-        "monitor", "agreement", "nodes", "patching", "patches", "delta", "figures",
+        "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
+        "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process",
     },
     "pays": {"errors", "codecs", "policy", "config"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
-    "": {"errors", "channels", "config", "patches"},
+    "": {"errors", "channels", "config", "patches", "process"},
 }  # fmt: skip
 FREE = {"cli", "doctor"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}
@@ -109,13 +101,19 @@ def test_every_room_has_its_rule() -> None:
     assert rooms == set(ALLOWED) | FREE
 
 
+def packages() -> list[Path]:
+    """The ``__init__.py`` of every package below hybridcomp; patches/ is a link."""
+    found = [*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("*/*/__init__.py")]
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
 def test_packages_are_declared() -> None:
     declared = set(
         tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     )
     found = {
         ".".join(("hybridcomp", *path.parent.relative_to(PACKAGE).parts))
-        for path in (PACKAGE / "__init__.py", *PACKAGE.glob("*/__init__.py"))
+        for path in (PACKAGE / "__init__.py", *packages())
     }
     assert declared == found
 
@@ -157,6 +155,6 @@ def test_import_needs_no_upstream() -> None:
         "import hybridcomp\n"
         "hybridcomp.install()\n"
         "hybridcomp.CompressionConfig\n"
-        "import hybridcomp.channels, hybridcomp.monitor, hybridcomp.cli\n"
+        "import hybridcomp.channels, hybridcomp.reporter, hybridcomp.cli\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

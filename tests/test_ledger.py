@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridcomp.collectives.meter import Meter
+from hybridcomp.channels.ledger import KEYS, JsonLines, Ledger, entries_of, line
+from hybridcomp.collectives.wire.meter import Meter
 from hybridcomp.config import CompressionConfig
-from hybridcomp.ledger import KEYS, JsonLines, Ledger, entries_of, line
-from hybridcomp.monitor import events_of
+from hybridcomp.reporter import events_of
 
 
 def filled() -> Ledger:

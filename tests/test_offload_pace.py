@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridcomp.autotune.verdicts import Verdict
 from hybridcomp.channels import Channels
-from hybridcomp.channels.pace import TIMED, TURNS, WARM_UP, Pace
+from hybridcomp.channels.host_pace import TIMED, TURNS, WARM_UP, Pace
 from hybridcomp.config import CompressionConfig
-from hybridcomp.link import Verdict
 
 CPU = torch.device("cpu")
 BOTH = {"codec": "blockint", "bits": 8, "when": "auto"}
@@ -29,7 +29,7 @@ def pace_of(offload: dict[str, Any]) -> Pace:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that have passed; the sum over ranks is one rank's."""
     now = [0.0]
-    monkeypatch.setattr("hybridcomp.channels.pace.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("hybridcomp.channels.host_pace.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
     return now
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp import recheck
+from hybridcomp.autotune import recheck
+from hybridcomp.autotune.recheck import CELLS, REHEARSED, Finding, Recheck, told
 from hybridcomp.policy import Dimension
-from hybridcomp.recheck import CELLS, REHEARSED, Finding, Recheck, told
 
 CPU = torch.device("cpu")
 NAMES: tuple[Dimension, ...] = ("dp", "zero", "tp")

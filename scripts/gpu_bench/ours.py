@@ -13,7 +13,8 @@ from torch import Tensor
 from gpu_bench.measure import Work, cuda
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import Fused
-from hybridcomp.collectives import Meter, all_reduce, transport
+from hybridcomp.collectives import Meter, all_reduce
+from hybridcomp.collectives.wire import transport
 
 #: ranks of the all_reduce whose kernels are timed; this one is in their middle
 RANKS, ME = 8, 3

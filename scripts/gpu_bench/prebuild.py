@@ -17,8 +17,7 @@ from torch import Tensor
 
 from gpu_bench.measure import Work
 from hybridcomp import kernels
-from hybridcomp.kernels import images
-from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda import CudaKernels, images
 
 Image = tuple[str, tuple[str, ...]]
 NUMEL = 1 << 15  # of the messages that find out what is launched

@@ -25,7 +25,7 @@ from torch import Tensor
 from gpu_bench.measure import Bench, cuda
 from hybridcomp.codecs import Bounded, Codec
 from hybridcomp.codecs.bounded import SMALL_NUMEL
-from hybridcomp.collectives import sizes, transport
+from hybridcomp.collectives.wire import payload_sizes, transport
 
 #: slots of the exchange
 RANKS = 8
@@ -69,7 +69,7 @@ class Choice:
 def cost(device: torch.device, repeats: int = 50) -> Cost:
     """Measure on ``device``; leaves no process group behind."""
     words = torch.zeros(2 * RANKS, dtype=torch.int64, device=device)
-    wait_s = _median(lambda: sizes.SIZES.copied(words).wait(), repeats)
+    wait_s = _median(lambda: payload_sizes.SIZES.copied(words).wait(), repeats)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         with _alone(backend):
@@ -82,7 +82,7 @@ def cost(device: torch.device, repeats: int = 50) -> Cost:
 def _exchange(words: Tensor) -> None:
     theirs, mine = words[RANKS:], words[:RANKS]
     message = transport.all_to_all(theirs, mine, [RANKS], [RANKS], None)
-    for work in sizes.SIZES.fetch(words, message, None):
+    for work in payload_sizes.SIZES.fetch(words, message, None):
         work.wait()
 
 

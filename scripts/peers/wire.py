@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives import transport
-from hybridcomp.collectives.handle import Steps
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.handle import Steps
 
 
 @dataclass

@@ -54,7 +54,7 @@ class Seat:
 
 def ledger_of(engine: Any) -> dict[str, Any]:
     """What the ledger of all ranks holds by dimension and direction; a collective."""
-    from hybridcomp.patches.ds_attach import REPORTER
+    from hybridcomp.patches.ds.attach import REPORTER
 
     reporter = getattr(engine, REPORTER, None)
     if reporter is None:

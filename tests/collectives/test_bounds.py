@@ -24,13 +24,13 @@ from hybridcomp.collectives import (
     all_reduce,
     all_to_all,
     chunk_ranges,
-    hierarchy,
     plan_reduction,
     recv,
     reduce_scatter,
     reduce_to_owners,
     send,
 )
+from hybridcomp.collectives.hierarchical import two_levels
 from tests.collectives import threads
 from tests.collectives.oracle import Promise, check
 
@@ -342,10 +342,10 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dt
         )
         tensor = values[rank].clone()
         chosen = codec.for_message(numel, dtype, ranks)
-        hierarchy.all_reduce(tensor, chosen, levels, meter=Meter())
+        two_levels.all_reduce(tensor, chosen, levels, meter=Meter())
         own = torch.split(shards[rank], numels)
         chosen = codec.for_message(sum(numels), dtype, ranks)
-        return tensor, hierarchy.reduce_scatter(own, chosen, levels, meter=Meter()).wait()
+        return tensor, two_levels.reduce_scatter(own, chosen, levels, meter=Meter()).wait()
 
     results = threads.run(ranks, one, [*inner, *outer])
     assert all(same_bits(tensor, results[0][0]) for tensor, _ in results)

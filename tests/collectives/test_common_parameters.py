@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels
+from hybridcomp.channels.error_feedback import Piece, cut
+from hybridcomp.channels.replicated import Stretch, stretches_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import OwnedRange
-from hybridcomp.common import Stretch, stretches_of
 from hybridcomp.config import CompressionConfig
-from hybridcomp.feedback import Piece, cut
 from tests.collectives.conftest import RunRanks
 
 NUMEL = 2000

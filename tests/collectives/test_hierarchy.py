@@ -12,16 +12,10 @@ from torch import Tensor
 
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import (
-    Levels,
-    Meter,
-    OwnedRange,
-    chunk_ranges,
-    hierarchy,
-    hierarchy_owners,
-)
+from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
+from hybridcomp.collectives.hierarchical import owners, two_levels
 from hybridcomp.errors import ConfigError
-from hybridcomp.nodes import Nodes, discover, grid_of
+from hybridcomp.topology import Nodes, discover, grid_of
 from tests.collectives.common import all_reduce_wire, bound, digest, rank_order_sum, values_of
 from tests.collectives.conftest import RunRanks
 from tests.collectives.doubles import Identity, Int8, Wide
@@ -79,7 +73,7 @@ def _all_reduce(codec: Codec, width: int) -> list[str]:
         for numel in NUMELS:
             inputs = [values_of(rank, numel, dtype) for rank in range(ranks)]
             tensor, meter = inputs[me].clone(), meter_of(levels)
-            handle = hierarchy.all_reduce(tensor, codec, levels, meter=meter, async_op=True)
+            handle = two_levels.all_reduce(tensor, codec, levels, meter=meter, async_op=True)
             handle.wait()
             check(tensor, codec, inputs, width, hops=2)
             digests.append(digest(tensor))
@@ -92,7 +86,7 @@ def _all_reduce(codec: Codec, width: int) -> list[str]:
 
 def between(codec: Codec, numel: int, dtype: torch.dtype, levels: Levels) -> int:
     """Closed form of what a rank sends to other nodes in an all_reduce."""
-    start, stop = hierarchy.stretch(numel, levels)
+    start, stop = two_levels.stretch(numel, levels)
     sent = dtype if codec.lossless else torch.float32
     return all_reduce_wire(codec, stop - start, sent, levels.node, levels.nodes)
 
@@ -117,7 +111,7 @@ def _flat_and_levels(width: int, numel: int) -> tuple[int, int]:
     levels, codec = levels_of(width), Identity()
     flat, two = Meter(remote=_nodes[width].reach(None).remote), meter_of(levels)
     all_reduce(torch.ones(numel), codec, None, meter=flat)
-    hierarchy.all_reduce(torch.ones(numel), codec, levels, meter=two)
+    two_levels.all_reduce(torch.ones(numel), codec, levels, meter=two)
     return flat.inter_nbytes, two.inter_nbytes
 
 
@@ -139,7 +133,7 @@ def _reduce_scatter(codec: Codec, width: int, lengths: list[int], dtype: torch.d
     own = inputs[me].clone()
     meter = meter_of(levels)
     shards = list(torch.split(own, lengths))
-    total = hierarchy.reduce_scatter(shards, codec, levels, meter=meter).wait()
+    total = two_levels.reduce_scatter(shards, codec, levels, meter=meter).wait()
     assert torch.equal(own, inputs[me]), "the shards belong to the caller"
     assert total.dtype == torch.float32 and total.numel() == lengths[me]
     parts = [torch.split(values, lengths)[me] for values in inputs]
@@ -166,7 +160,7 @@ def _to_owners(codec: Codec, width: int, ranges: list[OwnedRange], dtype: torch.
     numel = ranges[-1].stop
     inputs = [values_of(rank, numel, dtype) for rank in range(ranks)]
     own = inputs[me].clone()
-    sums = hierarchy_owners.reduce_to_owners(own, ranges, codec, levels, meter=meter_of(levels))
+    sums = owners.reduce_to_owners(own, ranges, codec, levels, meter=meter_of(levels))
     assert torch.equal(own, inputs[me])
     mine = [owned for owned in ranges if me in owned.ranks]
     found = {}
@@ -209,7 +203,7 @@ def _all_gather(codec: Codec, width: int) -> str:
         out, meter = torch.empty(ranks * numel, dtype=torch.bfloat16), meter_of(levels)
         out[me * numel : (me + 1) * numel] = shards[me]
         place = out[me * numel : (me + 1) * numel]
-        hierarchy.all_gather(place, out, codec, levels, meter=meter, async_op=True).wait()
+        two_levels.all_gather(place, out, codec, levels, meter=meter, async_op=True).wait()
         for shard, values in zip(shards, out.view(ranks, numel), strict=True):
             error = float((values.float() - shard.float()).abs().max()) if numel else 0.0
             assert error <= bound(codec, [shard], hops=1)
@@ -219,11 +213,11 @@ def _all_gather(codec: Codec, width: int) -> str:
         found.append(digest(out))
     shard = values_of(me, 1000, torch.bfloat16)  # cut at 900: as two messages
     whole = torch.empty(ranks * 1000, dtype=torch.bfloat16)
-    hierarchy.all_gather(shard, whole, codec, levels, meter=meter_of(levels), cuts=[900]).wait()
+    two_levels.all_gather(shard, whole, codec, levels, meter=meter_of(levels), cuts=[900]).wait()
     places = torch.split(whole.view(ranks, -1), [900, 100], 1)
     for part, place in zip(torch.split(shard, [900, 100]), places, strict=True):
         out = torch.empty(place.numel(), dtype=torch.bfloat16)
-        hierarchy.all_gather(part, out, codec, levels, meter=meter_of(levels)).wait()
+        two_levels.all_gather(part, out, codec, levels, meter=meter_of(levels)).wait()
         assert torch.equal(out, place.reshape(-1))
     return " ".join(found)
 
@@ -237,14 +231,14 @@ def test_all_gather(on_ranks: RunRanks, ranks: int, width: int, codec: Codec) ->
 def _feedback(codec: Codec, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """What was given, delivered and is held over three all_reduces, by this rank."""
     me, levels, numel = dist.get_rank(), levels_of(width), 1000
-    start, stop = hierarchy.stretch(numel, levels)
+    start, stop = two_levels.stretch(numel, levels)
     low, high = chunk_ranges(stop - start, levels.nodes)[levels.node]
     residual, owner = torch.zeros(stop - start), torch.zeros(high - low)
     given, delivered = torch.zeros(numel).double(), torch.zeros(numel).double()
     for step in range(3):
         tensor = values_of(me, numel, seed=step)
         given += tensor
-        hierarchy.all_reduce(
+        two_levels.all_reduce(
             tensor, codec, levels, meter=meter_of(levels), residual=residual, owner_residual=owner
         )
         if me == 0:
@@ -276,7 +270,7 @@ def _subsets() -> list[Any]:
         return [levels, None]
     assert levels is not None and levels.grid == ((0, 1), (2, 3))
     tensor = torch.full((64,), float(me))
-    hierarchy.all_reduce(tensor, Identity(), levels, meter=meter_of(levels))
+    two_levels.all_reduce(tensor, Identity(), levels, meter=meter_of(levels))
     return [len(levels.grid), float(tensor[0])]
 
 
@@ -300,7 +294,7 @@ def _remade() -> bool:
     third = after.levels(None)
     assert third is not None and third.outer is not first.outer
     tensor = torch.full((64,), float(dist.get_rank()))
-    hierarchy.all_reduce(tensor, Identity(), third, meter=meter_of(third))
+    two_levels.all_reduce(tensor, Identity(), third, meter=meter_of(third))
     return float(tensor[0]) == 6.0
 
 

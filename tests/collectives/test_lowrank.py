@@ -11,12 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.channels.error_feedback import Piece, Residuals
+from hybridcomp.channels.low_rank import (
+    Factors,
+    Place,
+    all_reduce,
+    reduce_scatter,
+    reduce_to_owners,
+)
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.collectives import Meter, OwnedRange
-from hybridcomp.collectives.handle import Pending
-from hybridcomp.collectives.lowrank import Matrix, low_rank_sum
-from hybridcomp.factors import Factors, Place, all_reduce, reduce_scatter, reduce_to_owners
-from hybridcomp.feedback import Piece, Residuals
+from hybridcomp.collectives.low_rank import Matrix, low_rank_sum
+from hybridcomp.collectives.wire.handle import Pending
 from tests.collectives.common import digest, values_of
 from tests.collectives.conftest import RunRanks
 

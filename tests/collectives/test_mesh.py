@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives import mesh, transport
+from hybridcomp.collectives.wire import gloo_pairs, transport
 from tests.collectives.conftest import RunRanks
 
 #: bytes from each of three ranks to each; some send nothing, one nothing at all
@@ -33,7 +33,7 @@ def _uneven(_: None) -> bool:
         for n, out in enumerate(outs)
     ]
     for work in reversed(works):
-        assert isinstance(work, mesh.Works) and work.wait()
+        assert isinstance(work, gloo_pairs.Works) and work.wait()
     return all(out.equal(expected.add(n)) for n, out in enumerate(outs))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from hybridcomp.collectives import Meter, all_gather, all_reduce, all_to_all, native
+from hybridcomp.collectives import Meter, all_gather, all_reduce, all_to_all, native_nbytes
 from hybridcomp.collectives import reduce_scatter as our_reduce_scatter
 from tests.collectives.common import values_of
 from tests.collectives.conftest import RunRanks
@@ -42,19 +42,19 @@ def test_identity_equals_native(on_ranks: RunRanks) -> None:
 
 
 def test_native_bytes() -> None:
-    assert native.all_reduce_nbytes(1000, torch.float32, 4) == 6000
-    assert native.all_reduce_nbytes(1000, torch.bfloat16, 2) == 2000
-    assert native.reduce_scatter_nbytes(1000, torch.float32, 4) == 3000
-    assert native.all_gather_nbytes(250, torch.float32, 4) == 3000
-    assert native.all_to_all_nbytes(1000, torch.float16, 4) == 1500
-    assert native.send_nbytes(1000, torch.float16) == 2000
+    assert native_nbytes.all_reduce_nbytes(1000, torch.float32, 4) == 6000
+    assert native_nbytes.all_reduce_nbytes(1000, torch.bfloat16, 2) == 2000
+    assert native_nbytes.reduce_scatter_nbytes(1000, torch.float32, 4) == 3000
+    assert native_nbytes.all_gather_nbytes(250, torch.float32, 4) == 3000
+    assert native_nbytes.all_to_all_nbytes(1000, torch.float16, 4) == 1500
+    assert native_nbytes.send_nbytes(1000, torch.float16) == 2000
 
 
 def test_one_rank_sends_nothing() -> None:
     for nbytes in (
-        native.all_reduce_nbytes,
-        native.reduce_scatter_nbytes,
-        native.all_gather_nbytes,
-        native.all_to_all_nbytes,
+        native_nbytes.all_reduce_nbytes,
+        native_nbytes.reduce_scatter_nbytes,
+        native_nbytes.all_gather_nbytes,
+        native_nbytes.all_to_all_nbytes,
     ):
         assert nbytes(1000, torch.float32, 1) == 0

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.collectives import Meter, all_reduce, all_reduce_codecs, chunk_ranges, segments
+from hybridcomp.collectives import Meter, all_reduce, all_reduce_codecs, chunk_ranges
+from hybridcomp.collectives.wire import pipelining
 from tests.collectives import threads
 from tests.collectives.common import CODECS, LOSSY, bound, rank_order_sum, values_of
 
 CPU = torch.device("cpu")
-NUMEL = 3 * segments.ALIGN + 777
+NUMEL = 3 * pipelining.ALIGN + 777
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,14 +97,14 @@ def test_what_was_given_is_delivered_or_held(codec: Codec, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
-@pytest.mark.parametrize("cuts", [[], [1000, segments.ALIGN + 5, 2 * segments.ALIGN]], ids=str)
+@pytest.mark.parametrize("cuts", [[], [1000, pipelining.ALIGN + 5, 2 * pipelining.ALIGN]], ids=str)
 def test_segments_change_nothing(
     cuts: list[int], feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec, found = make_codec("blockint", bits=4), []
-    for longest in (segments.ALIGN, 10 * NUMEL):
-        monkeypatch.setattr(segments, "SEGMENT", longest)
-        monkeypatch.setattr(segments, "HALF", longest)
+    for longest in (pipelining.ALIGN, 10 * NUMEL):
+        monkeypatch.setattr(pipelining, "SEGMENT", longest)
+        monkeypatch.setattr(pipelining, "HALF", longest)
         left = [values_of(rank + 7, NUMEL) for rank in range(2)] if feedback else []
         kept = [{"residual": each} for each in left] or [{}, {}]
         results, meter = summed(codec, torch.bfloat16, kept, cuts=cuts)

@@ -24,16 +24,15 @@ from hybridcomp.collectives import (
     plan_reduction,
     reduce_scatter,
     reduce_to_owners,
-    segments,
-    sizes,
 )
-from hybridcomp.collectives.chunks import stretches
+from hybridcomp.collectives.wire import payload_sizes, pipelining
+from hybridcomp.collectives.wire.chunks import stretches
 from tests.collectives import threads
 from tests.collectives.common import CODECS, LOSSY, values_of
 from tests.collectives.conftest import RunRanks
 from tests.collectives.late import everything
 
-ALIGN = segments.ALIGN
+ALIGN = pipelining.ALIGN
 FIXED = [codec for codec in CODECS if codec.fixed_size]
 FIXED_LOSSY = [codec for codec in LOSSY if codec.fixed_size]
 CPU = torch.device("cpu")
@@ -44,8 +43,8 @@ NUMEL = 3 * 4 * ALIGN + 1003
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Segments of ALIGN elements, in ranks that are threads."""
-    monkeypatch.setattr(segments, "SEGMENT", ALIGN)
-    monkeypatch.setattr(segments, "HALF", ALIGN)
+    monkeypatch.setattr(pipelining, "SEGMENT", ALIGN)
+    monkeypatch.setattr(pipelining, "HALF", ALIGN)
     with threads.in_process():
         yield
 
@@ -55,14 +54,14 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     start=st.integers(0, 100),
 )
 def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int) -> None:
-    rows: list[list[segments.Range]] = []
+    rows: list[list[pipelining.Range]] = []
     position = start
     for row in lengths:
         rows.append([])
         for length in row:
             rows[-1].append((position, position + length))
             position += length
-    cut = segments.segments(rows, [FIXED[0]], CPU, None)
+    cut = pipelining.segments(rows, [FIXED[0]], CPU, None)
     longest = max(sum(row) for row in lengths)
     assert len(cut) == max(longest // ALIGN, 1)
     for index, ranges in enumerate(rows):
@@ -173,8 +172,8 @@ def both(
         return run(group, me, meter), meter
 
     found = [threads.run(ranks, once)]
-    monkeypatch.setattr(segments, "SEGMENT", 10 * NUMEL)
-    monkeypatch.setattr(segments, "HALF", 10 * NUMEL)
+    monkeypatch.setattr(pipelining, "SEGMENT", 10 * NUMEL)
+    monkeypatch.setattr(pipelining, "HALF", 10 * NUMEL)
     return [*found, threads.run(ranks, once)]
 
 
@@ -232,13 +231,13 @@ def test_gathers_are_the_same(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> 
 def test_messages_that_wait_for_sizes_stay_whole_and_those_on_gpus() -> None:
     rows, whole = [stretches(0, 8 * ALIGN, [])], [[[(0, 8 * ALIGN)]]]
     even, odd = (make_codec("radix", error_bound=1e-2, segment=n) for n in (256, 240))
-    assert len(segments.segments(rows, [FIXED[0]], CPU, None)) == 8
-    assert segments.segments(rows, [FIXED[0]], torch.device("cuda"), None) == whole
-    assert segments.segments(rows, [FIXED[0], even], CPU, None) == whole
-    with patch.object(sizes, "in_front", return_value=True):
-        assert len(segments.segments(rows, [FIXED[0], even], CPU, None)) == 8
+    assert len(pipelining.segments(rows, [FIXED[0]], CPU, None)) == 8
+    assert pipelining.segments(rows, [FIXED[0]], torch.device("cuda"), None) == whole
+    assert pipelining.segments(rows, [FIXED[0], even], CPU, None) == whole
+    with patch.object(payload_sizes, "in_front", return_value=True):
+        assert len(pipelining.segments(rows, [FIXED[0], even], CPU, None)) == 8
         # a cut inside a segment would give its parts steps of their own
-        assert segments.segments(rows, [FIXED[0], odd], CPU, None) == whole
+        assert pipelining.segments(rows, [FIXED[0], odd], CPU, None) == whole
 
 
 def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
@@ -246,7 +245,7 @@ def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
     expected = everything(codec, dtype, True, 2)
     with ExitStack() as stack:
         for name, value in {"ALIGN": 512, "SEGMENT": 1024, "HALF": 512}.items():
-            stack.enter_context(patch.object(segments, name, value))
+            stack.enter_context(patch.object(pipelining, name, value))
         found = everything(codec, dtype, True, 2)
     assert [bits for bits, _ in found] == [bits for bits, _ in expected]
     more = [
@@ -279,4 +278,4 @@ def test_long_messages_have_segments_and_others_halves(monkeypatch: pytest.Monke
         7 << 20: 7,
         1 << 26: 64,
     }.items():
-        assert len(segments.segments([[(0, longest)], []], [FIXED[0]], CPU, None)) == count
+        assert len(pipelining.segments([[(0, longest)], []], [FIXED[0]], CPU, None)) == count

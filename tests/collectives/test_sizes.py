@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.codecs import Bounded, Codec, make_codec
-from hybridcomp.collectives import Meter, all_reduce, sizes, staging
+from hybridcomp.collectives import Meter, all_reduce
+from hybridcomp.collectives.wire import payload_sizes, pinned_staging
 from hybridcomp.kernels.cuda import CudaKernels
 from tests.collectives.common import digest, values_of
 from tests.collectives.conftest import RunRanks
@@ -151,7 +152,7 @@ def test_nobody_waits_before_a_handle_is_met(on_ranks: RunRanks) -> None:
     assert on_ranks(2, _overlapping) == [[0, 1, 2]] * 2
 
 
-class Recorder(sizes.Sizes):
+class Recorder(payload_sizes.Sizes):
     """Writes down what happens on which stream."""
 
     def __init__(self) -> None:
@@ -169,10 +170,10 @@ class Recorder(sizes.Sizes):
     def note(self, what: str) -> None:
         self.log.append(f"{what} on the {self.stream}")
 
-    def copied(self, words: Tensor) -> sizes.Arrival:
+    def copied(self, words: Tensor) -> payload_sizes.Arrival:
         self.note("copy")
         event = SimpleNamespace(synchronize=lambda: self.note("host waits"))
-        return sizes.Arrival(torch.tensor([7]), event)
+        return payload_sizes.Arrival(torch.tensor([7]), event)
 
     def message(self) -> Iterator[Any]:
         self.note("post")
@@ -184,8 +185,8 @@ def test_on_a_gpu_sizes_travel_beside_the_callers_stream() -> None:
     found = Recorder()
     words = mock.Mock(is_cuda=True, device=torch.device("cuda", 0))
     with (
-        mock.patch.object(sizes, "cuda", found.cuda),
-        mock.patch.object(staging.STAGING, "needed", lambda tensor, group: False),
+        mock.patch.object(payload_sizes, "cuda", found.cuda),
+        mock.patch.object(pinned_staging.STAGING, "needed", lambda tensor, group: False),
     ):
         steps = found.fetch(words, found.message(), None)  # type: ignore[arg-type]
         arrival = next(steps)
@@ -201,6 +202,6 @@ def test_on_a_gpu_sizes_travel_beside_the_callers_stream() -> None:
 
 
 def test_only_codecs_of_variable_size_on_a_gpu() -> None:
-    stay, cuda = sizes.Sizes().stay, torch.device("cuda")
+    stay, cuda = payload_sizes.Sizes().stay, torch.device("cuda")
     assert stay(make_codec("radix"), cuda) and not stay(make_codec("blockint"), cuda)
     assert not stay(make_codec("radix"), torch.device("cpu"))

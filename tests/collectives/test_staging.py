@@ -22,14 +22,14 @@ from hybridcomp.collectives import (
     all_to_all,
     chunk_ranges,
     gather_words,
-    hierarchy,
     recv,
     reduce_scatter,
     reduce_to_owners,
     send,
-    staging,
 )
-from hybridcomp.collectives.lowrank import Matrix, low_rank_sum
+from hybridcomp.collectives.hierarchical import two_levels as hierarchy
+from hybridcomp.collectives.low_rank import Matrix, low_rank_sum
+from hybridcomp.collectives.wire import pinned_staging
 from tests.collectives.common import digest, values_of
 from tests.collectives.conftest import RunRanks
 from tests.collectives.late import sizes_ahead
@@ -38,7 +38,7 @@ from tests.collectives.late import sizes_ahead
 CALLS = ("all_reduce", "isend", "irecv")
 
 
-class Pretended(staging.Staging):
+class Pretended(pinned_staging.Staging):
     """Takes every tensor for one of a GPU, and remembers what it staged."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Pretended(staging.Staging):
 def pretended() -> Iterator[Pretended]:
     found = Pretended()
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(staging, "STAGING", found))
+        stack.enter_context(mock.patch.object(pinned_staging, "STAGING", found))
         stack.enter_context(sizes_ahead())  # as on a GPU
         for name in CALLS:
             checked = found.guarded(name, getattr(dist, name))
@@ -185,9 +185,9 @@ def test_only_gpus_on_gloo_are_staged(on_ranks: RunRanks) -> None:
 def _decide() -> tuple[str, str, bool, bool]:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     there = mock.Mock(is_cuda=True, device=cuda)
-    needed = staging.Staging().needed
+    needed = pinned_staging.Staging().needed
     return (
-        staging.backend_of(None, cpu), staging.backend_of(None, cuda),
+        pinned_staging.backend_of(None, cpu), pinned_staging.backend_of(None, cuda),
         needed(torch.zeros(1), None), needed(there, None),
     )  # fmt: skip
 
@@ -195,6 +195,6 @@ def _decide() -> tuple[str, str, bool, bool]:
 def test_a_group_of_two_backends_is_asked_for_the_devices() -> None:
     config = "cpu:gloo,cuda:nccl"
     with mock.patch.object(dist, "get_backend_config", lambda group: config):
-        assert staging.backend_of(None, torch.device("cuda")) == "nccl"
-        assert staging.backend_of(None, torch.device("cpu")) == "gloo"
-        assert staging.backend_of(None, torch.device("meta")) == ""
+        assert pinned_staging.backend_of(None, torch.device("cuda")) == "nccl"
+        assert pinned_staging.backend_of(None, torch.device("cpu")) == "gloo"
+        assert pinned_staging.backend_of(None, torch.device("meta")) == ""

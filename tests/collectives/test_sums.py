@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridcomp.collectives.encoding import add_values, settle
+from hybridcomp.collectives.wire.encoding import add_values, settle
 from tests.collectives.common import DTYPES, values_of
 
 

@@ -20,16 +20,14 @@ from torch import Tensor
 from torch.distributed import Work
 
 from hybridcomp.collectives import (
-    exchange,
-    mesh,
     moves,
+    owner_scatter,
     owners,
-    pair,
+    pair_exchange,
+    reduce_parts,
     reductions,
-    spread,
-    summing,
-    transport,
 )
+from hybridcomp.collectives.wire import exchange, gloo_pairs, transport
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -127,10 +125,10 @@ def in_process() -> Iterator[None]:
     patches: list[Any] = [
         patch.object(transport, "dist", dist),
         patch.object(transport, "all_gather_single", _all_gather_single),
-        patch.object(mesh, "suits", lambda device, group: False),
+        patch.object(gloo_pairs, "suits", lambda device, group: False),
     ]
     names = {"get_rank": lambda group: group.rank, "get_world_size": lambda g: g.board.size}
-    for module in (exchange, moves, owners, pair, reductions, spread, summing):
+    for module in (exchange, moves, owners, pair_exchange, reductions, owner_scatter, reduce_parts):
         patches += [patch.object(module, k, f) for k, f in names.items() if hasattr(module, k)]
     for one in patches:
         one.start()

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.kernels import images
+from hybridcomp.kernels.cuda import images
 
 HERE = Path(__file__).resolve().parent
-KERNELS = images.FOLDER
+KERNELS, FORMATS = images.FOLDER, images.FORMATS
 THREADS = 256
 ARGUMENTS = 12
 #: as the CPU kernels are built: the same bytes with and without fused multiply-add
@@ -85,7 +85,8 @@ def _build(source: str, defines: tuple[str, ...], library: Path) -> None:
         pytest.skip("no C++ compiler: the CUDA kernels cannot be emulated")
     partial = library.with_suffix(f".{os.getpid()}")
     macros = [f"-D{define}" for define in defines]
-    command = [compiler, *FLAGS, *macros, "-o", str(partial), str(KERNELS / source)]
+    command = [compiler, *FLAGS, *macros, f"-I{FORMATS}"]
+    command += ["-o", str(partial), str(KERNELS / source)]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     partial.replace(library)

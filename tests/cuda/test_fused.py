@@ -13,7 +13,7 @@ from hybridcomp.codecs import VALUE_DTYPES, BlockInt, Codec, make_codec
 from hybridcomp.collectives import Meter, all_reduce, chunk_ranges, reduce_scatter
 from hybridcomp.collectives.fused import adjacent
 from hybridcomp.kernels.cuda import CudaKernels
-from hybridcomp.kernels.cuda_fused import blockint_macros
+from hybridcomp.kernels.cuda.fused import blockint_macros
 from tests.codecs import arrays
 from tests.cuda.common import kernels_replaced
 from tests.cuda.emulated import THREADS, EmulatedLauncher, emulated

@@ -27,8 +27,7 @@ from hybridcomp.collectives import (
     reduce_scatter,
     send,
 )
-from hybridcomp.kernels import images
-from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda import CudaKernels, images
 from tests.codecs import arrays
 from tests.cuda.common import (
     CODECS,

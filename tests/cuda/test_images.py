@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import images, launcher
-from hybridcomp.kernels.launcher import CudaLauncher
+from hybridcomp.kernels.cuda import images, launcher
+from hybridcomp.kernels.cuda.launcher import CudaLauncher
 from tests.ranks import RankPool
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[gpu]")

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import launcher
-from hybridcomp.kernels.workspaces import SLAB, Workspaces
+from hybridcomp.kernels.cuda import launcher
+from hybridcomp.kernels.cuda.workspaces import SLAB, Workspaces
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 0x77  # of the stand-in

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridcomp.codecs import VALUE_DTYPES, make_codec
-from hybridcomp.kernels import workspaces
+from hybridcomp.kernels.cuda import workspaces
 from tests.codecs import arrays
 
 pytestmark = pytest.mark.gpu

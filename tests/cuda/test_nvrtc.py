@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.kernels import images
+from hybridcomp.kernels.cuda import images
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[cuda12] or [cuda13]")
 

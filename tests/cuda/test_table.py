@@ -19,8 +19,8 @@ from hybridcomp.collectives import (
     reduce_to_owners,
 )
 from hybridcomp.kernels.cuda import CudaKernels
-from hybridcomp.kernels.cuda_fused import blockint_macros
-from hybridcomp.kernels.cuda_table import ROWS
+from hybridcomp.kernels.cuda.fused import blockint_macros
+from hybridcomp.kernels.cuda.table import ROWS
 from tests.codecs import arrays
 from tests.cuda.common import kernels_replaced
 from tests.cuda.emulated import THREADS, EmulatedLauncher, emulated

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from hybridcomp import link
-from hybridcomp.trials import Sent
+from hybridcomp.autotune import verdicts
+from hybridcomp.autotune.trials import Sent
 
 
 @contextmanager
@@ -29,13 +29,16 @@ def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
 
         return of
 
-    real = link.judge
+    real = verdicts.judge
     with (
-        patch.object(link, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
-        patch.object(link, "REPEATS", (2, 3)),
-        patch.object(link, "REPEATS_SEEN", (2, 3)),
-        patch.object(link, "WORK_NUMEL", 1 << 10),
-        patch.object(link, "seconds", seconds),
-        patch("hybridcomp.channels.judge", lambda trial, *rest: real(sized(trial), *rest)),
+        patch.object(verdicts, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
+        patch.object(verdicts, "REPEATS", (2, 3)),
+        patch.object(verdicts, "REPEATS_SEEN", (2, 3)),
+        patch.object(verdicts, "WORK_NUMEL", 1 << 10),
+        patch.object(verdicts, "seconds", seconds),
+        patch(
+            "hybridcomp.channels.engine_channels.judge",
+            lambda trial, *rest: real(sized(trial), *rest),
+        ),
     ):
         yield sizes

@@ -112,14 +112,14 @@ def test_skipped_steps_leave_all_as_it_is(pool: RankPool) -> None:
 
 
 def small_gathers(job: Job) -> list[tuple[dict[str, str], float, float]]:
-    from hybridcomp.patches import ds_params
+    from hybridcomp.patches.ds import parameter_gathers
 
-    before = ds_params.GATHER_NUMEL, ds_params.CHUNK_ALIGN
-    ds_params.GATHER_NUMEL, ds_params.CHUNK_ALIGN = 1000, 32
+    before = parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN
+    parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN = 1000, 32
     try:
         return follow(job)
     finally:
-        ds_params.GATHER_NUMEL, ds_params.CHUNK_ALIGN = before
+        parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN = before
 
 
 def test_cut_gathers_are_the_same(pool: RankPool) -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels, channels_of
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.ledger import line
 from hybridcomp.config import CompressionConfig
-from hybridcomp.feedback import Piece
-from hybridcomp.ledger import line
 from tests.ranks import RankPool
 
 if find_spec("deepspeed") is None:

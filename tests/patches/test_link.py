@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp import link, trials
+from hybridcomp.autotune import trials
+from hybridcomp.autotune import verdicts as link
 from hybridcomp.channels import Channel, Channels, Sent, channels_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
@@ -24,7 +25,7 @@ from tests.ranks import RankPool
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from hybridcomp.patches import ds_sent
+from hybridcomp.patches.ds import step_messages
 from tests.training.trainer import Job, digests, make_engine, train_step
 
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}
@@ -202,7 +203,7 @@ def foretold(stage: int, persistent: int) -> tuple[Any, ...]:
         stage, "bf16", steps=3, zero=zero if stage else {}, block={"dp": "none", "min_bytes": 0}
     )
     engine = make_engine(job)
-    known = ds_sent.sent(engine)
+    known = step_messages.sent(engine)
     seen: dict[str, list[int]] = {"dp": [], "zero": []}
     choose = Channel.codec
 

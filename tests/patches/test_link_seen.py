@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp import channels as channels_module
-from hybridcomp import trials
+from hybridcomp.autotune import trials
+from hybridcomp.autotune.trials import Planned
 from hybridcomp.channels import Channels, channels_of
+from hybridcomp.channels import engine_channels as channels_module
 from hybridcomp.config import CompressionConfig
-from hybridcomp.trials import Planned
 from tests.patches.link_clock import clock
 from tests.ranks import RankPool
 

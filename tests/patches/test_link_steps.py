@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from hybridcomp import recheck
+from hybridcomp.autotune import recheck
 from hybridcomp.channels import Channels, channels_of
 from tests.patches.link_clock import clock
 from tests.ranks import RankPool
@@ -233,5 +233,5 @@ def test_no_steps_are_compared_where_memory_is_short(pool: RankPool) -> None:
 
 def cramped(job: Job) -> dict[str, Any]:
     """One rank alone is out of memory."""
-    with patch("hybridcomp.channels.has_room", lambda nbytes, device: False):
+    with patch("hybridcomp.channels.engine_channels.has_room", lambda nbytes, device: False):
         return trained(job, NATIVE, {})

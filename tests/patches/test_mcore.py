@@ -20,7 +20,8 @@ import torch
 
 from hybridcomp import patching
 from hybridcomp.errors import SeamError
-from hybridcomp.patches import mcore_pp, modules_of, patches_of
+from hybridcomp.patches import modules_of, patches_of
+from hybridcomp.patches.mcore import pipeline
 from hybridcomp.patching import Patch, Seam, apply_all, revert_all
 from tests.ranks import run_ranks
 
@@ -91,9 +92,9 @@ def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     for name in saved:
         del sys.modules[name]
     monkeypatch.setattr(patching, "version", lambda name: found)
-    monkeypatch.setattr(mcore_pp, "version", lambda name: found)
-    pp = [(mcore_pp.communicate_seam(), mcore_pp.make_communicate), *mcore_pp.PATCHES[1:]]
-    monkeypatch.setattr(mcore_pp, "PATCHES", tuple(pp))
+    monkeypatch.setattr(pipeline, "version", lambda name: found)
+    pp = [(pipeline.communicate_seam(), pipeline.make_communicate), *pipeline.PATCHES[1:]]
+    monkeypatch.setattr(pipeline, "PATCHES", tuple(pp))
     for seam in seams():
         put(seam, RELEASES[found])
     yield found
@@ -137,18 +138,18 @@ def test_other_parameters_are_refused(release: str) -> None:
 
 
 def test_without_a_block_upstream_is_called(release: str) -> None:
-    with Patch(*mcore_pp.PATCHES[1]):
-        operations = sys.modules[mcore_pp.MODULE]._batched_p2p_ops
-        arguments = dict.fromkeys(mcore_pp.OPERATIONS[0].alternatives[0])
+    with Patch(*pipeline.PATCHES[1]):
+        operations = sys.modules[pipeline.MODULE]._batched_p2p_ops
+        arguments = dict.fromkeys(pipeline.OPERATIONS[0].alternatives[0])
         assert operations(**arguments) == "original"
 
 
 def test_stand_in_for_torch_is_torch(release: str) -> None:
-    from hybridcomp.patches import mcore_tp
+    from hybridcomp.patches.mcore import tensor_parallel
 
-    (patch,) = (p for p in patches_of(PACKAGE) if str(p.seam) == f"{mcore_tp.LAYERS}:torch")
+    (patch,) = (p for p in patches_of(PACKAGE) if str(p.seam) == f"{tensor_parallel.LAYERS}:torch")
     with patch:
-        stand_in = sys.modules[mcore_tp.LAYERS].torch
+        stand_in = sys.modules[tensor_parallel.LAYERS].torch
         assert stand_in.Tensor is torch.Tensor
         assert stand_in.distributed.ReduceOp is torch.distributed.ReduceOp
         assert stand_in.distributed.all_reduce is not torch.distributed.all_reduce

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import hybridcomp
+from hybridcomp import process
 from hybridcomp.channels import Channels
+from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.feedback import Piece
-from hybridcomp.patches import mcore_attach, process
+from hybridcomp.patches.mcore import attach
 from tests.ranks import run_ranks
 
 EVERY = 3
@@ -120,8 +121,8 @@ def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) 
     process.use(channels)
     monkeypatch.setattr(process, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)  # of the guard
-    monkeypatch.setattr(Optimizer, "inner", mcore_attach.make_step(Optimizer.inner))
-    monkeypatch.setattr(Optimizer, "outer", mcore_attach.make_step(Optimizer.outer))
+    monkeypatch.setattr(Optimizer, "inner", attach.make_step(Optimizer.inner))
+    monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
     optimizer = Optimizer()
     residual = channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4))
     residual.fill_(1.0)
@@ -155,7 +156,7 @@ def report(jsonl: str) -> tuple[list[dict[str, float]], dict[str, Any], int]:
     assert channels is not None
     channels["tp"].native(100, "backward")
     optimizer = Optimizer()
-    step = mcore_attach.make_step(Optimizer.outer)
+    step = attach.make_step(Optimizer.outer)
     for _ in range(EVERY):
         step(optimizer)
     return logged, run.config if run else {}, channels.step
@@ -179,8 +180,8 @@ def forget(restored: bool, loaded: bool, block: dict[str, Any]) -> str:
     process.configure({"min_bytes": 0, **block})
     said = io.StringIO()
     optimizer = Optimizer()
-    load = mcore_attach.make_load_state_dict(lambda self, state_dict: None)
-    step = mcore_attach.make_step(Optimizer.outer)
+    load = attach.make_load_state_dict(lambda self, state_dict: None)
+    step = attach.make_step(Optimizer.outer)
     with contextlib.redirect_stdout(said):
         if restored:
             load(optimizer, {})
@@ -222,7 +223,7 @@ def carry(folder: str, block: dict[str, Any], scale: float | None) -> tuple[int,
         channels = process.current()
         assert channels is not None
         channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4)).fill_(1.0)
-        mcore_attach.make_step(Optimizer.outer)(Optimizer())  # loss scale 8
+        attach.make_step(Optimizer.outer)(Optimizer())  # loss scale 8
         hybridcomp.save_state(folder)
         process.configure({"min_bytes": 0, **block})
         hybridcomp.load_state(folder, scale)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches import mcore_link, mcore_pp, mcore_refuse, process
+from hybridcomp.patches.mcore import check as mcore_refuse
+from hybridcomp.patches.mcore import pipeline, pipeline_message
 
 B8 = {"codec": "blockint", "bits": 8}
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "cp": 2, "dp": 2, "zero": 2}
@@ -151,14 +153,14 @@ def test_two_interleaved_stages_need_single_sends(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
     config = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
     with pytest.raises(ConfigError, match="batch_p2p_comm"):
-        mcore_pp._refuse_two_stages(config, None)
+        pipeline._refuse_two_stages(config, None)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 4)
-    mcore_pp._refuse_two_stages(config, None)
+    pipeline._refuse_two_stages(config, None)
 
 
-def link_of(block: CompressionConfig) -> mcore_link.Link | None:
+def link_of(block: CompressionConfig) -> pipeline_message.Link | None:
     """How four values travel to another stage."""
-    return mcore_link.link(Channels(block), torch.ones(4), None, "forward", None, (0, 1))
+    return pipeline_message.link(Channels(block), torch.ones(4), None, "forward", None, (0, 1))
 
 
 def test_variable_size_on_the_pipeline_needs_gloo(

@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed")
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches import ds_moe
+from hybridcomp.patches.ds import moe
 from hybridcomp.patching import Patch, apply_all, revert_all
 from tests.ranks import run_ranks
 from tests.training.moe_trainer import EXPERTS, TOKENS, WIDTH, Job, exchange_rows, run
@@ -101,7 +101,7 @@ def test_apply_and_revert() -> None:
     from deepspeed.moe import sharded_moe
 
     before = sharded_moe._AllToAll
-    applied = apply_all(Patch(seam, make) for seam, make in ds_moe.PATCHES)
+    applied = apply_all(Patch(seam, make) for seam, make in moe.PATCHES)
     assert sharded_moe._AllToAll is not before
     assert issubclass(sharded_moe._AllToAll, before)
     revert_all(applied)
@@ -119,20 +119,20 @@ def test_outside_a_layer_upstream_does_it() -> None:
         def backward(ctx: Any, grad: torch.Tensor) -> Any:
             return None, grad
 
-    patched: Any = ds_moe.make_all_to_all(Upstream)
+    patched: Any = moe.make_all_to_all(Upstream)
     assert patched.__name__ == "Upstream"
     assert torch.equal(patched.apply("group", torch.zeros(2)), torch.ones(2))
 
 
 def test_channel_is_published_during_forward_only() -> None:
     seen: list[Any] = []
-    forward = ds_moe.make_layer_forward(lambda self, x: seen.append(ds_moe._running.get()))
+    forward = moe.make_layer_forward(lambda self, x: seen.append(moe._running.get()))
     channels = Channels(CompressionConfig.parse({"ep": "mpc"}))
     tagged = SimpleNamespace(_hybridcomp_channels=channels)
     forward(tagged, 1)
     forward(SimpleNamespace(), 1)
     assert seen == [channels["ep"], None]
-    assert ds_moe._running.get() is None
+    assert moe._running.get() is None
 
 
 class AutoEPMoELayer(torch.nn.Module):
@@ -149,19 +149,19 @@ def test_deepep(way: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     channels = Channels(CompressionConfig.parse({"ep": "mpc", "on_unsupported": way}))
     for harmless in (AutoEPMoELayer("comm", 2), AutoEPMoELayer("deepep", 1)):
         engine = SimpleNamespace(module=torch.nn.Sequential(harmless))
-        ds_moe.attached(engine, channels)
+        moe.attached(engine, channels)
         assert channels_of(harmless) is channels
     assert not capsys.readouterr().out
     engine = SimpleNamespace(module=torch.nn.Sequential(AutoEPMoELayer("deepep", 2)))
     if way == "error":
         with pytest.raises(ConfigError, match=r"compression\.ep.*deepep"):
-            ds_moe.attached(engine, channels)
+            moe.attached(engine, channels)
     else:
-        ds_moe.attached(engine, channels)
+        moe.attached(engine, channels)
         assert "DeepEP" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(find_spec(ds_moe.AUTO_EP) is None, reason="this DeepSpeed has no AutoEP")
+@pytest.mark.skipif(find_spec(moe.AUTO_EP) is None, reason="this DeepSpeed has no AutoEP")
 @pytest.mark.parametrize("codec", ["none", "mpc", "blockint"])
 def test_unequal_rows(codec: str) -> None:
     # min_bytes cannot act on unequal messages

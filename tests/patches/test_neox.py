@@ -20,7 +20,8 @@ import hybridcomp
 from hybridcomp import patches
 from hybridcomp.codecs import make_codec
 from hybridcomp.errors import SeamError
-from hybridcomp.patches import neox_rules, neox_source, patches_of
+from hybridcomp.patches import patches_of
+from hybridcomp.patches.neox import checkout, rules
 from hybridcomp.patching import apply_all, revert_all
 from tests.patches import neox_stub
 from tests.ranks import run_ranks
@@ -102,7 +103,7 @@ def test_another_megatron_is_left_alone(clean: Path) -> None:
     assert mappings.torch is torch
     assert not patches.applied("megatron.mpu") and not patches.applied("megatron.training")
     with pytest.raises(SeamError, match=r"needs GPT-NeoX.*without megatron.neox_arguments"):
-        neox_source.source()
+        checkout.source()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_unknown_checkout_is_refused(clean: Path, old: str, new: str, message: s
 
 
 def test_figures_go_where_neox_logs(neox: Path) -> None:
-    from hybridcomp.patches.ds_attach import REPORTER
+    from hybridcomp.patches.ds.attach import REPORTER
 
     pending = [("Train/Compression/tp/forward/ratio", 3.9)]
 
@@ -159,15 +160,15 @@ def test_settings_are_read_off_neox_arguments_only() -> None:
     kind = type("NeoXArgs", (), {"__module__": "megatron.neox_arguments.arguments"})
     args = kind()
     args.te_mha = True
-    assert neox_rules.settings_of(args) == {"te_mha": True}
-    assert neox_rules.settings_of(SimpleNamespace(te_mha=True)) is None
+    assert rules.settings_of(args) == {"te_mha": True}
+    assert rules.settings_of(SimpleNamespace(te_mha=True)) is None
 
 
 def exchange(folder: str, block: dict[str, Any] | None, copy: bool) -> dict[str, Any]:
     """Every function once on this rank, with some values; and what the ledger says."""
+    from hybridcomp import process
     from hybridcomp.channels import Channels
     from hybridcomp.config import CompressionConfig
-    from hybridcomp.patches import process
     from hybridcomp.policy import Policy
     from tests.raw_codec import Raw
 

@@ -17,9 +17,9 @@ from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches import ds_pipe
-from hybridcomp.patches.ds_pipe import Pipe
-from hybridcomp.patches.ds_pipe_link import (
+from hybridcomp.patches.ds import pipeline
+from hybridcomp.patches.ds.pipeline import Pipe
+from hybridcomp.patches.ds.pipeline_agreement import (
     VALUES,
     Agreed,
     Agreement,
@@ -28,7 +28,7 @@ from hybridcomp.patches.ds_pipe_link import (
     set_marks,
     take_marks,
 )
-from hybridcomp.patches.ds_pipe_values import carries_values, passed_through, two_valued
+from hybridcomp.patches.ds.pipeline_values import carries_values, passed_through, two_valued
 from hybridcomp.patching import Patch, apply_all, revert_all
 
 FLOAT, HALF, INT = torch.float32, torch.float16, torch.int64
@@ -43,7 +43,7 @@ def test_apply_and_revert() -> None:
     from deepspeed.runtime.pipe import p2p
 
     before = p2p.send
-    applied = apply_all(Patch(seam, make) for seam, make in ds_pipe.PATCHES)
+    applied = apply_all(Patch(seam, make) for seam, make in pipeline.PATCHES)
     assert p2p.send is not before and p2p.send.__wrapped__ is before
     revert_all(applied)
     assert p2p.send is before
@@ -253,13 +253,13 @@ def wire() -> Iterator[Wire]:
     pipe = Pipe(engine, wire)  # type: ignore[arg-type]
     pipe.agree(pipe.outgoing, [A, Agreed(FLOAT, False), C])
     pipe.agree(pipe.incoming, [Agreed(torch.bfloat16, True)])
-    token = ds_pipe._running.set(pipe)
+    token = pipeline._running.set(pipe)
     yield wire
-    ds_pipe._running.reset(token)
+    pipeline._running.reset(token)
 
 
 def test_send_encodes_values_only(wire: Wire) -> None:
-    send = ds_pipe.make_send(wire.upstream)
+    send = pipeline.make_send(wire.upstream)
     column = torch.arange(16.0).view(4, 4).t().requires_grad_()  # not contiguous
     assert send(column, 2) is None
     assert send(torch.zeros(9), 2) == "upstream"
@@ -278,7 +278,7 @@ def test_send_encodes_values_only(wire: Wire) -> None:
 
 
 def test_recv_decodes_as_agreed_whatever_the_buffer(wire: Wire) -> None:
-    recv = ds_pipe.make_recv(wire.upstream)
+    recv = pipeline.make_recv(wire.upstream)
     wire.incoming = torch.arange(16.0)
     for buffer in (
         torch.empty(4, 4, dtype=torch.bfloat16),
@@ -291,7 +291,7 @@ def test_recv_decodes_as_agreed_whatever_the_buffer(wire: Wire) -> None:
 
 
 def test_gradients_use_the_dtype_of_the_activation(wire: Wire) -> None:
-    send, recv = ds_pipe.make_send(wire.upstream), ds_pipe.make_recv(wire.upstream)
+    send, recv = pipeline.make_send(wire.upstream), pipeline.make_recv(wire.upstream)
     wire.incoming = torch.arange(16.0)
     recv(torch.empty(16, dtype=torch.bfloat16), 0)
     send(torch.ones(16), 0)  # the buffer was fp32, so the gradient is
@@ -307,17 +307,17 @@ def test_gradients_use_the_dtype_of_the_activation(wire: Wire) -> None:
 
 
 def test_without_a_running_pipeline_upstream_does_it(wire: Wire) -> None:
-    token = ds_pipe._running.set(None)
+    token = pipeline._running.set(None)
     try:
-        assert ds_pipe.make_send(wire.upstream)(torch.ones(16), 2) == "upstream"
-        assert ds_pipe.make_recv(wire.upstream)(torch.ones(16), 2) == "upstream"
+        assert pipeline.make_send(wire.upstream)(torch.ones(16), 2) == "upstream"
+        assert pipeline.make_recv(wire.upstream)(torch.ones(16), 2) == "upstream"
     finally:
-        ds_pipe._running.reset(token)
+        pipeline._running.reset(token)
     assert [call[0] for call in wire.calls] == ["upstream", "upstream"]
 
 
 def test_gradients_of_partitioned_and_masked_sets(wire: Wire) -> None:
-    pipe = ds_pipe._running.get()
+    pipe = pipeline._running.get()
     assert pipe is not None
     link, engine = Link(), pipe.engine
 
@@ -344,7 +344,7 @@ def test_gradients_of_partitioned_and_masked_sets(wire: Wire) -> None:
 
 
 def test_training_after_an_evaluation_agrees_anew(wire: Wire) -> None:
-    pipe = ds_pipe._running.get()
+    pipe = pipeline._running.get()
     assert pipe is not None
     pipe.engine.first_output_send, pipe.engine.pipe_recv_buf = False, "buffer"
     with torch.no_grad():
@@ -360,14 +360,14 @@ def test_training_after_an_evaluation_agrees_anew(wire: Wire) -> None:
 
 def test_schedule_of_an_engine_without_a_block_stays_apart(wire: Wire) -> None:
     seen: list[Any] = []
-    schedule = ds_pipe.make_exec_schedule(
-        lambda self, pipe_schedule: seen.append(ds_pipe._running.get())
+    schedule = pipeline.make_exec_schedule(
+        lambda self, pipe_schedule: seen.append(pipeline._running.get())
     )
-    outer = ds_pipe._running.get()
+    outer = pipeline._running.get()
     schedule(SimpleNamespace(), None)
-    schedule(SimpleNamespace(**{ds_pipe.PIPE: outer}), None)
+    schedule(SimpleNamespace(**{pipeline.PIPE: outer}), None)
     assert seen == [None, outer]
-    assert ds_pipe._running.get() is outer
+    assert pipeline._running.get() is outer
 
 
 @pytest.mark.parametrize("way", ["error", "native"])
@@ -376,13 +376,13 @@ def test_dualpipev(way: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> No
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     engine = object.__new__(dualpipev.DualPipeVEngine)
     off = Channels(CompressionConfig.parse({"dp": "bf16"}))
-    ds_pipe.attached(engine, off)
+    pipeline.attached(engine, off)
     block = {"pp": {"codec": "blockint", "bits": 8}, "on_unsupported": way}
     channels = Channels(CompressionConfig.parse(block))
     if way == "error":
         with pytest.raises(ConfigError, match=r"compression.pp.*DualPipeV"):
-            ds_pipe.attached(engine, channels)
+            pipeline.attached(engine, channels)
     else:
-        ds_pipe.attached(engine, channels)
+        pipeline.attached(engine, channels)
         assert "DualPipeV" in capsys.readouterr().out
-    assert ds_pipe.PIPE not in vars(engine)
+    assert pipeline.PIPE not in vars(engine)

@@ -13,9 +13,9 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.pipe import schedule
 
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels
+from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
-from hybridcomp.feedback import Piece
-from hybridcomp.patches import ds_tied
+from hybridcomp.patches.ds import tied_weights
 from hybridcomp.patching import Patch, apply_all, revert_all
 
 LOSSY = {"codec": "blockint", "bits": 4}
@@ -59,7 +59,7 @@ def run(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 2)
     monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 0)
     monkeypatch.setattr("hybridcomp.channels.Channel.all_reduce", all_reduce)
-    instructions = ds_tied.make_instruction_map(
+    instructions = tied_weights.make_instruction_map(
         {
             schedule.ReduceTiedGrads: lambda self: self.log.append("tied"),
             schedule.ReduceGrads: lambda self: self.log.append("grads"),
@@ -132,7 +132,7 @@ def test_apply_and_revert() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     before = PipelineEngine._INSTRUCTION_MAP
-    applied = apply_all(Patch(seam, make) for seam, make in ds_tied.PATCHES)
+    applied = apply_all(Patch(seam, make) for seam, make in tied_weights.PATCHES)
     ours = PipelineEngine._INSTRUCTION_MAP
     assert ours is not before and ours.keys() == before.keys()
     changed = {kind for kind in ours if ours[kind] is not before[kind]}

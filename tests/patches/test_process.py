@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches import process
 
 
 class Engine:

@@ -13,11 +13,13 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches import ds_autotp, ds_calls, ds_facts, ds_ulysses, process
-from hybridcomp.patches.ds_calls import SEQUENCE, TENSOR, Scope, inside, owner
+from hybridcomp.patches.ds import autotp, job_facts, layer_scope
+from hybridcomp.patches.ds import ulysses as ds_ulysses
+from hybridcomp.patches.ds.layer_scope import SEQUENCE, TENSOR, Scope, inside, owner
 from hybridcomp.patching import Patch, apply_all, revert_all
 from tests.ranks import RankPool
 from tests.training import split_parts
@@ -45,14 +47,14 @@ class Column(TensorParallel_Layer):
         return owner()
 
 
-Column.__call__ = ds_calls.make_call(torch.nn.Module.__call__)  # type: ignore[method-assign]
+Column.__call__ = layer_scope.make_call(torch.nn.Module.__call__)  # type: ignore[method-assign]
 
 
 def test_layers_know_their_engine() -> None:
     mine, of_process = channels(tp="mpc"), channels(tp="mpc")
     tagged, bare, unknown = Column(), Column(), Column()
-    ds_calls.tag(SimpleNamespace(module=torch.nn.Sequential(tagged)), mine)
-    ds_calls.tag(SimpleNamespace(module=torch.nn.Sequential(bare)), None)
+    layer_scope.tag(SimpleNamespace(module=torch.nn.Sequential(tagged)), mine)
+    layer_scope.tag(SimpleNamespace(module=torch.nn.Sequential(bare)), None)
     process.use(of_process)
     try:
         assert tagged() is mine
@@ -76,17 +78,17 @@ class Function:
 
 
 def test_a_context_remembers_whose_it_is() -> None:
-    forward = ds_calls.make_forward(Function.forward)
-    backward = ds_calls.make_backward(Function.backward)
+    forward = layer_scope.make_forward(Function.forward)
+    backward = layer_scope.make_backward(Function.backward)
 
     class Layer(TensorParallel_Layer):
         def forward(self, ctx: Any) -> Any:
             return forward(ctx)
 
-    Layer.__call__ = ds_calls.make_call(torch.nn.Module.__call__)  # type: ignore[method-assign]
+    Layer.__call__ = layer_scope.make_call(torch.nn.Module.__call__)  # type: ignore[method-assign]
     mine, ctx = channels(tp="mpc"), SimpleNamespace()
     layer = Layer()
-    ds_calls.tag(SimpleNamespace(module=torch.nn.Sequential(layer)), mine)
+    layer_scope.tag(SimpleNamespace(module=torch.nn.Sequential(layer)), mine)
     assert layer(ctx) == (mine, "forward")
     found: list[Any] = []  # autograd runs backward passes of a GPU in a thread of its own
     thread = threading.Thread(target=lambda: found.append(backward(ctx)))
@@ -99,8 +101,8 @@ def test_a_context_remembers_whose_it_is() -> None:
 def test_a_backward_pass_that_applies_its_function_again_stays_backward() -> None:
     """As ``_SeqAllToAll.backward`` does."""
     mine, inner = channels(cp="mpc"), SimpleNamespace()
-    forward = ds_calls.make_forward(Function.forward)
-    backward = ds_calls.make_backward(lambda ctx: forward(inner))
+    forward = layer_scope.make_forward(Function.forward)
+    backward = layer_scope.make_backward(lambda ctx: forward(inner))
     assert backward(SimpleNamespace(_hybridcomp_owner=mine)) == (mine, "backward")
     with inside(Scope(mine, "forward")):
         assert SEQUENCE.way() == "forward"
@@ -144,7 +146,7 @@ def fake(module: str) -> Any:
 @pytest.mark.parametrize(
     ("seam", "dimension", "module", "what"),
     [
-        (ds_autotp, "tp", "deepspeed.runtime.domino.transformer", "Domino"),
+        (autotp, "tp", "deepspeed.runtime.domino.transformer", "Domino"),
         (ds_ulysses, "cp", "deepspeed.sequence.fpdt_layer", "FPDT"),
     ],
 )
@@ -172,17 +174,17 @@ def test_layers_that_no_seam_reaches(
 
 
 def test_seams_of_an_older_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ds_autotp, ds_ulysses):
+    for module in (autotp, ds_ulysses):
         monkeypatch.setattr(module, "upstream_has", lambda *_: False)
-    names = {seam.qualname for seam, _ in ds_autotp._patches()}
+    names = {seam.qualname for seam, _ in autotp._patches()}
     assert "RowParallel.forward" in names and "ColumnParallel.backward" in names
-    assert not any(name.startswith(later) for name in names for later in ds_autotp.LATER)
+    assert not any(name.startswith(later) for name in names for later in autotp.LATER)
     assert [seam.qualname for seam, _ in ds_ulysses._alst()] == [
         "_DimZeroAllToAll.forward", "_DimZeroAllToAll.backward",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("module", [ds_autotp, ds_ulysses])
+@pytest.mark.parametrize("module", [autotp, ds_ulysses])
 def test_apply_and_revert(module: Any) -> None:
     patches = [Patch(seam, make) for seam, make in module.PATCHES]
     before = [patch.check() for patch in patches]
@@ -197,23 +199,23 @@ def test_apply_and_revert(module: Any) -> None:
 def test_facts_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
     plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    found = ds_facts.facts(plain, None, None)
+    found = job_facts.facts(plain, None, None)
     assert found == {"pipeline": False, "moe": False, "world_size": 4, "tensor": False,
                      "sequence": False, "replicas": None}  # fmt: skip
     grid = SimpleNamespace(get_data_parallel_world_size=lambda: 2)
-    assert ds_facts.facts(plain, grid, None)["replicas"] == 2
-    assert ds_facts.facts(torch.nn.Sequential(Column()), None, None)["tensor"]
+    assert job_facts.facts(plain, grid, None)["replicas"] == 2
+    assert job_facts.facts(torch.nn.Sequential(Column()), None, None)["tensor"]
     ulysses = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
-    assert ds_facts.facts(plain, ulysses, None)["sequence"]
+    assert job_facts.facts(plain, ulysses, None)["sequence"]
     mesh = SimpleNamespace(get_group=lambda mesh_dim: mesh_dim)
-    assert ds_facts.facts(plain, None, mesh)["sequence"]
+    assert job_facts.facts(plain, None, mesh)["sequence"]
     domino = fake("deepspeed.runtime.domino.transformer").module
-    assert ds_facts.facts(domino, None, None)["tensor"]
+    assert job_facts.facts(domino, None, None)["tensor"]
 
 
 def test_names_of_residuals() -> None:
     def name(mpu: Any) -> str:
-        return ds_facts.unique_name(
+        return job_facts.unique_name(
             SimpleNamespace(mpu=mpu), "w", torch.nn.Parameter(torch.ones(1))
         )
 

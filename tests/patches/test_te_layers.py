@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp import patching
+from hybridcomp import patching, process
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError, SeamError
-from hybridcomp.patches import mcore_refuse, missing, patches_of, process, te_layers
+from hybridcomp.patches import missing, patches_of
+from hybridcomp.patches.mcore import check, transformer_engine
 from hybridcomp.patching import apply_all, revert_all
 from tests.patches import te_stub
 from tests.ranks import run_ranks
@@ -79,7 +80,7 @@ def test_an_unknown_version_stops_only_who_needs_it(monkeypatch: pytest.MonkeyPa
     reason = missing(PACKAGE)
     assert reason is not None and "< 2.19" in reason and "2.30.0" in reason
     with pytest.raises(ConfigError, match=r"2\.30\.0.*transformer-impl local"):
-        mcore_refuse._check_transformer_engine(CompressionConfig.parse(BLOCK))
+        check._check_transformer_engine(CompressionConfig.parse(BLOCK))
 
 
 def train(layer: str, sequence_parallel: bool, block: dict[str, Any] | None, fp8: bool) -> Any:
@@ -88,7 +89,7 @@ def train(layer: str, sequence_parallel: bool, block: dict[str, Any] | None, fp8
 
     setattr(patching, "version", lambda name: "2.8.0")  # noqa: B010
     te_stub.install()
-    module, name = {c: (f"{PACKAGE}.module.{m}", c) for m, c, _ in te_layers.LAYERS}[layer]
+    module, name = {c: (f"{PACKAGE}.module.{m}", c) for m, c, _ in transformer_engine.LAYERS}[layer]
     function = getattr(sys.modules[module], name)
     patches = []
     if block is not None:
@@ -125,7 +126,7 @@ def compare() -> dict[tuple[str, bool], list[Any]]:
     blocks: list[dict[str, Any] | None] = [None, BLOCK, {**BLOCK, "tp": "none"}]
     return {
         (name, sequences): [train(name, sequences, block, False) for block in blocks]
-        for _, name, _ in te_layers.LAYERS
+        for _, name, _ in transformer_engine.LAYERS
         for sequences in (False, True)
     }
 
@@ -135,7 +136,7 @@ def compared() -> list[dict[tuple[str, bool], list[Any]]]:
     return run_ranks(2, compare)
 
 
-@pytest.mark.parametrize("layer", [name for _, name, _ in te_layers.LAYERS])
+@pytest.mark.parametrize("layer", [name for _, name, _ in transformer_engine.LAYERS])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_every_message_is_encoded_its_way(
     compared: list[dict[tuple[str, bool], list[Any]]], layer: str, sequence_parallel: bool
@@ -171,7 +172,7 @@ def outside() -> dict[Any, Any]:
     process.configure(BLOCK)
     patches = apply_all(patches_of(PACKAGE))
     values = torch.ones(64)
-    sys.modules[te_layers.DISTRIBUTED].allreduce(values, dist.group.WORLD)
+    sys.modules[transformer_engine.DISTRIBUTED].allreduce(values, dist.group.WORLD)
     channels = process.current()
     assert channels is not None and values.tolist() == [2.0] * 64
     revert_all(patches)

@@ -33,11 +33,11 @@ def pool() -> Iterator[RankPool]:
 
 
 def apply_and_revert() -> int:
-    from hybridcomp.patches import ds_engine, ds_params, ds_zero3, ds_zero12
+    from hybridcomp.patches.ds import parameter_gathers, zero0, zero3, zero12
     from hybridcomp.patching import Patch
 
     seams = 0
-    for module in (ds_engine, ds_params, ds_zero12, ds_zero3):
+    for module in (zero0, parameter_gathers, zero12, zero3):
         for seam, make in module.PATCHES:
             before = inspect.getattr_static(*seam.owner_and_name())
             with Patch(seam, make) as patch:
@@ -212,14 +212,14 @@ def test_padding_of_partitions_never_reaches_a_codec(pool: RankPool, value: floa
 
 def small_gathers(job: Job) -> tuple[list[float], int]:
     """Losses and gathers when a gather may hold few elements."""
-    from hybridcomp.patches import ds_params
+    from hybridcomp.patches.ds import parameter_gathers
 
-    before = ds_params.GATHER_NUMEL, ds_params.CHUNK_ALIGN
-    ds_params.GATHER_NUMEL, ds_params.CHUNK_ALIGN = 1000, 32
+    before = parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN
+    parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN = 1000, 32
     try:
         outcome = train(job)
     finally:
-        ds_params.GATHER_NUMEL, ds_params.CHUNK_ALIGN = before
+        parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN = before
     return outcome.losses, outcome.ledger["zero"][0]
 
 
@@ -266,18 +266,18 @@ def unknown_path(zero: dict[str, Any], policy: str) -> tuple[str, int]:
     Returns the error and the native messages.
     """
     from hybridcomp.errors import ConfigError
-    from hybridcomp.patches import ds_config
+    from hybridcomp.patches.ds import check
 
     job = Job(2, steps=2, zero=zero)
-    rules = vars(ds_config)["TABLES"]
-    vars(ds_config)["TABLES"] = ()
+    rules = vars(check)["TABLES"]
+    vars(check)["TABLES"] = ()
     try:
         block = {"dp": BLOCKINT8, "min_bytes": 0, "on_unsupported": policy}
         outcome = train(replace(job, block=block))
     except ConfigError as error:
         return str(error), 0
     finally:
-        vars(ds_config)["TABLES"] = rules
+        vars(check)["TABLES"] = rules
     messages, native, *_ = outcome.ledger.get("dp", (0, 0, 0, 0))
     assert messages == native
     return "", messages

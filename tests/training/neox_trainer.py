@@ -120,7 +120,7 @@ def _train(training: Any, job: Job, data: str) -> Outcome:
     from megatron.neox_arguments import NeoXArgs
 
     import hybridcomp
-    from hybridcomp.patches import process
+    from hybridcomp import process
 
     losses: list[float] = []
     engines: list[Any] = []
@@ -199,7 +199,7 @@ def _ledger(engine: Any) -> dict[Any, tuple[float, float, float, float]]:
 
 
 def _marks(engine: Any) -> list[bool]:
-    from hybridcomp.patches.ds_pipe import PIPE
+    from hybridcomp.patches.ds.pipeline import PIPE
 
     pipe = getattr(engine, PIPE, None)
     if pipe is None or pipe.outgoing.agreed is None:
