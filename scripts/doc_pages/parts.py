@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from hybridcomp import patches
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
-from hybridcomp.patches import ds_config, mcore_refuse, neox_rules, rules
+from hybridcomp.patches.ds import check as ds_check
+from hybridcomp.patches.mcore import check as mcore_check
+from hybridcomp.patches.neox import rules as neox_rules
+from hybridcomp.patches.shared import rules
 from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY
 
 #: verdict -> what it means for the user
@@ -52,15 +55,15 @@ def support_matrix() -> str:
 
 def deepspeed_rules() -> str:
     """Settings of DeepSpeed and GPT-NeoX that concern the block."""
-    return "\n".join(_rows([*ds_config.TABLES, *neox_rules.RULES]))
+    return "\n".join(_rows([*ds_check.TABLES, *neox_rules.RULES]))
 
 
 def megatron_rules() -> str:
     """Settings of megatron-core that concern the block."""
-    return "\n".join(_rows(mcore_refuse.RULES))
+    return "\n".join(_rows(mcore_check.RULES))
 
 
-def _rows(table: Sequence[rules.Rule | mcore_refuse.Rule]) -> Iterator[str]:
+def _rows(table: Sequence[rules.Rule | mcore_check.Rule]) -> Iterator[str]:
     yield "| found | dimensions | what happens | why | what to do |"
     yield "|---|---|---|---|---|"
     for rule in table:
