@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from doc_pages import block, parts
+from doc_pages import block, inside, parts
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -29,24 +29,28 @@ PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
     ("support.md", "support-matrix", parts.support_matrix),
     ("unsupported.md", "deepspeed-rules", parts.deepspeed_rules),
     ("unsupported.md", "megatron-rules", parts.megatron_rules),
+    ("api.md", "api", inside.api),
+    ("api.md", "errors", inside.error_classes),
+    ("wire_formats.md", "formats", inside.formats),
 )
 
 
 def made() -> dict[Path, str]:
     """What the pages that are made from the code should hold. Raises ValueError without a mark."""
-    found = {DOCS / name: make() for name, make in PAGES.items()}
+    pages = {DOCS / name: make() for name, make in PAGES.items()}
     for name, mark, make in PARTS:
         path = DOCS / name
-        found[path] = _with_part(found.get(path) or path.read_text("utf-8"), mark, make(), name)
-    return found
+        text = pages.get(path) or path.read_text("utf-8")
+        pages[path] = _with_part(text, mark, make(), name)
+    return pages
 
 
 def _with_part(text: str, mark: str, part: str, name: str) -> str:
     """``text`` with ``part`` between the marks."""
-    pattern = re.compile(f"(<!-- {mark}[^>]*-->\n).*?(\n<!-- /{mark} -->)", re.DOTALL)
+    pattern = re.compile(f"(<!-- {mark}[^>]*-->\n).*?(<!-- /{mark} -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"docs/{name}: expected <!-- {mark} --> and <!-- /{mark} -->")
-    return pattern.sub(lambda match: f"{match[1]}\n{part}\n{match[2]}", text, count=1)
+    return pattern.sub(lambda match: f"{match[1]}\n{part}\n\n{match[2]}", text, count=1)
 
 
 def stale() -> list[Path]:

@@ -15,7 +15,7 @@ HEAD = f"""\
 
 This page is made from the schema by `scripts/make_docs.py`; `hybridcomp schema` prints the schema
 itself, and `configs/compression.schema.json` is the file for editors. The block stands in the
-DeepSpeed file under `"{BLOCK}"`; for jobs without such a file see [the engines](engines/megatron.md).
+DeepSpeed file under `"{BLOCK}"`, for jobs without one in [a file of its own](engines/megatron.md).
 An unknown key, a wrong type or a setting that cannot act is an error in one line that names the key
 ([errors](errors.md)).
 
@@ -113,6 +113,4 @@ def _code(value: Any) -> str:
 
 
 def _reference(entry: Schema) -> str:
-    return next(
-        str(part["$ref"]).rpartition("/")[2] for part in entry["anyOf"] if "$ref" in part
-    )
+    return next(str(part["$ref"]).rpartition("/")[2] for part in entry["anyOf"] if "$ref" in part)
