@@ -28,7 +28,7 @@ def _entry(name: str, found: object) -> Iterator[str]:
     yield ""
     if inspect.isfunction(found):
         yield "```python"
-        yield f"{name}{inspect.signature(found)}"
+        yield f"{name}{inspect.signature(found)}".replace("'", "")  # annotations are strings
         yield "```"
         yield ""
     yield _markdown(inspect.getdoc(found) or "")
@@ -38,9 +38,14 @@ def _entry(name: str, found: object) -> Iterator[str]:
         yield "|---|---|"
         for key, value in vars(found).items():
             function = getattr(value, "__func__", value)
-            if not key.startswith("_") and inspect.isfunction(function) and function.__doc__:
-                first = inspect.getdoc(function) or ""
-                yield f"| `{key}` | {' '.join(first.partition(chr(10) * 2)[0].split())} |"
+            if not key.startswith("_") and inspect.isfunction(function) and _ours(function):
+                first = (inspect.getdoc(function) or "").partition("\n\n")[0]
+                yield f"| `{key}` | {' '.join(first.replace('``', '`').split())} |"
+
+
+def _ours(function: object) -> bool:
+    """Whether it is written here and not what pydantic adds to a model."""
+    return str(getattr(function, "__module__", "")).startswith("hybridcomp")
 
 
 def _markdown(doc: str) -> str:
