@@ -19,8 +19,8 @@ that moves nothing.
 It also measures what it costs that sizes of radix payloads travel first, and says from how many
 values of a message on radix is worth that, beside the threshold that `codec: "auto"` has.
 
-Before it measures it runs `pytest -m gpu tests/cuda`: the same bytes as on the CPU, the same result
-from a replayed CUDA graph, three launches an all_reduce. `--no-tests` leaves that out.
+Before it measures it runs `pytest -m gpu tests/kernels/cuda`: the same bytes as on the CPU, the
+same result from a replayed CUDA graph, three launches an all_reduce. `--no-tests` leaves that out.
 Peers that are not installed, or do not build, are left out by name. Exit status 2: no GPU.
 """
 
@@ -129,7 +129,7 @@ def prepare(chosen: dict[str, Source], dtypes: Sequence[str]) -> None:
 
 def run_tests() -> bool:
     """``pytest -m gpu`` on the kernels' tests."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/cuda"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/kernels/cuda"]
     return subprocess.run(command, cwd=REPOSITORY, check=False).returncode == 0
 
 
@@ -231,7 +231,7 @@ def conclude(
     """Print and write what was found; the exit status."""
     missed = targets.missed(found.points, all_of_them=not arguments.only)
     if known["tests_passed"] is False:
-        missed.append("pytest -m gpu tests/cuda failed")
+        missed.append("pytest -m gpu tests/kernels/cuda failed")
     known = {
         **known, "left_out": found.left_out, "missed": missed,
         "size_exchange": size_exchange.facts(*sizes) if sizes else None,

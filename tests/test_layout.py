@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     tomllib = pytest.importorskip("tomli")
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hybridcomp"
 
 #: room -> rooms that it may import. Anything else is a wrong turn.

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import sys
 
+import one_gpu
 import pytest
 
 from tests.nccl.launched import launch
-from tests.ranks import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import one_gpu
 
 #: a rank says who it is; the second fails, or all wait for it
 SCRIPT = """
