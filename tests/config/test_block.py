@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybridcomp.codecs import BlockInt, Codec, Mpc, Zfp, make_codec
-from hybridcomp.config import PRESETS, CompressionConfig, load_config, schema
+from hybridcomp.codecs import BlockInt, Zfp, make_codec
+from hybridcomp.config import PRESETS, load_config
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Traffic
-from tests.paths import CONFIGS
+from hybridcomp.policy import Traffic
+from tests.config.common import parse
 
 BLOCKINT = {"codec": "blockint", "bits": 8}
 
@@ -275,10 +273,6 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
 ]
 
 
-def parse(block: Any) -> CompressionConfig:
-    return CompressionConfig.parse(block)
-
-
 @pytest.mark.parametrize(("block", "key", "fragments"), BROKEN, ids=lambda v: str(v)[:50])
 def test_broken_block(block: Any, key: str, fragments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -337,41 +331,6 @@ def test_digest_tells_blocks_apart_and_ignores_what_is_local() -> None:
     assert parse({"preset": "naive-zfp"}).digest() == parse(dict(PRESETS["naive-zfp"])).digest()
 
 
-def test_preset_with_overrides() -> None:
-    config = parse({"preset": "recommended", "dp": {"bits": 3}, "zero": "mpc", "tp": "none"})
-    codecs = config.policy().codecs
-    assert codecs["dp", "forward"] == BlockInt(3)
-    assert config.error_feedback("dp"), "what the override does not name stays the preset's"
-    assert codecs["zero", "forward"] == Mpc()
-    assert codecs["tp", "forward"] is None
-    assert codecs["pp", "backward"] == BlockInt(8)
-    assert config.explicit == {"dp", "zero", "tp"}
-    replaced = parse({"preset": "recommended", "dp": {"codec": "blockint", "bits": 8}})
-    assert not replaced.error_feedback("dp"), "a codec replaces the whole dimension"
-    way = parse({"preset": "recommended", "pp": {"backward": {"bits": 4}}}).policy().codecs
-    assert (way["pp", "forward"], way["pp", "backward"]) == (BlockInt(8), BlockInt(4))
-    both = parse({"preset": "recommended", "pp": {"forward": "mpc", "backward": "bf16"}})
-    assert both.policy().codecs["pp", "forward"] == Mpc()
-
-
-@pytest.mark.parametrize(
-    ("preset", "dimension", "codec"),
-    [
-        ("naive-zfp", "dp", Zfp(8)),
-        ("naive-zfp", "pp", Zfp(8)),
-        ("naive-mpc", "dp", Mpc()),
-        ("mzhybrid", "dp", Zfp(8)),
-        ("mzhybrid", "tp", Mpc()),
-        ("zhybrid", "dp", Zfp(8)),
-        ("zhybrid", "zero", Zfp(16)),
-        ("recommended", "dp", BlockInt(4)),
-        ("recommended", "ep", BlockInt(8)),
-    ],
-)
-def test_presets_are_the_papers(preset: str, dimension: Any, codec: Codec) -> None:
-    assert parse({"preset": preset}).policy().codecs[dimension, "forward"] == codec
-
-
 def test_policy_resolves_directions_sizes_and_steps() -> None:
     config = parse(
         {
@@ -426,52 +385,6 @@ def test_ranks_agree_on_who_sends_and_when_to_report() -> None:
     assert any(line.endswith("bf16, cut among tensor ranks") for line in lossy.describe())
 
 
-def specs_of(block: dict[str, Any], dimension: Any, direction: Any = "forward") -> list[str]:
-    """What a message takes in every step to 12, run by run."""
-    policy = parse({**block, "min_bytes": 0}).policy()
-    found = [
-        policy.choose(Traffic(dimension, direction, torch.float32, 1 << 20, 2, step))
-        for step in range(12)
-    ]
-    return [codec.spec if codec is not None else "none" for codec in found]
-
-
-def test_ramp_of_bits_and_rates() -> None:
-    bits = {"dp": {"codec": "blockint", "bits": 4, "ramp": {"from": 8, "steps": 8}}}
-    assert specs_of({**bits, "start_step": 2}, "dp") == [
-        *["none"] * 2,
-        *[f"blockint(bits={n})" for n in (8, 8, 7, 7, 6, 6, 5, 5, 4, 4)],
-    ]
-    rate = {"pp": {"codec": "zfp", "rate": 8, "ramp": {"from": 16, "steps": 3}}}
-    taken = specs_of(rate, "pp", "backward")
-    assert taken[0] == "zfp(rate=16)" and taken[3:] == ["zfp(rate=8)"] * 9
-    config = parse(bits)
-    levels = [[2, "blockint(bits=8)"], [4, "blockint(bits=7)"], [6, "blockint(bits=6)"]]
-    assert config.flat()["compression.dp.forward.ramp"] == [*levels, [8, "blockint(bits=5)"]]
-    assert config.digest() != parse({"dp": {"codec": "blockint", "bits": 4}}).digest()
-    (line,) = [line for line in config.describe() if line.startswith("ramp")]
-    assert line.endswith("dp: from blockint(bits=8) in 4 levels, as written from step 8")
-
-
-def test_ramp_of_bounds() -> None:
-    """From the mild bound to the written one, in 8 equal ratios, in each direction to its own."""
-    block = {
-        "tp": {
-            "error_bound": 1e-2,
-            "backward": {"error_bound": 1e-3},
-            "ramp": {"from": 1e-4, "steps": 8},
-        }
-    }
-    ramps = parse(block).policy().ramps
-    for way, end in zip(DIRECTIONS, (1e-2, 1e-3), strict=True):
-        bounds = [getattr(rung.codec, "error_bound") for rung in ramps["tp", way]]  # noqa: B009
-        assert len(bounds) == 8 and bounds[0] == 1e-4
-        ratios = [b / a for a, b in zip(bounds, [*bounds[1:], end], strict=True)]
-        assert all(abs(ratio - (end / 1e-4) ** (1 / 8)) < 0.02 for ratio in ratios)
-    taken = specs_of(block, "tp")
-    assert len(set(taken)) > 4 and taken[8:] == [taken[8]] * 4
-
-
 def test_when() -> None:
     assert parse({"dp": "bf16"}).measured() == ()
     config = parse({"preset": "recommended", "zero": {"when": "auto"}})
@@ -511,146 +424,7 @@ def test_ranks_agree_on_deltas() -> None:
     assert not any("what changed" in line for line in plain.describe())
 
 
-def test_describe_states_bits_and_ratios() -> None:
-    config = parse(
-        {
-            "dp": {"codec": "zfp", "rate": 8, "error_feedback": True},
-            "pp": {"codec": "mpc", "backward": "none"},
-            "start_step": 7,
-        }
-    )
-    lines = config.describe()
-    assert lines[0].startswith("dp  ")
-    figures = "zfp(rate=8), 8 bits a value: 4x less than fp32, 2x less than bf16, error feedback"
-    assert lines[0].endswith(f" {figures}")
-    assert any(line.startswith("pp forward") and "lossless" in line for line in lines)
-    assert any(line.split() == ["pp", "backward", "none"] for line in lines)
-    assert any(line.startswith("native") and "zero, tp, ep, cp" in line for line in lines)
-    assert "65536 bytes" in lines[-1]
-    assert "before step 7" in lines[-1]
-
-
-def test_notes_tell_what_saves_nothing() -> None:
-    config = parse({"preset": "zhybrid"})
-    assert config.notes(torch.float32) == []
-    (note,) = config.notes(torch.bfloat16)
-    assert note.startswith("zero, tp, pp: zfp(rate=16) takes 16 bits a value and saves nothing")
-    assert "zhybrid is made for fp32" in note
-    assert parse({"preset": "recommended"}).notes(torch.float16) == []
-
-
 def test_block_is_frozen() -> None:
     config = parse({"dp": "bf16"})
     with pytest.raises(ValueError, match="frozen"):
         config.min_bytes = 1  # type: ignore[misc]
-
-
-def test_load_config_sources(tmp_path: Path) -> None:
-    ds_json = {"train_batch_size": 8, "compression": {"dp": "bf16"}}
-    expected = parse({"dp": "bf16"}).digest()
-    text = json.dumps(ds_json)
-    path = tmp_path / "ds.json"
-    path.write_text(text)
-    commented = tmp_path / "ds.hjson"
-    commented.write_text(
-        '{ # a comment\n train_batch_size: 8\n "compression": {"dp": "bf16"} // another\n}'
-    )
-    encoded = base64.urlsafe_b64encode(text.encode()).decode()
-    for source in (ds_json, path, str(path), commented, encoded):
-        config = load_config(source)
-        assert config is not None
-        assert config.digest() == expected
-
-
-def test_no_block_and_disabled_block() -> None:
-    assert load_config({"train_batch_size": 8}) is None
-    assert load_config({"compression": {"enabled": False, "preset": "recommended"}}) is None
-    with pytest.raises(ConfigError, match=r"compression\.dp\.codec"):
-        load_config({"compression": {"enabled": False, "dp": "rdx"}})
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "fragment"),
-    [
-        (
-            '{"compression": {"dp": {"codec": "bf16", "codec": "fp16"}}}',
-            "compression.dp.codec",
-            "2",
-        ),
-        ('{"a": 1, "a": 2, "a": 3}', "a", "3 times"),
-        ("{", "ds.json", "valid JSON"),
-        ("[1, 2]", "ds.json", "JSON object"),
-        ('{"compresion": {"dp": "bf16"}}', "compresion", "did you mean 'compression'"),
-        ('{"Compression": {"dp": "bf16"}}', "Compression", "did you mean 'compression'"),
-    ],
-)
-def test_broken_files(tmp_path: Path, text: str, key: str, fragment: str) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    assert caught.value.key.endswith(key)
-    assert fragment in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_sources_that_are_none(tmp_path: Path) -> None:
-    for source in (tmp_path / "missing.json", "no/such/file.json", "%%%", "A" * 5000):
-        with pytest.raises(ConfigError):
-            load_config(source)
-    binary = tmp_path / "ds.json"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_config(binary)
-
-
-def test_schema_is_current() -> None:
-    committed = json.loads((CONFIGS / "compression.schema.json").read_text())
-    assert committed == schema(), "run: hybridcomp schema > configs/compression.schema.json"
-
-
-def test_schema_describes_every_field() -> None:
-    definitions = schema()["$defs"]
-    properties = [p for d in definitions.values() for p in d.get("properties", {}).items()]
-    assert len(properties) > 20
-    assert [name for name, value in properties if "description" not in value] == []
-    dimensions = definitions["CompressionConfig"]["properties"]
-    for name in DIMENSIONS:
-        shorthand, reference = dimensions[name]["anyOf"]
-        assert "blockint" in shorthand["enum"]
-        assert reference["$ref"].removeprefix("#/$defs/") in definitions
-
-
-def feed_back(codec: Codec, steps: int = 60) -> float:
-    """Largest norm of the residual over ``steps``, in norms of one heavy-tailed message."""
-    generator = torch.Generator().manual_seed(0)
-    residual, worst = torch.zeros(4096), 0.0
-    payload = torch.empty(codec.wire_nbytes(4096, torch.float32), dtype=torch.uint8)
-    for _ in range(steps):
-        message = torch.randn(4096, generator=generator) ** 3
-        values, sent = message + residual, torch.empty(4096)
-        codec.decode(payload[: codec.encode(values, payload)], sent)
-        residual = values - sent
-        worst = max(worst, float(residual.norm() / message.norm()))
-    return worst
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"codec": "blockint", "bits": 2},
-        {"codec": "blockint", "bits": 4},
-        {"codec": "zfp", "rate": 6.0},
-        {"codec": "fp8", "format": "e5m2"},
-        {"codec": "bf16"},
-    ],
-    ids=str,
-)
-def test_error_feedback_stays_bounded_where_it_is_allowed(settings: dict[str, Any]) -> None:
-    codec = parse({"dp": {**settings, "error_feedback": True}}).policy().codecs["dp", "forward"]
-    assert codec is not None
-    assert feed_back(codec) < 4.0
-
-
-def test_error_feedback_runs_away_where_it_is_refused() -> None:
-    assert feed_back(Zfp(4)) > 1e6

@@ -1,4 +1,4 @@
-"""scripts/bench_training.py and project_scale.py: what is run, paired, kept, fitted, projected."""
+"""scripts/bench_training.py: what is run, paired and kept."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import bench_training
-import project_scale
 import pytest
-from projection import fit, neox
 from training_bench import (
     cells,
-    chapters,
     kept,
-    losses,
     machine,
     measure,
-    paper,
     picture,
     report,
     runners,
@@ -373,119 +368,7 @@ def test_own_arms_have_the_same_color_in_every_picture() -> None:
     assert set(picture.OWN) <= named
 
 
-# ---- the table
-
-
-def record(
-    arm: str, steps: list[float], sent: float, ratio: float | None = 4.0, n: int = 0
-) -> dict[str, Any]:
-    return {
-        "layout": "dp2", "arm": arm, "ratio": ratio, "repetition": n, "steps": steps,
-        "sent": sent, "rate": 8_000_000 if ratio else None, "tokens": 100, "loss": 2.0,
-        "codec_s": 0.0, "rounds": 0.0, "busy": 0.0, "burst_ms": 0.25, "native_sent": 4e6,
-        "native": [5.0, 10.0, 20.0][: len(steps)], "compute": [1.0, 1.0, 4.0],
-    }  # fmt: skip
-
-
-def test_speed_ups_are_of_the_same_turn_and_held_against_the_ideal() -> None:
-    assert report.ideal(4.0, 4.0) == 2.5 and report.ideal(1.0, 1.0) == 1.0
-    records = [
-        record(cells.REFERENCE, [5.0, 10.0, 20.0], 4e6),
-        record("recommended", [2.5, 4.0, 10.0], 1e6),
-        record("recommended", [5.0, 4.0], 1e6, n=1),
-    ]  # fmt: skip
-    native, row = report.rows_of(records)
-    assert (row["low"], row["speed_up"], row["high"]) == (1.0, 2.0, 2.5)
-    assert (row["pairs"], row["repetitions"], row["seconds"]) == (5, 2, 4.0)
-    # 4 MB at 1 MB/s take 4 s, the compute of these turns 1 s
-    assert row["r_measured"] == native["r_measured"] == 4.0 and row["compute_s"] == 1.0
-    assert row["saving"] == 4.0 and row["share"] == pytest.approx(2.0 / 2.5)
-    text = report.table([native, row], "dp2")
-    assert "| pairs |" in text and text.splitlines()[-1].endswith("| 5 |")
-    assert "2.00x (1.00 to 2.50) | 2.50: 80%" in text and "1.00x | 1.00: 100%" in text
-    (uncounted,) = report.rows_of([record(cells.REFERENCE, [5.0], 0.0, ratio=None)])
-    assert uncounted["saving"] is None and "share" not in uncounted
-    assert "| - |" in report.table([uncounted], "dp2")
-
-
-@pytest.mark.parametrize(("count", "out"), [(1, 0), (5, 0), (8, 0), (9, 1), (16, 3), (20, 5)])
-def test_interval_of_a_median_leaves_out_what_chance_allows(count: int, out: int) -> None:
-    """Half of the values lie below the median: how many do is binomial."""
-    assert report.outside(count) == out
-
-
-# ---- losses at equal bytes
-
-
-def loss_row(label: str, sent: float, gap: float, half: float | None = 0.1) -> dict[str, Any]:
-    shift = 0.05 * len(label) / 10  # what seeds do to one run they do about as much to another
-    return {
-        "label": label, "gap": gap, "gap_interval": half, "steps": 1000,
-        "seeds": [0] if half is None else [0, 1, 2],
-        "gaps": [gap] if half is None else [gap - shift, gap, gap + shift],
-        "ledger": {name: {"forward": {"wire_MB": sent / 2}} for name in ("dp", "zero")},
-    }  # fmt: skip
-
-
-def test_ours_is_chosen_by_bytes_before_losses() -> None:
-    rows = [
-        loss_row("recommended", 100, 0.0), loss_row("3 bits, deltas 3", 50, 0.5),
-        loss_row("2 bits, deltas 3", 40, 0.1), loss_row("peer qgz", 60, 1.0),
-        loss_row("peer sdp4bit", 45, 0.14), loss_row("peer powersgd-4", 10, 3.0),
-        loss_row("peer loco", 55, 0.2), loss_row("peer onebit-adam", 70, -3.0),
-        loss_row("peer onebit-adam-exact", 200, -3.5),
-    ]  # fmt: skip
-    found = {duel["peer"]: duel for duel in losses.duels_of(rows)}
-    assert found["qgz"]["ours"] == "3 bits, deltas 3" and found["qgz"]["winner"] == "ours"
-    assert found["sdp4bit"]["winner"] == "neither" and found["loco"]["winner"] == "peer"
-    assert found["powersgd-4"]["ours"] is None
-    assert "all of ours send more" in losses.table(list(found.values()))
-    assert "onebit-adam-exact" not in found and found["onebit-adam"]["winner"] == "peer"
-    (said,) = losses.optimizers(list(found.values()))
-    assert "Uncompressed it ends at -3.50 ± 0.10 %, so its compression costs +0.50 %" in said
-    assert found["qgz"]["further_gap"] == pytest.approx(0.5)
-    assert (found["qgz"]["seeds_ours"], found["loco"]["seeds_ours"]) == (3, 0)
-    alone = losses.apart(loss_row("a", 1, 0.0, None), loss_row("b", 1, 1.0, None))
-    assert (alone["winner"], alone["further_interval"]) == ("one seed", None)
-
-
-# ---- the cost model
-
-
-def measured(layout: str, r: float, arm: str, sent: float, codec: float) -> dict[str, Any]:
-    compute, slowdown = {"dp2": (1.0, 1.1), "pp2": (0.5, 1.4)}[layout]
-    rate, rounds = 8 * 4e6 / (r * compute), {"recommended": 3, "naive-zfp": 9}.get(arm, 0)
-    seconds = compute + slowdown * 8 * sent / rate + 0.8 * codec + 0.01 * rounds
-    return {"layout": layout, "r": r, "arm": arm, "rate": rate, "sent_MB": sent / 1e6,
-            "codec_s": codec, "rounds": rounds, "seconds": seconds,
-            "compute_s": 1.25 * compute}  # fmt: skip
-
-
-def rows() -> list[dict[str, Any]]:
-    sizes = {cells.REFERENCE: (4e6, 0.0), "recommended": (0.5e6, 0.05), "naive-zfp": (1e6, 0.2)}
-    return [
-        measured(layout, r, arm, *size)
-        for layout in ("dp2", "pp2") for r in (0.25, 1.0, 4.0) for arm, size in sizes.items()
-    ]  # fmt: skip
-
-
-def test_model_finds_the_constants_and_is_checked_on_other_cells() -> None:
-    alone = {**rows()[0], "layout": "3d"}
-    unshaped = {**rows()[0], "r": None, "rate": None}
-    fitted, held = fit.split(fit.usable([*rows(), alone, unshaped]))
-    assert len(fitted) == 12 and len(held) == 6
-    assert not any(row in held for row in fitted)
-    model = fit.fit(fitted)
-    assert model.base == pytest.approx({"dp2": 0.8, "pp2": 0.8}, rel=1e-4)
-    assert model.slowdown == pytest.approx({"dp2": 1.1, "pp2": 1.4}, rel=1e-4)
-    assert (model.coding, model.round) == pytest.approx((0.8, 0.01), rel=1e-4)
-    assert model.overlap == 0
-    held[0]["seconds"] *= 2
-    found = fit.report(model, fitted, held)
-    assert found["fitted"]["worst"] < 1e-4 and found["held_out"]["within_15_percent"] == 5
-    assert found["held_out"]["worst"] == pytest.approx(0.5, abs=1e-3)
-    with pytest.raises(ValueError, match="expected at least 7 cells"):
-        fit.fit(fitted[:3] + fitted[6:9])
+# ---- what is read, and the command line
 
 
 def test_rounds_and_seconds_of_coding_are_those_of_a_rank_and_step(tmp_path: Path) -> None:
@@ -497,51 +380,6 @@ def test_rounds_and_seconds_of_coding_are_those_of_a_rank_and_step(tmp_path: Pat
     assert measure.coded(tmp_path / "none", 10) == {"codec_s": 0.0, "rounds": 0.0}
 
 
-def test_negative_constants_are_not_found() -> None:
-    import numpy as np
-
-    table = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    assert fit.non_negative(table, np.array([3.0, 2.0, 1.0])) == pytest.approx([2.0, 0.0])
-
-
-def test_projection_has_the_volumes_of_the_model() -> None:
-    cluster, base = neox.Cluster(latency=0.0), neox.Scheme("baseline")
-    one = neox.step(cluster, 24, base, 32, 1.0, 0.0, 1.0)
-    two = neox.step(cluster, 48, base, 32, 1.0, 0.0, 1.0)
-    assert one.dp == 0 and two.samples == 2 * one.samples
-    # 856 M gradients a GPU, half of them to the other replica and back, at a quarter of 25 GB/s
-    assert two.dp == pytest.approx(2 * 0.5 * 20.55e9 / 24 * 4 / 6.25e9)
-    # a boundary is 12.58 M values, cut over four tensor ranks, forward and backward
-    assert one.pp == pytest.approx(32 * 2 * 2048 * 6144 / 4 * 4 / 6.25e9)
-    short = neox.step(cluster, 48, base, 16, 1.0, 0.0, 1.0)
-    assert short.dp == pytest.approx(two.dp / 2) and short.compute == two.compute
-    for width in (32, 16):
-        naive = next(s for s in neox.schemes(width, 1, 1, 1) if s.name == "naive-zfp")
-        saved = neox.step(cluster, 48, naive, width, 1.0, 0.0, 0.0)
-        assert saved.dp == pytest.approx((two if width == 32 else short).dp * 8 / width)
-    assert next(s for s in neox.schemes(16, 1, 1, 1) if s.name == "zhybrid").tp is None
-    with pytest.raises(ValueError, match="multiple of 24"):
-        neox.step(cluster, 30, base, 32, 1.0, 0.0, 1.0)
-
-
-def test_projection_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "bench_training.json"
-    file.write_text(json.dumps([*rows(), {"layout": "dp2", "arm": "x", "failed": "why"}]))
-    assert project_scale.main([str(file), "--out", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    assert "held out: 6 cells" in said and "the paper, up to 192" in said
-    made = json.loads((tmp_path / "out" / "projection.json").read_text())
-    assert (
-        len(made["projected"]) == 2 * 4 * 5 and (tmp_path / "out" / "projection.png").stat().st_size
-    )
-    wrong = [
-        {**row, "seconds": row["seconds"] * (3 if row["arm"] == "naive-zfp" else 1)}
-        for row in rows()
-    ]
-    file.write_text(json.dumps(wrong))
-    assert project_scale.main([str(file), "--out", str(tmp_path / "out")]) == 2
-
-
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text_train.idx").touch()
     found = bench_training.parse(["--data", str(tmp_path / "text"), "--loopback"])
@@ -549,88 +387,6 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         bench_training.parse(["--data", str(tmp_path / "none")])
     assert "prepare_data.py writes one" in capsys.readouterr().err
-
-
-# ---- chapters
-
-
-def bench_rows() -> list[dict[str, Any]]:
-    cells_ = [record(cells.REFERENCE, [5.0], 4e6), record("recommended", [2.0], 1e6),
-              record("naive-zfp", [4.0], 2e6), record("native fp32", [4.0], 8e6),
-              record("fp32 naive-zfp", [3.2], 2e6)]  # fmt: skip
-    return report.rows_of([{**cell, "layout": "3d"} for cell in cells_])
-
-
-def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
-    source, out = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
-    out.mkdir()
-    for chapter in (chapters.speed_chapter, paper.paper_chapter, chapters.equal_bytes_chapter):
-        with pytest.raises(FileNotFoundError, match="run scripts/bench_training.py"):
-            chapter(source, out)
-    (source / "bench_training.json").write_text(json.dumps(bench_rows()))
-    speed = chapters.speed_chapter(source, out)
-    assert "1 of 2 compressed cells reach it" not in speed and "of 3 compressed cells" in speed
-    assert "Not measured: dp2, " in speed and "![" not in speed  # one rate: nothing to draw
-    schemes = paper.paper_chapter(source, out)
-    assert "| 4 | naive-zfp | +25.0 % | +25.0 % | not trained | +23.6 %, +22.5 %" in schemes
-    assert "| 4 | zhybrid | not measured | not measured |" in schemes
-    (source / "losses" / "3d").mkdir(parents=True)
-    assert "Losses were not trained." in schemes
-    gap = {"label": "naive-zfp", "gap": 0.5, "gap_interval": 0.25}
-    ways = {"pp": {"forward": {"raw_MB": 5.0, "wire_MB": 5.0}},
-            "tp": {"forward": {"raw_MB": 5.0, "wire_MB": 5.0},
-                   "backward": {"raw_MB": 5.0, "wire_MB": 2.0}}}  # fmt: skip
-    runs = [{**gap, "steps": 300, "seeds": [0], "ledger": ways}, {**gap, "ledger": {}}]
-    (source / "losses" / "3d" / "comparison.json").write_text(json.dumps({"runs": runs}))
-    schemes = paper.paper_chapter(source, out)
-    assert "+25.0 % | +0.50 ± 0.25 |" in schemes and "of 300 steps" in schemes
-    assert "seed 0 only" in schemes and "messages of pp are below `min_bytes`" in schemes
-    (source / "losses" / "equal_bytes.json").write_text(
-        json.dumps(losses.duels_of([loss_row("recommended", 5, 0.0), loss_row("peer qgz", 6, 1.0)]))
-    )
-    assert "| qgz | 6 | +1.00 ± 0.10 | recommended | 5 |" in chapters.equal_bytes_chapter(
-        source, out
-    )
-    file = tmp_path / "rows.json"
-    file.write_text(json.dumps(rows()))
-    assert project_scale.main([str(file), "--out", str(source)]) == 0
-    assert "| held out | 6 | 6 |" in chapters.projection_chapter(source, out)
-
-
-def test_what_was_not_measured_anew_stays_in_the_chapter(tmp_path: Path) -> None:
-    """Whole tables of a layout and rate are replaced, and pictures follow."""
-    pytest.importorskip("matplotlib")
-
-    def measured(layout: str, ratio: float | None, arms: dict[str, float]) -> list[dict[str, Any]]:
-        made = [record(arm, [seconds], 4e6, ratio) for arm, seconds in arms.items()]
-        return report.rows_of([{**cell, "layout": layout} for cell in made])
-
-    source, out = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
-    out.mkdir()
-    arms = {cells.REFERENCE: 5.0, "recommended": 2.0, "bound": 3.0}
-    before = [
-        row for layout in ("dp2", "pp2") for r in (1.0, 4.0) for row in measured(layout, r, arms)
-    ]
-    (source / "bench_training.json").write_text(json.dumps(before))
-    assert "![tokens a second, dp2](speed_dp2.png)" in chapters.speed_chapter(source, out)
-    pictures = {name: (out / f"speed_{name}.png").read_bytes() for name in ("dp2", "pp2")}
-    fresh = [*measured("pp2", 4.0, {cells.REFERENCE: 5.0, "recommended": 1.0}),
-             *measured("pp2", None, {cells.REFERENCE: 5.0})]  # fmt: skip
-    (source / "bench_training.json").write_text(json.dumps(fresh))
-    speed = chapters.speed_chapter(source, out)
-    written = json.loads((out / "speed.json").read_text())
-    assert [(row["layout"], row["r"], row["arm"]) for row in written] == [
-        *(("dp2", r, arm) for r in (1.0, 4.0) for arm in arms),
-        ("pp2", None, cells.REFERENCE),
-        *(("pp2", 1.0, arm) for arm in arms),
-        ("pp2", 4.0, cells.REFERENCE),
-        ("pp2", 4.0, "recommended"),
-    ]
-    assert written[-1]["seconds"] == 1.0 and "## dp2" in speed
-    assert (out / "speed_dp2.png").read_bytes() == pictures["dp2"]
-    assert (out / "speed_pp2.png").read_bytes() != pictures["pp2"]
 
 
 # ---- bf16 without instructions for it
