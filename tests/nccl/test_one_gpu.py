@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import one_gpu
 import pytest
 
+import one_gpu
 from tests.nccl.launched import launch
 
 #: a rank says who it is; the second fails, or all wait for it

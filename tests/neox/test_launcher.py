@@ -45,9 +45,8 @@ def start(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_configuration_is_complete_and_its_block_acts(file: Path) -> None:
-    from neox.configuration import check
-
     from hybridcomp.config import load_config
+    from neox.configuration import check
 
     check([file])
     read = yaml.safe_load(file.read_text())

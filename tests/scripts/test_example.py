@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 # the scripts see their own folder first, as `python scripts/...` arranges it
 import prepare_data
-import pytest
-import torch
 from gpt import apex, loop
 from gpt.data import Samples, Share
 from gpt.indexed import DatasetError, IndexedTokens, IndexedWriter, paths
 from gpt.model import GPT, lm_loss, rotary_table, rotate
 from gpt.weights import ModelConfig
-
 from hybridcomp.compare.json_lines import read_training
 from tests.paths import SCRIPTS
 

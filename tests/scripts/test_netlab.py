@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 
-import netlab
 import pytest
+
+import netlab
 from lab import namespaces
 from lab.cluster import Lab
 from lab.layout import (
@@ -26,7 +27,6 @@ from lab.layout import (
     show_rate,
     wiring,
 )
-
 from tests.paths import ROOT
 
 

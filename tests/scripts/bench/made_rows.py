@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from training_bench import cells
+from bench.training_bench import cells
 
 
 def record(

@@ -1,4 +1,4 @@
-"""scripts/bench_gpu.py without a GPU: everything but the times."""
+"""scripts/bench/bench_gpu.py without a GPU: everything but the times."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class FakeStopwatch:
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The modules of the script, found as it finds them."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench_gpu
-    from gpu_bench import (
+    from bench import bench_gpu
+    from bench.gpu_bench import (
         blocks,
         measure,
         ours,
@@ -66,7 +66,7 @@ def test_without_a_gpu_it_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     found = subprocess.run(
-        [sys.executable, SCRIPTS / "bench_gpu.py", "--check"], capture_output=True, text=True
+        [sys.executable, SCRIPTS / "bench/bench_gpu.py", "--check"], capture_output=True, text=True
     )
     assert found.returncode == 2
     assert found.stderr.startswith("no CUDA device: nothing was measured")
@@ -246,7 +246,7 @@ def test_the_block_quantizer_in_triton_does_the_same(
     """In Triton's interpreter; ties may round differently."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton")
-    from gpu_bench import triton_blocks
+    from bench.gpu_bench import triton_blocks
 
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.randn(12_000 // 32 * 32).to(dtype)

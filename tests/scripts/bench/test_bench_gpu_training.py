@@ -1,4 +1,4 @@
-"""scripts/bench_gpu_training.py, gpu_losses.py: turns, rows, empty messages, the memory group."""
+"""bench/bench_gpu_training.py, bench/gpu_losses.py: turns, rows, empty messages, memory group."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bench_gpu_training
-import gpu_losses
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training_bench import (
+
+from bench import bench_gpu_training, gpu_losses
+from bench.training_bench import (
     cells,
     empty,
     gpu_cells,
@@ -27,8 +27,7 @@ from training_bench import (
     gpu_report,
     gpu_session,
 )
-from training_bench import gpu_losses as losses
-
+from bench.training_bench import gpu_losses as losses
 from hybridcomp.config import load_config
 from tests.ranks import run_ranks
 

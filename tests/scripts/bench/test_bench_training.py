@@ -1,4 +1,4 @@
-"""scripts/bench_training.py: what is run, paired and kept."""
+"""scripts/bench/bench_training.py: what is run, paired and kept."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bench_training
 import pytest
-from training_bench import (
+
+from bench import bench_training
+from bench.training_bench import (
     cells,
     kept,
     machine,
@@ -28,7 +29,6 @@ from training_bench import (
     turns,
     worker,
 )
-
 from hybridcomp.config import load_config
 from hybridcomp.policy import DIMENSIONS
 from tests.paths import SCRIPTS
@@ -66,7 +66,7 @@ def test_commands_start_what_the_arm_needs(tmp_path: Path) -> None:
     assert command(cells.REFERENCE)[1] == "train_gpt"
     assert command("recommended")[:2] == ["-m", "hybridcomp.run"]
     peer = command("peer qgz")
-    assert peer[1] == "train_peer" and peer[-6:] == [
+    assert peer[1] == "bench.train_peer" and peer[-6:] == [
         "--method", "qgz", "--per-node", "1", "--start", "2",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no arm 'fast'"):
@@ -99,7 +99,7 @@ RANK = """
 import argparse, os, sys, time
 name, log, count, fail_at = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 sys.path.insert(0, sys.argv[5])
-from training_bench import worker
+from bench.training_bench import worker
 import json
 steps = []
 def step(self, n):
@@ -159,7 +159,7 @@ def test_jobs_take_turns_and_one_that_fails_ends_alone(tmp_path: Path) -> None:
 #: a bench that is killed while its rank waits, stopped
 KILLED = """
 import os, signal, sys
-from training_bench import cells, runners, session
+from bench.training_bench import cells, runners, session
 with session.Session(runners.Loopback(), cells.Layout("x", "1", ("dp",)), 30) as side:
     job = side.start(sys.argv[1:])
     print(job._team._processes[0].pid, flush=True)
@@ -395,7 +395,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 PRODUCTS = """
 import torch
 import torch.nn.functional as F
-from training_bench import products
+from bench.training_bench import products
 
 torch.manual_seed(0)
 left, right, bias = torch.randn(7, 9), torch.randn(9, 5), torch.randn(5)

@@ -1,4 +1,4 @@
-"""scripts/peers: errors, bytes, feedback and replicas of the methods that ours is compared with."""
+"""scripts/bench/peers: errors, bytes, feedback and replicas of what ours is compared with."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peers import gathers, hooks, onebit, reductions
-from peers.blocks import SIDE, Blocks, pack_signs, turn, unpack_signs
-from peers.flat import Flat
-from peers.methods import PEERS, Method, Settings
-from peers.wire import Nodes, Wire
 from torch import Tensor, nn
 
+from bench.peers import gathers, hooks, onebit, reductions
+from bench.peers.blocks import SIDE, Blocks, pack_signs, turn, unpack_signs
+from bench.peers.flat import Flat
+from bench.peers.methods import PEERS, Method, Settings
+from bench.peers.wire import Nodes, Wire
 from tests.paths import SCRIPTS
 from tests.ranks import RankPool
 
@@ -309,7 +309,7 @@ def test_nodes_must_be_whole(two: RankPool) -> None:
 
 
 def test_files_that_the_trainer_does_not_follow() -> None:
-    import train_peer
+    from bench import train_peer
 
     with pytest.raises(train_peer.SettingsError, match="expected AdamW, found 'Lamb'"):
         train_peer.adam_of({"optimizer": {"type": "Lamb"}})

@@ -1,4 +1,4 @@
-"""scripts/results.py: chapters from what the measuring scripts left."""
+"""scripts/bench/results.py: chapters from what the measuring scripts left."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import loss_study
 import pytest
-import results
-from training_bench import gpu_losses
 
+from bench import loss_study, results
+from bench.training_bench import gpu_losses
 from tests.compare.made import write_run
 
 
@@ -41,7 +40,7 @@ def test_loss_chapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "Left out: late, of which 1 of 3 seeds finished." in text
     assert "Not measured yet with several seeds: pp2, pp2dp2, 3d." in text
     command = "--steps 60 --seeds 0 1 2 --layouts dp2 --divide-batch 4 --lr 0.0003 --blocks"
-    assert f"scripts/loss_study.py {command} docs/results/loss_blocks.json" in text
+    assert f"scripts/bench/loss_study.py {command} docs/results/loss_blocks.json" in text
     assert str(tmp_path) not in text
     assert json.loads((out / "loss_blocks.json").read_text()) == {"dp2": {"mine": {"dp": "bf16"}}}
     rows = json.loads((out / "loss.json").read_text())["dp2"]["runs"]
@@ -117,7 +116,10 @@ def test_missing_and_mixed_measurements_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert results.main(["--out", str(tmp_path)]) == 0
-    assert "loss: no measurements given (scripts/loss_study.py); missing" in capsys.readouterr().out
+    assert (
+        "loss: no measurements given (scripts/bench/loss_study.py); missing"
+        in capsys.readouterr().out
+    )
     assert results.main(["--loss", str(tmp_path), "--out", str(tmp_path)]) == 1
     assert "two seeds of a baseline are finished in no layout" in capsys.readouterr().err
     for seed in (0, 1):

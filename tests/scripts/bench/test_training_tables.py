@@ -1,4 +1,4 @@
-"""Tables and chapters of scripts/bench_training.py: what is paired, chosen and said."""
+"""Tables and chapters of scripts/bench/bench_training.py: what is paired, chosen and said."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import project_scale
 import pytest
-from training_bench import (
+
+from bench.training_bench import (
     cells,
     chapters,
     losses,
     paper,
     report,
 )
-
+from studies import project_scale
 from tests.scripts.bench.made_rows import loss_row, record, rows
 
 
@@ -80,7 +80,7 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     source.mkdir()
     out.mkdir()
     for chapter in (chapters.speed_chapter, paper.paper_chapter, chapters.equal_bytes_chapter):
-        with pytest.raises(FileNotFoundError, match="run scripts/bench_training.py"):
+        with pytest.raises(FileNotFoundError, match="run scripts/bench/bench_training.py"):
             chapter(source, out)
     (source / "bench_training.json").write_text(json.dumps(bench_rows()))
     speed = chapters.speed_chapter(source, out)
@@ -109,7 +109,7 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps(rows()))
     assert project_scale.main([str(file), "--out", str(source)]) == 0
-    assert "| held out | 6 | 6 |" in chapters.projection_chapter(source, out)
+    assert "| held out | 6 | 6 |" in chapter(source, out)
 
 
 def test_what_was_not_measured_anew_stays_in_the_chapter(tmp_path: Path) -> None:

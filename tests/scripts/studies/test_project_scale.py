@@ -1,14 +1,14 @@
-"""scripts/project_scale.py: the cost model that is fitted, and what is projected with it."""
+"""scripts/studies/project_scale.py: the cost model, and what is projected with it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import project_scale
 import pytest
-from projection import fit, neox
 
+from studies import project_scale
+from studies.projection import fit, neox
 from tests.scripts.bench.made_rows import rows
 
 
