@@ -1,10 +1,10 @@
 """Which layers to recompute in backward, so that a chain fits into memory in the least extra time.
 
-A chain is cut into segments. A segment either keeps all that its layers' backward needs, or only the
-input of its first layer, and then runs forward once more when backward reaches it (Chen et al. 2016,
-with segments of any length; Megatron's "uniform" and "block" recomputation are special cases). The
-dynamic program goes along the chain and keeps the Pareto frontier of (bytes kept, extra seconds), so
-its result is the best of all cuts.
+A chain is cut into segments. A segment either keeps all that its layers' backward needs, or only
+the input of its first layer, and then runs forward once more when backward reaches it (Chen et al.
+2016, with segments of any length; Megatron's "uniform" and "block" recomputation are special
+cases). The dynamic program goes along the chain and keeps the Pareto frontier of (bytes kept, extra
+seconds), so its result is the best of all cuts.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def cheapest_recomputation(layers: Sequence[Stored], nbytes: float) -> Recomputa
         return None
     best = min(states[-1], key=lambda point: (point.second, point.first))
     segments, start = [], 0
-    for choice in link(best.choices):
-        stop = choice // 2
-        if choice % 2:
+    for marked in link(best.choices):
+        stop = marked // 2
+        if marked % 2:
             segments.append((start, stop))
         start = stop
     return Recomputation(tuple(segments), best.second, peak_nbytes(layers, segments))

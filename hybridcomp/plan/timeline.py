@@ -1,7 +1,7 @@
 """An event simulation of one training step: tasks with resources, durations and dependencies.
 
-A resource (a device's compute, a link, the bus to the host) does one task at a time, in the order in
-which they become ready, ties by the smaller name: the order of FlexFlow's simulator (Jia et al.
+A resource (a device's compute, a link, the bus to the host) does one task at a time, in the order
+in which they become ready, ties by the smaller name: the order of FlexFlow's simulator (Jia et al.
 2019). Where one choice of a plan changes, only tasks from the first affected one on are simulated
 again (``Timeline.edited``): everything that was begun before is as it was.
 """
@@ -57,7 +57,7 @@ class Timeline:
         keep = len(self.order)
         for name in {*changed, *removed}:
             keep = min(keep, place.get(name, keep))
-        for name, task in changed.items():
+        for task in changed.values():
             # it cannot be begun before what it waits for was
             waits = [place[other] + 1 for other in task.after if other in place]
             unknown = any(other not in place for other in task.after)
