@@ -109,7 +109,7 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps(rows()))
     assert project_scale.main([str(file), "--out", str(source)]) == 0
-    assert "| held out | 6 | 6 |" in chapter(source, out)
+    assert "| held out | 6 | 6 |" in projection.chapter(source, out)
 
 
 def test_what_was_not_measured_anew_stays_in_the_chapter(tmp_path: Path) -> None:
