@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
         "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process",
     },
+    "plan": {"errors"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
     "": {"errors", "channels", "config", "patches", "process"},
