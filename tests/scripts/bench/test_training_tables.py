@@ -16,6 +16,7 @@ from bench.training_bench import (
     report,
 )
 from studies import project_scale
+from studies.projection import chapter as projection
 from tests.scripts.bench.made_rows import loss_row, record, rows
 
 
