@@ -1,4 +1,4 @@
-"""The command line: ``hybridcomp validate | schema | seams | doctor | compare``."""
+"""The command line: ``hybridcomp validate | schema | configs | seams | doctor | compare``."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ def _parser() -> argparse.ArgumentParser:
 
     seams = commands.add_parser("seams", help="print what is compressed where, as in the README")
     seams.set_defaults(run=_print_seams)
+
+    from hybridcomp.config import examples
+
+    examples.add_command(commands)
 
     doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
     doctor.set_defaults(run=_doctor)
