@@ -20,6 +20,8 @@ import torch.distributed as dist
 from hybridcomp import process
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of, checkpoint
+from hybridcomp.codecs import check_payloads
+from hybridcomp.collectives import check_headers
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.patches import modules_of
 from hybridcomp.patches.ds import (
@@ -191,7 +193,7 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
             channels.residuals.scale(after / before)
         checkpoint.say(channels.close_step(sampled, self.device))
         every = report_interval(channels.config.ledger, self.steps_per_print())
-        if every and self.global_steps % every == 0:
+        if self.global_steps % every == 0:
             _report(self)
 
     return _take_model_step
@@ -229,6 +231,8 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         channels = channels_of(self)
         if channels is not None:
+            check_payloads()  # what is damaged must not be saved as if it were sound
+            check_headers()
             bound = signature.bind(self, *args, **kwargs)
             tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
             folder = Path(bound.arguments["save_dir"]) / str(tag)
