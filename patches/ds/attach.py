@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hybridcomp import process
 from hybridcomp.agreement import agree, versions
-from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of, checkpoint
+from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of, checkpoint, checkpoint_note
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
@@ -238,7 +238,7 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             folder = Path(bound.arguments["save_dir"]) / str(tag)
             if checkpoint.needed(channels):
                 checkpoint.save(folder, channels, loss_scale(self))
-            exact_weights.save(folder, self, channels)
+            checkpoint.note(folder, channels, exact_weights.save(folder, self, channels))
         with exact_weights.exact_parameters(self, channels):
             return original(self, *args, **kwargs)
 
@@ -263,18 +263,20 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         channels = channels_of(self)
-        if channels is None:
-            return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
         if tag is None and (latest := Path(load_dir, "latest")).is_file():
             tag = latest.read_text().strip()
+        whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
+        if channels is None:
+            if whole and tag is not None:
+                checkpoint.say(checkpoint_note.dropped(Path(load_dir) / str(tag), None))
+            return original(self, *args, **kwargs)
         exact_weights.forget(self)
         result = original(self, *args, **kwargs)
         channels.step = self.global_steps
         channels.residuals.drop()
-        whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
         if result[0] is not None and tag is not None and whole:
             folder = Path(load_dir) / str(tag)
             checkpoint.load(folder, channels, loss_scale(self))
