@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "codecs", "policy", "config", "collectives", "topology", "autotune",
     },
     "metric_names": set(),
+    "wandb_run": {"metric_names"},
     "reporter": {
         "errors", "codecs", "collectives", "policy", "config", "metric_names", "channels",
     },
@@ -43,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
         "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process",
+        "wandb_run",
     },
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp import process
+from hybridcomp import process, wandb_run
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of, checkpoint, checkpoint_note
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
-from hybridcomp.patches import modules_of
+from hybridcomp.patches import applied, modules_of
 from hybridcomp.patches.ds import (
     check,
     exact_weights,
@@ -217,10 +217,14 @@ def loss_scale(engine: Any) -> float:
 
 def _report(engine: Any) -> None:
     events = getattr(engine, REPORTER).report(engine.global_steps)
-    if dist.get_rank() == 0 and events and engine.monitor.enabled:
+    if dist.get_rank() or not events:
+        return
+    if engine.monitor.enabled:
         engine.monitor.write_events(
             [(name, value, engine.global_samples) for name, value in events]
         )
+    if engine.monitor.wandb_monitor is None and not applied("megatron.training"):
+        wandb_run.log(events, engine.global_steps)  # of Hugging Face's Trainer, or of a script
 
 
 def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
