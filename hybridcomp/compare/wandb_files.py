@@ -41,7 +41,7 @@ MODEL_KEYS = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "intermediate_size",
     "num_query_groups", "num_kv_heads", "vocab_size", "padded_vocab_size", "num_experts",
     "norm", "normalization", "activation", "pos_emb", "position_embedding_type",
-    "model_type", "model/num_parameters",
+    "model_type", "n_layer", "n_embd", "n_head",
 )  # fmt: skip
 DATA_KEYS = (
     "data_path", "train_data_paths", "train_data_weights", "split", "seq_length",
