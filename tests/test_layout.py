@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process",
         "wandb_run",
     },
+    "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},
     "neox": {"", "config", "errors", "patches"},
     "exits": {"errors"},
