@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "codecs", "policy", "config", "collectives", "topology", "autotune",
     },
     "metric_names": set(),
+    "wandb_run": {"metric_names"},
     "reporter": {
         "errors", "codecs", "collectives", "policy", "config", "metric_names", "channels",
     },
@@ -44,15 +45,19 @@ ALLOWED: dict[str, set[str]] = {
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
         "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process",
+        "wandb_run",
     },
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},
-    "run": {""},
+    "neox": {"", "config", "errors", "patches"},
+    "exits": {"errors"},
+    "run": {"", "exits"},
     # hybridcomp/__init__.py: the public names, imported late
     "": {"errors", "channels", "config", "patches", "process"},
 }  # fmt: skip
-FREE = {"cli", "doctor"}  # the command line may look into every room
+FREE = {"cli", "doctor", "validate"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}
+NAMES_UPSTREAM = {"patches", "neox"}  # seams, and what starts GPT-NeoX from its checkout
 
 
 def room_of(path: Path) -> str:
@@ -88,7 +93,7 @@ def test_imports_run_one_way(path: Path) -> None:
     for name in imported(path):
         first, *rest = name.split(".")
         if first in UPSTREAM:
-            assert room == "patches", f"{path} imports {name}: only patches/ names upstream"
+            assert room in NAMES_UPSTREAM, f"{path} imports {name}, which it may not name"
         if first == "hybridcomp":
             target = rest[0] if rest else ""
             is_room = (PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").is_file()
