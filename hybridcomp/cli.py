@@ -1,4 +1,4 @@
-"""``hybridcomp validate | schema | configs | seams | doctor | pays | compare``."""
+"""``hybridcomp validate``, ``schema``, ``configs``, ``seams``, ``doctor``, ``pays`` and so on."""
 
 from __future__ import annotations
 
