@@ -48,8 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "wandb_run",
     },
     "plan": {"errors"},
-    "exits": {"errors"},
-    "run": {"", "exits"},
+    "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
     "": {"errors", "channels", "config", "patches", "process"},
 }  # fmt: skip
