@@ -47,13 +47,16 @@ ALLOWED: dict[str, set[str]] = {
         "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process",
         "wandb_run",
     },
+    "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},
+    "neox": {"", "config", "errors", "patches"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
     "": {"errors", "channels", "config", "patches", "process"},
 }  # fmt: skip
 FREE = {"cli", "doctor", "validate"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}
+NAMES_UPSTREAM = {"patches", "neox"}  # seams, and what starts GPT-NeoX from its checkout
 
 
 def room_of(path: Path) -> str:
@@ -89,7 +92,7 @@ def test_imports_run_one_way(path: Path) -> None:
     for name in imported(path):
         first, *rest = name.split(".")
         if first in UPSTREAM:
-            assert room == "patches", f"{path} imports {name}: only patches/ names upstream"
+            assert room in NAMES_UPSTREAM, f"{path} imports {name}, which it may not name"
         if first == "hybridcomp":
             target = rest[0] if rest else ""
             is_room = (PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").is_file()

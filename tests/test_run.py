@@ -91,7 +91,7 @@ def test_install_takes_a_config(tmp_path: Path) -> None:
     code = (
         "import hybridcomp\n"
         "from hybridcomp.errors import ConfigError\n"
-        "from hybridcomp.patches import process\n"
+        "from hybridcomp import process\n"
         "hybridcomp.install({'dp': 'bf16'})\n"
         "config = process.configured()\n"
         "assert config is not None and config.active('dp')\n"
