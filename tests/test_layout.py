@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "wandb_run",
     },
     "engines": {
-        "agreement", "autotune", "channels", "collectives", "config", "errors", "patching", "policy",
+        "agreement", "autotune", "channels", "codecs", "collectives", "config", "errors", "patching", "policy",
         "process", "reporter", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},

@@ -7,7 +7,8 @@ The first message of a bucket travels while the backward pass fills the next one
 finishes it; the last bucket of a pass finishes all. Nothing is sent from a thread of its own,
 whose messages other ones in the backward pass could overtake on some ranks.
 
-Buckets are rebuilt after the first step: residuals belong to parameters, never to buckets.
+Buckets are rebuilt after the first step: residuals belong to parameters, never to buckets, and a
+lossy codec sees each parameter by itself (``ddp_layout``).
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp.autotune.trials import Sent
 from hybridcomp.channels import NAME
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.codecs import PowerSgd
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, native_nbytes
 from hybridcomp.engines import rules, steps
 from hybridcomp.engines.attached import Attached
+from hybridcomp.engines.ddp_layout import Layout
 from hybridcomp.engines.session import Session, Source, agree_on, read
 from hybridcomp.errors import ConfigError
 from hybridcomp.topology import ranks_of
@@ -113,6 +117,8 @@ class _Pending:
     handle: Handle
     future: Bucket
     gradients: Tensor
+    message: Tensor  # what travels: the gradients, or the table of ``layout``
+    layout: Layout | None
 
 
 class Reducer:
@@ -121,10 +127,12 @@ class Reducer:
     def __init__(self, model: DistributedDataParallel, attached: Attached) -> None:
         self._group = model.process_group
         self._world_size = dist.get_world_size(self._group)
-        self._model = model
+        self._model: Any = model
         self._attached = attached
         self._channel = attached.channels["dp"]
         self._pending: list[_Pending] = []
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._is_rebuilt = False
         self._stream: Any = None
 
     def __call__(self, bucket: Any) -> Bucket:
@@ -133,6 +141,7 @@ class Reducer:
         gradients: Tensor = bucket.buffer()
         if bucket.index() == 0:
             self._pending.clear()  # of a pass that an exception ended
+            self._follow_rebuilt()
         self._check_join()
         gradients.mul_(1.0 / self._world_size)
         raw_nbytes = native_nbytes.all_reduce_nbytes(
@@ -143,19 +152,48 @@ class Reducer:
             self._channel.native(raw_nbytes)
             future = self._native(gradients)
         else:
-            pieces = _pieces(bucket) if self._channel.wants_pieces(codec) else None
             future = torch.futures.Future(devices=_devices(gradients))
             with self._beside(gradients):
-                handle = self._channel.all_reduce(
-                    gradients, codec, self._group,
-                    raw_nbytes=raw_nbytes, pieces=pieces, async_op=True,
-                )  # fmt: skip
+                started = self._start(bucket, gradients, codec, raw_nbytes, future)
                 self._finish(len(self._pending))
-            self._pending.append(_Pending(handle, future, gradients))
+            self._pending.append(started)
         if bucket.is_last():
             with self._beside(gradients):
                 self._finish(len(self._pending))
         return future
+
+    def _start(
+        self, bucket: Any, gradients: Tensor, codec: Codec, raw_nbytes: int, future: Bucket
+    ) -> _Pending:
+        """Send the first message of a bucket."""
+        layout, message = None, gradients
+        # low rank wants whole matrices, and takes each by itself anyway
+        if not codec.lossless and codec.name != PowerSgd.name:
+            layout = self._layout(bucket)
+            message = layout.pack(gradients)
+        pieces = None
+        if self._channel.wants_pieces(codec):
+            pieces = _pieces(bucket) if layout is None else layout.pieces
+        handle = self._channel.all_reduce(
+            message, codec, self._group, raw_nbytes=raw_nbytes, pieces=pieces, async_op=True
+        )
+        return _Pending(handle, future, gradients, message, layout)
+
+    def _layout(self, bucket: Any) -> Layout:
+        parameters = bucket.parameters()
+        names = tuple(getattr(parameter, NAME) for parameter in parameters)
+        if names not in self._layouts:
+            numels = [parameter.numel() for parameter in parameters]
+            self._layouts[names] = Layout(names, numels, self._world_size)
+        return self._layouts[names]
+
+    def _follow_rebuilt(self) -> None:
+        """Free the residuals of the first step's buckets: those of later ones take them over."""
+        if not self._is_rebuilt and self._model._has_rebuilt_buckets:
+            self._is_rebuilt = True
+            self._layouts.clear()
+            residuals = self._attached.channels.residuals
+            residuals.load(residuals.state_dict())
 
     def _native(self, gradients: Tensor) -> Bucket:
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
@@ -168,6 +206,8 @@ class Reducer:
         finished, self._pending = self._pending[:count], self._pending[count:]
         for one in finished:
             one.handle.wait()
+            if one.layout is not None:
+                one.layout.unpack(one.message, one.gradients)
             one.future.set_result(one.gradients)  # on a GPU: once this stream has got here
 
     @contextmanager
@@ -185,7 +225,7 @@ class Reducer:
 
     def _check_join(self) -> None:
         """Refuse the one way of ``join`` in which DDP divides by what it tells nobody."""
-        model: Any = self._model
+        model = self._model
         if model._join_config.enable and not model._divide_by_initial_world_size:
             todo = "a hook is not told how many ranks have inputs left; leave it at True"
             raise ConfigError("join(divide_by_initial_world_size)", False, todo)

@@ -1,8 +1,8 @@
 """The example under torch's own engines: ``fully_shard`` (FSDP2) and DistributedDataParallel.
 
 Batch sizes, AdamW, clipping, bf16 and the schedule come from the same DeepSpeed file; ZeRO and
-"compression" in it are not looked at. With bf16 FSDP2 computes and gathers in bf16 and sums in fp32,
-DDP computes under autocast; both keep fp32 weights, as DeepSpeed's bf16 optimizer does.
+"compression" in it are not looked at. With bf16 FSDP2 computes and gathers in bf16 and sums in
+fp32, DDP computes under autocast; both keep fp32 weights, as DeepSpeed's bf16 optimizer does.
 """
 
 from __future__ import annotations

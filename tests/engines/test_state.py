@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import hybridcomp
 from hybridcomp.engines.attached import Attached
+from hybridcomp.engines.ddp_layout import Layout
 from hybridcomp.errors import ConfigError
 from tests.engines.trainer import (
     Job,
@@ -130,6 +131,30 @@ def test_sums_are_kept_on_other_ranks(
     for name, tensor in missing.items():
         torch.testing.assert_close(taken[name], tensor, rtol=1e-4, atol=1e-7)
     assert results[0][0].step == LAST
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_layout_of_a_bucket(world_size: int) -> None:
+    """Chunks begin at multiples of 32, and everything comes back."""
+    numels = [100, 1, 64, 97]
+    layout = Layout(["a", "b", "c", "d"], numels, world_size)
+    gradients = torch.arange(1.0, sum(numels) + 1)
+    flat = layout.pack(gradients)
+    assert layout.columns % 32 == 0 and flat.numel() == layout.columns * world_size
+    back = torch.zeros_like(gradients)
+    layout.unpack(flat, back)
+    assert torch.equal(back, gradients)
+    position, starts = 0, dict(zip("abcd", [0, 100, 101, 165], strict=True))
+    for piece in layout.pieces:
+        held = flat[position : position + piece.numel]
+        if piece.name:
+            first = starts[piece.name] + piece.offset
+            assert torch.equal(held, gradients[first : first + piece.numel])
+            assert position % 32 == 0
+        else:
+            assert not held.any()
+        position += piece.numel
+    assert position == flat.numel()
 
 
 def load_unnamed(job: Job, folder: Path) -> str:
