@@ -3,8 +3,8 @@
 DDP fills other buckets in the first step of a process than in later ones. What a codec makes of a
 value may depend on the values around it and on where a chunk of a rank begins: so a resumed run
 would differ from an unbroken one in its first step. Here every parameter is cut into one chunk for
-each rank, and all chunks begin at multiples of 32 elements, where blocks begin; a message is a table
-with a row for each rank. What is made of a parameter then depends on the parameter alone.
+each rank, and all chunks begin at multiples of 32 elements, where blocks begin; a message is a
+table with a row for each rank. What is made of a parameter then depends on the parameter alone.
 """
 
 from __future__ import annotations
