@@ -47,20 +47,20 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     Raises SeamError when an imported upstream is outside the supported versions or was patched by
     somebody else (nothing stays half-patched), ConfigError on a config that cannot act.
     """
-    from hybridcomp import patches
+    from hybridcomp.patches import registry
 
     if config is not None:
         from hybridcomp import process
 
         process.configure(config)
-    patches.arm()
+    registry.arm()
 
 
 def uninstall() -> None:
     """Revert all patches and disarm those that wait for an import."""
-    from hybridcomp import patches
+    from hybridcomp.patches import registry
 
-    patches.disarm()
+    registry.disarm()
 
 
 def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
@@ -75,9 +75,9 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Raises ConfigError in a process without a block.
     """
-    from hybridcomp.patches.mcore import checkpoint
+    from hybridcomp import process
 
-    checkpoint.save_state(folder, loss_scale)
+    process.save_state(folder, loss_scale)
 
 
 def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
@@ -92,9 +92,9 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Raises ConfigError in a process without a block.
     """
-    from hybridcomp.patches.mcore import checkpoint
+    from hybridcomp import process
 
-    checkpoint.load_state(folder, loss_scale)
+    process.load_state(folder, loss_scale)
 
 
 def resync(engine: Any = None) -> None:

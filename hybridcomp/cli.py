@@ -72,16 +72,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _print_seams(options: argparse.Namespace) -> int:
-    from hybridcomp import patches
+    from hybridcomp.patches import registry
 
-    print(patches.support_matrix())
+    print(registry.support_matrix())
     return 0
 
 
 def _validate(options: argparse.Namespace) -> int:
     from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
-    from hybridcomp.patches.ds import check
-    from hybridcomp.patches.neox import rules
+    from hybridcomp.rules import ds_check as check
+    from hybridcomp.rules import neox as rules
 
     source = read_source(options.file)
     facts: dict[str, Any] = {"pipeline": options.pipeline, "moe": options.moe}
@@ -113,7 +113,7 @@ def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
     """Raise ConfigError for a block where nobody reads it."""
     from hybridcomp.config import BLOCK
     from hybridcomp.errors import ConfigError
-    from hybridcomp.patches.neox.rules import EXTRA
+    from hybridcomp.rules.neox import EXTRA
 
     for key, value in source.items():
         if not isinstance(value, Mapping):

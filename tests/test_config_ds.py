@@ -11,9 +11,9 @@ import pytest
 
 from hybridcomp.config import PRESETS, CompressionConfig, load_config
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds.check import TABLES, check
-from hybridcomp.patches.ds.rules import FINE
-from hybridcomp.patches.shared.rules import Job
+from hybridcomp.rules.ds import FINE
+from hybridcomp.rules.ds_check import TABLES, check
+from hybridcomp.rules.ds_job import Job
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("ds_*.json"))

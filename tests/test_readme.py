@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_support_matrix_is_made_from_the_seams() -> None:
     pytest.importorskip("deepspeed")
-    from hybridcomp.patches import support_matrix
+    from hybridcomp.patches.registry import support_matrix
 
     found = re.search(
         r"<!-- support-matrix[^>]*-->\n(.*?)\n<!-- /support-matrix -->", README, re.DOTALL

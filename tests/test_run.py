@@ -17,8 +17,8 @@ print("argv", sys.argv)
 print("path", sys.path[0])
 import helper
 print("helper", helper.VALUE)
-from hybridcomp import patches
-print("armed", patches._armed)
+from hybridcomp.patches import registry
+print("armed", registry._armed)
 """
 
 
@@ -79,7 +79,7 @@ def test_install_takes_a_config(tmp_path: Path) -> None:
     code = (
         "import hybridcomp\n"
         "from hybridcomp.errors import ConfigError\n"
-        "from hybridcomp.patches import process\n"
+        "from hybridcomp import process\n"
         "hybridcomp.install({'dp': 'bf16'})\n"
         "config = process.configured()\n"
         "assert config is not None and config.active('dp')\n"

@@ -17,10 +17,12 @@ from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds import autotp, job_facts, layer_scope
+from hybridcomp.patches.ds import autotp
 from hybridcomp.patches.ds import ulysses as ds_ulysses
-from hybridcomp.patches.ds.layer_scope import SEQUENCE, TENSOR, Scope, inside, owner
 from hybridcomp.patching import Patch, apply_all, revert_all
+from hybridcomp.routing import layer_scope
+from hybridcomp.routing.layer_scope import SEQUENCE, TENSOR, Scope, inside, owner
+from hybridcomp.upstream.ds import job_facts
 from tests.ranks import RankPool
 from tests.training import split_parts
 from tests.training.split_trainer import Job

@@ -1,10 +1,13 @@
-"""Which dimension a process group of megatron-core carries. No seam is in here."""
+"""Which dimension a process group of megatron-core carries, and where this rank stands in them."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
 from hybridcomp.policy import Dimension
+
+#: the releases that the seams fit
+REQUIREMENT = "megatron-core >= 0.13, < 0.20"
 
 #: getter in megatron.core.parallel_state -> dimension
 GETTERS: tuple[tuple[str, Dimension], ...] = (

@@ -1,11 +1,12 @@
-"""What DeepSpeed does with optimizer offload, dimension ``offload``: a table like ``rules``."""
+"""What DeepSpeed does with optimizer offload, dimension ``offload``: a table like ``ds``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hybridcomp.config import CompressionConfig
-from hybridcomp.patches.shared.rules import Job, Rule
+from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.engine import Rule
 
 
 def _offload(job: Job, key: str, default: Any = None) -> Any:
@@ -17,7 +18,7 @@ def _to_device(block: CompressionConfig) -> bool:
     return block.codecs()["offload", "forward"] is not None
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule[Job], ...] = (
     Rule(
         "refuse", ("offload",), '"zero_optimization.zenflow"',
         "ZenFlow copies selected gradients and parameters on paths of its own", "remove zenflow",

@@ -1,6 +1,6 @@
 """What GPT-NeoX does with the traffic of each dimension: a table over the keys of its YAML files.
 
-Beside that of DeepSpeed (``rules``), whose engine carries the rest. No seam is in here.
+Beside that of DeepSpeed (``ds``), whose engine carries the rest.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridcomp.patches.shared.rules import Job, Rule
+from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.engine import Rule
 
 #: where GPT-NeoX takes keys that it hands on to DeepSpeed unseen
 EXTRA = "deepspeed_extra_args"
@@ -39,7 +40,7 @@ def ds_settings(whole: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What a GPT-NeoX configuration says about its model, for ``ds_config.check``."""
+    """What a GPT-NeoX configuration says about its model, for ``ds_check.check``."""
     return {
         "pipeline": int(whole.get("pipe_parallel_size", 0)) >= 1,
         "moe": int(whole.get("moe_num_experts", 1)) > 1,
@@ -51,7 +52,7 @@ def _tensor_parallel(job: Job) -> bool:
     return int(job.get("model_parallel_size", 1)) > 1
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule[Job], ...] = (
     Rule(
         "bypass", ("tp",), "layers of Transformer Engine (te_mha, te_columnparallel, ...)",
         "they communicate inside Transformer Engine, where no seam reaches",

@@ -6,7 +6,7 @@ stays on the device where there is room for it (``compression.offload.sums``), i
 upstream adds in, and crosses once a step, encoded; norm and overflow flag are upstream's. Where
 there is no room each gradient crosses, encoded, and the host adds: in one pass over the sum and in
 fp32, or, where a lossless codec has to give the same bits, in upstream's dtype. Norm and overflow
-flag of such a sum are the host's as well. No seam is here.
+flag of such a sum are the host's as well.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels import Channels, Packed
-from hybridcomp.channels.checkpoint import say
 from hybridcomp.codecs.base import Codec
+from hybridcomp.log import say
 
 #: attribute of an optimizer: its Sums
 ATTRIBUTE = "_hybridcomp_sums"
@@ -113,7 +113,7 @@ def adds_on_device(
     sums = sums_of(optimizer)
     if sums.on_device is None:
         sums.on_device, note = _room(channels, device, numel * like.itemsize)
-        say([note])
+        say(note)
     return sums.on_device
 
 

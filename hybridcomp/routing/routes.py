@@ -2,7 +2,7 @@
 
 Upstream modules call raw collectives as ``torch.distributed.all_reduce``: their name is looked up
 in the module's global ``torch`` at call time. A stand-in there reaches every such call, keeps the
-overlap around it and copies no upstream code, which changes with every release. No seam is here.
+overlap around it and copies no upstream code, which changes with every release.
 """
 
 from __future__ import annotations

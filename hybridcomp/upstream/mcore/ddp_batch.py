@@ -1,7 +1,4 @@
-"""The collectives inside one coalescing manager of DistributedDataParallel; see ``ddp``.
-
-No seam is in here.
-"""
+"""The collectives inside one coalescing manager of DistributedDataParallel; see ``ddp``."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from torch import Tensor
 
 from hybridcomp.channels import NAME, parameter_deltas
 from hybridcomp.channels.error_feedback import Piece, cut
-from hybridcomp.patches.shared.routing import Route, flat
 from hybridcomp.process import current
+from hybridcomp.routing.routes import Route, flat
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 

@@ -1,4 +1,4 @@
-"""Whether a package called ``megatron`` is GPT-NeoX, and one that the seams fit. No seam is here.
+"""Whether a package called ``megatron`` is GPT-NeoX, and one that the seams fit.
 
 GPT-NeoX is used from a checkout and has no version. Its package shares the name with megatron-core
 (a namespace) and with older Megatrons, which have a ``megatron.mpu`` too. So it is told by its

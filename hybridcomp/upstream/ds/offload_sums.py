@@ -1,7 +1,4 @@
-"""What the seams of ZeRO-Offload share: copies of parameters, steps, exact refreshes.
-
-No seam is here.
-"""
+"""What the seams of ZeRO-Offload share: copies of parameters, steps, exact refreshes."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hybridcomp.channels import Channels, channels_of
-from hybridcomp.channels.checkpoint import say
-from hybridcomp.patches.ds.offload_accumulation import forget, sums_of
+from hybridcomp.log import say
+from hybridcomp.upstream.ds.offload_accumulation import forget, sums_of
 
 
 def has(module: str, name: str, method: str) -> bool:
@@ -96,7 +93,7 @@ def close_step(optimizer: Any, channels: Channels) -> None:
     device = torch.device(get_accelerator().current_device_name())
     pace, skipped = channels.host.pace, bool(getattr(optimizer, "overflow", False))
     told = pace.took(channels.step, device, skipped=skipped)
-    say(told)
+    say(*told)
     if told and not pace.encodes("backward", channels.step + 1, channels.policy.start_step):
         forget(optimizer)
     channels.host.note()

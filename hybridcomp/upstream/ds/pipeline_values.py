@@ -1,4 +1,4 @@
-"""Which tensors of a pipeline message a codec may touch; see ``pipeline``. No seam is in here.
+"""Which tensors of a pipeline message a codec may touch; see ``pipeline``.
 
 A stage sends a tensor or a tuple of tensors: hidden states, and often masks or position tables
 beside them. DeepSpeed calls ``backward`` on every floating-point tensor of the tuple, so even an

@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine sends in a step, and when one begins, for ``auto``. No seam is here.
+"""What a DeepSpeed engine sends in a step, and when one begins, for ``auto``.
 
 Buckets fill as upstream fills them: a parameter that does not fit any more begins the next one.
 They hold what is trained in the order of the module, which that of the passes is nearly.
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hybridcomp.channels import Channels, Sent
-from hybridcomp.patches.ds.exact_weights import flat_groups
+from hybridcomp.channels import Sent
 from hybridcomp.policy import Dimension
+from hybridcomp.session import EngineSession
+from hybridcomp.upstream.ds.exact_weights import flat_groups
 
 #: elements that ``DeepSpeedEngine.buffered_allreduce_fallback`` flattens at once
 STAGE0_BUCKET = 500_000_000
@@ -43,17 +44,17 @@ def sent(engine: Any) -> dict[Dimension, Sent]:
     return {**gathers, "dp": Sent(groups or buckets(numels, STAGE0_BUCKET), "sum")}
 
 
-def watch(engine: Any, channels: Channels) -> None:
-    """Tell ``channels`` when a step begins, as long as it may compare steps.
+def watch(engine: Any, session: EngineSession) -> None:
+    """Tell ``session`` when a step begins, as long as it may compare steps.
 
     By a hook, which upstream's ``forward`` calls for pipelines too: nothing else of an engine is
     told of a step before it communicates.
     """
-    if not channels.config.measured():
+    if not session.channels.config.measured():
         return
 
     def begins(module: Any, *_: Any) -> None:
-        if module.training and not channels.open_step(engine.device):
+        if module.training and not session.begin_step():
             hook.remove()
 
     hook = engine.module.register_forward_pre_hook(begins)

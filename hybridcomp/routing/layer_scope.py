@@ -4,7 +4,7 @@ Upstream's layers reach collectives through the global ``dist`` of their module,
 time. A stand-in there keeps upstream's overlap, buffers and autograd functions. It acts only inside
 an autograd function that a maker below wrapped: the same modules gather parameters for checkpoints,
 which must stay exact. Functions know no layer, and backward passes run in other threads, so a
-function's context remembers whose layer it served. No seam is here.
+function's context remembers whose layer it served.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 from hybridcomp import process
 from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.shared.routing import Layers
+from hybridcomp.log import say_once
 from hybridcomp.policy import Dimension, Direction
+from hybridcomp.routing.routes import Layers
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 
@@ -155,4 +156,4 @@ def refuse(channels: Channels, dimension: Dimension, found: str, reason: str, to
             found,
             f'{reason}; {todo}, set "{dimension}": "none", or set "on_unsupported": "native"',
         )
-    process.say(f"{dimension} stays native in {found}: {reason}")
+    say_once(f"{dimension} stays native in {found}: {reason}")

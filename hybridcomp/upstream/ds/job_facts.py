@@ -1,14 +1,17 @@
-"""What the model and its process groups tell about a DeepSpeed job. No seam is here."""
+"""What the model and its process groups tell about a DeepSpeed job."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from hybridcomp.channels import NAME
-from hybridcomp.patches.ds import tensor_groups
+from hybridcomp.upstream.mcore.groups import sizes
+from hybridcomp.upstream.neox.checkout import is_neox
 
 #: module whose layers reduce over tensor-parallel ranks themselves
 DOMINO = "deepspeed.runtime.domino"
@@ -29,7 +32,7 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
         "pipeline": isinstance(model, PipelineModule),
         "moe": not names.isdisjoint({"MoE", "MOELayer"}),
         "world_size": dist.get_world_size(),
-        "tensor": domino or "TensorParallel_Layer" in names or tensor_groups.reached() > 1,
+        "tensor": domino or "TensorParallel_Layer" in names or tensor_ranks() > 1,
         "replicas": None if replicas is None else replicas(),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
     }
@@ -81,7 +84,7 @@ def common_names(engine: Any) -> frozenset[str]:
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    size = getattr(engine.mpu, "get_tensor_model_parallel_world_size", tensor_groups.reached)
+    size = getattr(engine.mpu, "get_tensor_model_parallel_world_size", tensor_ranks)
     if size() < 2:
         return frozenset()
     return frozenset(
@@ -90,3 +93,17 @@ def common_names(engine: Any) -> frozenset[str]:
         if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
         and not is_model_parallel_parameter(parameter)
     )
+
+
+def tensor_ranks() -> int:
+    """Ranks in the tensor-parallel groups of GPT-NeoX or megatron-core; 1 where there are none.
+
+    DeepSpeed does not know of them: with a pipeline GPT-NeoX does not even hand over its ``mpu``.
+    """
+    if "megatron.mpu" in sys.modules and is_neox():
+        mpu = importlib.import_module("megatron.mpu")
+        if mpu.model_parallel_is_initialized():
+            return int(mpu.get_model_parallel_world_size())
+    if "megatron.core.parallel_state" in sys.modules:
+        return sizes().get("tp", 1)
+    return 1

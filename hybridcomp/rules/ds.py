@@ -1,7 +1,7 @@
 """What DeepSpeed does with the traffic of each dimension: a table over the keys of a ds_config.
 
 Read from the sources of DeepSpeed 0.19.0 and 0.19.8. What only the model tells (DualPipeV, Domino,
-embeddings with sparse gradients, FPDT) is not decided here; ``offload_rules`` has ``offload``.
+embeddings with sparse gradients, FPDT) is not decided here; ``ds_offload`` has ``offload``.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridcomp.patches.shared.rules import Rule
 from hybridcomp.policy import BETWEEN_RANKS
+from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.engine import Rule
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule[Job], ...] = (
     Rule(
         "refuse", ("pp", "dp", "zero"), "a PipelineModule with ZeRO stage 2 or 3",
         "DeepSpeed itself refuses the two together", "use stage 0 or 1",

@@ -2,7 +2,7 @@
 
 megatron-core's layers, GPT-NeoX's and DeepSpeed's call the same functions of torch.distributed, or
 of modules with the same names; each seam module says, as ``calls.Layers``, which dimension a group
-carries there, which way its messages go and whose they are. No seam is in here.
+carries there, which way its messages go and whose they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridcomp.collectives.native_nbytes import (
     reduce_scatter_nbytes,
     send_nbytes,
 )
-from hybridcomp.patches.shared.routing import Layers, flat
+from hybridcomp.routing.routes import Layers, flat
 
 Collective = Callable[..., Any]
 Maker = Callable[[Collective], Collective]

@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.error_messages import Shown, idle
-from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds import offload_rules
-from hybridcomp.patches.ds.rules import RULES
-from hybridcomp.patches.neox import rules as neox_rules
-from hybridcomp.patches.shared.rules import Job, Rule
-from hybridcomp.policy import DIMENSIONS, Dimension
+from hybridcomp.config.error_messages import idle
+from hybridcomp.policy import Dimension
+from hybridcomp.rules import ds, ds_offload, engine
+from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.engine import hold
+from hybridcomp.rules.neox import RULES as NEOX_RULES
 
 #: of every dimension
-TABLES = (*RULES, *offload_rules.RULES)
+TABLES = (*ds.RULES, *ds_offload.RULES)
 
 
 def check(
@@ -45,14 +44,8 @@ def check(
     job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas)
     rules = [(rule, job) for rule in TABLES]
     if neox is not None:
-        rules += [(rule, Job(neox)) for rule in neox_rules.RULES]
-    sentences = _idle_keys(block)
-    active = [name for name in DIMENSIONS if block.active(name)]
-    for rule, job in rules:
-        names = [name for name in active if name in rule.dimensions]
-        if names and rule.settings(block) and rule.applies(job):
-            sentences += _apply(rule, names, block)
-    return sentences
+        rules += [(rule, Job(neox)) for rule in NEOX_RULES]
+    return [*_idle_keys(block), *hold(block, rules)]
 
 
 def _idle_keys(block: CompressionConfig) -> list[str]:
@@ -79,31 +72,4 @@ def absent(
 ) -> frozenset[Dimension]:
     """The dimensions of which such a job has no traffic."""
     job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas)
-    return frozenset(
-        name
-        for rule in TABLES
-        if rule.verdict == "absent" and rule.applies(job)
-        for name in rule.dimensions
-    )
-
-
-def _apply(rule: Rule, names: list[Dimension], block: CompressionConfig) -> list[str]:
-    if rule.verdict == "note":
-        return [f"{', '.join(names)}: {rule.found}: {rule.reason}"]
-    if rule.verdict == "absent":
-        written = [name for name in names if name in block.explicit]
-        if not written:
-            return []
-        names = written
-    if rule.verdict == "refuse" or block.on_unsupported == "error":
-        native = "" if rule.verdict == "refuse" else ', or set "on_unsupported": "native"'
-        raise ConfigError(
-            f"{BLOCK}.{names[0]}",
-            Shown(rule.found),
-            f'{rule.reason}; {rule.todo}, or set "{names[0]}": "none"{native}',
-        )
-    return [_native(rule, names)]
-
-
-def _native(rule: Rule, names: list[Dimension]) -> str:
-    return f"{', '.join(names)} native: {rule.found}: {rule.reason}"
+    return engine.absent((rule, job) for rule in TABLES)

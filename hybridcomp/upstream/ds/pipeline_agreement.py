@@ -1,4 +1,4 @@
-"""What two neighbouring pipeline stages agreed on; see ``pipeline``. No seam is in here."""
+"""What two neighbouring pipeline stages agreed on; see ``pipeline``."""
 
 from __future__ import annotations
 

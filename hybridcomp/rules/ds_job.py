@@ -1,17 +1,12 @@
-"""What a rule is: the job that it looks at, and what it says of some dimensions.
-
-The tables are ``rules``, ``offload_rules`` and ``rules``. No seam is in here.
-"""
+"""What rules look at in a job with DeepSpeed: its ds_config, and what the model tells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import Dimension
 
 
 @dataclass(frozen=True)
@@ -94,29 +89,3 @@ class Job:
     def tensor_parallel(self) -> int:
         """Size of AutoTP's groups."""
         return max(1, int(self.get("tensor_parallel.autotp_size", 1)))
-
-
-#: refuse   never together, whatever ``on_unsupported`` says: results would be wrong
-#: bypass   DeepSpeed sends this traffic on a path that no seam covers
-#: absent   this job has no such traffic: an error for a key that the user wrote, nothing for a
-#:          preset, which is made for every kind of job
-#: note     acts, with something to know
-Verdict = Literal["refuse", "bypass", "absent", "note"]
-
-
-def _any_block(block: CompressionConfig) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One thing that DeepSpeed does, and what it means for some dimensions."""
-
-    verdict: Verdict
-    dimensions: tuple[Dimension, ...]
-    found: str  # as it would be written in ds_config.json
-    reason: str
-    todo: str
-    applies: Callable[[Job], bool]
-    #: which settings of the dimension it is about
-    settings: Callable[[CompressionConfig], bool] = _any_block

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels, parameter_deltas
-from hybridcomp.patches.ds import offload_sums
+from hybridcomp.log import say
+from hybridcomp.upstream.ds import offload_sums
 
 FORMAT = 1
 #: by optimizer: the flat groups, their partitions by rank
@@ -113,12 +114,10 @@ def _load(folder: Path, engine: Any, channels: Channels) -> None:
     verdict = torch.tensor([fits], dtype=torch.int32, device=engine.device)
     dist.all_reduce(verdict, dist.ReduceOp.MIN)
     if not verdict.item():
-        if dist.get_rank() == 0:
-            print(
-                f"[hybridcomp] {folder} holds no parameter references of "
-                f"{dist.get_world_size()} ranks; the first gather is exact",
-                flush=True,
-            )
+        say(
+            f"{folder} holds no parameter references of {dist.get_world_size()} ranks; the first "
+            "gather is exact"
+        )
         return
     assert shares is not None
     for share, (flat, _, _) in zip(shares, groups, strict=True):
