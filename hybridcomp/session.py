@@ -35,7 +35,7 @@ from hybridcomp.topology import Ranks
 #: attribute of an engine: its session
 ATTRIBUTE = "_hybridcomp_session"
 #: upstream package -> what its seams do with an engine that is attached, in their order
-ATTACHED: dict[str, list[Callable[[Any, Channels], None]]] = {}
+WHEN_ATTACHED: dict[str, list[Callable[[Any, Channels], None]]] = {}
 #: said behind a decision that a restart would forget
 ADVICE = "; only hybridcomp.save_state keeps this over a restart"
 

@@ -65,7 +65,7 @@ def modules_of(package: str) -> list[ModuleType]:
     What they want to do with an engine that is attached (``ATTACHED``) is told to ``session``.
     """
     modules = [importlib.import_module(f"{__package__}.{name}") for name in MODULES[package]]
-    session.ATTACHED[package] = [m.ATTACHED for m in modules if hasattr(m, "ATTACHED")]
+    session.WHEN_ATTACHED[package] = [m.ATTACHED for m in modules if hasattr(m, "ATTACHED")]
     return modules
 
 

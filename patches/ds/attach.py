@@ -24,7 +24,7 @@ from hybridcomp.patching import Seam
 from hybridcomp.reporter import Event, describe_run, report_interval
 from hybridcomp.routing import layer_scope
 from hybridcomp.rules import ds_check, neox
-from hybridcomp.session import ATTACHED, EngineSession, agree_on, session_of
+from hybridcomp.session import WHEN_ATTACHED, EngineSession, agree_on, session_of
 from hybridcomp.session import ATTRIBUTE as SESSION
 from hybridcomp.topology import ranks_of
 from hybridcomp.upstream.ds import exact_weights, job_facts, record, step_messages
@@ -142,7 +142,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
             setattr(tagged, ATTRIBUTE, channels)
     session.name_parameters(named)
     channels.common = job_facts.common_names(engine)
-    for attached in ATTACHED.get("deepspeed", ()):
+    for attached in WHEN_ATTACHED.get("deepspeed", ()):
         attached(engine, channels)
     session.say(*notes)
     session.place(_data_parallel(engine))
