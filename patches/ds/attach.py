@@ -24,8 +24,8 @@ from hybridcomp.patching import Seam
 from hybridcomp.reporter import Event, describe_run, report_interval
 from hybridcomp.routing import layer_scope
 from hybridcomp.rules import ds_check, neox
-from hybridcomp.session import WHEN_ATTACHED, EngineSession, agree_on, session_of
 from hybridcomp.session import ATTRIBUTE as SESSION
+from hybridcomp.session import WHEN_ATTACHED, EngineSession, agree_on, session_of
 from hybridcomp.topology import ranks_of
 from hybridcomp.upstream.ds import exact_weights, job_facts, record, step_messages
 

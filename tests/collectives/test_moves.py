@@ -16,8 +16,8 @@ from hybridcomp.collectives.send_recv import spec_digest
 from hybridcomp.collectives.wire import headers
 from hybridcomp.errors import CodecError
 from tests.collectives.common import CODECS, DTYPES, bound, digest, values_of
-from tests.collectives.conftest import RunRanks
-from tests.collectives.doubles import Identity, Int8
+from tests.ranks import RunRanks
+from tests.stand_ins.plain_codecs import Identity, Int8
 
 
 def _check(codec: Codec, found: torch.Tensor, sent: torch.Tensor) -> None:
