@@ -44,22 +44,30 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
             own configuration has a block keeps that one. The environment variable
             HYBRIDCOMP_CONFIG names such a file too.
 
+    It has to come before what is to be compressed is built. Its own errors, and those of a block,
+    end a job as one line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows where they came from).
+
     Raises SeamError when an imported upstream is outside the supported versions or was patched by
-    somebody else (nothing stays half-patched), ConfigError on a config that cannot act.
+    somebody else (nothing stays half-patched), ConfigError on a config that cannot act, and where a
+    DeepSpeed engine or a data-parallel wrapper of Megatron that it is for was built before.
     """
+    from hybridcomp import patching, process, uncaught
     from hybridcomp.patches import registry
+    from hybridcomp.upstream import late
 
+    uncaught.install()
     if config is not None:
-        from hybridcomp import process
-
         process.configure(config)
+    late.check(frozenset(patching.IN_PLACE), process.configured(), new=config is not None)
     registry.arm()
 
 
 def uninstall() -> None:
     """Revert all patches and disarm those that wait for an import."""
+    from hybridcomp import uncaught
     from hybridcomp.patches import registry
 
+    uncaught.uninstall()
     registry.disarm()
 
 

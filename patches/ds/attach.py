@@ -27,6 +27,7 @@ from hybridcomp.rules import ds_check, neox
 from hybridcomp.session import ATTRIBUTE as SESSION
 from hybridcomp.session import WHEN_ATTACHED, EngineSession, agree_on, session_of
 from hybridcomp.topology import ranks_of
+from hybridcomp.upstream import late
 from hybridcomp.upstream.ds import exact_weights, job_facts, record, step_messages
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -99,6 +100,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         notes: list[str] = []
         if block is not None:
             notes = _plan(block, ds_json, bound.arguments)
+        late.saw(self, attached=block is not None)
         original(self, *args, **kwargs)
         if block is None:
             process.decline()

@@ -18,6 +18,7 @@ from hybridcomp.patching import Seam, missing
 from hybridcomp.process import current
 from hybridcomp.rules import mcore
 from hybridcomp.rules.engine import hold
+from hybridcomp.upstream import late
 from hybridcomp.upstream.mcore.groups import REQUIREMENT, sizes
 
 BASE = Seam(
@@ -59,6 +60,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         channels = current()
+        late.saw(self, attached=channels is not None)
         if channels is not None and type(self).__name__ != "DistributedDataParallel":
             given = signature.bind(self, *args, **kwargs).arguments
             check(channels.config, self, given["config"], None, given["module"])

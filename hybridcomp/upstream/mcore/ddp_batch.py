@@ -14,6 +14,7 @@ from hybridcomp.channels import NAME, parameter_deltas
 from hybridcomp.channels.error_feedback import Piece, cut
 from hybridcomp.process import current
 from hybridcomp.routing.routes import Route, flat
+from hybridcomp.upstream import late
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -157,7 +158,10 @@ def _pieces(bucket: Any) -> list[Piece]:
     for parameter in bucket.params_list:
         view = getattr(parameter, "main_grad_copy_in_grad_buffer", None)
         view = parameter.main_grad if view is None else view
-        spans.append((view.storage_offset() - begin, view.numel(), getattr(parameter, NAME)))
+        name = getattr(parameter, NAME, None)
+        if name is None:
+            raise late.too_late(late.WRAPPER)
+        spans.append((view.storage_offset() - begin, view.numel(), name))
     pieces, position = [], 0
     for start, numel, name in sorted(spans):
         if start > position:
