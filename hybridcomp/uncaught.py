@@ -30,7 +30,7 @@ MISTAKES = (ConfigError, AgreementError, SeamError)
 #: environment variable that asks for tracebacks all the same
 ENVIRONMENT = "HYBRIDCOMP_TRACEBACK"
 #: seconds that a rank waits for another to say the same, and that such a file counts
-WAIT_S, FRESH_S = 3.0, 60.0
+WAIT_S, FRESH_S = 10.0, 60.0
 
 _before = sys.excepthook
 

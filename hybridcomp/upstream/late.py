@@ -71,14 +71,14 @@ def check(armed: frozenset[str], block: CompressionConfig | None, *, new: bool) 
         for built in _alive(kind):
             known = _seen.get(built, False) if new else built in _seen
             if not known and (block is not None or _own_block(built) is not None):
-                raise too_late(kind)
+                raise too_late(kind, type(built).__name__)
 
 
-def too_late(kind: Built) -> ConfigError:
-    """What to tell the user about an object of ``kind`` that no patch has seen."""
+def too_late(kind: Built, name: str) -> ConfigError:
+    """What to tell the user about an object of ``kind``, of class ``name``, that came too early."""
     return ConfigError(
         "hybridcomp.install",
-        Shown(f"a {kind.name.lstrip('_')} that was built before it"),
+        Shown(f"a {name} that was built before it"),
         "what was built before would send everything uncompressed; put `hybridcomp.install()` "
         f"above the line with {kind.line}, or {kind.instead}",
     )

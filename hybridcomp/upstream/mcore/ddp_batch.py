@@ -160,7 +160,7 @@ def _pieces(bucket: Any) -> list[Piece]:
         view = parameter.main_grad if view is None else view
         name = getattr(parameter, NAME, None)
         if name is None:
-            raise late.too_late(late.WRAPPER)
+            raise late.too_late(late.WRAPPER, "DistributedDataParallel")
         spans.append((view.storage_offset() - begin, view.numel(), name))
     pieces, position = [], 0
     for start, numel, name in sorted(spans):
