@@ -23,13 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp import wandb_run
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import NAME, Channels, Sent, checkpoint
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.codecs import check_payloads
+from hybridcomp.collectives import check_headers
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.log import Once
 from hybridcomp.policy import Dimension
-from hybridcomp.reporter import Event, Reporter, describe_run, write_to_wandb
+from hybridcomp.reporter import Event, Reporter, describe_run
 from hybridcomp.topology import Ranks
 
 #: attribute of an engine: its session
@@ -80,7 +83,7 @@ class EngineSession:
         device: torch.device | None = None,
         *,
         interval: Callable[[], int] | None = None,
-        write: Callable[[list[Event]], None] = write_to_wandb,
+        write: Callable[[list[Event], int], object] = wandb_run.log,
         layout: Callable[[], Mapping[str, int]] = dict,
         kept_in: str = "",
     ) -> None:
@@ -90,7 +93,7 @@ class EngineSession:
             channels: of this engine alone.
             device: where its messages are; None: where the default group reduces.
             interval: optimizer steps between two reports, 0: none; without it the ledger's own.
-            write: takes the figures of a report, on every rank.
+            write: takes the figures of a report and its step, on every rank.
             layout: ranks in each group whose coordinates stand in the names of parameters.
             kept_in: the engine's own checkpoints, in words, where they take along what is saved.
         """
@@ -213,7 +216,7 @@ class EngineSession:
         self.say(*(f"{text}{advice}" for text in channels.close_step(sampled, self.device)))
         every = self._interval()
         if self.reporter is not None and every and channels.step % every == 0:
-            self._write(self.reporter.report(channels.step))
+            self._write(self.reporter.report(channels.step), channels.step)
 
     @property
     def forgetful(self) -> bool:
@@ -222,13 +225,19 @@ class EngineSession:
 
     # checkpoints
 
-    def save(self, folder: str | Path, loss_scale: float | None = None) -> None:
+    def save(
+        self, folder: str | Path, loss_scale: float | None = None, references: bool = False
+    ) -> None:
         """Write step and residuals of all ranks into ``folder``, which is whole afterwards.
 
-        ``loss_scale``: the factor on the gradients; None: that of the last step.
+        ``loss_scale``: the factor on the gradients; None: that of the last step. ``references``:
+        whether the caller has written those of parameter deltas there. Raises CodecError where a
+        payload was damaged that nobody has told of: it must not be saved as if it were sound.
         """
+        check_payloads()
+        check_headers()
         scale = self.loss_scale if loss_scale is None else loss_scale
-        checkpoint.save(Path(folder), self.channels, scale, self._layout())
+        checkpoint.save(Path(folder), self.channels, scale, self._layout(), references)
 
     def load(
         self, folder: str | Path, loss_scale: float | None = None, step: int | None = None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channels, checkpoint_note
 from hybridcomp.log import say
 
 FORMAT = 1
@@ -37,7 +37,7 @@ class State:
 
 
 def _path(folder: Path, rank: int) -> Path:
-    return folder / f"hybridcomp_residuals_rank_{rank:05d}.pt"
+    return folder / f"{checkpoint_note.RESIDUALS}_rank_{rank:05d}.pt"
 
 
 def needed(channels: Channels) -> bool:
@@ -47,10 +47,17 @@ def needed(channels: Channels) -> bool:
     return known or any(channel.error_feedback for channel in channels)
 
 
-def save(folder: Path, channels: Channels, loss_scale: float, groups: Mapping[str, int]) -> None:
+def save(
+    folder: Path,
+    channels: Channels,
+    loss_scale: float,
+    groups: Mapping[str, int],
+    references: bool = False,
+) -> None:
     """Write the state of the job and of every rank into ``folder``; a collective.
 
-    ``groups``: ranks in each group whose coordinates stand in the names of parameters.
+    ``groups``: ranks in each group whose coordinates stand in the names of parameters;
+    ``references``: whether every rank has written those of deltas there, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if needed(channels):
@@ -58,6 +65,10 @@ def save(folder: Path, channels: Channels, loss_scale: float, groups: Mapping[st
     if dist.get_rank() == 0:
         state = State(channels.step, loss_scale, dict(groups))
         (folder / STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+        kinds = [checkpoint_note.RESIDUALS] if needed(channels) else []
+        kinds += [checkpoint_note.PARAMETERS] if references else []
+        world_size = dist.get_world_size()
+        checkpoint_note.write(folder, channels.config, channels.step, world_size, kinds)
     dist.barrier()  # nobody may take the folder for whole before it is
 
 
@@ -104,6 +115,7 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
     if channels.config.offload.when == "auto":
         say(*channels.host.pace.restore(_told("offload", _path(folder, 0))))
     if not any(channel.error_feedback for channel in channels):
+        say(*checkpoint_note.dropped(folder, channels.config))
         return
     first = _path(folder, 0)
     if not first.is_file():

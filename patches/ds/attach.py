@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp import process
-from hybridcomp.channels import ATTRIBUTE, Channels, channels_of
+from hybridcomp import process, wandb_run
+from hybridcomp.channels import ATTRIBUTE, Channels, channels_of, checkpoint_note
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
-from hybridcomp.patching import Seam
+from hybridcomp.log import say
+from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.reporter import Event, describe_run, report_interval
 from hybridcomp.routing import layer_scope
 from hybridcomp.rules import ds_check, neox
@@ -130,7 +131,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
         Channels(block),
         engine.device,
         interval=lambda: report_interval(block.ledger, engine.steps_per_print()),
-        write=lambda events: _write(engine, events),
+        write=lambda events, step: _write(engine, events),
         kept_in=CHECKPOINTS,
     )
     channels = session.channels
@@ -204,11 +205,15 @@ def loss_scale(engine: Any) -> float:
 
 
 def _write(engine: Any, events: list[Event]) -> None:
-    """Hand the figures of a report to DeepSpeed's monitors, which rank 0 has."""
-    if dist.get_rank() == 0 and events and engine.monitor.enabled:
+    """Hand the figures of a report to DeepSpeed's monitors, which rank 0 has, or to W&B."""
+    if dist.get_rank() or not events:
+        return
+    if engine.monitor.enabled:
         engine.monitor.write_events(
             [(name, value, engine.global_samples) for name, value in events]
         )
+    if engine.monitor.wandb_monitor is None and "megatron.training" not in IN_PLACE:
+        wandb_run.log(events, engine.global_steps)  # of Hugging Face's Trainer, or of a script
 
 
 def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,8 +227,8 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             bound = signature.bind(self, *args, **kwargs)
             tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
             folder = Path(bound.arguments["save_dir"]) / str(tag)
-            session.save(folder, loss_scale(self))
-            exact_weights.save(folder, self, session.channels)
+            references = exact_weights.save(folder, self, session.channels)
+            session.save(folder, loss_scale(self), references)
         with exact_weights.exact_parameters(self, channels_of(self)):
             return original(self, *args, **kwargs)
 
@@ -248,18 +253,20 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
-        if session is None:
-            return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
         if tag is None and (latest := Path(load_dir, "latest")).is_file():
             tag = latest.read_text().strip()
+        whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
+        if session is None:
+            if whole and tag is not None:
+                say(*checkpoint_note.dropped(Path(load_dir) / str(tag), None))
+            return original(self, *args, **kwargs)
         exact_weights.forget(self)
         result = original(self, *args, **kwargs)
         session.channels.step = self.global_steps
         session.channels.residuals.drop()
-        whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
         if result[0] is not None and tag is not None and whole:
             folder = Path(load_dir) / str(tag)
             session.load(folder, loss_scale(self), step=self.global_steps)
