@@ -182,3 +182,31 @@ def test_import_needs_no_upstream() -> None:
         "import hybridcomp.channels, hybridcomp.reporter, hybridcomp.cli\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def seam_modules() -> dict[str, Path]:
+    """Every module below patches/, by its dotted name."""
+    folder = ROOT / "patches"
+    return {
+        ".".join(("hybridcomp.patches", *path.relative_to(folder).with_suffix("").parts)): path
+        for path in folder.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+
+
+def test_patches_holds_seams_and_little_between_them() -> None:
+    """A module is a seam, or the registry; what they share lies below, and few import another."""
+    modules = seam_modules()
+    helpers = {"hybridcomp.patches.registry", "hybridcomp.patches.mcore.pipeline_message"}
+    assert {
+        name for name, path in modules.items() if "\nPATCHES" not in path.read_text()
+    } <= helpers
+    arrows = {
+        (name, target)
+        for name, path in modules.items()
+        for found in imported(path)
+        for target in modules
+        if target != name and (found == target or found.startswith(f"{target}."))
+    }
+    assert "hybridcomp.patches.registry" not in {target for _, target in arrows}
+    assert len(arrows) <= 38, sorted(arrows)
