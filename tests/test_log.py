@@ -1,4 +1,4 @@
-"""What the user reads: one logger, rank 0, a prefix, and each thing once where that is asked for."""
+"""What the user reads: one logger, rank 0, a prefix, each thing once where asked for."""
 
 from __future__ import annotations
 
