@@ -1,4 +1,4 @@
-"""The command line: ``hybridcomp validate | schema | configs | seams | doctor | compare``."""
+"""``hybridcomp validate``, ``schema``, ``configs``, ``seams``, ``doctor``, ``pays`` and so on."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
     doctor.set_defaults(run=_doctor)
 
+    _add_pays(commands.add_parser("pays", help="up to which speed of the link compression pays"))
+
     from hybridcomp.compare import command
 
     compare = commands.add_parser(
@@ -73,6 +75,30 @@ def _parser() -> argparse.ArgumentParser:
     command.add_arguments(compare)
     compare.set_defaults(run=command.run)
     return parser
+
+
+def _add_pays(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments here: `hybridcomp.pays` needs torch, which takes seconds to import."""
+    add = parser.add_argument
+    add("block", nargs="?", default="recommended", metavar="BLOCK",
+        help="a preset, a JSON file with a block, or a ds_config.json (recommended)")  # fmt: skip
+    add("--ranks", type=int, default=8, metavar="N",
+        help="ranks that share a message; with a hierarchy: nodes (8)")  # fmt: skip
+    add("--stage", type=int, choices=(0, 1, 2, 3), default=1, help="of ZeRO (1)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="of messages (bf16)")
+    add("--device", choices=("cpu", "gpu"), default="gpu", help="what runs the codecs (gpu)")
+    add("--codec-gbs", type=float, metavar="GB/s", help="speed of the codecs on your device")
+    add("--parameters", type=float, metavar="N", help="that a rank reduces, such as 1.3e9")
+    add("--compute", type=float, metavar="S", help="seconds of a step without communication")
+    add("--link", type=float, metavar="Gb/s", help="of a rank")
+    add("--micro-batches", type=int, default=1, metavar="N", help="of a step (1)")
+    parser.set_defaults(run=_pays)
+
+
+def _pays(options: argparse.Namespace) -> int:
+    from hybridcomp import pays
+
+    return pays.run(options)
 
 
 def _print_seams(options: argparse.Namespace) -> int:

@@ -1,9 +1,9 @@
 """How a rank ends on a mistake of its user: one line for the whole job, no traceback, one status.
 
-Every rank meets the same mistake. Once the process group is up they count in its store who has
-come so far, and the first one tells; before that the ranks of one node see each other by a name
-that only one process may hold. Where neither is to be had every rank tells: a message too many is
-better than none. ``HYBRIDCOMP_TRACEBACK=1`` shows the traceback instead, on every rank.
+Every rank meets the same mistake. Once the process group is up they count in its store who has come
+so far, and the first one tells; before that the ranks of one node see each other by a name that
+only one process may hold. Where neither is to be had every rank tells: a message too many is better
+than none. ``HYBRIDCOMP_TRACEBACK=1`` shows the traceback instead, on every rank.
 """
 
 from __future__ import annotations

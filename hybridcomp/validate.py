@@ -1,4 +1,4 @@
-"""``hybridcomp validate``: whether a file's block can act, what it does, and how such a job starts."""
+"""``hybridcomp validate``: whether a block can act, what it does, and how such a job starts."""
 
 from __future__ import annotations
 

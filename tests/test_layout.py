@@ -63,6 +63,7 @@ ALLOWED: dict[str, set[str]] = {
         "reporter", "topology", "patching", "process", "session", "log", "rules", "routing",
         "upstream", "wandb_run",
     },
+    "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
     "exits": {"errors"},
