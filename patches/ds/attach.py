@@ -160,7 +160,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     step_messages.watch(engine, session)
     process.lend(engine, session)
     session.open_reporter()
-    session.say(*(note for dtype in dtypes for note in block.notes(dtype)))
+    session.warn(dtypes)
 
 
 def _data_parallel(engine: Any) -> set[tuple[int, ...]]:
