@@ -3,8 +3,8 @@
 ``toytrain.gradients.average`` and not ``toytrain.step``: the step also clips, writes its log and
 changes with every release; ``average`` is looked up in its module at every call.
 
-This is the template of a seam: docs/contributing/seam.md says how to make another one of it. Its four
-parts stand in the order that every seam has: why this symbol (above), the ``Seam``, the
+This is the template of a seam: docs/contributing/seam.md says how to make another one of it. Its
+four parts stand in the order that every seam has: why this symbol (above), the ``Seam``, the
 replacement, ``COVERS`` and ``PATCHES``.
 """
 
