@@ -1,4 +1,4 @@
-"""How a rank ends on a mistake of its user: one line for the whole job, no traceback.
+"""How a rank ends on a mistake of its user: one line for the job, no traceback, one status.
 
 ``install`` puts ``show`` in front of ``sys.excepthook``: errors of the configuration, of versions
 and of ranks that differ say themselves what to do. A traceback through upstream and hybridcomp
@@ -26,6 +26,8 @@ from typing import Any
 
 from hybridcomp.errors import AgreementError, ConfigError, HybridcompError, SeamError
 
+#: exit status of a configuration that cannot act, as argparse uses it for bad arguments
+BAD_INPUT = 2
 #: environment variable that asks for tracebacks
 TRACEBACK = "HYBRIDCOMP_TRACEBACK"
 #: what a user has to mend; a CodecError may be a fault of ours or of the machine
@@ -55,8 +57,8 @@ def show(kind: type[BaseException], error: BaseException, traceback: TracebackTy
     asked = os.environ.get(TRACEBACK, "0") not in ("", "0")
     if isinstance(error, MISTAKES) and not asked:
         tell(f"hybridcomp: {error}")
-    else:
-        _before(kind, error, traceback)
+        raise SystemExit(BAD_INPUT)  # the interpreter takes it as the process's status
+    _before(kind, error, traceback)
 
 
 def tell(text: str) -> None:

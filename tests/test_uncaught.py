@@ -53,14 +53,14 @@ def ranks(code: str, folder: Path, **more: str) -> list[tuple[int, str]]:
 
 def test_a_mistake_is_one_line_on_one_rank(tmp_path: Path) -> None:
     (first, *texts), (second, *more) = ranks(MISTAKE, tmp_path)
-    assert first == second == 1
+    assert first == second == uncaught.BAD_INPUT
     (said,) = (text for text in (*texts, *more) if text)
     assert said.startswith("hybridcomp: compression.dq: ") and len(said.splitlines()) == 1
 
 
 def test_in_a_process_group_it_is_told_once_as_well(tmp_path: Path) -> None:
     (first, *texts), (second, *more) = ranks(LATE, tmp_path)
-    assert first == second == 1
+    assert first == second == uncaught.BAD_INPUT
     (said,) = (text for text in (*texts, *more) if "hybridcomp" in text)
     assert said.count("hybridcomp: compression block: rank(s) 1 differ") == 1
     assert "Traceback" not in said
@@ -68,7 +68,7 @@ def test_in_a_process_group_it_is_told_once_as_well(tmp_path: Path) -> None:
 
 def test_a_rank_with_a_mistake_of_its_own_says_so(tmp_path: Path) -> None:
     (first, silent), (second, said) = ranks(OWN, tmp_path)
-    assert (first, silent, second) == (0, "", 1)
+    assert (first, silent, second) == (0, "", uncaught.BAD_INPUT)
     assert "compression.dq" in said and "rank 1" in said and "Traceback" not in said
 
 
