@@ -263,7 +263,8 @@ class EngineSession:
         channels, folder = self.channels, Path(folder)
         self.loaded = True
         channels.residuals.drop()
-        state = checkpoint.read_state(folder)
+        known = step is not None and loss_scale is not None
+        state = None if known else checkpoint.read_state(folder)
         stored = 1.0 if state is None else state.loss_scale
         self.loss_scale = stored if loss_scale is None else loss_scale
         if step is not None:
