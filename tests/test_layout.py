@@ -61,11 +61,11 @@ ALLOWED: dict[str, set[str]] = {
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
         "reporter", "topology", "patching", "process", "session", "log", "rules", "routing",
-        "upstream", "wandb_run",
+        "upstream", "wandb_run", "engines",
     },
     "engines": {
         "agreement", "autotune", "channels", "codecs", "collectives", "config", "errors", "log",
-        "patching", "policy", "process", "session", "topology",
+        "patching", "policy", "process", "reporter", "session", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},

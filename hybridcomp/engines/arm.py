@@ -26,6 +26,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.engines import steps
 from hybridcomp.engines.attach import ATTRIBUTE, attach
 from hybridcomp.errors import ConfigError, SeamError
+from hybridcomp.log import say_once
 from hybridcomp.patching import Patch, Seam, apply_all, revert_all
 
 DDP_INIT = Seam(
@@ -85,12 +86,12 @@ def _apply(module: str) -> None:
         _applied[module] = apply_all(Patch(s, make) for s, make in SEAMS if s.module == module)
     except SeamError as error:
         # DeepSpeed and Megatron may still be served, so this is told and no error
-        print(f"[hybridcomp] models under torch's own engines stay native: {error}", flush=True)
+        say_once(f"models under torch's own engines stay native: {error}")
 
 
 def _attach(model: Any) -> None:
     """Attach ``model`` in its first forward pass, unless Megatron has the channels."""
-    if ATTRIBUTE in vars(model) or process.reporter() is not None:
+    if ATTRIBUTE in vars(model) or process.has_begun():
         return
     attached = attach(model)
     if attached is not None and model.training and torch.is_grad_enabled():
@@ -134,11 +135,11 @@ def make_fsdp1_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         block = process.configured()
-        if block is not None and process.reporter() is None:
+        if block is not None and not process.has_begun():
             todo = "FSDP1 has no slots for communication; use fully_shard (FSDP2)"
             if block.on_unsupported != "native":
                 raise ConfigError(BLOCK, Shown("FullyShardedDataParallel (FSDP1)"), todo)
-            process.say(f"FullyShardedDataParallel stays native: {todo}")
+            say_once(f"FullyShardedDataParallel stays native: {todo}")
         original(self, *args, **kwargs)
 
     return __init__

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels
 from hybridcomp.engines import stateful
-from hybridcomp.engines.session import Session
+from hybridcomp.session import EngineSession
 
 Kind = Literal["ddp", "fsdp2"]
 _numbers = count()
@@ -27,7 +27,7 @@ class Attached:
     def __init__(
         self,
         kind: Kind,
-        session: Session,
+        session: EngineSession,
         parameters: Callable[[], Iterable[Tensor]],
         divisors: Callable[[], Mapping[str, float]],
         layout: Mapping[str, Any],
@@ -71,7 +71,8 @@ class Attached:
     def entered(self) -> None:
         """Note that a forward pass in training begins."""
         if not self._is_open:
-            self.session.begin_step()
+            if self.channels.config.measured():
+                self.session.begin_step()
         self._is_open = True
 
     def reduced(self) -> None:

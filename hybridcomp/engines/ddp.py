@@ -32,8 +32,9 @@ from hybridcomp.collectives import Handle, native_nbytes
 from hybridcomp.engines import rules, steps
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.ddp_layout import Layout
-from hybridcomp.engines.session import Session, Source, agree_on, read
+from hybridcomp.engines.session import Source, agree_on, read, session_of
 from hybridcomp.errors import ConfigError
+from hybridcomp.policy import Dimension
 from hybridcomp.topology import ranks_of
 
 REQUIREMENT = "torch >= 2.6, < 2.14"
@@ -51,15 +52,13 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     rules.check_version("ddp", REQUIREMENT)
     absent = rules.check(block, rules.DDP, model)
     parameters = [p for p in model._module_parameters if p.requires_grad]
-    session = Session(block, parameters[0].device, absent)
-    for name, parameter in model.module.named_parameters():
-        setattr(parameter, NAME, name)
-        session.channels.factors.learn(name, parameter.shape)
+    session = session_of(block, parameters[0].device, absent)
+    session.name_parameters(model.module.named_parameters())
     session.place([group])
     numels = _buckets(parameters, model)
-    sent = {"dp": Sent(numels, "sum", together=True)}
-    session.measure(group, parameters[0].dtype, sum(numels), sent)  # type: ignore[arg-type]
-    session.describe({parameter.dtype for parameter in parameters})
+    sent: dict[Dimension, Sent] = {"dp": Sent(numels, "sum", together=True)}
+    session.measure(group, parameters[0].dtype, sum(numels), sent)
+    session.warn({parameter.dtype for parameter in parameters})
     layout = {"ranks": dist.get_world_size(group)}
     divisors = {name: 1.0 for name, _ in model.module.named_parameters()}
     attached = Attached("ddp", session, model.parameters, lambda: divisors, layout)

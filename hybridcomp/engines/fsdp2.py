@@ -24,9 +24,10 @@ from hybridcomp.autotune.trials import Sent
 from hybridcomp.engines import fsdp2_comms, fsdp2_rules, rules, steps
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.fsdp2_members import Members, names_of
-from hybridcomp.engines.session import Session, Source, agree_on, read
+from hybridcomp.engines.session import Source, agree_on, read, session_of
 from hybridcomp.errors import SeamError
 from hybridcomp.policy import Dimension
+from hybridcomp.session import EngineSession
 
 #: 2.9 is the first with both slots (pytorch#155189)
 REQUIREMENT = "torch >= 2.9, < 2.14"
@@ -69,7 +70,7 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
         raise SeamError(f"fsdp2: needs {REQUIREMENT}; this torch has no set_custom_all_gather")
     absent = rules.check(block, fsdp2_rules.FSDP2, job)
     fsdp2_rules.check_hierarchy(block, job)
-    session = Session(block, groups[0].device, absent)
+    session = session_of(block, groups[0].device, absent)
     names = names_of(model)
     members = [Members(group, names) for group in groups]
     for one in members:
@@ -77,7 +78,7 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
             session.channels.factors.learn(member.name, (member.rows, member.numel // member.rows))
     session.place(job.process_groups)
     _measure(session, job, members)
-    session.describe(job.dtypes)
+    session.warn(job.dtypes)
     inside = job.replicas > 1 and block.hierarchy != "none"
     layout = {"shards": job.shards, "replicas": job.replicas}
     attached = Attached(
@@ -121,7 +122,7 @@ def _parameters(groups: list[Any]) -> Iterator[Tensor]:
             yield parameter.sharded_param
 
 
-def _measure(session: Session, job: fsdp2_rules.Job, members: list[Members]) -> None:
+def _measure(session: EngineSession, job: fsdp2_rules.Job, members: list[Members]) -> None:
     """Let the dimensions that are timed see messages like those of a step."""
     if not session.channels.config.measured():
         return
