@@ -70,9 +70,8 @@ class Attached:
 
     def entered(self) -> None:
         """Note that a forward pass in training begins."""
-        if not self._is_open:
-            if self.channels.config.measured():
-                self.session.begin_step()
+        if not self._is_open and self.channels.config.measured():
+            self.session.begin_step()
         self._is_open = True
 
     def reduced(self) -> None:

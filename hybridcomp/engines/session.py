@@ -1,7 +1,7 @@
 """What torch's engines add to ``EngineSession``: blocks in any form, agreement over one model.
 
-Making a session is a collective over the whole job where the block has two levels (``hierarchy``) or
-measures (``when: auto``): every rank attaches as many models, in the same order.
+Making a session is a collective over the whole job where the block has two levels (``hierarchy``)
+or measures (``when: auto``): every rank attaches as many models, in the same order.
 """
 
 from __future__ import annotations
