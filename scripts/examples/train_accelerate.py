@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """A loop over Accelerate, with one line about hybridcomp; DDP, or FSDP2 with --fsdp2 (GPUs).
 
-accelerate launch --num_processes 2 scripts/examples/train_accelerate.py --block scripts/examples/ddp.json
+accelerate launch --num_processes 2 scripts/examples/train_accelerate.py \\
+    --block scripts/examples/ddp.json
 """
 
 from __future__ import annotations
