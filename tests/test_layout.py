@@ -70,10 +70,9 @@ ALLOWED: dict[str, set[str]] = {
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
-    "exits": {"errors"},
-    "run": {"", "exits"},
+    "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
-    "uncaught": {"exits"},
+    "uncaught": {"errors"},
     "": {
         "errors", "channels", "config", "engines", "patches", "patching", "process", "uncaught",
         "upstream",
