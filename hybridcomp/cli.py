@@ -79,7 +79,15 @@ def _print_seams(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
+    from hybridcomp.config import (
+        BLOCK,
+        CompressionConfig,
+        describe,
+        idle_notes,
+        load_config,
+        read_source,
+    )
+    from hybridcomp.config import notes as dtype_notes
     from hybridcomp.patches.ds import check
     from hybridcomp.patches.neox import rules
 
@@ -98,11 +106,12 @@ def _validate(options: argparse.Namespace) -> int:
         why = "the block is not enabled" if BLOCK in source else f'there is no "{BLOCK}" block'
         print(f"{options.file}: {why}; everything stays native")
         return 0
-    notes = [] if bare else block.notes(_dtype(source))
+    notes = idle_notes(block)
     if not bare:
+        notes += dtype_notes(block, _dtype(source))
         notes += check.check(block, source, **facts, world_size=options.world_size)
     print(f"{options.file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}")
-    for line in block.describe():
+    for line in describe(block):
         print(f"  {line}")
     for note in notes:
         print(f"  note: {note}")

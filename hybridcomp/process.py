@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import Channels
-from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
+from hybridcomp.config import BLOCK, CompressionConfig, describe, load_config, read_source
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import DIRECTIONS, Dimension
 from hybridcomp.reporter import Reporter
@@ -162,7 +162,7 @@ def _settle() -> None:
     _holder.channels = Channels(config)
     jsonl = config.ledger.jsonl
     _holder.reporter = Reporter(_holder.channels, Path(jsonl) if jsonl else None, device())
-    for line in config.describe():
+    for line in describe(config):
         say(line)
     if config.error_feedback("dp"):
         say(

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from hybridcomp.codecs import BlockInt, Codec, Mpc, Zfp, make_codec
-from hybridcomp.config import PRESETS, CompressionConfig, load_config, schema
+from hybridcomp.config import (
+    PRESETS,
+    CompressionConfig,
+    describe,
+    idle_notes,
+    load_config,
+    notes,
+    schema,
+)
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Traffic
 
@@ -24,7 +32,7 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     (True, "compression", ("found true", "expected an object")),
     ([], "compression", ("expected an object", "recommended")),
     ("recommended", "compression", ("expected an object", '"preset"')),
-    ({}, "compression", ("names no dimension", "preset")),
+    ({}, "compression", ("names no dimension", '"preset": "none" where that is meant')),
     ({"min_bytes": 1024}, "compression", ("names no dimension",)),
     ({"preset": "recomended"}, "compression.preset", ("did you mean 'recommended'",)),
     ({"preset": 3}, "compression.preset", ("found 3", "zhybrid")),
@@ -337,6 +345,33 @@ def test_digest_tells_blocks_apart_and_ignores_what_is_local() -> None:
     assert parse({"preset": "naive-zfp"}).digest() == parse(dict(PRESETS["naive-zfp"])).digest()
 
 
+def test_the_preset_that_compresses_nothing() -> None:
+    config = parse({"preset": "none"})
+    assert config.enabled and not any(config.policy().codecs.values())
+    native = dict.fromkeys(("dp", "zero", "tp", "pp", "ep", "cp", "offload"), "none")
+    assert config.digest() == parse(native).digest()
+    assert describe(config)[0] == "native        dp, zero, tp, pp, ep, cp, offload"
+    assert parse({"preset": "none", "dp": "bf16"}).active("dp")
+    assert load_config({"compression": {"preset": "none"}}) is not None
+    assert load_config({"compression": {"enabled": False}}) is None
+
+
+def test_a_block_that_compresses_nothing_is_told() -> None:
+    assert idle_notes(parse({"preset": "none"})) == [], "the user says so"
+    (nothing,) = idle_notes(parse({"dp": "none", "tp": "none"}))
+    assert "no dimension has a codec" in nothing and '"preset": "none"' in nothing
+    huge = parse({"preset": "recommended", "min_bytes": 10**9})
+    (note,) = idle_notes(huge)
+    assert "min_bytes is 1000000000" in note and "default 65536" in note
+    assert idle_notes(huge, largest_nbytes=2 * 10**9) == []
+    usual = parse({"preset": "recommended"})
+    assert idle_notes(usual) == []
+    (small,) = idle_notes(usual, largest_nbytes=1000)
+    assert "the largest message of this job has 1000, so nothing is compressed" in small
+    (late,) = idle_notes(parse({"preset": "recommended", "start_step": 5_000_000}))
+    assert "start_step is 5000000" in late
+
+
 def test_preset_with_overrides() -> None:
     config = parse({"preset": "recommended", "dp": {"bits": 3}, "zero": "mpc", "tp": "none"})
     codecs = config.policy().codecs
@@ -405,8 +440,8 @@ def test_flat_names_every_dimension() -> None:
     low_rank = parse({"dp": "powersgd"})
     assert low_rank.flat()["compression.dp.forward"] == "powersgd(rank=4)"
     assert low_rank.flat()["compression.dp.error_feedback"] is True
-    assert "no bound on the error" in low_rank.describe()[0]
-    assert not low_rank.notes(torch.bfloat16)
+    assert "no bound on the error" in describe(low_rank)[0]
+    assert not notes(low_rank, torch.bfloat16)
     rotated = parse({"tp": {**BLOCKINT, "bits": 4, "rotate": True, "levels": "gaussian"}}).flat()
     assert rotated["compression.tp.backward"] == "blockint(bits=4, rotate=True, levels=gaussian)"
     assert flat["compression.pp.backward"] == "none"
@@ -421,9 +456,9 @@ def test_ranks_agree_on_who_sends_and_when_to_report() -> None:
     assert shared.flat()["compression.pp.scatter_gather"] is True
     assert (plain.ledger.interval, shared.ledger.interval) == (10, 3)
     assert plain.digest() != shared.digest()
-    assert any("pp, cut among tensor ranks" in line for line in shared.describe())
+    assert any("pp, cut among tensor ranks" in line for line in describe(shared))
     lossy = parse({"preset": "recommended", "pp": {"scatter_gather": True}})
-    assert any(line.endswith("bf16, cut among tensor ranks") for line in lossy.describe())
+    assert any(line.endswith("bf16, cut among tensor ranks") for line in describe(lossy))
 
 
 def specs_of(block: dict[str, Any], dimension: Any, direction: Any = "forward") -> list[str]:
@@ -449,7 +484,7 @@ def test_ramp_of_bits_and_rates() -> None:
     levels = [[2, "blockint(bits=8)"], [4, "blockint(bits=7)"], [6, "blockint(bits=6)"]]
     assert config.flat()["compression.dp.forward.ramp"] == [*levels, [8, "blockint(bits=5)"]]
     assert config.digest() != parse({"dp": {"codec": "blockint", "bits": 4}}).digest()
-    (line,) = [line for line in config.describe() if line.startswith("ramp")]
+    (line,) = [line for line in describe(config) if line.startswith("ramp")]
     assert line.endswith("dp: from blockint(bits=8) in 4 levels, as written from step 8")
 
 
@@ -478,14 +513,14 @@ def test_when() -> None:
     assert config.measured() == ("zero",) and config.zero.codec == "blockint"
     assert config.flat()["compression.zero.when"] == "auto"
     assert config.flat()["compression.dp.when"] == "always"
-    assert "measured      zero: native where that is faster, timed at start-up" in config.describe()
+    assert "measured      zero: native where that is faster, timed at start-up" in describe(config)
     config = parse({"pp": {"codec": "none", "backward": "bf16", "when": "auto"}, "tp": "bf16"})
     assert config.measured() == ("pp",)
-    found = [line for line in config.describe() if line.startswith("measured")]
+    found = [line for line in describe(config) if line.startswith("measured")]
     assert found == ["measured      pp: native where that is faster, timed after the first step"]
     config = parse({"offload": {"codec": "bf16", "when": "auto", "sums": "host"}})
     assert config.measured() == () and config.flat()["compression.offload.sums"] == "host"
-    found = [line for line in config.describe() if line.startswith("measured")]
+    found = [line for line in describe(config) if line.startswith("measured")]
     assert found == ["measured      offload: native where that is faster, timed in real steps"]
 
 
@@ -493,7 +528,7 @@ def test_hierarchy() -> None:
     assert parse({"dp": "bf16"}).hierarchy == "auto"
     nodes_of_8 = parse({"dp": "bf16", "hierarchy": 8})
     assert nodes_of_8.flat()["compression.hierarchy"] == 8
-    assert any("every 8 consecutive ranks" in line for line in nodes_of_8.describe())
+    assert any("every 8 consecutive ranks" in line for line in describe(nodes_of_8))
     assert parse({"pp": "bf16", "hierarchy": "none"}).hierarchy == "none"
 
 
@@ -506,9 +541,9 @@ def test_ranks_agree_on_deltas() -> None:
     assert plain.digest() != deltas.digest()
     assert any(
         line.startswith("zero") and line.endswith(", of what changed, exact every 100 steps")
-        for line in deltas.describe()
+        for line in describe(deltas)
     )
-    assert not any("what changed" in line for line in plain.describe())
+    assert not any("what changed" in line for line in describe(plain))
 
 
 def test_describe_states_bits_and_ratios() -> None:
@@ -519,7 +554,7 @@ def test_describe_states_bits_and_ratios() -> None:
             "start_step": 7,
         }
     )
-    lines = config.describe()
+    lines = describe(config)
     assert lines[0].startswith("dp  ")
     figures = "zfp(rate=8), 8 bits a value: 4x less than fp32, 2x less than bf16, error feedback"
     assert lines[0].endswith(f" {figures}")
@@ -532,11 +567,11 @@ def test_describe_states_bits_and_ratios() -> None:
 
 def test_notes_tell_what_saves_nothing() -> None:
     config = parse({"preset": "zhybrid"})
-    assert config.notes(torch.float32) == []
-    (note,) = config.notes(torch.bfloat16)
+    assert notes(config, torch.float32) == []
+    (note,) = notes(config, torch.bfloat16)
     assert note.startswith("zero, tp, pp: zfp(rate=16) takes 16 bits a value and saves nothing")
     assert "zhybrid is made for fp32" in note
-    assert parse({"preset": "recommended"}).notes(torch.float16) == []
+    assert notes(parse({"preset": "recommended"}), torch.float16) == []
 
 
 def test_block_is_frozen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ class LosslessCodec(VariableCodec):
     """Runs a pair of kernels; what they compute is up to the subclass."""
 
     lossless = True
+    about: ClassVar[str] = "lossless, variable size"
 
     @abstractmethod
     def _kernels(self, device: torch.device) -> tuple[Callable[..., int], Callable[..., None]]:

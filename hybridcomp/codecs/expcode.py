@@ -34,6 +34,7 @@ class ExpCode(LosslessCodec):
     """
 
     name: ClassVar[str] = "expcode"
+    remark: ClassVar[str] = "expcode saves more"
 
     @property
     def spec(self) -> str:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from hybridcomp import process
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of, checkpoint
-from hybridcomp.config import BLOCK, CompressionConfig, load_config
+from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, load_config
+from hybridcomp.config import notes as dtype_notes
 from hybridcomp.patches import modules_of
 from hybridcomp.patches.ds import (
     check,
@@ -131,7 +132,7 @@ def _plan(block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]) -> l
     job = job_facts.facts(*named)
     neox = rules.settings_of(given.get("args"))
     notes = check.check(block, ds_json, **job, neox=neox)
-    return [*block.describe(check.absent(ds_json, **job)), *notes]
+    return [*describe(block, check.absent(ds_json, **job)), *notes]
 
 
 def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
@@ -161,7 +162,9 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     setattr(engine, REPORTER, Reporter(channels, Path(jsonl) if jsonl else None, engine.device))
     if dist.get_rank() == 0:
         dtypes = {parameter.dtype for parameter in engine.module.parameters()}
-        for text in (*notes, *(note for dtype in dtypes for note in block.notes(dtype))):
+        notes += idle_notes(block)
+        notes += [note for dtype in dtypes for note in dtype_notes(block, dtype)]
+        for text in notes:
             print(f"[hybridcomp] {text}", flush=True)
 
 
