@@ -17,7 +17,8 @@ from hybridcomp.codecs.radix import Radix
 from hybridcomp.codecs.registry import CODECS, LOSSLESS, make_codec
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.codecs.zfp import Zfp
-from hybridcomp.kernels import check_payloads
+from hybridcomp.kernels import check_payloads, poll_payloads
+from hybridcomp.kernels.late_read import LateRead
 
 __all__ = [
     "CODECS",
@@ -31,6 +32,7 @@ __all__ = [
     "ExpCode",
     "Fp16",
     "Fp8",
+    "LateRead",
     "Mpc",
     "PowerSgd",
     "Radix",
@@ -39,4 +41,5 @@ __all__ = [
     "align",
     "check_payloads",
     "make_codec",
+    "poll_payloads",
 ]
