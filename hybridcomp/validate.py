@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from hybridcomp.channels import checkpoint_note
-from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
+from hybridcomp.config import (
+    BLOCK,
+    CompressionConfig,
+    describe,
+    idle_notes,
+    load_config,
+    read_source,
+)
+from hybridcomp.config import notes as dtype_notes
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import check
 from hybridcomp.patches.neox import rules
