@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs._checks import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.codecs._variable import VariableCodec
+from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES
 

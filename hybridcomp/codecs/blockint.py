@@ -11,9 +11,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from hybridcomp.codecs._checks import check_dtype
 from hybridcomp.codecs._fixed import FixedCodec
 from hybridcomp.codecs.base import Each, Fused, align
+from hybridcomp.codecs.checks import check_dtype
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of
