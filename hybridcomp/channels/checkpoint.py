@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels
+from hybridcomp.channels.engine_channels import Channels
 
 FORMAT = 1
 

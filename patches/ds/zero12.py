@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, Channel, channels_of
+from hybridcomp.channels import NAME, Channel, OwnedRange, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece, cut
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import OwnedRange, native_nbytes
 from hybridcomp.errors import ConfigError
 from hybridcomp.patching import Seam
 
