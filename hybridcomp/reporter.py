@@ -45,8 +45,8 @@ class Reporter:
         """Sum the interval over the job; rank 0 prints and writes.
 
         Returns the events on every rank, for whichever has the reader. Raises CodecError where a
-        GPU has met a damaged payload, or a header that was not expected, since the last report:
-        the one place that waits for it anyway.
+        GPU has met a damaged payload, or a header that was not expected, that nobody has told of
+        yet: the device is waited for here anyway.
         """
         check_payloads()
         check_headers()
@@ -95,7 +95,7 @@ class Reporter:
                 print(
                     "hybridcomp: the run ended before its first report, so the ledger's summary is "
                     "empty. One is made every compression.ledger.every steps (default: DeepSpeed's "
-                    "steps_per_print); set it to no more than the number of steps",
+                    "steps_per_print, else 10); set it to no more than the number of steps",
                     flush=True,
                 )
             self._jsonl.write(record)
@@ -104,16 +104,15 @@ class Reporter:
 
 
 def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
-    """Optimizer steps between two reports; 0: none.
+    """Optimizer steps between two reports, at least 1.
 
     Accelerate, and with it Hugging Face's Trainer, writes ``steps_per_print: inf`` to silence
-    DeepSpeed's own line. That says nothing about ours, of which a job would then never see one.
+    DeepSpeed's own line, and without the key DeepSpeed prints none. Neither says anything about
+    ours, of which a job would then never see one.
     """
-    if ledger.every is not None:
-        return ledger.every
-    if steps_per_print is not None and math.isinf(steps_per_print):
+    if ledger.every is not None or not steps_per_print or math.isinf(steps_per_print):
         return ledger.interval
-    return int(steps_per_print or 0)
+    return int(steps_per_print)
 
 
 def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     tomllib = pytest.importorskip("tomli")
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hybridcomp"
 
 #: room -> rooms that it may import. Anything else is a wrong turn.
@@ -33,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "codecs", "policy", "config", "collectives", "topology", "autotune",
     },
     "metric_names": set(),
+    "wandb_run": {"metric_names"},
     "reporter": {
         "errors", "codecs", "collectives", "policy", "config", "metric_names", "channels",
     },
@@ -43,13 +45,19 @@ ALLOWED: dict[str, set[str]] = {
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
         "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process",
+        "wandb_run",
     },
-    "run": {""},
+    "pays": {"errors", "codecs", "policy", "config"},
+    "plan": {"errors"},
+    "neox": {"", "config", "errors", "patches"},
+    "exits": {"errors"},
+    "run": {"", "exits"},
     # hybridcomp/__init__.py: the public names, imported late
     "": {"errors", "channels", "config", "patches", "process"},
 }  # fmt: skip
-FREE = {"cli", "doctor"}  # the command line may look into every room
+FREE = {"cli", "doctor", "validate"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}
+NAMES_UPSTREAM = {"patches", "neox"}  # seams, and what starts GPT-NeoX from its checkout
 
 
 def room_of(path: Path) -> str:
@@ -85,7 +93,7 @@ def test_imports_run_one_way(path: Path) -> None:
     for name in imported(path):
         first, *rest = name.split(".")
         if first in UPSTREAM:
-            assert room == "patches", f"{path} imports {name}: only patches/ names upstream"
+            assert room in NAMES_UPSTREAM, f"{path} imports {name}, which it may not name"
         if first == "hybridcomp":
             target = rest[0] if rest else ""
             is_room = (PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").is_file()
@@ -120,7 +128,7 @@ def test_packages_are_declared() -> None:
 def test_top_level_is_as_agreed() -> None:
     allowed = {
         "pyproject.toml", "hybridcomp", "patches", "configs", "scripts", "tests", "README.md",
-        "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs",  # docs/results: scripts/results.py
+        "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs",  # scripts/bench/results.py
     }  # fmt: skip
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridcomp.channels import checkpoint_note
 from hybridcomp.channels.engine_channels import Channels
 
 FORMAT = 1
 
 
 def _path(folder: Path, rank: int) -> Path:
-    return folder / f"hybridcomp_residuals_rank_{rank:05d}.pt"
+    return folder / f"{checkpoint_note.RESIDUALS}_rank_{rank:05d}.pt"
 
 
 def needed(channels: Channels) -> bool:
@@ -48,6 +49,15 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
     )
 
 
+def note(folder: Path, channels: Channels, references: bool = False) -> None:
+    """Write on rank 0 what the checkpoint holds; ``references``: those of deltas, too."""
+    if dist.get_rank() == 0:
+        kinds = [checkpoint_note.RESIDUALS] if needed(channels) else []
+        kinds += [checkpoint_note.PARAMETERS] if references else []
+        world_size = dist.get_world_size()
+        checkpoint_note.write(folder, channels.config, channels.step, world_size, kinds)
+
+
 def load(folder: Path, channels: Channels, loss_scale: float) -> None:
     """Restore what ``save`` wrote; without such files the residuals start at zero, said once."""
     if channels.guard.watching:
@@ -57,6 +67,7 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
     if channels.config.offload.when == "auto":
         say(channels.host.pace.restore(_told("offload", _path(folder, 0))))
     if not any(channel.error_feedback for channel in channels):
+        say(checkpoint_note.dropped(folder, channels.config))
         return
     first = _path(folder, 0)
     if not first.is_file():

@@ -17,7 +17,7 @@ from hybridcomp.collectives.owner_plan import OwnedRange, plan_reduction
 from hybridcomp.collectives.owner_reduction import owner_hops, reduce_to_owners
 from hybridcomp.collectives.reductions import all_reduce, all_reduce_codecs
 from hybridcomp.collectives.scatter_reduction import reduce_scatter
-from hybridcomp.collectives.send_recv import check_headers, recv, send
+from hybridcomp.collectives.send_recv import recv, send
 from hybridcomp.collectives.wire import (
     Group,
     Handle,
@@ -29,6 +29,7 @@ from hybridcomp.collectives.wire import (
     Transfer,
     chunk_ranges,
 )
+from hybridcomp.collectives.wire.headers import check_headers, poll_headers
 
 __all__ = [
     "Group",
@@ -50,6 +51,7 @@ __all__ = [
     "native_nbytes",
     "owner_hops",
     "plan_reduction",
+    "poll_headers",
     "recv",
     "reduce_scatter",
     "reduce_to_owners",

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.send_recv import HEADER_NBYTES, Header, check_match, spec_digest
-from hybridcomp.collectives.wire import Group, Meter, Pending, Slots, Transfer, gather, transport
+from hybridcomp.collectives.wire import (
+    POOL,
+    Group,
+    Meter,
+    Pending,
+    Transfer,
+    gather,
+    gather_room,
+    transport,
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Posting:
         payload, gathered = self._payload(message, values, src), Meter(clock=meter.clock)
         payloads: Sequence[Tensor] = [payload]
         if self.holders is not None:
-            payloads = self._gather(payload, message[self._head :], values, gathered)
+            payloads = self._gather(payload, values, gathered)
         meter.wait_s += gathered.wait_s
         meter.spans += gathered.spans
         with meter.coding():
@@ -95,8 +104,8 @@ class Posting:
         check_match(header, src, numel, values.dtype, self.codec)
         return message[HEADER_NBYTES : HEADER_NBYTES + header.nbytes]
 
-    def _gather(self, own: Tensor, room: Tensor, values: Tensor, meter: Meter) -> Sequence[Tensor]:
-        """The payloads of all holders; ``room``: the memory that this rank's stands in."""
+    def _gather(self, own: Tensor, values: Tensor, meter: Meter) -> Sequence[Tensor]:
+        """The payloads of all holders, of which this rank's is ``own``."""
         assert self.holders is not None
         if self.codec is None:
             out = own.new_empty(self.parts * own.numel())
@@ -104,6 +113,10 @@ class Posting:
             return out.chunk(self.parts)
         numels = [[values.numel() // self.parts]] * self.parts
         via = Transfer(self.codec, self.holders, meter)
-        steps = gather(Slots(room, [own.numel()]), numels, values.dtype, via)
+        room = gather_room(numels, values.dtype, own.device, via)  # over gloo behind its size
+        room.buffer[room.head : room.head + own.numel()].copy_(own)
+        room.nbytes = [own.numel()]
+        steps = gather(room, numels, values.dtype, via)
         rows, _ = Pending(steps, meter, async_op=False).wait()
+        POOL.give(room.buffer)
         return [payload for (payload,) in rows]

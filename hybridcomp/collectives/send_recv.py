@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 
 import torch
@@ -28,6 +27,7 @@ from hybridcomp.collectives.wire import (
     payload_sizes,
     transport,
 )
+from hybridcomp.collectives.wire.headers import UNREAD
 from hybridcomp.errors import CodecError
 
 MAGIC = b"HYCP"
@@ -80,51 +80,6 @@ def spec_digest(spec: str) -> bytes:
 def _packed(header: Header, device: torch.device) -> Tensor:
     # kept: a pipeline sends the same few shapes all day, and the copy to a GPU is not free
     return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(device)
-
-
-#: compared at once when as many wait: a job without reports must not keep them for ever
-MOST = 1024
-
-Kind = tuple[int, int, torch.dtype, str]  # source, elements, dtype, spec
-Check = Callable[[bytes], None]
-
-
-@dataclass
-class Unread:
-    """Headers on devices that nobody waited for, each with what raises if it is not as expected.
-
-    The size of a payload of fixed size is known before it comes, so on a GPU nothing has to wait
-    for its header: once one message of a kind was read and was as expected, the next ones are
-    decoded at once and their headers are compared later, all together.
-    """
-
-    kinds: set[Kind] = field(default_factory=set)
-    waiting: list[tuple[Tensor, Check]] = field(default_factory=list)
-
-    def looks_later(self, kind: Kind, device: torch.device) -> bool:
-        """Whether a message of this kind may be decoded before its header is read."""
-        return device.type != "cpu" and kind in self.kinds
-
-    def add(self, header: Tensor, check: Check) -> None:
-        """Compare ``header`` at the next ``check``."""
-        self.waiting.append((header, check))
-        if len(self.waiting) >= MOST:
-            self.check()
-
-    def check(self) -> None:
-        """Wait for the devices and compare; raises what the first wrong header's check raises."""
-        waiting, self.waiting = self.waiting, []
-        for header, check in waiting:
-            check(bytes(header.tolist()))
-
-
-#: of this process
-UNREAD = Unread()
-
-
-def check_headers() -> None:
-    """Raise CodecError if a message since the last check was not what this rank expected."""
-    UNREAD.check()
 
 
 def send(tensor: Tensor, dst: int, via: Transfer) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp import process
+from hybridcomp import process, wandb_run
 from hybridcomp.agreement import agree, versions
-from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of, checkpoint
+from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of, checkpoint, checkpoint_note
+from hybridcomp.codecs import check_payloads
+from hybridcomp.collectives import check_headers
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
-from hybridcomp.patches import modules_of
+from hybridcomp.patches import applied, modules_of
 from hybridcomp.patches.ds import (
     check,
     exact_weights,
@@ -191,7 +193,7 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
             channels.residuals.scale(after / before)
         checkpoint.say(channels.close_step(sampled, self.device))
         every = report_interval(channels.config.ledger, self.steps_per_print())
-        if every and self.global_steps % every == 0:
+        if self.global_steps % every == 0:
             _report(self)
 
     return _take_model_step
@@ -215,10 +217,14 @@ def loss_scale(engine: Any) -> float:
 
 def _report(engine: Any) -> None:
     events = getattr(engine, REPORTER).report(engine.global_steps)
-    if dist.get_rank() == 0 and events and engine.monitor.enabled:
+    if dist.get_rank() or not events:
+        return
+    if engine.monitor.enabled:
         engine.monitor.write_events(
             [(name, value, engine.global_samples) for name, value in events]
         )
+    if engine.monitor.wandb_monitor is None and not applied("megatron.training"):
+        wandb_run.log(events, engine.global_steps)  # of Hugging Face's Trainer, or of a script
 
 
 def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,12 +235,14 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         channels = channels_of(self)
         if channels is not None:
+            check_payloads()  # what is damaged must not be saved as if it were sound
+            check_headers()
             bound = signature.bind(self, *args, **kwargs)
             tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
             folder = Path(bound.arguments["save_dir"]) / str(tag)
             if checkpoint.needed(channels):
                 checkpoint.save(folder, channels, loss_scale(self))
-            exact_weights.save(folder, self, channels)
+            checkpoint.note(folder, channels, exact_weights.save(folder, self, channels))
         with exact_weights.exact_parameters(self, channels):
             return original(self, *args, **kwargs)
 
@@ -259,18 +267,20 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         channels = channels_of(self)
-        if channels is None:
-            return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
         if tag is None and (latest := Path(load_dir, "latest")).is_file():
             tag = latest.read_text().strip()
+        whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
+        if channels is None:
+            if whole and tag is not None:
+                checkpoint.say(checkpoint_note.dropped(Path(load_dir) / str(tag), None))
+            return original(self, *args, **kwargs)
         exact_weights.forget(self)
         result = original(self, *args, **kwargs)
         channels.step = self.global_steps
         channels.residuals.drop()
-        whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
         if result[0] is not None and tag is not None and whole:
             folder = Path(load_dir) / str(tag)
             checkpoint.load(folder, channels, loss_scale(self))

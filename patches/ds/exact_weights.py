@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels, parameter_deltas
+from hybridcomp.channels.checkpoint_note import PARAMETERS
 from hybridcomp.patches.ds import offload_sums
 
 FORMAT = 1
@@ -74,16 +75,17 @@ def forget(engine: Any) -> None:
         parameter_deltas.forget(flat)
 
 
-def save(folder: Path, engine: Any, channels: Channels) -> None:
-    """Write the shares that this rank keeps of what all ranks hold (``delta``)."""
+def save(folder: Path, engine: Any, channels: Channels) -> bool:
+    """Write the shares that this rank keeps of what all ranks hold (``delta``); whether it did."""
     if not channels["zero"].delta or not _saves(engine, channels):
-        return
+        return False
     found = [parameter_deltas.reference_of(flat) for flat, _, _ in flat_groups(engine.optimizer)]
     shares = [None if reference is None else reference.own for reference in found]
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(
         {"format": FORMAT, "world_size": dist.get_world_size(), "shares": shares}, _path(folder)
     )
+    return True
 
 
 def flat_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[Tensor], Any]]:
@@ -157,7 +159,7 @@ def _spread(engine: Any, channels: Channels) -> None:
 
 
 def _path(folder: Path) -> Path:
-    return folder / f"hybridcomp_parameters_rank_{dist.get_rank():05d}.pt"
+    return folder / f"{PARAMETERS}_rank_{dist.get_rank():05d}.pt"
 
 
 def _saves(engine: Any, channels: Channels) -> bool:

@@ -20,8 +20,15 @@ from hybridcomp.patches.ds.offload_accumulation import forget, sums_of
 
 
 def has(module: str, name: str, method: str) -> bool:
-    """Whether a class of the installed DeepSpeed defines a method; releases of 0.19 differ."""
-    return method in vars(getattr(importlib.import_module(module), name))
+    """Whether a class of the installed DeepSpeed defines a method; releases of 0.19 differ.
+
+    False without DeepSpeed: the seams can then be listed, and none will be applied.
+    """
+    try:
+        owner = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return False
+    return method in vars(owner)
 
 
 class Uploads(TorchFunctionMode):

@@ -10,14 +10,13 @@ which is abstract; they call each other, so only the outermost counts.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybridcomp import process
+from hybridcomp import process, wandb_run
 from hybridcomp.channels import Channels
 from hybridcomp.patches.mcore import groups
 from hybridcomp.patching import Seam
@@ -145,12 +144,8 @@ def _report(step: int) -> None:
     reporter = process.reporter()
     if reporter is None:
         return  # whoever handed the channels over reports
-    events = reporter.report(step)
-    wandb = sys.modules.get("wandb")
-    if wandb is not None and getattr(wandb, "run", None) is not None:
-        # Megatron's run is on the last rank. Without a step: Megatron numbers its own records by
-        # iteration, which a restart continues
-        wandb.log(dict(events), commit=False)
+    # Megatron's run is on the last rank; its rows are iterations, which a restart continues
+    wandb_run.log(reporter.report(step), step)
 
 
 PATCHES = (

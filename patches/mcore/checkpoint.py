@@ -33,6 +33,7 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if checkpoint.needed(channels):
         checkpoint.save(folder, channels, scale)
+    checkpoint.note(folder, channels)
     if dist.get_rank() == 0:
         state = {
             "format": FORMAT, "step": channels.step, "loss_scale": scale, "groups": _groups(),

@@ -30,7 +30,7 @@ from hybridcomp.collectives import (
 from hybridcomp.collectives.hierarchical import owners, two_levels
 from hybridcomp.collectives.wire import payload_sizes
 from tests.collectives.common import digest, values_of
-from tests.collectives.test_hierarchy import levels_of
+from tests.collectives.hierarchical.test_two_levels import levels_of
 
 NUMEL = 9001
 #: what a collective left behind: bits of everything that it wrote, and what its meter says

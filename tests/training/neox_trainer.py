@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTH, MICRO_BATCH, WIDTH, LAYERS = 32, 2, 64, 2
 #: elements of an activation
 HIDDEN = LENGTH * MICRO_BATCH * WIDTH
@@ -86,7 +85,6 @@ def settings_of(job: Job, data: str) -> dict[str, Any]:
 
 def write_data(folder: str) -> str:
     """A small dataset of sequences that a model can learn; returns its prefix."""
-    sys.path.insert(0, str(ROOT / "scripts"))
     from gpt.indexed import IndexedWriter
 
     prefix = Path(folder, "counting")
@@ -101,9 +99,9 @@ def write_data(folder: str) -> str:
 
 def run(jobs: list[Job], home: str, folder: str) -> list[Outcome]:
     """Train every job on this rank, one after the other."""
-    sys.path[:0] = [home, str(ROOT / "scripts")]
+    sys.path.insert(0, home)
     os.chdir(folder)
-    from neox import cpu_shim
+    from hybridcomp.neox import cpu_shim
 
     cpu_shim.install()
     import deepspeed
@@ -161,7 +159,7 @@ def _adjust(engine: Any, job: Job, masks: list[bool]) -> None:
     """Codecs that no block can express; a look at the masks that arrive."""
     from hybridcomp.channels import channels_of
     from hybridcomp.policy import Policy
-    from tests.raw_codec import Raw
+    from tests.stand_ins.raw_codec import Raw
 
     channels = channels_of(engine)
     if channels is not None and job.raw:

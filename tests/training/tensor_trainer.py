@@ -9,16 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.paths import SCRIPTS
 from tests.training.pipe_trainer import digest, start_deepspeed
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 3, 32, 4, 16, 2
 
@@ -123,6 +121,7 @@ def batches(
 def build(job: Job) -> Any:
     """The engine and its trainer, built as scripts/train_gpt.py does."""
     import deepspeed
+
     from gpt import loop, model, tensor_parallel, weights
 
     topology = tensor_parallel.start(job.tp, job.pp)
