@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from hybridcomp import collectives
 from hybridcomp.channels import low_rank
-from hybridcomp.channels.engine_state import EngineState
+from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
 from hybridcomp.channels.error_feedback import Piece, borders, cut
 from hybridcomp.channels.low_rank import LowRank
 from hybridcomp.channels.moves import Moves
@@ -44,6 +45,15 @@ from hybridcomp.policy import Dimension, Direction
 
 #: what error feedback holds of a sender's values and of an owner's sum
 Residuals = tuple[Tensor | None, Tensor | None]
+
+
+def channel_of(obj: Any, dimension: Dimension) -> Channel | None:
+    """The channel of an attached engine, or of what it was tagged to; None where there is none."""
+    channels = getattr(obj, ATTRIBUTE, None)
+    if channels is None:
+        return None
+    channel: Channel = channels.by_dimension[dimension]
+    return channel
 
 
 class Channel(Moves):

@@ -20,7 +20,7 @@ from hybridcomp.autotune.trials import (
 from hybridcomp.autotune.verdicts import WARM, judge, judge_seen
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.codec_choice import TWO_LEVELS
-from hybridcomp.channels.engine_state import EngineState, specs_of, waiting_for
+from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for
 from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_copies import HostMoves
 from hybridcomp.channels.host_pace import Pace
@@ -31,8 +31,6 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 from hybridcomp.topology import Ranks, discover
 
-#: attribute that an attached engine, its optimizer and its parameters carry
-ATTRIBUTE = "_hybridcomp_channels"
 #: of parameters that do not exist yet: no fewer than any trial is made of
 UNKNOWN = 1 << 62
 #: attribute of a parameter: its dotted name, unique in the job
@@ -58,14 +56,14 @@ class Channels(EngineState):
             seen=waiting_for(config),
             pace=Pace.of(config, policy),
         )
-        self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
-        self.host = HostMoves(self, self._by_dimension["offload"])
+        self.by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
+        self.host = HostMoves(self, self.by_dimension["offload"])
 
     def __getitem__(self, dimension: Dimension) -> Channel:
-        return self._by_dimension[dimension]
+        return self.by_dimension[dimension]
 
     def __iter__(self) -> Iterator[Channel]:
-        return iter(self._by_dimension.values())
+        return iter(self.by_dimension.values())
 
     def lossy(self, dimension: Dimension) -> bool:
         """Whether forward messages of this step change values: not on a fast link."""
@@ -228,4 +226,4 @@ class Channels(EngineState):
     @property
     def sampling(self) -> bool:
         """Whether messages of this step have their error measured."""
-        return self._by_dimension["dp"].sampling
+        return self.by_dimension["dp"].sampling

@@ -20,6 +20,9 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.policy import ONE_WAY, Dimension, Direction, Policy
 from hybridcomp.topology import Nodes
 
+#: attribute that an attached engine, its optimizer and its parameters carry: its ``Channels``
+ATTRIBUTE = "_hybridcomp_channels"
+
 
 @dataclass(eq=False)
 class EngineState:
