@@ -22,7 +22,7 @@ start with  deepspeed --module hybridcomp.run SCRIPT ... --deepspeed_config {fil
         or  hybridcomp.install() in the script, before DeepSpeed's engine is built;
             {silent}"""
 NEOX_START = """\
-start with  GPT_NEOX_HOME=CHECKOUT scripts/train_neox.py {file}
+start with  GPT_NEOX_HOME=CHECKOUT python -m hybridcomp.neox {file}
             in the place of GPT-NeoX's deepy.py train.py;
             {silent}"""
 BARE_START = """\
