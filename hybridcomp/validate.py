@@ -12,8 +12,8 @@ import torch
 from hybridcomp.channels import checkpoint_note
 from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds import check
-from hybridcomp.patches.neox import rules
+from hybridcomp.rules import ds_check as check
+from hybridcomp.rules import neox as rules
 
 SILENT = "started in another way, the job ignores the block without a word"
 DEEPSPEED_START = """\

@@ -1,4 +1,4 @@
-"""How a tensor travels between two pipeline stages; see ``pipeline``. No seam is in here."""
+"""How a tensor travels between two pipeline stages; see ``pipeline``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from hybridcomp.channels import Channel, Channels, Posted
 from hybridcomp.codecs.base import Codec
-from hybridcomp.patches.mcore import check
-from hybridcomp.patches.shared.routing import flat
+from hybridcomp.log import say_once
 from hybridcomp.policy import Direction
-from hybridcomp.process import say
+from hybridcomp.routing.routes import flat
+from hybridcomp.rules.engine import Rule, apply
 
-VARIABLE = check.Rule(
+VARIABLE: Rule[None] = Rule(
     "bypass", ("pp",), "a codec whose size varies with the values, and no gloo",
     "megatron-core posts receives before the sender has encoded, and only gloo takes a message "
     "that is shorter than its receive",
@@ -57,7 +57,7 @@ def link(
     """How ``tensor`` travels between the global ranks of ``hop``; None: as upstream sends it."""
     codec = channels["pp"].codec(tensor.numel(), tensor.dtype, group, direction, hop)
     if codec is not None and not codec.fixed_size and dist.get_backend(group) != "gloo":
-        check.apply(VARIABLE, ["pp"], channels.config)
+        say_once(apply(VARIABLE, ["pp"], channels.config))
         codec = None
     holders = _tensor_group(channels, tensor, config)
     if codec is None and holders is None:
@@ -81,6 +81,6 @@ def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.Proce
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     size = dist.get_world_size(group)
     if size > 1 and tensor.numel() % size:
-        say(f"pp: scatter_gather cannot cut {tensor.numel()} values for {size} tensor ranks")
+        say_once(f"pp: scatter_gather cannot cut {tensor.numel()} values for {size} tensor ranks")
         return None
     return group if size > 1 else None
