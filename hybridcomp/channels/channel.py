@@ -24,10 +24,9 @@ from hybridcomp import collectives
 from hybridcomp.channels import low_rank
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
 from hybridcomp.channels.error_feedback import Piece, borders, cut
-from hybridcomp.channels.low_rank import LowRank
+from hybridcomp.channels.low_rank import Factored
 from hybridcomp.channels.moves import Moves
 from hybridcomp.channels.replicated import Exact, stretches_of
-from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
     Group,
@@ -94,7 +93,7 @@ class Channel(Moves):
         """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``."""
         known, meter = self.group(group), self.meter(tensor.device)
         exact = self._take([tensor], None if pieces is None else [pieces], codec, known)
-        if isinstance(codec, PowerSgd):
+        if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), self._low_rank(direction)
             handle = low_rank.all_reduce(tensor, via, factors, pieces, async_op)
         else:
@@ -126,7 +125,7 @@ class Channel(Moves):
         """
         known, meter = self.group(group), self.meter(shards[0].device)
         exact = self._take(shards, pieces, codec, known)
-        if isinstance(codec, PowerSgd):
+        if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), self._low_rank(direction)
             handle = low_rank.reduce_scatter(shards, via, factors, pieces, async_op)
         else:
@@ -173,7 +172,7 @@ class Channel(Moves):
         """The fp32 sums over ``group`` of the ranges of ``tensor`` that this rank owns."""
         known, meter = self.group(group), self.meter(tensor.device)
         exact = self._take([tensor], None if pieces is None else [pieces], codec, known)
-        if isinstance(codec, PowerSgd):
+        if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), self._low_rank("forward")
             sums = low_rank.reduce_to_owners(tensor, ranges, via, factors, pieces)
         else:
@@ -238,9 +237,9 @@ class Channel(Moves):
 
         return probe
 
-    def _low_rank(self, direction: Direction) -> LowRank:
+    def _low_rank(self, direction: Direction) -> Factored:
         measure = partial(self._samples.factors, direction) if self.sampling else None
-        return LowRank(self._state.residuals, self._state.factors, measure)
+        return Factored(self._state.residuals, self._state.factors, measure)
 
 
 def _encoded(pieces: Sequence[Piece], group: Group) -> Sequence[Piece]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels.error_feedback import Piece, Residuals
-from hybridcomp.codecs import PowerSgd
+from hybridcomp.codecs.low_rank import LowRank
 from hybridcomp.collectives import Handle, OwnedRange, ReduceScatterHandle, Reduction, Transfer
 from hybridcomp.collectives.low_rank import Factoring, Matrix, Measure, low_rank_sum
 from hybridcomp.collectives.wire import Pending, Steps
@@ -36,7 +36,7 @@ class Factors:
         if len(shape) >= 2:
             self.shapes[name] = (shape[0], math.prod(shape[1:]))
 
-    def matrices(self, pieces: Sequence[Piece], codec: PowerSgd) -> list[Matrix]:
+    def matrices(self, pieces: Sequence[Piece], low_rank: LowRank) -> list[Matrix]:
         """The matrices in the flat tensor that ``pieces`` cover, as far as factors are smaller.
 
         Of a parameter that was cut the whole rows are one; what is left of others is in none.
@@ -47,7 +47,7 @@ class Factors:
             if columns:
                 low = -(-piece.offset // columns)
                 rows = (piece.offset + piece.numel) // columns - low
-                if rows > 0 and codec.worthwhile(rows, columns):
+                if rows > 0 and low_rank.worthwhile(rows, columns):
                     start = position + low * columns - piece.offset
                     found.append(Matrix(f"{piece.name}[{low}:{low + rows}]", start, rows, columns))
             position += piece.numel
@@ -63,7 +63,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class LowRank:
+class Factored:
     """What the low-rank sums of one engine begin with, and who is told of them.
 
     ``measure``: None where this step takes no sample.
@@ -81,29 +81,29 @@ class LowRank:
         needed: Sequence[tuple[int, int]] | None = None,
     ) -> Steps[Tensor]:
         """``low_rank_sum`` of what ``pieces`` cover; exact where they are not known."""
-        codec, known = via.codec, pieces or [Piece("", 0, values.numel())]
-        assert isinstance(codec, PowerSgd)
-        via.meter.use(codec.spec)
+        kind, known = via.codec.low_rank, pieces or [Piece("", 0, values.numel())]
+        assert kind is not None, "a codec that is not of low rank"
+        via.meter.use(kind.spec)
         residual = self.residuals.get("sender", known, via.group.size, values, last=True)
-        matrices = self.factors.matrices(known, codec)
+        matrices = self.factors.matrices(known, kind)
         return low_rank_sum(
             values,
-            Factoring(matrices, codec.rank, self.factors.warm, needed, self.measure),
-            Reduction(codec, via.group, via.meter, residual=residual),
+            Factoring(matrices, kind.rank, self.factors.warm, needed, self.measure),
+            Reduction(via.codec, via.group, via.meter, residual=residual),
         )
 
 
 def all_reduce(
     tensor: Tensor,
     via: Transfer,
-    low_rank: LowRank,
+    factored: Factored,
     pieces: Sequence[Piece] | None,
     async_op: bool,
 ) -> Handle:
     """Sum ``tensor`` (1-D, contiguous) in place."""
 
     def steps() -> Steps[None]:
-        tensor.copy_((yield from low_rank.sum(tensor, via, pieces)))
+        tensor.copy_((yield from factored.sum(tensor, via, pieces)))
 
     return Handle(steps(), via.meter, async_op)
 
@@ -111,7 +111,7 @@ def all_reduce(
 def reduce_scatter(
     shards: Sequence[Tensor],
     via: Transfer,
-    low_rank: LowRank,
+    factored: Factored,
     pieces: Sequence[Sequence[Piece]] | None,
     async_op: bool,
 ) -> ReduceScatterHandle:
@@ -123,7 +123,7 @@ def reduce_scatter(
 
     def steps() -> Steps[Tensor]:
         values = torch.cat(list(shards))
-        total = yield from low_rank.sum(values, via, flat, [(start, stop)])
+        total = yield from factored.sum(values, via, flat, [(start, stop)])
         return total[start:stop].clone()
 
     return ReduceScatterHandle(steps(), via.meter, async_op)
@@ -133,12 +133,12 @@ def reduce_to_owners(
     tensor: Tensor,
     ranges: Sequence[OwnedRange],
     via: Transfer,
-    low_rank: LowRank,
+    factored: Factored,
     pieces: Sequence[Piece] | None,
 ) -> list[Tensor]:
     """The sums of the ranges that this rank owns: all ranks get the factors, owners multiply."""
     own = [(part.start, part.stop) for part in ranges if via.group.rank in part.ranks]
-    total = Pending(low_rank.sum(tensor, via, pieces, own), via.meter, False).wait()
+    total = Pending(factored.sum(tensor, via, pieces, own), via.meter, False).wait()
     return [total[start:stop] for start, stop in own]
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp import process
-from hybridcomp.channels import NAME, native_nbytes
+from hybridcomp.channels import native_nbytes
 from hybridcomp.patches.mcore import check
 from hybridcomp.patching import Seam
 from hybridcomp.process import current

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybridcomp.channels.error_feedback import Piece, Residuals
 from hybridcomp.channels.low_rank import (
+    Factored,
     Factors,
-    LowRank,
     all_reduce,
     reduce_scatter,
     reduce_to_owners,
@@ -166,18 +166,18 @@ PIECES = (
 )
 
 
-def place_of(shapes: dict[str, tuple[int, ...]]) -> LowRank:
+def place_of(shapes: dict[str, tuple[int, ...]]) -> Factored:
     factors = Factors()
     for name, shape in shapes.items():
         factors.learn(name, shape)
-    return LowRank(Residuals(), factors)
+    return Factored(Residuals(), factors)
 
 
 def via() -> Transfer:
     return Transfer(PowerSgd(RANK), Group.of(None), Meter())
 
 
-def _place() -> LowRank:
+def _place() -> Factored:
     return place_of({"v": (5,), "a": (12, 4, 5), "u": (3,), "b": (30, 9)})
 
 
@@ -237,13 +237,13 @@ def test_cut_parameters_are_matrices_as_far_as_their_rows_are_whole() -> None:
         Piece("v", 0, 100), Piece("w", 130, 200), Piece("w", 330, 1000), Piece("small", 0, 15),
         Piece("w", 0, 130), Piece("w", 1330, 670),
     ]  # fmt: skip
-    assert factors.matrices(pieces, PowerSgd(1)) == [
+    assert factors.matrices(pieces, PowerSgd(1).low_rank) == [
         # elements 150 to 1300 of w: rows 3 to 25
         Matrix("w[3:26]", 120, 23, 50),
         # small is not worth it; 0 to 100, rows 0 and 1, neither; 1350 to 2000
         Matrix("w[27:40]", 100 + 1200 + 15 + 130 + 20, 13, 50),
     ]
-    assert factors.matrices(pieces, PowerSgd(20)) == []
+    assert factors.matrices(pieces, PowerSgd(20).low_rank) == []
 
 
 def test_without_pieces_everything_is_exact(on_ranks: RunRanks) -> None:
