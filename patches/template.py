@@ -42,7 +42,8 @@ def make_average(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         values = flat(gradient)
         found.channel.all_reduce(values, found.codec, group, raw_nbytes=raw_nbytes)
         gradient.copy_(values.view_as(gradient))
-        return gradient.div_(world_size)
+        mean: Tensor = gradient.div_(world_size)
+        return mean
 
     return average
 

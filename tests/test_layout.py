@@ -66,9 +66,10 @@ ALLOWED: dict[str, set[str]] = {
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
-    "run": {""},
+    "exits": {"errors"},
+    "run": {"", "exits"},
     # hybridcomp/__init__.py: the public names, imported late
-    "uncaught": {"errors"},
+    "uncaught": {"exits"},
     "": {"errors", "channels", "config", "patches", "patching", "process", "uncaught", "upstream"},
 }  # fmt: skip
 FREE = {"cli", "doctor", "validate"}  # the command line may look into every room

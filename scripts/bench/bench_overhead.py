@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ def rank_main(rank: int, stage: int, arguments: argparse.Namespace, folder: str)
     from hybridcomp.session import session_of
 
     engine = build(stage, arguments.width, folder)
-    session, silent = session_of(engine), Silent()
+    session, silent = session_of(engine), cast(Any, Silent())
     assert session is not None
     reporter: Any = session.reporter
     values = torch.randn(4, 64, arguments.width)
