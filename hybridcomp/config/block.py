@@ -15,6 +15,7 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config.bounds import check_kept
 from hybridcomp.config.codec_settings import NONE, Strict
 from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
@@ -251,7 +252,15 @@ class CompressionConfig(Strict):
         for name, limits in self.limits().items():
             settings[f"{BLOCK}.{name}.guard"] = [limits.error, limits.residual]
             settings[f"{BLOCK}.ledger.sample_every"] = self.ledger.sample_every
+        for name in sorted(self._named()):
+            if (origin := CODECS.origin(name)) is not None:
+                settings[f"{BLOCK}.codec.{name}"] = origin  # of another package, with its version
         return settings
+
+    def _named(self) -> set[str]:
+        """The names of all codecs that messages may take."""
+        ways = (getattr(self, name).settings(way) for name, way in self.codecs())
+        return {settings["codec"] for settings in ways if "codec" in settings}
 
     def digest(self) -> str:
         """SHA-256 of ``flat()`` as 64 hexadecimal digits."""
