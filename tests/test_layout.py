@@ -61,7 +61,11 @@ ALLOWED: dict[str, set[str]] = {
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
         "reporter", "topology", "patching", "process", "session", "log", "rules", "routing",
-        "upstream", "wandb_run",
+        "upstream", "wandb_run", "engines",
+    },
+    "engines": {
+        "agreement", "autotune", "channels", "codecs", "collectives", "config", "errors", "log",
+        "patching", "policy", "process", "reporter", "session", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},
@@ -69,7 +73,10 @@ ALLOWED: dict[str, set[str]] = {
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
     "uncaught": {"errors"},
-    "": {"errors", "channels", "config", "patches", "patching", "process", "uncaught", "upstream"},
+    "": {
+        "errors", "channels", "config", "engines", "patches", "patching", "process", "uncaught",
+        "upstream",
+    },
 }  # fmt: skip
 FREE = {"cli", "doctor", "validate"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}
