@@ -20,8 +20,8 @@ from hybridcomp.config import (
 )
 from hybridcomp.config import notes as dtype_notes
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds import check
-from hybridcomp.patches.neox import rules
+from hybridcomp.rules import ds_check as check
+from hybridcomp.rules import neox as rules
 
 SILENT = "started in another way, the job ignores the block without a word"
 DEEPSPEED_START = """\
