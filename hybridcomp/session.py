@@ -169,7 +169,7 @@ class EngineSession:
         return [Piece(getattr(p, NAME), 0, p.numel()) for p in parameters]
 
     def warn(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Tell the user what the block saves nothing on: messages of these dtypes, or any at all."""
+        """Tell the user on what the block saves nothing: messages of these dtypes, or any."""
         config = self.channels.config
         self.say(*(note for dtype in dtypes for note in notes(config, dtype)))
         self.say(*idle_notes(config))
