@@ -6,6 +6,7 @@ rendezvous store, not through a collective, so that a missing rank can be named.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import sys
@@ -16,17 +17,21 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
 from hybridcomp.errors import AgreementError
 
-#: seconds of silence after which the ranks that are waited for are named on stderr
-NOTICE_S = 30.0
-#: seconds after which a silent rank is an error: what torch grants a collective by default, since
-#: a rank may load its data or model first
-PATIENCE_S = default_pg_timeout.total_seconds()
+#: seconds of silence after which the ranks that are waited for are named on stderr; then whenever
+#: the silence has become REPEAT times as long
+NOTICE_S, REPEAT = 10.0, 3
+#: share of the process group's own time-out after which a silent rank is an error: whoever waits
+#: for it in a message of upstream is ended by torch a little later, and without its name
+PATIENCE = 0.9
+#: what a user is to do about ranks that are silent
+ALIKE = "start every rank with `--module hybridcomp.run`, or call hybridcomp.install() in every one"
 _round = count()
 
 
@@ -45,7 +50,8 @@ def agree(statement: Mapping[str, Any], *, what: str = "compression block") -> N
     """Compare ``statement`` (JSON-like, flat keys) over all ranks of the default group.
 
     Returns when all ranks said the same. Raises AgreementError on every rank, naming the ranks and
-    the keys, as soon as all have spoken and two differ, or when a rank stays silent for PATIENCE_S.
+    the keys, as soon as all have spoken and two differ, or when a rank stays silent for PATIENCE of
+    the group's time-out.
     """
     said = tell(statement, what=what)
     differing = [r for r in range(len(said)) if said[r] != said[0]]
@@ -56,7 +62,7 @@ def agree(statement: Mapping[str, Any], *, what: str = "compression block") -> N
 def tell(statement: Mapping[str, Any], *, what: str) -> list[dict[str, Any]]:
     """What every rank of the default group stated, by rank; every rank calls it.
 
-    Raises AgreementError when a rank stays silent for PATIENCE_S.
+    Raises AgreementError when a rank stays silent for PATIENCE of the group's time-out.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:
@@ -70,28 +76,36 @@ def tell(statement: Mapping[str, Any], *, what: str) -> list[dict[str, Any]]:
 
 def _await_all(store: Store, world_size: int, what: str) -> None:
     missing = list(range(world_size))
-    started = time.monotonic()
-    noticed = False
+    started, notice, patience = time.monotonic(), NOTICE_S, PATIENCE * _timeout_s()
     while missing:
-        try:
+        with contextlib.suppress(RuntimeError, dist.DistStoreError):
             store.wait([str(missing[0])], timedelta(seconds=min(5.0, NOTICE_S)))
-            missing = [r for r in missing if not store.check([str(r)])]
-            continue
-        except (RuntimeError, dist.DistStoreError):
-            missing = [r for r in missing if not store.check([str(r)])]
-        if missing and not noticed and time.monotonic() - started > NOTICE_S:
-            noticed = True
-            print(
-                f"[hybridcomp] waiting for rank(s) {_ranks(missing)} to state their {what}; a rank "
-                "that was not started with hybridcomp never will",
-                file=sys.stderr,
-                flush=True,
-            )
-        if missing and time.monotonic() - started > PATIENCE_S:
+        missing = [r for r in missing if not store.check([str(r)])]
+        silent = time.monotonic() - started
+        if missing and silent > patience:
             raise AgreementError(
-                f"{what}: rank(s) {_ranks(missing)} never stated theirs; start every rank with "
-                "`--module hybridcomp.run`, or call hybridcomp.install() in every one"
+                f"{what}: rank(s) {_ranks(missing)} never stated theirs, in {silent:.0f} s; {ALIKE}"
             )
+        if missing and silent > notice:
+            notice *= REPEAT
+            if dist.get_rank() == min(set(range(world_size)) - set(missing)):
+                print(
+                    f"[hybridcomp] waiting for rank(s) {_ranks(missing)} to state their {what}, "
+                    f"for {silent:.0f} s now. A rank that was started without hybridcomp never "
+                    f"will: {ALIKE}. This job ends in {patience - silent:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def _timeout_s() -> float:
+    """Seconds that the process group grants a message, torch's default where it does not say."""
+    try:
+        group = dist.distributed_c10d._get_default_group()  # type: ignore[attr-defined]
+        device = torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return float(default_pg_timeout.total_seconds())
 
 
 def _ranks(ranks: list[int]) -> str:

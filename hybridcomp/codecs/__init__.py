@@ -12,7 +12,7 @@ from hybridcomp.codecs.powersgd import PowerSgd
 from hybridcomp.codecs.radix import Radix
 from hybridcomp.codecs.zfp import Zfp
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import check_payloads, poll_payloads
+from hybridcomp.kernels import check_payloads, poll_payloads, require_kernels
 from hybridcomp.kernels.late_read import LateRead
 
 #: every codec that a block may name
@@ -57,4 +57,5 @@ __all__ = [
     "check_payloads",
     "make_codec",
     "poll_payloads",
+    "require_kernels",
 ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from hybridcomp.errors import CodecError
+from hybridcomp.errors import CodecError, ConfigError
 
 if TYPE_CHECKING:
     from hybridcomp.kernels.cuda import CudaKernels
@@ -225,6 +225,22 @@ def check_payloads() -> None:
     """
     for kernels in _on_cuda.values():
         kernels.check()
+
+
+def require_kernels(device: torch.device) -> None:
+    """Load what codecs need on ``device``, before training instead of at the first message.
+
+    Raises ConfigError in one line: the extension is not built, CuPy or its compiler is missing.
+    """
+    try:
+        kernels_of(device)
+        if device.type == "cuda":
+            from hybridcomp.kernels.cuda import images
+
+            images.compiler()
+    except CodecError as error:
+        found = f"codecs for messages on {device}, which cannot run there"
+        raise ConfigError("compression", found, str(error)) from None
 
 
 def poll_payloads() -> None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.channels.checkpoint import say
 from hybridcomp.patches.ds.offload_accumulation import forget, sums_of
+from hybridcomp.patching import has_module
 
 
 def has(module: str, name: str, method: str) -> bool:
@@ -24,11 +25,7 @@ def has(module: str, name: str, method: str) -> bool:
 
     False without DeepSpeed: the seams can then be listed, and none will be applied.
     """
-    try:
-        owner = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError:
-        return False
-    return method in vars(owner)
+    return has_module(module) and method in vars(getattr(importlib.import_module(module), name))
 
 
 class Uploads(TorchFunctionMode):

@@ -19,7 +19,6 @@ differently and a codec's error depends on the layout:
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,7 @@ from hybridcomp.channels import NAME, Channel, Channels, channels_of
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.collectives import native_nbytes
 from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.patching import Seam
+from hybridcomp.patching import Seam, has_module
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 PIPELINE = Seam(
@@ -160,7 +159,7 @@ def synchronize(engine: Any, channels: Channels) -> None:
 
 def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
     # DualPipeV came with 0.19.8
-    if importlib.util.find_spec(DUALPIPEV.module) is None:
+    if not has_module(DUALPIPEV.module):
         return ((PIPELINE, make_instruction_map),)
     return ((PIPELINE, make_instruction_map), (DUALPIPEV, make_instruction_map))
 
