@@ -67,7 +67,7 @@ def test_a_silent_rank_is_named_early_by_one_rank_and_ends_the_job() -> None:
     first, nothing, other = run_ranks(3, silent, None)
     *notices, end = first.splitlines()
     assert nothing == "" and other == end
-    assert 2 <= len(notices) <= 3  # after 0.1, 0.4 and 1.6 s
+    assert 1 <= len(notices) <= 3  # from 0.1 s on, but a store may wait longer than it is asked to
     for notice in notices:
         assert notice.startswith("[hybridcomp] waiting for rank(s) 1 to state their compression")
         assert "--module hybridcomp.run" in notice

