@@ -198,9 +198,9 @@ def _seams(package: str, extra: str) -> Iterator[Finding]:
 
     ``extra``: of hybridcomp, that installs it.
     """
-    from hybridcomp import patches
+    from hybridcomp.patches import registry
 
-    found = patches.patches_of(package)
+    found = registry.patches_of(package)
     name = Requirement(found[0].seam.requirement).name
     installed = _version(name)
     if installed is None:

@@ -18,8 +18,8 @@ from typing import Any, TextIO
 
 import torch
 
-from hybridcomp.collectives.wire.clock import DeviceClock
-from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives import Meter
+from hybridcomp.collectives.wire.device_clock import DeviceClock
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension, Direction
 
 Key = tuple[Dimension, Direction]
@@ -236,7 +236,7 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
                 f"{name} {codec} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB"
                 f"{_times(row)}{error}{native}{between})"
             )
-    return f"[hybridcomp] step {step}: " + ("; ".join(parts) or "nothing was sent")
+    return f"step {step}: " + ("; ".join(parts) or "nothing was sent")
 
 
 def _times(row: Mapping[str, Any]) -> str:

@@ -27,19 +27,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridcomp.collectives.native_nbytes import all_gather_nbytes
+from hybridcomp.channels import native_nbytes
 from hybridcomp.errors import SeamError
-from hybridcomp.patches.mcore.groups import dimension_of
-from hybridcomp.patches.shared.collective_wrappers import (
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Dimension, Direction
+from hybridcomp.routing.collective_wrappers import (
     Collective,
     Maker,
     make_all_gather_into_tensor,
     make_all_reduce,
     make_reduce_scatter_tensor,
 )
-from hybridcomp.patches.shared.routing import Layers, make_torch, torch_seam
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Dimension, Direction
+from hybridcomp.routing.routes import Layers, make_torch, torch_seam
+from hybridcomp.upstream.mcore.groups import dimension_of
 
 REQUIREMENT = "transformer-engine >= 2.0, < 2.19"
 PACKAGE = "transformer_engine.pytorch"
@@ -133,7 +133,7 @@ def plain(make: Maker) -> Maker:
             group = kwargs.get("group")
             if len(args) > 1:  # gathers: output, input
                 world_size = dist.get_world_size(group)
-                nbytes = all_gather_nbytes(args[1].numel(), args[1].dtype, world_size)
+                nbytes = native_nbytes.all_gather_nbytes(args[1].numel(), args[1].dtype, world_size)
                 GATHERED.leave_native(group, nbytes)
             return original(*args, **kwargs)
 

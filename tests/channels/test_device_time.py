@@ -9,8 +9,9 @@ import torch
 
 from hybridcomp.channels import Channels
 from hybridcomp.channels.ledger import Key, Ledger, entries_of, line
-from hybridcomp.collectives.wire.clock import HOST, SILENT, DeviceClock
-from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives import Meter
+from hybridcomp.collectives.wire import HOST
+from hybridcomp.collectives.wire.device_clock import SILENT, DeviceClock
 from hybridcomp.config import CompressionConfig
 from hybridcomp.reporter import events_of
 from tests.stand_ins.device_events import Device
@@ -112,7 +113,7 @@ def test_an_interval_without_a_timed_step_has_no_time() -> None:
     ledger.record(DP, 1000, Meter(wire_nbytes=100, clock=SILENT))
     rows = ledger.rows(ledger.interval)
     assert rows["dp"]["forward"]["codec_ms"] is None and rows["dp"]["forward"]["wait_ms"] is None
-    assert line(4, rows) == "[hybridcomp] step 4: dp none 10.00x (0.00 of 0.00 MB)"
+    assert line(4, rows) == "step 4: dp none 10.00x (0.00 of 0.00 MB)"
     assert not any(name.endswith("_ms") for name, _ in events_of(rows, 0.0))
 
 
