@@ -1,4 +1,4 @@
-"""``hybridcomp validate | schema | configs | seams | doctor | pays | compare``."""
+"""``hybridcomp validate``, ``schema``, ``configs``, ``seams``, ``doctor``, ``pays`` and so on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.exits import BAD_INPUT
+
+#: exit status of a configuration that cannot act, as argparse uses it for bad arguments
+BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""``hybridcomp validate``: whether a file's block can act, what it does, and how such a job starts."""
+"""``hybridcomp validate``: whether a block can act, what it does, and how such a job starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ start with  deepspeed --module hybridcomp.run SCRIPT ... --deepspeed_config {fil
         or  hybridcomp.install() in the script, before DeepSpeed's engine is built;
             {silent}"""
 NEOX_START = """\
-start with  GPT_NEOX_HOME=CHECKOUT scripts/train_neox.py {file}
+start with  GPT_NEOX_HOME=CHECKOUT python -m hybridcomp.neox {file}
             in the place of GPT-NeoX's deepy.py train.py;
             {silent}"""
 BARE_START = """\

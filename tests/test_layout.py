@@ -50,8 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},
     "neox": {"", "config", "errors", "patches"},
-    "exits": {"errors"},
-    "run": {"", "exits"},
+    "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
     "": {"errors", "channels", "config", "patches", "process"},
 }  # fmt: skip

@@ -16,8 +16,8 @@ from hybridcomp.channels import Channels
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.send_recv import HEADER_NBYTES, Header, check_match, spec_digest
 from hybridcomp.collectives.wire import transport
-from hybridcomp.collectives.wire.encoding import Slots
-from hybridcomp.collectives.wire.exchange import gather
+from hybridcomp.collectives.wire.buffers import POOL
+from hybridcomp.collectives.wire.exchange import gather, gather_room
 from hybridcomp.collectives.wire.handle import Pending
 from hybridcomp.collectives.wire.meter import Meter
 from hybridcomp.patches.mcore import check
@@ -140,11 +140,14 @@ class Incoming:
             meter.sent((link.parts - 1) * own.numel())
             payloads = list(out.chunk(link.parts))
         else:
-            room = self.message[HEADER_NBYTES if link.headed else 0 :]
             numels = [[self.values.numel() // link.parts]] * link.parts
-            slots = Slots(room, [own.numel()])
-            steps = gather(link.codec, self.values.dtype, slots, numels, link.tensor_group, meter)
+            kind = link.codec, self.values.dtype
+            slots = gather_room(*kind, numels, own.device, link.tensor_group)
+            slots.nbytes.append(own.numel())
+            slots.buffer[slots.head : slots.head + own.numel()].copy_(own)
+            steps = gather(*kind, slots, numels, link.tensor_group, meter)
             rows, _ = Pending(steps, meter, async_op=False).wait()
+            POOL.give(slots.buffer)
             payloads = [payload for (payload,) in rows]
         self.meter.wait_s += meter.wait_s
         self.meter.spans += meter.spans
