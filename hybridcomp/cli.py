@@ -104,9 +104,9 @@ def _pays(options: argparse.Namespace) -> int:
 
 
 def _print_seams(options: argparse.Namespace) -> int:
-    from hybridcomp import patches
+    from hybridcomp.patches import registry
 
-    print(patches.support_matrix())
+    print(registry.support_matrix())
     return 0
 
 

@@ -17,8 +17,8 @@ print("argv", sys.argv)
 print("path", sys.path[0])
 import helper
 print("helper", helper.VALUE)
-from hybridcomp import patches
-print("armed", patches._armed)
+from hybridcomp.patches import registry
+print("armed", registry._armed)
 """
 
 

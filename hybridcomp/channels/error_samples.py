@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs import Radix
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire.chunks import stretches
 from hybridcomp.policy import Dimension, Direction
@@ -39,9 +38,10 @@ class Samples:
     ) -> None:
         """Measure the error of one encoding of the head of ``values`` on sampling steps.
 
-        ``codec``: the one of the first quantization, ``cuts``: where it may not reach across. Of
-        radix every sampled value is held against its bound. ``relative_to``: what the error is
-        relative to, None for ``values``; ``residual``: what error feedback holds for them.
+        ``codec``: the one of the first quantization, ``cuts``: where it may not reach across.
+        Every sampled value is held against the bound of a codec that has one. ``relative_to``: what
+        the error is relative to, None for ``values``; ``residual``: what error feedback holds for
+        them.
         """
         if codec.lossless or not self._channels.sampling or not values.numel():
             return
@@ -92,22 +92,10 @@ def encode_once(
     for low, high in stretches(0, head.numel(), cuts):
         used = codec.encode(head[low:high], payload)
         codec.decode(payload[:used], decoded[low:high])
-        if isinstance(codec, Radix):
-            outside += beyond(codec, exact[low:high], decoded[low:high])
+        outside += codec.beyond(exact[low:high], decoded[low:high])
     whole = exact if relative_to is None else relative_to.detach().reshape(-1)[:SAMPLE_NUMEL]
     held = 0.0 if residual is None else _square(residual[: head.numel()])
     return _square(decoded - exact), _square(whole), held, outside
-
-
-def beyond(codec: Radix, values: Tensor, decoded: Tensor) -> int:
-    """How many of the fp32 ``values`` are further from ``decoded`` than their segment allows."""
-    error = (decoded.double() - values.double()).abs()
-    if codec.mode == "abs":
-        return int((error > codec.error_bound).sum())
-    pad = -values.numel() % codec.segment
-    rows = torch.nn.functional.pad(values.double().abs(), (0, pad)).view(-1, codec.segment)
-    limits = rows.amax(1).repeat_interleave(codec.segment)[: values.numel()] * codec.error_bound
-    return int((error > limits).sum())
 
 
 def _square(values: Tensor) -> float:

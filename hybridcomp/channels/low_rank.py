@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels.error_feedback import Piece, Residuals
-from hybridcomp.codecs import PowerSgd
+from hybridcomp.codecs.low_rank import LowRank
 from hybridcomp.collectives import Handle, Meter, OwnedRange, ReduceScatterHandle
 from hybridcomp.collectives.low_rank import Matrix, Measure, low_rank_sum
 from hybridcomp.collectives.wire.clock import HOST, Clock
@@ -38,7 +38,7 @@ class Factors:
         if len(shape) >= 2:
             self.shapes[name] = (shape[0], math.prod(shape[1:]))
 
-    def matrices(self, pieces: Sequence[Piece], codec: PowerSgd) -> list[Matrix]:
+    def matrices(self, pieces: Sequence[Piece], low_rank: LowRank) -> list[Matrix]:
         """The matrices in the flat tensor that ``pieces`` cover, as far as factors are smaller.
 
         Of a parameter that was cut the whole rows are one; what is left of others is in none.
@@ -49,7 +49,7 @@ class Factors:
             if columns:
                 low = -(-piece.offset // columns)
                 rows = (piece.offset + piece.numel) // columns - low
-                if rows > 0 and codec.worthwhile(rows, columns):
+                if rows > 0 and low_rank.worthwhile(rows, columns):
                     start = position + low * columns - piece.offset
                     found.append(Matrix(f"{piece.name}[{low}:{low + rows}]", start, rows, columns))
             position += piece.numel
@@ -78,7 +78,7 @@ class Place:
     def sum(
         self,
         values: Tensor,
-        codec: PowerSgd,
+        low_rank: LowRank,
         pieces: Sequence[Piece] | None,
         meter: Meter,
         needed: Sequence[tuple[int, int]] | None = None,
@@ -86,11 +86,11 @@ class Place:
         """``low_rank_sum`` of what ``pieces`` cover; exact where they are not known."""
         known = pieces or [Piece("", 0, values.numel())]
         world_size = dist.get_world_size(self.group)
-        meter.use(codec.spec)
+        meter.use(low_rank.spec)
         return low_rank_sum(
             values,
-            self.factors.matrices(known, codec),
-            codec.rank,
+            self.factors.matrices(known, low_rank),
+            low_rank.rank,
             self.group,
             meter=meter,
             residual=self.residuals.get("sender", known, world_size, values, last=True),
@@ -101,20 +101,20 @@ class Place:
 
 
 def all_reduce(
-    tensor: Tensor, codec: PowerSgd, place: Place, pieces: Sequence[Piece] | None, async_op: bool
+    tensor: Tensor, low_rank: LowRank, place: Place, pieces: Sequence[Piece] | None, async_op: bool
 ) -> tuple[Handle, Meter]:
     """Sum ``tensor`` (1-D, contiguous) in place."""
     meter = Meter(remote=place.remote, clock=place.clock)
 
     def steps() -> Steps[None]:
-        tensor.copy_((yield from place.sum(tensor, codec, pieces, meter)))
+        tensor.copy_((yield from place.sum(tensor, low_rank, pieces, meter)))
 
     return Handle(steps(), meter, async_op), meter
 
 
 def reduce_scatter(
     shards: Sequence[Tensor],
-    codec: PowerSgd,
+    low_rank: LowRank,
     place: Place,
     pieces: Sequence[Sequence[Piece]] | None,
     async_op: bool,
@@ -128,7 +128,7 @@ def reduce_scatter(
 
     def steps() -> Steps[Tensor]:
         values = torch.cat(list(shards))
-        total = yield from place.sum(values, codec, flat, meter, [(start, stop)])
+        total = yield from place.sum(values, low_rank, flat, meter, [(start, stop)])
         return total[start:stop].clone()
 
     return ReduceScatterHandle(steps(), meter, async_op), meter
@@ -137,7 +137,7 @@ def reduce_scatter(
 def reduce_to_owners(
     tensor: Tensor,
     ranges: Sequence[OwnedRange],
-    codec: PowerSgd,
+    low_rank: LowRank,
     place: Place,
     pieces: Sequence[Piece] | None,
 ) -> tuple[list[Tensor], Meter]:
@@ -145,7 +145,7 @@ def reduce_to_owners(
     meter = Meter(remote=place.remote, clock=place.clock)
     rank = dist.get_rank(place.group)
     own = [(part.start, part.stop) for part in ranges if rank in part.ranks]
-    total = Pending(place.sum(tensor, codec, pieces, meter, own), meter, False).wait()
+    total = Pending(place.sum(tensor, low_rank, pieces, meter, own), meter, False).wait()
     return [total[start:stop] for start, stop in own], meter
 
 

@@ -18,7 +18,6 @@ from hybridcomp import collectives
 from hybridcomp.channels import low_rank as factors
 from hybridcomp.channels.error_feedback import Hop, Piece, Residuals, borders, cut
 from hybridcomp.channels.low_rank import Factors, Place
-from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
     Handle,
@@ -145,8 +144,8 @@ def all_reduce(
     tensor: Tensor, codec: Codec, spot: Spot, pieces: Sequence[Piece] | None, async_op: bool
 ) -> tuple[Handle, Meter]:
     """Sum ``tensor`` in place."""
-    if isinstance(codec, PowerSgd):
-        return factors.all_reduce(tensor, codec, spot.low_rank(), pieces, async_op)
+    if codec.low_rank is not None:
+        return factors.all_reduce(tensor, codec.low_rank, spot.low_rank(), pieces, async_op)
     feedback, meter = spot.feedback(pieces, tensor), spot.meter()
     cuts = spot.cuts(codec, pieces)
     codecs = all_reduce_codecs(codec, tensor.dtype, spot.encoders, tensor.device, cuts)
@@ -190,8 +189,8 @@ def reduce_scatter(
     async_op: bool,
 ) -> tuple[ReduceScatterHandle, Meter]:
     """The sum of the shard of this rank; ``shards`` and ``pieces`` by group rank."""
-    if isinstance(codec, PowerSgd):
-        return factors.reduce_scatter(shards, codec, spot.low_rank(), pieces, async_op)
+    if codec.low_rank is not None:
+        return factors.reduce_scatter(shards, codec.low_rank, spot.low_rank(), pieces, async_op)
     meter, levels = spot.meter(), spot.levels
     encoded = range(len(shards)) if levels is None else [row[levels.local] for row in levels.grid]
     cuts = None
@@ -238,8 +237,8 @@ def reduce_to_owners(
     pieces: Sequence[Piece] | None,
 ) -> tuple[list[Tensor], Meter]:
     """The sums of the ranges that this rank owns."""
-    if isinstance(codec, PowerSgd):
-        return factors.reduce_to_owners(tensor, ranges, codec, spot.low_rank(), pieces)
+    if codec.low_rank is not None:
+        return factors.reduce_to_owners(tensor, ranges, codec.low_rank, spot.low_rank(), pieces)
     feedback, meter, levels = spot.feedback(pieces, tensor), spot.meter(), spot.levels
     planned = ranges
     if levels is not None:

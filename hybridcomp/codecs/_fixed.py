@@ -7,8 +7,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs._checks import check_add, check_decode, check_encode
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.checks import check_add, check_decode, check_encode
 from hybridcomp.kernels import DTYPE_CODES, FixedDecode, FixedEncode
 
 

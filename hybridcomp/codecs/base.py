@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from hybridcomp.codecs.capabilities import Capabilities
 
 #: dtypes that a codec accepts as values; everything else travels native
 VALUE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,6 +21,9 @@ VALUE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.fl
 #: every payload starts at a multiple of this many bytes inside a wire buffer, and its
 #: ``wire_nbytes`` is a multiple of it, so that kernels may use aligned vector loads
 PAYLOAD_ALIGN = 16
+
+#: values of the message that ratios are stated for: 4 MiB of fp32
+TYPICAL_NUMEL = 1 << 20
 
 
 def align(nbytes: int) -> int:
@@ -104,10 +109,12 @@ class Each(Protocol):
         """Each of ``payloads`` into its ``out``; ``add``: onto what is there, in fp32."""
 
 
-class Codec(ABC):
+class Codec(Capabilities, ABC):
     """One codec with its settings fixed. Instances are immutable and may be shared.
 
-    Contracts that every codec keeps (DESIGN section 3):
+    What it can do stands in ``Capabilities``; here is what it does.
+
+    Contracts that every codec keeps (``codecs/testing.py`` checks them):
 
     * bytes depend on the values only: same values, same bytes, on every device and thread count;
     * a NaN or Inf that is encoded decodes to a non-finite value at the same element, or at
@@ -118,20 +125,6 @@ class Codec(ABC):
       are equal. Payloads, and what a lossless codec decodes, have the bits of NaNs as well;
     * ``numel == 0`` is legal and costs 0 bytes.
     """
-
-    #: name in the block
-    name: ClassVar[str]
-    #: decoding (without adding) gives back exactly the encoded values, bits of NaNs included
-    lossless: bool
-    #: ``encode`` always writes ``wire_nbytes`` bytes, so no size has to be exchanged
-    fixed_size: bool
-    #: ``element_bound`` takes the absmax of aligned stretches of this many values
-    span: ClassVar[int] = 1
-    #: codecs of variable size: aligned stretches of this many values decode to the same wherever a
-    #: message is cut between them
-    segment: int = 1
-    #: limits the error of whole collectives, whose messages are then cut at parameters' borders
-    bounded: ClassVar[bool] = False
 
     @abstractmethod
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -224,6 +217,21 @@ class Codec(ABC):
     @abstractmethod
     def spec(self) -> str:
         """Name and settings, for example ``blockint(bits=4)``; equal specs mean equal bytes."""
+
+    def bits_per_value(self, dtype: torch.dtype) -> float:
+        """Bits a value in a typical message of ``dtype``; the worst case when the size varies."""
+        return self.wire_nbytes(TYPICAL_NUMEL, dtype) * 8 / TYPICAL_NUMEL
+
+    def figures(self, *, summed: bool) -> str:
+        """What it costs, for the line at start-up; ``summed``: messages are sums."""
+        if not self.fixed_size:
+            lossless = ", lossless" if self.lossless else ""
+            return f"{self.spec}{lossless}, size varies with the values"
+        wide, narrow = self.bits_per_value(torch.float32), self.bits_per_value(torch.bfloat16)
+        return (
+            f"{self.spec}, {wide:.4g} bits a value: {32 / wide:.3g}x less than fp32, "
+            f"{16 / narrow:.3g}x less than bf16"
+        )
 
     def __repr__(self) -> str:
         return self.spec

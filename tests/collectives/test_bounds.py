@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hybridcomp.codecs import Bounded
 from hybridcomp.codecs.base import VALUE_DTYPES
-from hybridcomp.codecs.budget import FLOOR
-from hybridcomp.codecs.radix import Mode
+from hybridcomp.codecs.budget import FLOOR, Mode
 from hybridcomp.collectives import (
     Levels,
     Meter,

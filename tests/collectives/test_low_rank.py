@@ -177,7 +177,7 @@ def _place() -> Place:
 
 
 def _three_ways(dtype: torch.dtype) -> tuple[Tensor, list[Tensor], Tensor]:
-    me, codec = dist.get_rank(), PowerSgd(RANK)
+    me, codec = dist.get_rank(), PowerSgd(RANK).low_rank
     values = values_of(me, NUMEL, dtype)
     whole = values.clone()
     all_reduce(whole, codec, _place(), PIECES, False)[0].wait()
@@ -208,7 +208,7 @@ def test_owners_and_shards_get_the_same_bits(on_ranks: RunRanks, dtype: torch.dt
 
 
 def _resumed(stop_at: int | None) -> tuple[str, float]:
-    me, codec, place = dist.get_rank(), PowerSgd(RANK), _place()
+    me, codec, place = dist.get_rank(), PowerSgd(RANK).low_rank, _place()
     outputs = []
     for step in range(STEPS):
         if step == stop_at:
@@ -232,13 +232,13 @@ def test_cut_parameters_are_matrices_as_far_as_their_rows_are_whole() -> None:
         Piece("v", 0, 100), Piece("w", 130, 200), Piece("w", 330, 1000), Piece("small", 0, 15),
         Piece("w", 0, 130), Piece("w", 1330, 670),
     ]  # fmt: skip
-    assert factors.matrices(pieces, PowerSgd(1)) == [
+    assert factors.matrices(pieces, PowerSgd(1).low_rank) == [
         # elements 150 to 1300 of w: rows 3 to 25
         Matrix("w[3:26]", 120, 23, 50),
         # small is not worth it; 0 to 100, rows 0 and 1, neither; 1350 to 2000
         Matrix("w[27:40]", 100 + 1200 + 15 + 130 + 20, 13, 50),
     ]
-    assert factors.matrices(pieces, PowerSgd(20)) == []
+    assert factors.matrices(pieces, PowerSgd(20).low_rank) == []
 
 
 def test_without_pieces_everything_is_exact(on_ranks: RunRanks) -> None:
@@ -249,5 +249,5 @@ def test_without_pieces_everything_is_exact(on_ranks: RunRanks) -> None:
 
 def _unknown() -> Tensor:
     values = values_of(dist.get_rank(), NUMEL)
-    all_reduce(values, PowerSgd(RANK), _place(), None, False)[0].wait()
+    all_reduce(values, PowerSgd(RANK).low_rank, _place(), None, False)[0].wait()
     return values

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec
+from hybridcomp.codecs.casts import CAST_TO
 from hybridcomp.collectives.wire import payload_sizes
 from hybridcomp.collectives.wire.buffers import POOL
 from hybridcomp.errors import CodecError
 
-#: what reads 16-bit values as they lie in memory; a payload of so many is of PAYLOAD_ALIGN bytes
-WIDEN = {torch.bfloat16: make_codec("bf16"), torch.float16: make_codec("fp16")}
+#: 16-bit values as they lie in memory are a payload of their cast; of so many it has PAYLOAD_ALIGN
+#: bytes
 CAST_STEP = PAYLOAD_ALIGN // 2
 
 
@@ -81,7 +81,7 @@ def add_values(total: Tensor, values: Tensor) -> None:
     if values.dtype == torch.float32 or values.is_cuda:
         whole = 0
     if whole:
-        cast = WIDEN[values.dtype]
+        cast = CAST_TO[values.dtype]
         cast.decode_add(values[:whole].view(torch.uint8), total[:whole], torch.float32)
     if whole < values.numel():
         total[whole:].add_(values[whole:])
