@@ -8,7 +8,7 @@ AssertionError that names the codec, the promise and the message that breaks it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import get_args
 
 import torch
@@ -113,7 +113,8 @@ def _check_encoding(codec: Codec, values: Tensor) -> Tensor:
     nbytes = codec.wire_nbytes(values.numel(), values.dtype)
     _require(nbytes % PAYLOAD_ALIGN == 0, f"wire_nbytes {nbytes} is no multiple of 16")
     _require((nbytes > 0) == (values.numel() > 0), f"{nbytes} bytes for {values.numel()} values")
-    rooms = [_bytes(nbytes + 64, values.device, dirt) for dirt in (DIRT, 0x3C)]
+    dirts = (DIRT, 0x3C)
+    rooms = [_bytes(nbytes + 64, values.device, dirt) for dirt in dirts]
     used = [codec.encode(values, room) for room in rooms]
     _require(used[0] == used[1], "encoded a second time it has another size")
     fits = used[0] == nbytes if codec.fixed_size else used[0] <= nbytes
@@ -174,7 +175,7 @@ def check_refusals(codec: Codec, device: torch.device = CPU) -> None:
     payload = room[: codec.encode(values, room)]
     wrong = torch.ones(100, dtype=torch.float64, device=device)
     narrow = torch.ones(100, dtype=torch.bfloat16, device=device)
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "encodes float64": lambda: codec.encode(wrong, room),
         "sizes float64": lambda: codec.wire_nbytes(100, torch.float64),
         "decodes to float64": lambda: codec.decode(payload, wrong),
