@@ -169,10 +169,10 @@ class EngineSession:
         return [Piece(getattr(p, NAME), 0, p.numel()) for p in parameters]
 
     def warn(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Tell the user on what the block saves nothing: messages of these dtypes, or any."""
+        """Tell the user where the block compresses nothing, or saves nothing on these dtypes."""
         config = self.channels.config
-        self.say(*(note for dtype in dtypes for note in notes(config, dtype)))
         self.say(*idle_notes(config))
+        self.say(*(note for dtype in dtypes for note in notes(config, dtype)))
 
     def place(self, groups: Iterable[Ranks | dist.ProcessGroup]) -> None:
         """Find the nodes, and make the two levels of ``hierarchy``; a collective.

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels, checkpoint_note
+from hybridcomp.channels import checkpoint_note
+from hybridcomp.channels.engine_channels import Channels
 from hybridcomp.log import say
 
 FORMAT = 1

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire.chunks import stretches
+from hybridcomp.collectives.wire import stretches
 from hybridcomp.policy import Dimension, Direction
-
-if TYPE_CHECKING:
-    from hybridcomp.channels.engine_channels import Channels
 
 #: elements of a message that the sampled error looks at
 SAMPLE_NUMEL = 65536
@@ -23,9 +20,9 @@ SAMPLE_NUMEL = 65536
 class Samples:
     """The samples of one dimension of one engine, on their way to the ledger and the guard."""
 
-    def __init__(self, dimension: Dimension, channels: Channels) -> None:
+    def __init__(self, dimension: Dimension, state: EngineState) -> None:
         self._dimension = dimension
-        self._channels = channels
+        self._state = state
 
     def take(
         self,
@@ -36,14 +33,14 @@ class Samples:
         relative_to: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        """Measure the error of one encoding of the head of ``values`` on sampling steps.
+        """Measure the error of one encoding of the head of ``values``.
 
         ``codec``: the one of the first quantization, ``cuts``: where it may not reach across.
         Every sampled value is held against the bound of a codec that has one. ``relative_to``: what
         the error is relative to, None for ``values``; ``residual``: what error feedback holds for
         them.
         """
-        if codec.lossless or not self._channels.sampling or not values.numel():
+        if codec.lossless or not values.numel():
             return
         found = encode_once(values, codec, cuts, relative_to, residual)
         self._write(direction, *found)
@@ -64,8 +61,8 @@ class Samples:
             return  # an overflow step tells nothing
         error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite
         key = (self._dimension, direction)
-        self._channels.ledger.record_error(key, error_sq, value_sq, outside)
-        self._channels.guard.sample(key, error_sq, value_sq, held)
+        self._state.ledger.record_error(key, error_sq, value_sq, outside)
+        self._state.guard.sample(key, error_sq, value_sq, held)
 
 
 def encode_once(

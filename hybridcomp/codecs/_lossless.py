@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs._variable import VariableCodec
-from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode
+from hybridcomp.codecs.base import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES
 

@@ -11,9 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from hybridcomp.codecs._fixed import FixedCodec
-from hybridcomp.codecs.base import Each, Fused, align
-from hybridcomp.codecs.checks import check_dtype
+from hybridcomp.codecs.base import Each, FixedCodec, Fused, align, check_dtype
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of

@@ -49,12 +49,8 @@ class Capabilities:
     #: it is no encoding but a way to reduce gradients: only dp can have it, what it leaves out
     #: always comes with the next step, no bound holds, and its time is not measured
     gradients_only: ClassVar[bool] = False
-
-    @property
-    def low_rank(self) -> LowRank | None:
-        """How gradients that are matrices are reduced instead of being encoded, None: they are
-        encoded."""
-        return None
+    #: how gradients that are matrices are reduced instead of being encoded, None: they are encoded
+    low_rank: LowRank | None = None
 
     @classmethod
     def ladder(cls) -> tuple[Self, ...]:

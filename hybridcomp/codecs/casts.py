@@ -13,9 +13,15 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs._fixed import FixedCodec
-from hybridcomp.codecs.base import Codec, align
-from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode
+from hybridcomp.codecs.base import (
+    Codec,
+    FixedCodec,
+    align,
+    check_add,
+    check_decode,
+    check_dtype,
+    check_encode,
+)
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.kernels import DTYPE_CODES, FixedDecode, FixedEncode, kernels_of
 

@@ -11,8 +11,7 @@ from typing import ClassVar
 import torch
 
 from hybridcomp.codecs._lossless import LosslessCodec
-from hybridcomp.codecs.base import align
-from hybridcomp.codecs.checks import check_dtype
+from hybridcomp.codecs.base import align, check_dtype
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import kernels_of
 

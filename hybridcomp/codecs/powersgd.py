@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
+from hybridcomp.codecs.base import check_dtype
 from hybridcomp.codecs.casts import Cast
-from hybridcomp.codecs.checks import check_dtype
 from hybridcomp.codecs.low_rank import LowRank
 from hybridcomp.codecs.setting import Setting
 
@@ -50,15 +50,11 @@ class PowerSgd(Cast):
     def __init__(self, rank: int = 4) -> None:
         self.check_settings(rank=rank)
         self.rank = rank
+        self.low_rank = LowRank(rank, self.spec)
 
     @cached_property
     def spec(self) -> str:
         return f"powersgd(rank={self.rank})"
-
-    @cached_property
-    def low_rank(self) -> LowRank:
-        """The reduction."""
-        return LowRank(self.rank, self.spec)
 
     def figures(self, *, summed: bool) -> str:
         return (

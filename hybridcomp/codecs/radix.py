@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs._variable import VariableCodec
-from hybridcomp.codecs.base import align
+from hybridcomp.codecs.base import align, check_add, check_decode, check_dtype, check_encode
 from hybridcomp.codecs.budget import LARGEST_SEGMENT, SEGMENT_STEP, SMALLEST_SEGMENT, Mode
-from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, kernels_of
 

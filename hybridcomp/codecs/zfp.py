@@ -12,9 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from hybridcomp.codecs._fixed import FixedCodec
-from hybridcomp.codecs.base import align
-from hybridcomp.codecs.checks import check_dtype
+from hybridcomp.codecs.base import FixedCodec, align, check_dtype
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of
 
