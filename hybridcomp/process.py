@@ -158,6 +158,11 @@ def own_session() -> EngineSession | None:
     return None if _holder.lender is not None else found
 
 
+def has_begun() -> bool:
+    """Whether the session of a process without an engine exists; begins none."""
+    return _holder.session is not None and _holder.lender is None
+
+
 def current() -> Channels | None:
     """The channels of this process, None without a block; see ``session``."""
     found = session()

@@ -169,7 +169,7 @@ class EngineSession:
         return [Piece(getattr(p, NAME), 0, p.numel()) for p in parameters]
 
     def warn(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Tell the user what the block's codecs cannot save on messages of these dtypes."""
+        """Tell the user where the block compresses nothing, or saves nothing on these dtypes."""
         config = self.channels.config
         self.say(*idle_notes(config))
         self.say(*(note for dtype in dtypes for note in notes(config, dtype)))
@@ -264,7 +264,8 @@ class EngineSession:
         channels, folder = self.channels, Path(folder)
         self.loaded = True
         channels.residuals.drop()
-        state = checkpoint.read_state(folder)
+        known = step is not None and loss_scale is not None
+        state = None if known else checkpoint.read_state(folder)
         stored = 1.0 if state is None else state.loss_scale
         self.loss_scale = stored if loss_scale is None else loss_scale
         if step is not None:
