@@ -8,7 +8,7 @@ AssertionError that names the codec, the promise and the message that breaks it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import get_args
 
 import torch
@@ -174,7 +174,7 @@ def check_refusals(codec: Codec, device: torch.device = CPU) -> None:
     payload = room[: codec.encode(values, room)]
     wrong = torch.ones(100, dtype=torch.float64, device=device)
     narrow = torch.ones(100, dtype=torch.bfloat16, device=device)
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "encodes float64": lambda: codec.encode(wrong, room),
         "sizes float64": lambda: codec.wire_nbytes(100, torch.float64),
         "decodes to float64": lambda: codec.decode(payload, wrong),

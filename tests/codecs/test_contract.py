@@ -23,6 +23,7 @@ from hybridcomp.codecs import (
 )
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays, guarded
+from tests.stand_ins.raw_codec import Raw
 
 ALL: list[Codec] = [
     make_codec("bf16"),

@@ -50,7 +50,9 @@ engine, *_ = deepspeed.initialize(
     config={
         "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "compression": {"dp": settings, "min_bytes": 0, "ledger": {"jsonl": "ledger.jsonl", "every": 4}},
+        "compression": {
+            "dp": settings, "min_bytes": 0, "ledger": {"jsonl": "ledger.jsonl", "every": 4},
+        },
     },
 )
 generator = torch.Generator().manual_seed(rank)

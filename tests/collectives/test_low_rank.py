@@ -237,13 +237,15 @@ def test_cut_parameters_are_matrices_as_far_as_their_rows_are_whole() -> None:
         Piece("v", 0, 100), Piece("w", 130, 200), Piece("w", 330, 1000), Piece("small", 0, 15),
         Piece("w", 0, 130), Piece("w", 1330, 670),
     ]  # fmt: skip
-    assert factors.matrices(pieces, PowerSgd(1).low_rank) == [
+    one, many = PowerSgd(1).low_rank, PowerSgd(20).low_rank
+    assert one is not None and many is not None
+    assert factors.matrices(pieces, one) == [
         # elements 150 to 1300 of w: rows 3 to 25
         Matrix("w[3:26]", 120, 23, 50),
         # small is not worth it; 0 to 100, rows 0 and 1, neither; 1350 to 2000
         Matrix("w[27:40]", 100 + 1200 + 15 + 130 + 20, 13, 50),
     ]
-    assert factors.matrices(pieces, PowerSgd(20).low_rank) == []
+    assert factors.matrices(pieces, many) == []
 
 
 def test_without_pieces_everything_is_exact(on_ranks: RunRanks) -> None:
