@@ -1,0 +1,1 @@
+"""What ``scripts/fuzz.py`` tries: damaged payloads, hostile values, broken blocks and checkpoints."""
