@@ -6,20 +6,20 @@ room for what differs on every rank. So the two calls are the user's.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from hybridcomp import saved
 from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK
 from hybridcomp.config.problems import NOTHING
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches import ds_residuals, process
 
-FORMAT = 1
+WHAT = "the state that save_state keeps"
 FILE = "hybridcomp_state.json"
 
 
@@ -30,15 +30,16 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
         process.say("save_state: DeepSpeed's checkpoints hold this already; nothing is written")
         return
     scale = process.loss_scale() if loss_scale is None else loss_scale
-    folder.mkdir(parents=True, exist_ok=True)
     if ds_residuals.needed(channels):
         ds_residuals.save(folder, channels, scale)
+    problem = None
     if dist.get_rank() == 0:
         state = {
-            "format": FORMAT, "step": channels.step, "loss_scale": scale, "groups": _groups(),
+            "format": saved.FORMAT, "step": channels.step, "loss_scale": scale, "groups": _groups(),
         }  # fmt: skip
-        (folder / FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
-    dist.barrier()  # nobody may take the folder for whole before it is
+        _, problem = saved.attempt(lambda: saved.write_json(folder / FILE, state))
+    # waits for all ranks: nobody may take the folder for whole before it is
+    saved.all_well(problem, WHAT)
 
 
 def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
@@ -47,7 +48,11 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
     if process.borrowed() is not None:
         process.say("load_state: DeepSpeed's checkpoints hold this already; nothing is read")
         return
-    box: list[dict[str, Any] | None] = [_read(folder) if dist.get_rank() == 0 else None]
+    found, problem = None, None
+    if dist.get_rank() == 0:
+        found, problem = saved.attempt(lambda: _read(folder))
+    saved.all_well(problem, WHAT)
+    box: list[dict[str, Any] | None] = [found]
     dist.broadcast_object_list(box, src=0)  # the step decides on codecs: one reader, no dissent
     state = box[0]
     scale = float(state["loss_scale"]) if state and loss_scale is None else loss_scale or 1.0
@@ -76,7 +81,10 @@ def _read(folder: Path) -> dict[str, Any] | None:
     path = folder / FILE
     if not path.is_file():
         return None
-    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    state = saved.read_json(path)
+    saved.expect(path, state, "step", saved.is_count)
+    saved.expect(path, state, "loss_scale", saved.is_scale)
+    saved.expect(path, state, "groups", lambda value: isinstance(value, dict))
     return state
 
 

@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "codecs", "policy"},
     "patching": {"errors"},
     "agreement": {"errors"},
+    "saved": {"errors", "agreement"},
     "feedback": {"errors"},
     "nodes": {"errors", "agreement", "collectives"},
     "guard": {"codecs", "policy"},
@@ -51,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",
         "monitor", "agreement", "nodes", "patching", "patches", "delta", "figures",
+        "saved",
     },
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late

@@ -1,1 +1,1 @@
-"""What ``scripts/fuzz.py`` tries: damaged payloads, hostile values, broken blocks and checkpoints."""
+"""What ``scripts/fuzz.py`` tries: payloads, values, blocks and checkpoints that are not right."""

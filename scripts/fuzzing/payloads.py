@@ -83,7 +83,7 @@ def build(
         folder / f"{stem}-{part}.o": [*flags, "-c", str(KERNELS / f"cpu_{part}.cpp")]
         for part in dict.fromkeys(parts)
     }
-    main = folder / f"{stem}-{'-'.join(sorted(codecs))}.o"
+    main = folder / f"{stem}-damage-{'-'.join(sorted(codecs))}.o"
     jobs[main] = [*flags, *defines, f"-I{KERNELS}", "-c", str(HERE / "damage.cpp")]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda job: _compile(compiler, job[1], job[0]), jobs.items()))
@@ -173,7 +173,10 @@ def replay(path: Path) -> int:
 
 def _environment() -> dict[str, str]:
     # leaks are no matter here, and looking for them needs ptrace
-    options = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    options = {
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
     return {**os.environ, **options}
 
 
