@@ -74,6 +74,11 @@ class Place:
     factors: Factors
     measure: Measure | None = None
     clock: Clock = HOST
+    where: str = ""  # as of ``sums.Spot``
+
+    def meter(self) -> Meter:
+        """Of a message."""
+        return Meter(remote=self.remote, clock=self.clock, where=self.where)
 
     def sum(
         self,
@@ -104,7 +109,7 @@ def all_reduce(
     tensor: Tensor, codec: PowerSgd, place: Place, pieces: Sequence[Piece] | None, async_op: bool
 ) -> tuple[Handle, Meter]:
     """Sum ``tensor`` (1-D, contiguous) in place."""
-    meter = Meter(remote=place.remote, clock=place.clock)
+    meter = place.meter()
 
     def steps() -> Steps[None]:
         tensor.copy_((yield from place.sum(tensor, codec, pieces, meter)))
@@ -120,7 +125,7 @@ def reduce_scatter(
     async_op: bool,
 ) -> tuple[ReduceScatterHandle, Meter]:
     """The sum of the shard of this rank; matrices may reach over several shards."""
-    meter = Meter(remote=place.remote, clock=place.clock)
+    meter = place.meter()
     flat = None if pieces is None else [piece for shard in pieces for piece in shard]
     rank = dist.get_rank(place.group)
     start = sum(shard.numel() for shard in shards[:rank])
@@ -142,7 +147,7 @@ def reduce_to_owners(
     pieces: Sequence[Piece] | None,
 ) -> tuple[list[Tensor], Meter]:
     """The sums of the ranges that this rank owns: all ranks get the factors, owners multiply."""
-    meter = Meter(remote=place.remote, clock=place.clock)
+    meter = place.meter()
     rank = dist.get_rank(place.group)
     own = [(part.start, part.stop) for part in ranges if rank in part.ranks]
     total = Pending(place.sum(tensor, codec, pieces, meter, own), meter, False).wait()

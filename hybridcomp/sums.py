@@ -52,6 +52,7 @@ class Spot:
     measure: Measure | None  # of low-rank sums; None: this step takes no sample
     apart: bool = False  # parameters are encoded one by one, whatever the codec
     clock: Clock = HOST
+    where: str = ""  # which messages, for an error about one
 
     @property
     def encoders(self) -> int:
@@ -66,13 +67,20 @@ class Spot:
     def meter(self) -> Meter:
         """Of a message; in two levels all other encoders are on other nodes."""
         nodes = self.levels.nodes if self.levels is not None else 0
-        return Meter(remote=frozenset(range(nodes)) if nodes else self.remote, clock=self.clock)
+        remote = frozenset(range(nodes)) if nodes else self.remote
+        return Meter(remote=remote, clock=self.clock, where=self.where)
 
     def low_rank(self) -> Place:
         """The same spot for factors, which are summed over all ranks at once."""
         assert self.residuals is not None, "low rank without error feedback"
         return Place(
-            self.group, self.remote, self.residuals, self.factors, self.measure, self.clock
+            self.group,
+            self.remote,
+            self.residuals,
+            self.factors,
+            self.measure,
+            self.clock,
+            self.where,
         )
 
     def within(self, numel: int) -> tuple[int, int]:

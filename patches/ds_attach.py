@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridcomp import presence
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
@@ -103,6 +104,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             # a block of the process stands in where the file has none: no setting goes unheard
             block = process.configured()
         agree(_statement(block))
+        presence.announce()
         notes: list[str] = []
         if block is not None:
             notes = _plan(block, ds_json, bound.arguments)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridcomp import presence
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
@@ -157,6 +158,7 @@ def _settle() -> None:
     config = configured()
     settings = {BLOCK: None} if config is None else config.flat()
     agree({**settings, **versions("megatron-core")})
+    presence.announce()
     if config is None:
         return
     _holder.channels = Channels(config)

@@ -22,11 +22,12 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "kernels": {"errors"},
     "codecs": {"errors", "kernels"},
-    "collectives": {"errors", "codecs"},
+    "collectives": {"errors", "codecs", "presence"},
     "policy": {"errors", "codecs"},
     "config": {"errors", "codecs", "policy"},
     "patching": {"errors"},
     "agreement": {"errors"},
+    "presence": {"errors", "agreement"},
     "saved": {"errors", "agreement"},
     "feedback": {"errors"},
     "nodes": {"errors", "agreement", "collectives"},
@@ -52,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",
         "monitor", "agreement", "nodes", "patching", "patches", "delta", "figures",
-        "saved",
+        "presence", "saved",
     },
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late

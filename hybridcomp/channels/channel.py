@@ -265,7 +265,12 @@ class Channel(Choice):
 
     def meter(self, device: torch.device, remote: frozenset[int] = frozenset()) -> Meter:
         """Of a message on ``device``; ``remote``: ranks of its group on other nodes."""
-        return Meter(remote=remote, clock=self._channels.clock(device))
+        return Meter(remote=remote, clock=self._channels.clock(device), where=self._where)
+
+    @property
+    def _where(self) -> str:
+        """Which messages these are, for an error about one."""
+        return f"{self.dimension} at step {self.step}"
 
     def _spot(
         self,
@@ -286,6 +291,7 @@ class Channel(Choice):
             partial(self.samples.factors, direction) if self._channels.sampling else None,
             apart=bool(self._channels.common),
             clock=self._channels.clock(device),
+            where=self._where,
         )
 
     def _levels(self, group: dist.ProcessGroup | None) -> Levels | None:

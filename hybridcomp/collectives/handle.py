@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 from torch import Tensor
 from torch.distributed import Work
 
+from hybridcomp import presence
 from hybridcomp.collectives.meter import Meter
 
 if TYPE_CHECKING:
@@ -52,8 +53,10 @@ class Pending(Generic[T]):
                 with self._meter.waiting():
                     self._work.wait()
             except BaseException as error:
-                self._error = error
-                raise
+                failure = self._failed(error)
+                if failure is error:
+                    raise
+                raise failure from error
             self._advance()
         return cast(T, self._result)
 
@@ -84,12 +87,19 @@ class Pending(Generic[T]):
         except StopIteration as stop:
             self._work, self._result, self._completed = None, stop.value, True
         except BaseException as error:
-            self._error = error
-            raise
+            failure = self._failed(error)
+            if failure is error:
+                raise
+            raise failure from error
         if self._completed:
             callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
                 callback()
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """What ``wait()`` raises from now on: who is missing, where ``error`` is about that."""
+        self._error = presence.lost(error, self._meter.where) or error
+        return self._error
 
 
 class Handle(Pending[None]):

@@ -27,6 +27,7 @@ class Meter:
     remote: frozenset[int] = frozenset()  # ranks of the encoded message's group on other nodes
     used: dict[str, None] = field(default_factory=dict)  # specs of the codecs, in order
     clock: Clock = HOST
+    where: str = ""  # which message, for an error about it
     spans: list[Span] = field(default_factory=list)  # of a GPU, in a step that is timed
 
     def sent(self, nbytes: int) -> None:
