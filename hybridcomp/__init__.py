@@ -50,7 +50,7 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     from hybridcomp import patches
 
     if config is not None:
-        from hybridcomp.patches import process
+        from hybridcomp import process
 
         process.configure(config)
     patches.arm()
@@ -75,9 +75,9 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Raises ConfigError in a process without a block.
     """
-    from hybridcomp.patches import state
+    from hybridcomp.patches.mcore import checkpoint
 
-    state.save_state(folder, loss_scale)
+    checkpoint.save_state(folder, loss_scale)
 
 
 def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
@@ -92,9 +92,9 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Raises ConfigError in a process without a block.
     """
-    from hybridcomp.patches import state
+    from hybridcomp.patches.mcore import checkpoint
 
-    state.load_state(folder, loss_scale)
+    checkpoint.load_state(folder, loss_scale)
 
 
 def resync(engine: Any = None) -> None:
@@ -108,9 +108,9 @@ def resync(engine: Any = None) -> None:
 
     Raises ConfigError where nothing is compressed, which has nothing to resynchronize.
     """
+    from hybridcomp import process
     from hybridcomp.channels import channels_of
     from hybridcomp.errors import ConfigError
-    from hybridcomp.patches import process
 
     channels = process.current() if engine is None else channels_of(engine)
     if channels is None:

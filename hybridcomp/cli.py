@@ -80,17 +80,18 @@ def _print_seams(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
-    from hybridcomp.patches import ds_config, neox_rules
+    from hybridcomp.patches.ds import check
+    from hybridcomp.patches.neox import rules
 
     source = read_source(options.file)
     facts: dict[str, Any] = {"pipeline": options.pipeline, "moe": options.moe}
     bare = _is_bare(source)
     if bare:
         source = {BLOCK: source}
-    elif BLOCK not in source and neox_rules.EXTRA in source:
+    elif BLOCK not in source and rules.EXTRA in source:
         written = {key: value for key, value in facts.items() if value is not None}
-        facts = {**neox_rules.facts(source), **written, "neox": source}
-        source = neox_rules.ds_settings(source)
+        facts = {**rules.facts(source), **written, "neox": source}
+        source = rules.ds_settings(source)
     block = CompressionConfig.parse(source[BLOCK]) if bare else load_config(source)
     if block is None or not block.enabled:
         _refuse_elsewhere(source)
@@ -99,7 +100,7 @@ def _validate(options: argparse.Namespace) -> int:
         return 0
     notes = [] if bare else block.notes(_dtype(source))
     if not bare:
-        notes += ds_config.check(block, source, **facts, world_size=options.world_size)
+        notes += check.check(block, source, **facts, world_size=options.world_size)
     print(f"{options.file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}")
     for line in block.describe():
         print(f"  {line}")
@@ -112,7 +113,7 @@ def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
     """Raise ConfigError for a block where nobody reads it."""
     from hybridcomp.config import BLOCK
     from hybridcomp.errors import ConfigError
-    from hybridcomp.patches.neox_rules import EXTRA
+    from hybridcomp.patches.neox.rules import EXTRA
 
     for key, value in source.items():
         if not isinstance(value, Mapping):

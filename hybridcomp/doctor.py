@@ -11,8 +11,9 @@ import torch
 
 from hybridcomp.codecs import CODECS, make_codec
 from hybridcomp.errors import HybridcompError
-from hybridcomp.kernels import cuda_setup, images, kernels_of
-from hybridcomp.kernels.cuda_setup import CudaSetup
+from hybridcomp.kernels import kernels_of
+from hybridcomp.kernels.cuda import images, setup
+from hybridcomp.kernels.cuda.setup import CudaSetup
 
 #: what stands in front of a line
 OK, INFO, FAIL = "ok", "-", "FAIL"
@@ -33,7 +34,7 @@ def findings() -> Iterator[Finding]:
     """Everything that is looked at, in the order in which it is printed."""
     yield from _requirements()
     yield _kernels()
-    found = cuda_setup.setup()
+    found = setup.setup()
     yield from _gpu(found)
     yield from _probes(found)
     yield _apex()
@@ -43,7 +44,7 @@ def findings() -> Iterator[Finding]:
 
 def _gpu(found: CudaSetup) -> Iterator[Finding]:
     """What there is for GPUs, and what does not fit."""
-    for line in cuda_setup.lines(found):
+    for line in setup.lines(found):
         yield (OK if found.devices else INFO), line
     if found.devices and torch.distributed.is_nccl_available():
         yield OK, "NCCL " + ".".join(map(str, cuda.nccl.version()))
@@ -57,7 +58,7 @@ def _gpu(found: CudaSetup) -> Iterator[Finding]:
                 "cuda12)"
             ),
         )
-    for problem in cuda_setup.misfits(found):
+    for problem in setup.misfits(found):
         yield FAIL, problem
 
 

@@ -19,38 +19,38 @@ from types import ModuleType
 from wrapt import register_post_import_hook
 
 from hybridcomp.errors import SeamError
-from hybridcomp.patches.neox_source import is_neox
+from hybridcomp.patches.neox.checkout import is_neox
 from hybridcomp.patching import Patch, apply_all, revert_all
 from hybridcomp.policy import DIMENSIONS
 
 #: upstream package -> patch modules, in the order of application
 MODULES: dict[str, tuple[str, ...]] = {
     "deepspeed": (
-        "ds_attach",
-        "ds_engine",
-        "ds_zero12",
-        "ds_zero3",
-        "ds_params",
-        "ds_offload",
-        "ds_offload3",
-        "ds_pipe",
-        "ds_pipe_partition",
-        "ds_tied",
-        "ds_moe",
-        "ds_autotp",
-        "ds_ulysses",
+        "ds.attach",
+        "ds.zero0",
+        "ds.zero12",
+        "ds.zero3",
+        "ds.parameter_gathers",
+        "ds.offload12",
+        "ds.offload3",
+        "ds.pipeline",
+        "ds.pipeline_partition",
+        "ds.tied_weights",
+        "ds.moe",
+        "ds.autotp",
+        "ds.ulysses",
     ),
     "megatron.core": (
-        "mcore_attach",
-        "mcore_refuse",
-        "mcore_tp",
-        "mcore_ep",
-        "mcore_pp",
-        "mcore_dp",
+        "mcore.attach",
+        "mcore.check",
+        "mcore.tensor_parallel",
+        "mcore.experts",
+        "mcore.pipeline",
+        "mcore.ddp",
     ),
-    "transformer_engine.pytorch": ("te_layers",),
-    "megatron.mpu": ("neox_mpu",),
-    "megatron.training": ("neox_log",),
+    "transformer_engine.pytorch": ("mcore.transformer_engine",),
+    "megatron.mpu": ("neox.mpu",),
+    "megatron.training": ("neox.log",),
 }
 #: packages whose name another upstream bears too -> whether this process has the one that is meant
 TOLD_BY: dict[str, Callable[[], bool]] = {"megatron.mpu": is_neox, "megatron.training": is_neox}

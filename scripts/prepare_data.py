@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+
 from gpt.indexed import DatasetError, IndexedWriter, Tokens
 
 END_OF_DOCUMENT = 256

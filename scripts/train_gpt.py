@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+
 from gpt import loop
 from gpt.apex import fused_adam, what_is_apex
 from gpt.data import Samples

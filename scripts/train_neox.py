@@ -80,6 +80,7 @@ def work(checkout: Path) -> None:
 def launch(checkout: Path, arguments: Sequence[str]) -> None:
     """GPT-NeoX's own deepy.py, with this file as the script that it launches."""
     from deepspeed.launcher import runner
+
     from neox.configuration import Problem, check, find_files
 
     try:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.ranks import RankPool, RunRanks
 
 # before the rank server imports DeepSpeed, which looks for an accelerator only once
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -14,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # a thread of gloo that wakes must not take the core from the one that holds the lock it then polls
 # for (scripts/lab/namespaces.py). Ranks of tests may change cores, so unlike the lab's they gain
-# even where they outnumber them: patches/test_hierarchy.py, 24 s and not 28
+# even where they outnumber them: patches/ds/test_two_levels.py, 24 s and not 28
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -23,8 +27,28 @@ settings.register_profile("hybridcomp", deadline=None, print_blob=True)
 settings.load_profile("hybridcomp")
 
 
+@pytest.fixture(scope="session")
+def on_ranks() -> Iterator[RunRanks]:
+    """``on_ranks(world_size, function, *args)`` as ``run_ranks``, on ranks that stay.
+
+    They stay for the whole session: a launch for each short function would cost more.
+    """
+    pools: dict[int, RankPool] = {}
+
+    def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        pool = pools.setdefault(world_size, RankPool(world_size))
+        return pool.run(function, *args, timeout=60.0)
+
+    yield run
+    for pool in pools.values():
+        pool.close()
+
+
 #: parts of the paths of files that take minutes, the longest first
-SLOW = ("launch", "restart", "identity", "training", "nvrtc", "patches", "compare")
+SLOW = (
+    "launch", "restart", "identity", "training", "scripts", "nvrtc", "patches", "autotune",
+    "compare",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,10 +24,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tests.paths import ROOT
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ROOT = Path(__file__).resolve().parent.parent
+#: ``run(world_size, function, *args)``, as the fixture ``on_ranks`` gives it
+RunRanks = Callable[..., list[Any]]
+
 #: importing DeepSpeed takes a rank 5 s; a fork of a process that has it takes none
 PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed"]
 #: seconds that the other ranks get to fail too, so that the message can show all of them

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hybridcomp import cli
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 
 

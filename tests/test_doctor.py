@@ -7,8 +7,8 @@ import torch
 
 from hybridcomp import cli, doctor
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import cuda_setup, images
-from hybridcomp.kernels.cuda_setup import CudaSetup
+from hybridcomp.kernels.cuda import images, setup
+from hybridcomp.kernels.cuda.setup import CudaSetup
 
 H100, V100 = (("NVIDIA H100", 90),), (("Tesla V100", 70),)
 CUDA_13 = CudaSetup(
@@ -59,7 +59,7 @@ def test_doctor_knows_the_apex_impostor(
 
 @pytest.mark.parametrize("found", [CUDA_13, CUDA_12, CudaSetup()], ids=["13", "12", "no GPU"])
 def test_what_fits_is_no_misfit(found: CudaSetup) -> None:
-    assert list(cuda_setup.misfits(found)) == []
+    assert list(setup.misfits(found)) == []
 
 
 @pytest.mark.parametrize(
@@ -92,28 +92,28 @@ def test_what_fits_is_no_misfit(found: CudaSetup) -> None:
     ],
 )  # fmt: skip
 def test_misfits_say_what_to_install(found: CudaSetup, fragments: list[str]) -> None:
-    (line,) = cuda_setup.misfits(found)
+    (line,) = setup.misfits(found)
     for fragment in fragments:
         assert fragment in line
 
 
 def test_a_minor_version_that_the_driver_lacks_is_no_misfit() -> None:
     """Images of CUDA 12.9 run on a driver of 12.4."""
-    assert list(cuda_setup.misfits(changed(CUDA_12, driver=(12, 0)))) == []
+    assert list(setup.misfits(changed(CUDA_12, driver=(12, 0)))) == []
 
 
 def test_the_extra_follows_the_oldest_gpu_then_torch_then_the_driver() -> None:
-    assert cuda_setup.extra_of(changed(CUDA_13, devices=H100 + V100)) == "cuda12"
-    assert cuda_setup.extra_of(changed(CUDA_13, torch=(12, 8))) == "cuda12"
-    assert cuda_setup.extra_of(changed(CUDA_12, torch=None, devices=())) == "cuda12"
-    assert cuda_setup.extra_of(CudaSetup()) == "cuda13"
+    assert setup.extra_of(changed(CUDA_13, devices=H100 + V100)) == "cuda12"
+    assert setup.extra_of(changed(CUDA_13, torch=(12, 8))) == "cuda12"
+    assert setup.extra_of(changed(CUDA_12, torch=None, devices=())) == "cuda12"
+    assert setup.extra_of(CudaSetup()) == "cuda13"
 
 
 def test_doctor_fails_for_a_misfit_and_prints_what_is_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = changed(CUDA_13, nvrtc=None, architectures=(), problem="gone")
-    monkeypatch.setattr(cuda_setup, "setup", lambda: wrong)
+    monkeypatch.setattr(setup, "setup", lambda: wrong)
     monkeypatch.setattr(doctor, "_seams", lambda: iter(()))
     assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_a_compiler_that_cannot_be_loaded_is_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(images, "_nvrtc", broken)
     with pytest.raises(CodecError, match="OSError: libnvrtc.so.13"):
         images.compiler()
-    found = cuda_setup.setup()
+    found = setup.setup()
     assert found.nvrtc is None and "libnvrtc.so.13" in found.problem
 
 
@@ -142,4 +142,4 @@ def test_a_device_that_fails_is_told_in_a_line() -> None:
 @pytest.mark.gpu
 def test_codecs_run_on_this_gpu() -> None:
     assert doctor._probe(torch.device("cuda", 0))[0] == doctor.OK
-    assert list(cuda_setup.misfits(cuda_setup.setup())) == []
+    assert list(setup.misfits(setup.setup())) == []

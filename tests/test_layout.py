@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     tomllib = pytest.importorskip("tomli")
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hybridcomp"
 
 #: room -> rooms that it may import. Anything else is a wrong turn.
@@ -29,35 +30,29 @@ ALLOWED: dict[str, set[str]] = {
     "agreement": {"errors"},
     "presence": {"errors", "agreement"},
     "saved": {"errors", "agreement"},
-    "feedback": {"errors"},
-    "nodes": {"errors", "agreement", "collectives"},
-    "guard": {"codecs", "policy"},
-    "factors": {"codecs", "collectives", "feedback"},
-    "sums": {"codecs", "collectives", "factors", "feedback"},
-    "common": {"collectives", "feedback"},
-    "trials": {"codecs", "collectives"},
-    "seen": {"agreement", "codecs", "nodes", "policy", "trials"},
-    "recheck": {"policy"},
-    "link": {"policy", "recheck", "trials"},
-    "ledger": {"errors", "policy", "collectives"},
+    "topology": {"errors", "agreement", "collectives"},
+    "autotune": {"agreement", "codecs", "collectives", "policy", "topology"},
     "channels": {
-        "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "nodes",
-        "factors", "sums", "guard", "common", "link", "seen", "trials", "recheck",
+        "errors", "codecs", "policy", "config", "collectives", "topology", "autotune",
+        "saved", "agreement",
     },
-    "delta": {"codecs", "collectives", "channels"},
-    "figures": set(),
-    "monitor": {
-        "errors", "codecs", "collectives", "policy", "config", "figures", "ledger", "channels",
+    "metric_names": set(),
+    "reporter": {
+        "errors", "codecs", "collectives", "policy", "config", "metric_names", "channels",
     },
-    "compare": {"config", "errors", "figures"},
+    "process": {
+        "agreement", "channels", "config", "errors", "policy", "presence", "reporter",
+    },
+    "compare": {"config", "errors", "metric_names"},
     "patches": {
-        "errors", "codecs", "policy", "config", "collectives", "ledger", "feedback", "channels",
-        "monitor", "agreement", "nodes", "patching", "patches", "delta", "figures",
-        "presence", "saved",
+        "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
+        "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process", "presence",
+        "saved",
     },
+    "plan": {"errors"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
-    "": {"errors", "channels", "config", "patches"},
+    "": {"errors", "channels", "config", "patches", "process"},
 }  # fmt: skip
 FREE = {"cli", "doctor"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}
@@ -111,13 +106,19 @@ def test_every_room_has_its_rule() -> None:
     assert rooms == set(ALLOWED) | FREE
 
 
+def packages() -> list[Path]:
+    """The ``__init__.py`` of every package below hybridcomp; patches/ is a link."""
+    found = [*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("*/*/__init__.py")]
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
 def test_packages_are_declared() -> None:
     declared = set(
         tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     )
     found = {
         ".".join(("hybridcomp", *path.parent.relative_to(PACKAGE).parts))
-        for path in (PACKAGE / "__init__.py", *PACKAGE.glob("*/__init__.py"))
+        for path in (PACKAGE / "__init__.py", *packages())
     }
     assert declared == found
 
@@ -125,7 +126,7 @@ def test_packages_are_declared() -> None:
 def test_top_level_is_as_agreed() -> None:
     allowed = {
         "pyproject.toml", "hybridcomp", "patches", "configs", "scripts", "tests", "README.md",
-        "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs",  # docs/results: scripts/results.py
+        "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs",  # scripts/bench/results.py
     }  # fmt: skip
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -159,6 +160,6 @@ def test_import_needs_no_upstream() -> None:
         "import hybridcomp\n"
         "hybridcomp.install()\n"
         "hybridcomp.CompressionConfig\n"
-        "import hybridcomp.channels, hybridcomp.monitor, hybridcomp.cli\n"
+        "import hybridcomp.channels, hybridcomp.reporter, hybridcomp.cli\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hybridcomp.config import CompressionConfig, read_source
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -16,25 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp import collectives, sums
-from hybridcomp.channels.choice import Choice
-from hybridcomp.channels.samples import Samples
+from hybridcomp import collectives
+from hybridcomp.channels import reductions
+from hybridcomp.channels.codec_choice import Choice
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.error_samples import Samples
+from hybridcomp.channels.replicated import Exact, stretches_of
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import (
-    Handle,
-    Levels,
-    OwnedRange,
-    ReduceScatterHandle,
-    hierarchy,
-)
-from hybridcomp.collectives.meter import Meter
-from hybridcomp.common import Exact, stretches_of
-from hybridcomp.feedback import Piece
-from hybridcomp.nodes import Reach
+from hybridcomp.collectives import Handle, Levels, OwnedRange, ReduceScatterHandle
+from hybridcomp.collectives.hierarchical import two_levels
+from hybridcomp.collectives.wire.meter import Meter
 from hybridcomp.policy import Dimension, Direction
+from hybridcomp.topology import Reach
 
 if TYPE_CHECKING:
-    from hybridcomp.channels import Channels
+    from hybridcomp.channels.engine_channels import Channels
 
 H = TypeVar("H", Handle, ReduceScatterHandle)
 
@@ -94,7 +90,7 @@ class Channel(Choice):
         """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``."""
         spot = self._spot(codec, group, direction, tensor.device)
         exact = self._take([tensor], None if pieces is None else [pieces], codec, group)
-        handle, meter = sums.all_reduce(tensor, codec, spot, pieces, async_op)
+        handle, meter = reductions.all_reduce(tensor, codec, spot, pieces, async_op)
         if exact is not None:
             exact.count(meter, self._reach(group).ring)
             handle.then(lambda: exact.put(tensor))
@@ -117,7 +113,7 @@ class Channel(Choice):
         """
         spot = self._spot(codec, group, direction, shards[0].device)
         exact = self._take(shards, pieces, codec, group)
-        handle, meter = sums.reduce_scatter(shards, codec, spot, pieces, async_op)
+        handle, meter = reductions.reduce_scatter(shards, codec, spot, pieces, async_op)
         if exact is not None:
             exact.count(meter, self._reach(group).ring)
             handle.then(lambda: exact.put(handle.wait(), dist.get_rank(group)))
@@ -136,7 +132,7 @@ class Channel(Choice):
         """The fp32 sums over ``group`` of the ranges of ``tensor`` that this rank owns."""
         spot = self._spot(codec, group, "forward", tensor.device)
         exact = self._take([tensor], None if pieces is None else [pieces], codec, group)
-        found, meter = sums.reduce_to_owners(tensor, ranges, codec, spot, pieces)
+        found, meter = reductions.reduce_to_owners(tensor, ranges, codec, spot, pieces)
         if exact is not None:
             exact.count(meter, self._reach(group).ring)
             rank = dist.get_rank(group)
@@ -169,7 +165,7 @@ class Channel(Choice):
         levels, reach = self._levels(group), self._reach(group)
         if levels is not None:
             meter = self.meter(shard.device, frozenset(range(levels.nodes)))
-            handle = hierarchy.all_gather(
+            handle = two_levels.all_gather(
                 shard, out, codec, levels, meter=meter, cuts=cuts, async_op=async_op
             )
         else:
@@ -278,8 +274,8 @@ class Channel(Choice):
         group: dist.ProcessGroup | None,
         direction: Direction,
         device: torch.device,
-    ) -> sums.Spot:
-        return sums.Spot(
+    ) -> reductions.Spot:
+        return reductions.Spot(
             group,
             self._levels(group),
             self._reach(group).remote,

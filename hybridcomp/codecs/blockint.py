@@ -1,6 +1,6 @@
 """blockint: symmetric integers of 2..8 bits, one 8-bit log scale per block of 32 values.
 
-The format and the argument for its bound are at the top of ``kernels/blockint.h``.
+The format and the argument for its bound are at the top of ``kernels/formats/blockint.h``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 32
 TILE = 1024
 #: smallest top of a block: what lies under half a step of it becomes zero
 SMALLEST_TOP = 1.125 * 2.0**-110
-#: values that are rotated together (kernels/rotation.h)
+#: values that are rotated together (kernels/formats/rotation.h)
 ROTATION = 64
 #: most bits with a rotation: above, one more bit costs less than the rotation
 ROTATION_BITS = 4

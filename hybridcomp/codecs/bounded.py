@@ -68,7 +68,7 @@ LOSSLESS_BELOW: Mapping[torch.dtype, float] = {
 #: elements of a message below which the exchange of sizes costs more than radix saves over
 #: blockint: 1 bit of a value, so 32 KiB, against the 0.1 ms that one more small message took at
 #: best on gloo over loopback; the two are equal at 2.6 Gbit/s. Not measured on a GPU yet, where
-#: the host waits for the sizes as well: ``scripts/bench_gpu.py`` prints what it should be there
+#: the host waits for the sizes as well: ``scripts/bench/bench_gpu.py`` prints what it should be
 SMALL_NUMEL = 1 << 18
 
 _LOSSLESS = ExpCode()

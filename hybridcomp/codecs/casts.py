@@ -1,7 +1,8 @@
 """Casts: bf16, fp16, and fp8 with one fp32 scale per block of 4096 values.
 
 Narrowing rounds to nearest even. Finite values that would overflow become the largest finite value,
-so a NaN or an Inf in what was decoded was there before. The formats are in ``kernels/casts.h``.
+so a NaN or an Inf in what was decoded was there before. The formats are in
+``kernels/formats/casts.h``.
 """
 
 from __future__ import annotations

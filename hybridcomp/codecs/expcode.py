@@ -1,6 +1,6 @@
 """expcode: lossless; exponents as short codes of one length, the rest as it is.
 
-The format is at the top of ``kernels/expcode.h``.
+The format is at the top of ``kernels/formats/expcode.h``.
 """
 
 from __future__ import annotations

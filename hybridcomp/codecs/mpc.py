@@ -1,6 +1,6 @@
 """mpc: the lossless codec of the paper (MPC v1.2 by Burtscher et al.), for fp32 and 16-bit pairs.
 
-The stream is described at the top of ``kernels/mpc.h``.
+The stream is described at the top of ``kernels/formats/mpc.h``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """powersgd: the settings of a low-rank reduction, and its stand-in where there are no matrices.
 
-What makes it low rank is a reduction of its own, ``collectives/lowrank.py``, which knows rows and
+What makes it low rank is a reduction of its own, ``collectives/low_rank.py``, which knows rows and
 columns. A flat tensor has none, so as a codec it is fp32: whatever cannot be a product of two thin
 matrices is sent as it is.
 """

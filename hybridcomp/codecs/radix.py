@@ -1,6 +1,6 @@
 """radix: error-bounded, variable size; the fewest bits at a given error of all our codecs.
 
-The format and the argument for its bound are at the top of ``kernels/radix.h``.
+The format and the argument for its bound are at the top of ``kernels/formats/radix.h``.
 """
 
 from __future__ import annotations

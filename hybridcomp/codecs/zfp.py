@@ -1,7 +1,7 @@
 """zfp: the 1-D fixed-rate stream of the zfp library, rates 2.5 to 32 bits a value.
 
 The stream, and where it differs because zfp would lose data (NaN, Inf, blocks below 2^-98,
-overflow), are at the top of ``kernels/zfp.h``.
+overflow), are at the top of ``kernels/formats/zfp.h``.
 """
 
 from __future__ import annotations

@@ -8,17 +8,17 @@ handles, must come in the same order on every rank of a group.
 
 from __future__ import annotations
 
-from hybridcomp.collectives.chunks import chunk_ranges
-from hybridcomp.collectives.handle import Handle, ReduceScatterHandle
-from hybridcomp.collectives.headers import check_headers
-from hybridcomp.collectives.hops import all_reduce_codecs
-from hybridcomp.collectives.levels import Levels
-from hybridcomp.collectives.meter import Meter
+from hybridcomp.collectives.hierarchical.node_grid import Levels
 from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
+from hybridcomp.collectives.owner_plan import OwnedRange, plan_reduction
 from hybridcomp.collectives.owners import reduce_to_owners
-from hybridcomp.collectives.p2p import recv, send
-from hybridcomp.collectives.plan import OwnedRange, plan_reduction
+from hybridcomp.collectives.quantizations import all_reduce_codecs
 from hybridcomp.collectives.reductions import all_reduce, reduce_scatter
+from hybridcomp.collectives.send_recv import recv, send
+from hybridcomp.collectives.wire.chunks import chunk_ranges
+from hybridcomp.collectives.wire.handle import Handle, ReduceScatterHandle
+from hybridcomp.collectives.wire.headers import check_headers
+from hybridcomp.collectives.wire.meter import Meter
 
 __all__ = [
     "Handle",

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridcomp.codecs.base import Codec, Fused
-from hybridcomp.collectives import transport
-from hybridcomp.collectives.buffers import POOL, first
-from hybridcomp.collectives.chunks import chunk_ranges
-from hybridcomp.collectives.handle import Steps
-from hybridcomp.collectives.meter import Meter
-from hybridcomp.collectives.ranks import resolved
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.buffers import POOL, first
+from hybridcomp.collectives.wire.chunks import chunk_ranges
+from hybridcomp.collectives.wire.handle import Steps
+from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives.wire.ranks import resolved
 
 
 @dataclass(frozen=True)

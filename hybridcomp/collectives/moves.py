@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import transport
-from hybridcomp.collectives.buffers import POOL
-from hybridcomp.collectives.chunks import stretches
-from hybridcomp.collectives.encoding import Job, check_values, decode_all, encode_all
-from hybridcomp.collectives.exchange import exchange, gather, gather_room
-from hybridcomp.collectives.handle import Handle, Steps
-from hybridcomp.collectives.meter import Meter
-from hybridcomp.collectives.segments import Range, overlapped, segments
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.buffers import POOL
+from hybridcomp.collectives.wire.chunks import stretches
+from hybridcomp.collectives.wire.encoding import Job, check_values, decode_all, encode_all
+from hybridcomp.collectives.wire.exchange import exchange, gather, gather_room
+from hybridcomp.collectives.wire.handle import Handle, Steps
+from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives.wire.pipelining import Range, overlapped, segments
 from hybridcomp.errors import CodecError
 
 

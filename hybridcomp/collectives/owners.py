@@ -9,21 +9,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.buffers import POOL
-from hybridcomp.collectives.chunks import chunk_ranges, stretches
-from hybridcomp.collectives.encoding import check_residual, check_values, sent_dtype
-from hybridcomp.collectives.handle import Pending, Steps
-from hybridcomp.collectives.meter import Meter
-from hybridcomp.collectives.plan import (
+from hybridcomp.collectives.owner_plan import (
     OwnedRange,
     cut_at_chunks,
     even_ranges,
     merge_neighbours,
     plan_reduction,
 )
-from hybridcomp.collectives.segments import Range, overlapped, segments
-from hybridcomp.collectives.spread import piece_segments, place, spread
-from hybridcomp.collectives.summing import Part, sum_parts
+from hybridcomp.collectives.owner_scatter import piece_segments, place, spread
+from hybridcomp.collectives.reduce_parts import Part, sum_parts
+from hybridcomp.collectives.wire.buffers import POOL
+from hybridcomp.collectives.wire.chunks import chunk_ranges, stretches
+from hybridcomp.collectives.wire.encoding import check_residual, check_values, sent_dtype
+from hybridcomp.collectives.wire.handle import Pending, Steps
+from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives.wire.pipelining import Range, overlapped, segments
 from hybridcomp.errors import CodecError
 
 

@@ -11,9 +11,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.buffers import POOL
-from hybridcomp.collectives.chunks import chunk_ranges, stretches
-from hybridcomp.collectives.encoding import (
+from hybridcomp.collectives.fused import adjacent, fused_all_reduce, fused_reduce_scatter
+from hybridcomp.collectives.pair_exchange import pair_all_reduce
+from hybridcomp.collectives.quantizations import all_reduce_codecs, both_fused
+from hybridcomp.collectives.reduce_parts import Part, sum_parts
+from hybridcomp.collectives.wire.buffers import POOL
+from hybridcomp.collectives.wire.chunks import chunk_ranges, stretches
+from hybridcomp.collectives.wire.encoding import (
     check_residual,
     check_values,
     decode_all,
@@ -22,14 +26,10 @@ from hybridcomp.collectives.encoding import (
     settle,
     show_overflow,
 )
-from hybridcomp.collectives.exchange import gather, gather_room
-from hybridcomp.collectives.fused import adjacent, fused_all_reduce, fused_reduce_scatter
-from hybridcomp.collectives.handle import Handle, ReduceScatterHandle, Steps
-from hybridcomp.collectives.hops import all_reduce_codecs, both_fused
-from hybridcomp.collectives.meter import Meter
-from hybridcomp.collectives.pair import pair_all_reduce
-from hybridcomp.collectives.segments import Range, overlapped, segments
-from hybridcomp.collectives.summing import Part, sum_parts
+from hybridcomp.collectives.wire.exchange import gather, gather_room
+from hybridcomp.collectives.wire.handle import Handle, ReduceScatterHandle, Steps
+from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives.wire.pipelining import Range, overlapped, segments
 from hybridcomp.errors import CodecError
 
 

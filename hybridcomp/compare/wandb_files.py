@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hybridcomp.compare.runs import CompareError, Curve, Rows, Training, check_curve
-from hybridcomp.figures import (
+from hybridcomp.metric_names import (
     CONFIG_CODECS,
     CONFIG_RUN,
     LOSS,

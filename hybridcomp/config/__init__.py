@@ -1,7 +1,7 @@
 """The ``"compression"`` block: its model, its presets, and errors that name the key.
 
-The model is ``block``, with ``dimension`` and ``two_ways`` for one dimension of it and ``settings``
-for a codec.
+The model is ``block``, with ``dimension`` and ``directional`` for one dimension of it and
+``codec_settings`` for a codec.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 from hybridcomp.config.block import BLOCK, CompressionConfig, LedgerConfig
 from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
-from hybridcomp.config.json_schema import schema
-from hybridcomp.config.presets import PRESETS
-from hybridcomp.config.problems import near_key, show
-from hybridcomp.config.sources import read_source
-from hybridcomp.config.two_ways import (
+from hybridcomp.config.directional import (
     ActivationConfig,
     DirectionConfig,
     OffloadConfig,
     PipelineConfig,
     TensorConfig,
 )
+from hybridcomp.config.error_messages import near_key, show
+from hybridcomp.config.json_schema import schema
+from hybridcomp.config.presets import PRESETS
+from hybridcomp.config.sources import read_source
 from hybridcomp.errors import ConfigError
 
 __all__ = [

@@ -16,13 +16,18 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config import describe
+from hybridcomp.config import summary
 from hybridcomp.config.bounds import check_kept
+from hybridcomp.config.codec_settings import NONE, Strict
 from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
+from hybridcomp.config.directional import (
+    ActivationConfig,
+    OffloadConfig,
+    PipelineConfig,
+    TensorConfig,
+)
+from hybridcomp.config.error_messages import NOTHING, near_key, problem, translate
 from hybridcomp.config.presets import PRESETS, overridden
-from hybridcomp.config.problems import NOTHING, near_key, problem, translate
-from hybridcomp.config.settings import NONE, Strict
-from hybridcomp.config.two_ways import ActivationConfig, OffloadConfig, PipelineConfig, TensorConfig
 from hybridcomp.policy import (
     DIMENSIONS,
     DIRECTIONS,
@@ -264,11 +269,11 @@ class CompressionConfig(Strict):
 
         ``absent``: dimensions without traffic in this job; they are only listed.
         """
-        return describe.lines(self, absent)
+        return summary.lines(self, absent)
 
     def notes(self, dtype: torch.dtype) -> list[str]:
         """Warnings about codecs that save nothing on messages of ``dtype``."""
-        return describe.notes(self, dtype)
+        return summary.notes(self, dtype)
 
     def ramps(self) -> dict[tuple[Dimension, Direction], tuple[Rung, ...]]:
         """The steps of every ramp, by dimension and direction."""

@@ -12,7 +12,7 @@ from hybridcomp.codecs import CODECS, PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.bounded import LADDERS, SMALL_NUMEL, Bounded, make_bounded
 from hybridcomp.codecs.budget import ROUNDING, best_bound
-from hybridcomp.config.problems import NOTHING, problem
+from hybridcomp.config.error_messages import NOTHING, problem
 from hybridcomp.errors import CodecError
 from hybridcomp.policy import Dimension
 

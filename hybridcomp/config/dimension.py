@@ -9,9 +9,7 @@ from pydantic import Field, model_validator
 
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config.problems import problem
-from hybridcomp.config.ramp import RampConfig, moving, rungs
-from hybridcomp.config.settings import (
+from hybridcomp.config.codec_settings import (
     GRADIENT_CODEC,
     NONE,
     ZFP_FEEDBACK_RATE,
@@ -20,6 +18,8 @@ from hybridcomp.config.settings import (
     build_codec,
     gradient_codec_schema,
 )
+from hybridcomp.config.error_messages import problem
+from hybridcomp.config.ramp import RampConfig, moving, rungs
 from hybridcomp.policy import DIRECTIONS, Direction, Limits, Rung
 
 

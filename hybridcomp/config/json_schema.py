@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config.block import BLOCK, CompressionConfig
+from hybridcomp.config.codec_settings import codec_names
 from hybridcomp.config.dimension import GradientConfig, ParameterConfig
-from hybridcomp.config.settings import codec_names
-from hybridcomp.config.two_ways import (
+from hybridcomp.config.directional import (
     ActivationConfig,
     DirectionConfig,
     OffloadConfig,

@@ -9,8 +9,8 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config.problems import problem
-from hybridcomp.config.settings import Strict
+from hybridcomp.config.codec_settings import Strict
+from hybridcomp.config.error_messages import problem
 from hybridcomp.policy import Rung
 
 #: most values that a ramp takes before its end: ranks and readers see few codecs

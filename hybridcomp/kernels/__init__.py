@@ -19,7 +19,7 @@ from hybridcomp.errors import CodecError
 if TYPE_CHECKING:
     from hybridcomp.kernels.cuda import CudaKernels
 
-#: dtype codes of the kernels (kernels/cpu.h, Dtype)
+#: dtype codes of the kernels (kernels/cpu/cpu.h, Dtype)
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 #: must equal VERSION in ``cpu.cpp``; both grow with every change of a function or a format, so that
@@ -212,7 +212,7 @@ _on_cuda: dict[int, CudaKernels] = {}
 def _cuda_kernels(index: int) -> Kernels:
     if index not in _on_cuda:
         from hybridcomp.kernels.cuda import CudaKernels
-        from hybridcomp.kernels.launcher import CudaLauncher
+        from hybridcomp.kernels.cuda.launcher import CudaLauncher
 
         _on_cuda[index] = CudaKernels(CudaLauncher(torch.device("cuda", index)))
     return _on_cuda[index]

@@ -7,11 +7,14 @@ by its path, so nothing else of the package is imported during a build.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pybind11
 from pybind11.setup_helpers import ParallelCompile
 from setuptools.command.build_ext import build_ext
 
+#: portable headers, which both back ends include by their bare names
+FORMATS = Path(__file__).resolve().parent / "formats"
 COMPILE_ARGS = [
     "-std=c++17",
     "-O3",
@@ -34,7 +37,7 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
         """Build every extension; OpenMP where the compiler has it without another package."""
         openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
         for extension in self.extensions:
-            extension.include_dirs.append(pybind11.get_include())
+            extension.include_dirs += [pybind11.get_include(), str(FORMATS)]
             extension.extra_compile_args += COMPILE_ARGS + openmp
             extension.extra_link_args += openmp
         with ParallelCompile():  # all files of the extension at once, one for each core

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CheckpointError
-from hybridcomp.feedback import Piece
+from hybridcomp.channels.error_feedback import Piece
 
 FILE = "hybridcomp_residuals_rank_{:05d}.pt"
 STATE = "hybridcomp_state.json"
@@ -178,12 +178,14 @@ def try_all(folder: str, seed: int = 1) -> list[tuple[str, str]]:
 
     Right is a CheckpointError that holds all names, on every rank, and residuals as they were.
     """
-    from hybridcomp.patches import ds_residuals, process, state
+    from hybridcomp import process
+    from hybridcomp.channels import checkpoint
+    from hybridcomp.patches.mcore import checkpoint as state
 
     channels, rank = _channels(), dist.get_rank()
     process.use(channels)
     good = Path(folder, "good")
-    ds_residuals.save(good, channels, 1.0)
+    checkpoint.save(good, channels, 1.0)
     state.save_state(good, 1.0)
     found = []
     for number, damage in enumerate(damages(seed)):
@@ -193,7 +195,7 @@ def try_all(folder: str, seed: int = 1) -> list[tuple[str, str]]:
             damage.apply(here)
         dist.barrier()
         by_state = damage.title.startswith(STATE)
-        load = state.load_state if by_state else ds_residuals.load
+        load = state.load_state if by_state else checkpoint.load
         arguments = (here, 1.0) if by_state else (here, channels, 1.0)
         before = channels.residuals.norm()
         try:

@@ -11,8 +11,9 @@ import yaml
 
 from hybridcomp.config import BLOCK, load_config
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches import ds_config, neox_rules
-from hybridcomp.patches.neox_rules import EXTRA
+from hybridcomp.patches.ds import check as ds_config
+from hybridcomp.patches.neox import rules
+from hybridcomp.patches.neox.rules import EXTRA
 
 #: what YAML 1.1 takes for text and Python for a number
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -63,11 +64,11 @@ def check(files: Sequence[Path]) -> None:
 
 def check_block(whole: Mapping[str, Any]) -> None:
     """Hold the block against the rest of the configuration. Raises Problem."""
-    settings = neox_rules.ds_settings(whole)
+    settings = rules.ds_settings(whole)
     try:
         block = load_config(settings)
         if block is not None:
-            ds_config.check(block, settings, **neox_rules.facts(whole), neox=whole)
+            ds_config.check(block, settings, **rules.facts(whole), neox=whole)
     except ConfigError as error:
         raise Problem(str(error).replace(f"{BLOCK}.", f"{EXTRA}.{BLOCK}.", 1)) from None
 

@@ -1,4 +1,4 @@
-"""A slow, obvious expcode: the oracle for the bytes of kernels/expcode.h."""
+"""A slow, obvious expcode: the oracle for the bytes of kernels/formats/expcode.h."""
 
 from __future__ import annotations
 

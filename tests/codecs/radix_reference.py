@@ -1,4 +1,4 @@
-"""A slow, obvious radix: the oracle for the bytes of kernels/radix.h, and for its values."""
+"""A slow, obvious radix: the oracle for the bytes of formats/radix.h, and for its values."""
 
 from __future__ import annotations
 

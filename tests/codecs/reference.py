@@ -17,7 +17,7 @@ def padded(stream: bytes) -> bytes:
     return stream + bytes(-len(stream) % 16)
 
 
-# blockint: kernels/blockint.h
+# blockint: kernels/formats/blockint.h
 
 
 def _fields(bits: int) -> list[tuple[int, int, int]]:
@@ -51,7 +51,7 @@ def _half_top(code: int, base: int) -> np.float32:
 
 
 def _signs() -> Floats:
-    """The diagonal D of kernels/rotation.h."""
+    """The diagonal D of kernels/formats/rotation.h."""
     return np.array([-1 if 0x9E3779B97F4A7C15 >> i & 1 else 1 for i in range(64)], F)
 
 
@@ -159,7 +159,7 @@ def blockint_decode(
     return rotated_back(flat) if rotate else flat
 
 
-# mpc: kernels/mpc.h; fp32 is the study's model of v1.2
+# mpc: kernels/formats/mpc.h; fp32 is the study's model of v1.2
 
 
 def _transpose(words: Words) -> Words:
@@ -203,7 +203,7 @@ def zfp_special(values: Floats) -> tuple[Flags, Flags]:
 
 
 def zfp_encode(values: Floats, rate: float) -> bytes:
-    """zfpy's stream with the blocks replaced that kernels/zfp.h says are different."""
+    """zfpy's stream with the blocks replaced that kernels/formats/zfp.h says are different."""
     if len(values) == 0:
         return b""
     lost, tiny = zfp_special(values)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import chunk_ranges
-from tests.collectives.doubles import Identity, Int8, Trimmed, Wide
+from tests.stand_ins.plain_codecs import Identity, Int8, Trimmed, Wide
 
 DTYPES = VALUE_DTYPES
 LOSSLESS: tuple[Codec, ...] = (Identity(), Trimmed(), make_codec("mpc"), make_codec("expcode"))

@@ -22,23 +22,22 @@ from hybridcomp.collectives import (
     all_reduce,
     all_to_all,
     chunk_ranges,
-    hierarchy,
-    hierarchy_owners,
     recv,
     reduce_scatter,
     reduce_to_owners,
     send,
-    sizes,
 )
+from hybridcomp.collectives.hierarchical import owners, two_levels
+from hybridcomp.collectives.wire import payload_sizes
 from tests.collectives.common import digest, values_of
-from tests.collectives.test_hierarchy import levels_of
+from tests.collectives.hierarchical.test_two_levels import levels_of
 
 NUMEL = 9001
 #: what a collective left behind: bits of everything that it wrote, and what its meter says
 Outcome = tuple[str, tuple[object, ...]]
 
 
-class Late(sizes.Sizes):
+class Late(payload_sizes.Sizes):
     """Takes the CPU for a device; words reach the host when somebody waits for them."""
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class Late(sizes.Sizes):
     def stay(self, codec: Codec, device: torch.device) -> bool:
         return not codec.fixed_size
 
-    def copied(self, words: Tensor) -> sizes.Arrival:
+    def copied(self, words: Tensor) -> payload_sizes.Arrival:
         self.copies += 1
         host = torch.full_like(words, -1)
 
@@ -56,7 +55,7 @@ class Late(sizes.Sizes):
             self.waits += 1
             host.copy_(words)
 
-        return sizes.Arrival(host, SimpleNamespace(synchronize=arrive))
+        return payload_sizes.Arrival(host, SimpleNamespace(synchronize=arrive))
 
 
 class Reads(TorchFunctionMode):
@@ -76,14 +75,14 @@ class Reads(TorchFunctionMode):
 
 @contextmanager
 def late() -> Iterator[Late]:
-    with mock.patch.object(sizes, "SIZES", Late()) as found:
+    with mock.patch.object(payload_sizes, "SIZES", Late()) as found:
         yield found
 
 
 @contextmanager
 def sizes_ahead() -> Iterator[None]:
     """Sizes travel in a message of their own, as they do everywhere but between CPUs on gloo."""
-    with mock.patch.object(sizes, "in_front", return_value=False):
+    with mock.patch.object(payload_sizes, "in_front", return_value=False):
         yield
 
 
@@ -151,23 +150,21 @@ class Sums:
         """The reductions in two levels; four ranks."""
         levels, values = levels_of(2), self.values(step)
         meter.remote = frozenset(range(levels.nodes))
-        low, high = hierarchy.stretch(NUMEL, levels)
+        low, high = two_levels.stretch(NUMEL, levels)
         start, stop = chunk_ranges(high - low, levels.nodes)[levels.node]
-        hierarchy.all_reduce(
+        two_levels.all_reduce(
             values, self.codec, levels, meter=meter, cuts=cuts_of(high - low),
             residual=self.residual("node", high - low),
             owner_residual=self.residual("node own", stop - start),
         ).wait()  # fmt: skip
         gathered = values.new_empty(4 * NUMEL)
-        hierarchy.all_gather(values, gathered, self.codec, levels, meter=meter).wait()
+        two_levels.all_gather(values, gathered, self.codec, levels, meter=meter).wait()
         lengths = [5000, 1, 4000, 0]
-        total = hierarchy.reduce_scatter(
+        total = two_levels.reduce_scatter(
             list(torch.split(self.values(step), lengths)), self.codec, levels, meter=meter
         ).wait()
         ranges = [OwnedRange(0, 3000, (0, 3)), OwnedRange(3000, NUMEL, (1,))]
-        owned = hierarchy_owners.reduce_to_owners(
-            self.values(step), ranges, self.codec, levels, meter=meter
-        )
+        owned = owners.reduce_to_owners(self.values(step), ranges, self.codec, levels, meter=meter)
         return [values, gathered, total, *owned]
 
 

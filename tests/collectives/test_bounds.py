@@ -24,15 +24,15 @@ from hybridcomp.collectives import (
     all_reduce,
     all_to_all,
     chunk_ranges,
-    hierarchy,
     plan_reduction,
     recv,
     reduce_scatter,
     reduce_to_owners,
     send,
 )
-from tests.collectives import threads
+from hybridcomp.collectives.hierarchical import two_levels
 from tests.collectives.oracle import Promise, check
+from tests.stand_ins import thread_groups
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 #: groups of every kind; nightly: over a million blocks of 16 values each
@@ -126,7 +126,7 @@ def keeps(codec: Bounded, dtype: torch.dtype, count: int) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def _in_process() -> Iterator[None]:
-    with threads.in_process():
+    with thread_groups.in_process():
         yield
 
 
@@ -158,7 +158,7 @@ def _all_reduce(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> Non
         all_reduce(tensor, chosen, group, meter=Meter(), cuts=cuts, async_op=True).wait()
         return tensor
 
-    results = threads.run(ranks, one)
+    results = thread_groups.run(ranks, one)
     assert all(same_bits(r, results[0]) for r in results)
     if keeps(codec, dtype, 2):
         edges = [*cuts, *chunk_edges(numel, ranks)]
@@ -183,7 +183,7 @@ def _reduce_scatter(rng: np.random.Generator, ranks: int, dtype: torch.dtype) ->
         chosen = codec.for_message(sum(numels), dtype, ranks)
         return reduce_scatter(shards, chosen, group, meter=Meter(), cuts=cuts).wait()
 
-    for rank, total in enumerate(threads.run(ranks, one)):
+    for rank, total in enumerate(thread_groups.run(ranks, one)):
         parts = [torch.split(v, numels)[rank] for v in values]
         check(total, parts, cuts[rank], promise, blocks_may_vanish=vanish)
 
@@ -224,7 +224,7 @@ def _reduce_to_owners(rng: np.random.Generator, ranks: int, dtype: torch.dtype) 
         hops = 2
     if not keeps(codec, dtype, hops):
         return
-    for rank, sums in enumerate(threads.run(ranks, one)):
+    for rank, sums in enumerate(thread_groups.run(ranks, one)):
         owned = [o for o in ranges if rank in o.ranks]
         for found, total in zip(owned, sums, strict=True):
             check(total, values, edges, promise, start=found.start, blocks_may_vanish=vanish)
@@ -261,7 +261,7 @@ def _moves(rng: np.random.Generator, ranks: int, dtype: torch.dtype) -> None:
         recv(passed, (rank - 1) % ranks, chosen, group, meter=meter)
         return gathered, list(torch.split(swapped, takes)), passed
 
-    results = threads.run(ranks, one)
+    results = thread_groups.run(ranks, one)
     for rank, (gathered, swapped, passed) in enumerate(results):
         assert same_bits(gathered, results[0][0])
         for source, part in enumerate(gathered.view(ranks, -1)):
@@ -305,7 +305,7 @@ def _error_feedback(rng: np.random.Generator, ranks: int, dtype: torch.dtype) ->
             )  # fmt: skip
             return tensor
 
-        result = threads.run(ranks, one)[0]
+        result = thread_groups.run(ranks, one)[0]
         if keeps(codec, dtype, 2):
             check(result, wanted, edges, promise, blocks_may_vanish=vanish)
 
@@ -327,8 +327,8 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dt
     numels = [numel_of(rng) for _ in range(ranks)]
     shards = values_of(rng, ranks, sum(numels), dtype)
     parts = [(a, [a + b for b in chunk_edges(z - a, nodes)]) for a, z in chunk_ranges(numel, width)]
-    inner = [threads.Board(width) for _ in range(nodes)]
-    outer = [threads.Board(nodes) for _ in range(width)]
+    inner = [thread_groups.Board(width) for _ in range(nodes)]
+    outer = [thread_groups.Board(nodes) for _ in range(width)]
     grid = tuple(tuple(range(n * width, (n + 1) * width)) for n in range(nodes))
 
     def one(_: object, rank: int) -> tuple[Tensor, Tensor]:
@@ -337,17 +337,17 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dt
             grid,
             node,
             local,
-            cast(Any, threads.Member(inner[node], local)),
-            cast(Any, threads.Member(outer[local], node)),
+            cast(Any, thread_groups.Member(inner[node], local)),
+            cast(Any, thread_groups.Member(outer[local], node)),
         )
         tensor = values[rank].clone()
         chosen = codec.for_message(numel, dtype, ranks)
-        hierarchy.all_reduce(tensor, chosen, levels, meter=Meter())
+        two_levels.all_reduce(tensor, chosen, levels, meter=Meter())
         own = torch.split(shards[rank], numels)
         chosen = codec.for_message(sum(numels), dtype, ranks)
-        return tensor, hierarchy.reduce_scatter(own, chosen, levels, meter=Meter()).wait()
+        return tensor, two_levels.reduce_scatter(own, chosen, levels, meter=Meter()).wait()
 
-    results = threads.run(ranks, one, [*inner, *outer])
+    results = thread_groups.run(ranks, one, [*inner, *outer])
     assert all(same_bits(tensor, results[0][0]) for tensor, _ in results)
     if keeps(codec, dtype, 2):
         edges = [edge for start, inside in parts for edge in (start, *inside)]
@@ -384,7 +384,7 @@ def test_errors_that_add_up(ranks: int, mode: Mode) -> None:
             reduce_to_owners(values[rank], everyone, codec, group, meter=meter, cuts=cuts),
         )
 
-    results = threads.run(ranks, one)
+    results = thread_groups.run(ranks, one)
     edges = [*cuts, *chunk_edges(len(values[0]), ranks)]
     check(results[0][0], values, edges, promise)
     check(results[0][1], values, cuts, promise)
@@ -404,5 +404,5 @@ def test_a_sum_that_overflows_fp16_is_seen(family: str) -> None:
         all_reduce(tensor, Bounded(0.1, family=family), group, meter=Meter())
         return tensor
 
-    for result in threads.run(3, one):
+    for result in thread_groups.run(3, one):
         assert not result[::100].isfinite().any()

@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Meter, all_gather, all_to_all, headers, p2p, recv, send
-from hybridcomp.collectives.p2p import spec_digest
+from hybridcomp.collectives import Meter, all_gather, all_to_all, recv, send, send_recv
+from hybridcomp.collectives.send_recv import spec_digest
+from hybridcomp.collectives.wire import headers
 from hybridcomp.errors import CodecError
 from tests.collectives.common import CODECS, DTYPES, bound, digest, values_of
-from tests.collectives.conftest import RunRanks
-from tests.collectives.doubles import Identity, Int8
+from tests.ranks import RunRanks
+from tests.stand_ins.plain_codecs import Identity, Int8
 
 
 def _check(codec: Codec, found: torch.Tensor, sent: torch.Tensor) -> None:
@@ -225,7 +226,7 @@ def _later(_: None) -> list[int]:
     on_gpu = mock.patch.object(
         headers.Unread, "looks_later", lambda self, kind, device: kind in self.kinds
     )
-    with on_gpu, mock.patch.object(p2p, "UNREAD", headers.Unread()) as unread:
+    with on_gpu, mock.patch.object(send_recv, "UNREAD", headers.Unread()) as unread:
         for step, numel in enumerate((100, 100, 64, 100, 64)):
             values = values_of(step, numel)
             if dist.get_rank() == 0:

@@ -12,7 +12,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, plan_reduction, reduce_to_owners
 from hybridcomp.errors import CodecError
 from tests.collectives.common import CODECS, DTYPES, bound, digest, rank_order_sum, values_of
-from tests.collectives.conftest import RunRanks
+from tests.ranks import RunRanks
 
 #: one owner has nearly all (balanced); owners in turn (direct); ranges that several ranks own
 INCAST = [OwnedRange(0, 900, (1,)), OwnedRange(900, 940, (0,)), OwnedRange(940, 1000, (1,))]

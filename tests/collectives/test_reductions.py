@@ -19,7 +19,7 @@ from tests.collectives.common import (
     rank_order_sum,
     values_of,
 )
-from tests.collectives.conftest import RunRanks
+from tests.ranks import RunRanks
 
 #: fewer elements than ranks, fewer than a block, empty last chunks, no multiple of 32, even
 NUMELS = (0, 1, 3, 33, 100, 1000, 4096)

@@ -21,7 +21,7 @@ from hybridcomp.collectives import (
     reduce_to_owners,
 )
 from tests.collectives.common import CODECS, DTYPES, values_of
-from tests.collectives.conftest import RunRanks
+from tests.ranks import RunRanks
 
 NUMEL, STEPS = 1000, 3
 Array = npt.NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Logs of trainings that nobody ran."""
+"""Stand-ins for the logs of trainings: nobody ran these."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.ranks import ROOT, python_path
+from tests.paths import ROOT
+from tests.ranks import python_path
 
 
 def launch(

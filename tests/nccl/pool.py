@@ -18,7 +18,8 @@ from multiprocessing import current_process
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from tests.ranks import ROOT, RankPool, python_path, serve
+from tests.paths import ROOT
+from tests.ranks import RankPool, python_path, serve
 
 sys.path.insert(0, str(ROOT / "scripts"))
 

@@ -16,7 +16,8 @@ pytest.importorskip("deepspeed")
 
 from tests.nccl.common import DEVICE, FEEDBACK, MARKS
 from tests.nccl.launched import launch
-from tests.ranks import ROOT, python_path
+from tests.paths import ROOT
+from tests.ranks import python_path
 from tests.training.example import CONFIG, losses, prepare
 
 pytestmark = MARKS

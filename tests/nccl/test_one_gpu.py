@@ -6,12 +6,8 @@ import sys
 
 import pytest
 
-from tests.nccl.launched import launch
-from tests.ranks import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
 import one_gpu
+from tests.nccl.launched import launch
 
 #: a rank says who it is; the second fails, or all wait for it
 SCRIPT = """

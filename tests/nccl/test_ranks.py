@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 
 from hybridcomp.codecs import VALUE_DTYPES, make_codec
 from hybridcomp.errors import HybridcompError
-from tests.cuda.test_gpu import _gathered_on, _reduced_on
+from tests.kernels.cuda.test_gpu import _gathered_on, _reduced_on
 from tests.nccl.common import (
     DEVICE,
     EIGHT_BITS,
@@ -29,7 +29,7 @@ from tests.nccl.common import (
     with_block,
 )
 from tests.nccl.pool import NcclPool
-from tests.patches.test_hierarchy import JOBS as LEVEL_JOBS
+from tests.patches.ds.test_two_levels import JOBS as LEVEL_JOBS
 from tests.ranks import RankPool
 from tests.training.trainer import Job, make_engine, run, train, train_step
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.patches.link_clock import clock
+from tests.stand_ins.link_clock import clock
 
 VOCAB, WIDTH, LENGTH, MICRO_BATCH, HEADS = 32, 32, 16, 2, 4
 
@@ -65,18 +65,18 @@ class Outcome:
 
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     """Every job in turn; an error of ours as its text."""
-    from tests import mcore_shim
+    from tests.stand_ins import megatron_on_cpu
 
     shim = _device().type == "cpu"
     if shim:
-        mcore_shim.install()
+        megatron_on_cpu.install()
     import megatron.core.distributed
     import megatron.core.optimizer  # noqa: F401
 
     if shim:
-        mcore_shim.patch()
+        megatron_on_cpu.patch()
     else:
-        mcore_shim.patch_without_engine()
+        megatron_on_cpu.patch_without_engine()
     return [_run(job) for job in jobs]
 
 
@@ -87,8 +87,8 @@ def _device() -> torch.device:
 
 def _run(job: Job) -> Outcome | str:
     import hybridcomp
+    from hybridcomp import process
     from hybridcomp.errors import HybridcompError
-    from hybridcomp.patches import process
 
     torch.manual_seed(1 + job.seed)
     if job.block is not None:
@@ -123,7 +123,7 @@ def _train(job: Job) -> Outcome:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from hybridcomp.patches import process
+    from hybridcomp import process
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=job.tp,
@@ -167,7 +167,7 @@ def _train(job: Job) -> Outcome:
 def _restart(job: Job, chunks: Sequence[Any], optimizer: Any) -> tuple[list[Any], Any]:
     """As a job that is cut off and goes on: checkpoint, new objects, checkpoint loaded."""
     import hybridcomp
-    from hybridcomp.patches import process
+    from hybridcomp import process
 
     model = [copy.deepcopy(chunk.module.state_dict()) for chunk in chunks]
     adam = copy.deepcopy(optimizer.state_dict())
@@ -186,9 +186,9 @@ def _restart(job: Job, chunks: Sequence[Any], optimizer: Any) -> tuple[list[Any]
 
 def _adjust(job: Job) -> None:
     """Settings of a job that no block can express."""
-    from hybridcomp.patches import process
+    from hybridcomp import process
     from hybridcomp.policy import Policy
-    from tests.raw_codec import Raw
+    from tests.stand_ins.raw_codec import Raw
 
     channels = process.current() if job.block is not None else None
     if channels is not None and job.raw:

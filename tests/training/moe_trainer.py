@@ -123,7 +123,7 @@ def exchange_rows(block: dict[str, Any]) -> dict[str, Any]:
 
     from hybridcomp.channels import ATTRIBUTE, Channels
     from hybridcomp.config import CompressionConfig
-    from hybridcomp.patches import ds_moe
+    from hybridcomp.patches.ds import moe
     from hybridcomp.patching import Patch, apply_all, revert_all
 
     start_deepspeed()
@@ -150,10 +150,10 @@ def exchange_rows(block: dict[str, Any]) -> dict[str, Any]:
         pass
 
     native = both_ways(lambda hidden: forward(None, hidden))
-    Layer.forward = ds_moe.make_layer_forward(forward)
+    Layer.forward = moe.make_layer_forward(forward)
     layer = Layer()
     channels = Channels(CompressionConfig.parse(block))
-    applied = apply_all(Patch(seam, make) for seam, make in ds_moe.PATCHES)
+    applied = apply_all(Patch(seam, make) for seam, make in moe.PATCHES)
     try:
         untagged = both_ways(layer)
         setattr(layer, ATTRIBUTE, channels)

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
+
 LENGTH, MICRO_BATCH, WIDTH, LAYERS = 32, 2, 64, 2
 #: elements of an activation
 HIDDEN = LENGTH * MICRO_BATCH * WIDTH
@@ -120,7 +121,7 @@ def _train(training: Any, job: Job, data: str) -> Outcome:
     from megatron.neox_arguments import NeoXArgs
 
     import hybridcomp
-    from hybridcomp.patches import process
+    from hybridcomp import process
 
     losses: list[float] = []
     engines: list[Any] = []
@@ -161,7 +162,7 @@ def _adjust(engine: Any, job: Job, masks: list[bool]) -> None:
     """Codecs that no block can express; a look at the masks that arrive."""
     from hybridcomp.channels import channels_of
     from hybridcomp.policy import Policy
-    from tests.raw_codec import Raw
+    from tests.stand_ins.raw_codec import Raw
 
     channels = channels_of(engine)
     if channels is not None and job.raw:
@@ -199,7 +200,7 @@ def _ledger(engine: Any) -> dict[Any, tuple[float, float, float, float]]:
 
 
 def _marks(engine: Any) -> list[bool]:
-    from hybridcomp.patches.ds_pipe import PIPE
+    from hybridcomp.patches.ds.pipeline import PIPE
 
     pipe = getattr(engine, PIPE, None)
     if pipe is None or pipe.outgoing.agreed is None:

@@ -95,7 +95,7 @@ def head(block: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, int]:
 
     from hybridcomp.channels import ATTRIBUTE, Channels
     from hybridcomp.config import CompressionConfig
-    from hybridcomp.patches import ds_autotp
+    from hybridcomp.patches.ds import autotp
     from hybridcomp.patching import Patch, apply_all, revert_all
 
     start_deepspeed()
@@ -107,7 +107,7 @@ def head(block: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, int]:
     mine = values.chunk(2, dim=-1)[dist.get_rank()]
     exact = mine @ layer.weight.t()
     dist.all_reduce(exact)
-    applied = apply_all(Patch(seam, make) for seam, make in ds_autotp.PATCHES)
+    applied = apply_all(Patch(seam, make) for seam, make in autotp.PATCHES)
     found = []
     try:
         for training in (True, False):
@@ -139,7 +139,7 @@ def overlapped(block: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool,
     from hybridcomp.channels import ATTRIBUTE, Channels
     from hybridcomp.collectives import Handle
     from hybridcomp.config import CompressionConfig
-    from hybridcomp.patches import ds_ulysses
+    from hybridcomp.patches.ds import ulysses
     from hybridcomp.patching import Patch, apply_all, revert_all
 
     start_deepspeed()
@@ -167,7 +167,7 @@ def overlapped(block: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool,
         mock.patch.object(kind, "current_stream", lambda self, index=None: stream),
     ):
         native, _ = both_ways()
-        applied = apply_all(Patch(seam, make) for seam, make in ds_ulysses.PATCHES)
+        applied = apply_all(Patch(seam, make) for seam, make in ulysses.PATCHES)
         try:
             ours, handle = both_ways()
         finally:
@@ -181,9 +181,10 @@ def compiled(block: dict[str, Any]) -> tuple[bool, dict[str, tuple[int, int]]]:
     """ALST's exchange eager and compiled: whether they agree; messages and native ones by way."""
     from deepspeed.runtime.sequence_parallel import ulysses_sp
 
+    from hybridcomp import process
     from hybridcomp.channels import Channels
     from hybridcomp.config import CompressionConfig
-    from hybridcomp.patches import ds_ulysses, process
+    from hybridcomp.patches.ds import ulysses
     from hybridcomp.patching import Patch, apply_all, revert_all
 
     start_deepspeed()
@@ -195,7 +196,7 @@ def compiled(block: dict[str, Any]) -> tuple[bool, dict[str, tuple[int, int]]]:
         return whole.square().sum()
 
     found = []
-    applied = apply_all(Patch(seam, make) for seam, make in ds_ulysses.PATCHES)
+    applied = apply_all(Patch(seam, make) for seam, make in ulysses.PATCHES)
     process.use(channels)
     try:
         ulysses_sp.register_all_to_all_group(dist.group.WORLD)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tests.patches.link_clock import clock
+from tests.stand_ins.link_clock import clock
 from tests.training.pipe_trainer import digest, start_deepspeed
 
 VOCAB, WIDTH, LENGTH, BATCH, LAYERS = 64, 32, 16, 2, 2

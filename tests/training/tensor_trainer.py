@@ -9,16 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.paths import SCRIPTS
 from tests.training.pipe_trainer import digest, start_deepspeed
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 3, 32, 4, 16, 2
 
@@ -57,8 +55,8 @@ class Outcome:
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     """Every job in turn, unpatched ones with all patches reverted; an error of ours as its text."""
     import hybridcomp
+    from hybridcomp import process
     from hybridcomp.errors import HybridcompError
-    from hybridcomp.patches import process
 
     start_deepspeed()
     sys.path.insert(0, str(SCRIPTS))
@@ -123,6 +121,7 @@ def batches(
 def build(job: Job) -> Any:
     """The engine and its trainer, built as scripts/train_gpt.py does."""
     import deepspeed
+
     from gpt import loop, model, tensor_parallel, weights
 
     topology = tensor_parallel.start(job.tp, job.pp)
@@ -142,8 +141,8 @@ def build(job: Job) -> Any:
 
 def train(job: Job) -> Outcome:
     """One training on this rank."""
+    from hybridcomp import process
     from hybridcomp.channels import NAME, channels_of
-    from hybridcomp.patches import process
 
     torch.manual_seed(0)
     engine, trainer = build(job)

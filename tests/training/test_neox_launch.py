@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.paths import ROOT
 from tests.ranks import run_ranks
 from tests.training.neox_trainer import write_data
 from tests.training.test_neox import HOME
@@ -25,7 +26,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "neox"
 KEYS = [
     f"Train/Compression/tp/{way}/{figure}"

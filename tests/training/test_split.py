@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
+
+from tests.paths import CONFIGS
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -23,7 +24,6 @@ from tests.training import split_parts, split_trainer
 from tests.training.split_trainer import BATCH, LAYERS, LENGTH, VOCAB, WIDTH, Job, Outcome
 
 LATER = Version(version("deepspeed")) >= Version("0.19.8")
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHORT = 6
 LONG = {"tp": Job(tp=2), "cp": Job(sp=2), "cp-alst": Job(sp=2, alst=True)}
 VARIANTS = {

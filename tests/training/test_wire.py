@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.paths import ROOT
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, WARMUP, WIDTH = 6, 2, 512
 #: ZeRO stage -> how many times fewer bytes 4 bits have to move
 STAGES = {0: 3.5, 1: 6.0, 2: 6.0}

@@ -1,0 +1,7 @@
+"""``"when": "auto"``: what links give is measured, and a verdict says whether encoding pays.
+
+observed  the messages of a run that are waited for before a trial can be made of them
+trials    native and encoded messages, timed beside each other
+verdicts  what the trials say, by dimension
+recheck   steps of the run itself, natively and encoded in turns, where a trial was close
+"""

@@ -1,0 +1,135 @@
+"""What the messages of tp and pp look like: known once a step has sent them.
+
+With ``"when": "auto"`` they are native until then. What a group or a pair of stages has in common
+is looked at alone: all of its ranks count the same messages and so plan the same trial, which they
+compare before they start it, since a rank that waits for a message nobody sends waits for good.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.agreement import tell
+from hybridcomp.autotune.trials import Planned
+from hybridcomp.codecs.base import Codec
+from hybridcomp.policy import Dimension, Direction
+from hybridcomp.topology import Ranks, ranks_of
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Messages that are equal but for their values."""
+
+    ranks: Ranks  # of the group; sender and receiver of a send
+    is_send: bool
+    direction: Direction
+    dtype: torch.dtype
+    numel: int
+    codec: Codec
+
+    @property
+    def nbytes(self) -> int:
+        """Of one message on one rank."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def stated(self) -> str:
+        """What all ranks that take part say of it, as text that sorts alike on all of them."""
+        how = [self.ranks, self.is_send, self.direction, str(self.dtype), self.numel]
+        return json.dumps([*how, self.codec.spec])
+
+
+class Seen:
+    """The messages of dimensions that are not judged yet."""
+
+    def __init__(self, dimensions: Iterable[Dimension]) -> None:
+        self._counts: dict[Dimension, Counter[Kind]] = {name: Counter() for name in dimensions}
+        self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
+        self._steps = 0
+
+    @property
+    def waiting(self) -> tuple[Dimension, ...]:
+        """Dimensions without a verdict."""
+        return tuple(self._counts)
+
+    def note(
+        self,
+        dimension: Dimension,
+        codec: Codec,
+        numel: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        direction: Direction,
+        hop: tuple[int, int] | None,
+    ) -> None:
+        """Count a message that stays native because its dimension is not judged yet.
+
+        ``hop``: global ranks of sender and receiver, None for a collective of ``group``.
+        """
+        ranks = ranks_of(group) if hop is None else hop
+        self._groups[ranks] = group
+        self._counts[dimension][Kind(ranks, hop is not None, direction, dtype, numel, codec)] += 1
+
+    def is_due(self) -> bool:
+        """After each step: whether to look now. Later and later, as there may never be any."""
+        self._steps += 1
+        return self._steps & (self._steps - 1) == 0
+
+    def forget(self, dimension: Dimension) -> None:
+        """It has a verdict."""
+        self._counts.pop(dimension, None)
+
+    def plans(self) -> dict[Dimension, tuple[list[Planned], int]]:
+        """By dimension that any rank has seen messages of: what to time, bytes of the largest.
+
+        A collective over the job. 0 bytes: there are messages, but none that its ranks agree on.
+        """
+        own = {name: _heaviest(counts) for name, counts in self._counts.items()}
+        said = tell(
+            {
+                name: {kind.stated: [len(kind.ranks), kind.nbytes] for kind in kinds}
+                for name, kinds in own.items()
+            },
+            what="messages of tp and pp",
+        )
+        found: dict[Dimension, tuple[list[Planned], int]] = {}
+        for name, kinds in own.items():
+            rows = [row[name] for row in said]
+            if not any(rows):
+                continue
+            common = _common(rows)
+            mine = sorted((k for k in kinds if k.stated in common), key=lambda kind: kind.stated)
+            plan = [self._planned(kind) for kind in mine]
+            found[name] = plan, max(common.values(), default=0)
+        return found
+
+    def _planned(self, kind: Kind) -> Planned:
+        hop = (kind.ranks[0], kind.ranks[1]) if kind.is_send else None
+        return Planned(kind.codec, self._groups[kind.ranks], hop, kind.dtype, kind.numel)
+
+
+def _heaviest(counts: Counter[Kind]) -> list[Kind]:
+    """Of each group, or pair, and direction the kind with the most bytes."""
+    best: dict[tuple[Ranks, bool, Direction], tuple[int, str, Kind]] = {}
+    for kind, count in counts.items():
+        key = (kind.ranks, kind.is_send, kind.direction)
+        weight = (count * kind.nbytes, kind.stated, kind)
+        if key not in best or weight[:2] > best[key][:2]:
+            best[key] = weight
+    return [kind for *_, kind in best.values()]
+
+
+def _common(rows: list[dict[str, list[int]]]) -> dict[str, int]:
+    """Bytes of what every rank that takes part has stated.
+
+    ``rows``: by rank, by statement, how many ranks take part and the bytes.
+    """
+    counts = Counter(stated for row in rows for stated in row)
+    every = {stated: figures for row in rows for stated, figures in row.items()}
+    return {stated: nbytes for stated, (ranks, nbytes) in every.items() if counts[stated] == ranks}

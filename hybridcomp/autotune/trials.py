@@ -1,0 +1,315 @@
+"""What is timed where the link decides: one message, natively and encoded, to its end.
+
+Nothing in here is traffic of the model: no ledger, no residual of it is touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp import collectives
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
+from hybridcomp.collectives.hierarchical import two_levels as hierarchy
+from hybridcomp.collectives.wire.transport import all_gather_single
+
+#: runs collectives to their end
+Run = Callable[[], None]
+
+#: values of the longest message of a trial; the channel's own messages are no longer
+MESSAGE_NUMEL = 1 << 27
+#: bytes that a value takes in a trial at most: itself, two residuals, a sum, what is sent
+NBYTES = 24
+#: torch 2.13 renames it and warns about the old name
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A message of a layer or between stages; gathers and scatters are timed as reductions."""
+
+    codec: Codec
+    group: dist.ProcessGroup | None
+    hop: tuple[int, int] | None  # global ranks of sender and receiver of a send
+    dtype: torch.dtype
+    numel: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose messages are timed, over which of the two levels, and of what they are made."""
+
+    group: dist.ProcessGroup | None
+    levels: Levels | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def values(self, numel: int) -> torch.Tensor:
+        """Noise, another on each rank."""
+        return _values(numel, self.dtype, self.device)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a dimension sends in a step: the values of each message, as all of a group do.
+
+    Attributes:
+        numels: of sums the values that every rank has, of gathers those that all have together.
+        how: sums that all ranks need, sums of which a rank needs its share of the step (ZeRO 1 and
+            2, by upstream an all-reduce) or of the message (ZeRO 3), or gathers.
+        together: they are posted before the first is waited for.
+    """
+
+    numels: tuple[int, ...]
+    how: Literal["sum", "own", "scatter", "gather"]
+    together: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Of all messages."""
+        return sum(self.numels)
+
+    def cut(self, most: int) -> Sent:
+        """Its first messages, with no more than ``most`` values, but one."""
+        kept: list[int] = []
+        total = 0
+        for numel in (min(numel, MESSAGE_NUMEL, most) for numel in self.numels):
+            total += numel
+            if kept and total > most:
+                break
+            kept.append(numel)
+        return replace(self, numels=tuple(kept))
+
+
+def reductions(codec: Codec, feedback: bool, place: Place) -> Callable[[Sent], tuple[Run, Run]]:
+    """Trials of sums of gradients; with ``feedback`` residuals are kept, too."""
+
+    def trial(sent: Sent) -> tuple[Run, Run]:
+        longest, world_size = max(sent.numels), dist.get_world_size(place.group)
+        values = place.values(longest)
+        kept = _residuals(sent.numels, place) if feedback else None
+        chosen = [codec.for_message(numel, place.dtype, world_size) for numel in sent.numels]
+        reduce = _Reduce(sent, place)
+
+        def coded() -> None:
+            for index, (numel, one) in enumerate(zip(sent.numels, chosen, strict=True)):
+                held = (None, None) if kept is None else _cut_residuals(kept, numel, place)
+                reduce.coded(values[:numel], one, held, index)
+                values[:numel].mul_(0.5)  # sums of sums must not overflow
+
+        def native() -> None:
+            for numel in sent.numels:
+                reduce.native(values[:numel])
+                values[:numel].mul_(0.5)
+
+        return native, coded
+
+    return trial
+
+
+@dataclass(frozen=True)
+class _Reduce:
+    """One sum of the messages of ``sent``, as upstream and as a codec's."""
+
+    sent: Sent
+    place: Place
+
+    def native(self, values: torch.Tensor) -> None:
+        group = self.place.group
+        share = values.numel() // dist.get_world_size(group)
+        if self.sent.how == "scatter" and share:
+            whole = values[: share * dist.get_world_size(group)]
+            _reduce_scatter(values.new_empty(share), whole, group=group)
+        else:
+            dist.all_reduce(values, group=group)
+
+    def coded(
+        self,
+        values: torch.Tensor,
+        codec: Codec,
+        held: tuple[torch.Tensor | None, torch.Tensor | None],
+        index: int,
+    ) -> None:
+        group, levels, meter = self.place.group, self.place.levels, Meter()
+        residual, owner = held
+        if levels is not None:
+            hierarchy.all_reduce(
+                values, codec, levels, meter=meter, residual=residual, owner_residual=owner
+            )
+        elif self.sent.how == "own":
+            collectives.reduce_to_owners(
+                values, self._owners(index), codec, group,
+                meter=meter, residual=residual, owner_residual=owner,
+            )  # fmt: skip
+        elif self.sent.how == "scatter":
+            ranges = chunk_ranges(values.numel(), dist.get_world_size(group))
+            shards = [values[start:stop] for start, stop in ranges]
+            rows = None if residual is None else [residual[start:stop] for start, stop in ranges]
+            collectives.reduce_scatter(shards, codec, group, meter=meter, residuals=rows).wait()
+        else:
+            collectives.all_reduce(
+                values, codec, group, meter=meter, residual=residual, owner_residual=owner
+            )
+
+    def _owners(self, index: int) -> list[OwnedRange]:
+        """Of message ``index``: every rank owns one stretch of what a step sums."""
+        world_size = dist.get_world_size(self.place.group)
+        first, numel = sum(self.sent.numels[:index]), self.sent.numels[index]
+        return [
+            OwnedRange(max(start, first) - first, min(stop, first + numel) - first, (rank,))
+            for rank, (start, stop) in enumerate(chunk_ranges(self.sent.numel, world_size))
+            if max(start, first) < min(stop, first + numel)
+        ]
+
+
+def _residual_lengths(numel: int, place: Place) -> tuple[int, int]:
+    """Of what this rank encodes of a message, and of its chunk of it."""
+    group, levels = place.group, place.levels
+    low, high = (0, numel) if levels is None else hierarchy.stretch(numel, levels)
+    encoders = dist.get_world_size(group) if levels is None else levels.nodes
+    index = dist.get_rank(group) if levels is None else levels.node
+    start, stop = chunk_ranges(high - low, encoders)[index]
+    return high - low, stop - start
+
+
+def _residuals(numels: Sequence[int], place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros as long as the longest residuals of messages of these lengths."""
+    sender, owner = map(max, zip(*(_residual_lengths(n, place) for n in set(numels)), strict=True))
+    return torch.zeros(sender, device=place.device), torch.zeros(owner, device=place.device)
+
+
+def _cut_residuals(
+    kept: tuple[torch.Tensor, torch.Tensor], numel: int, place: Place
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sender, owner = _residual_lengths(numel, place)
+    return kept[0][:sender], kept[1][:owner]
+
+
+def gathers(codec: Codec, place: Place) -> Callable[[Sent], tuple[Run, Run]]:
+    """Trials of all-gathers of parameters; sizes are those of what is gathered."""
+    group, levels = place.group, place.levels
+
+    def trial(sent: Sent) -> tuple[Run, Run]:
+        world_size = dist.get_world_size(group)
+        lengths = [-(-numel // world_size) for numel in sent.numels]
+        values = place.values(max(lengths))
+        room = values.new_empty(world_size * (sum(lengths) if sent.together else max(lengths)))
+        starts = accumulate(lengths if sent.together else [0] * len(lengths), initial=0)
+        messages = [
+            (values[:length], room[world_size * start : world_size * (start + length)])
+            for start, length in zip(starts, lengths, strict=False)
+        ]
+        chosen = [
+            codec.for_message(shard.numel(), place.dtype, world_size) for shard, _ in messages
+        ]
+
+        def coded() -> None:
+            handles: list[Any] = []
+            for (shard, out), one in zip(messages, chosen, strict=True):
+                ahead = sent.together and levels is None and one.fixed_size
+                if levels is not None:
+                    hierarchy.all_gather(shard, out, one, levels, meter=Meter())
+                else:
+                    handles.append(
+                        collectives.all_gather(
+                            shard, out, one, group, meter=Meter(), async_op=ahead
+                        )
+                    )
+            for handle in handles:
+                handle.wait()
+
+        def native() -> None:
+            works: list[Any] = []
+            for shard, out in messages:
+                works.append(all_gather_single(out, shard, group=group, async_op=sent.together))
+            for work in works if sent.together else ():
+                work.wait()
+
+        return native, coded
+
+    return trial
+
+
+def agree_on(sent: Sent | None, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether every rank of the job knows what it sends, and ranks of ``group`` the same.
+
+    A collective over the job: ranks whose messages differ would wait for each other for good.
+    """
+    found = [0, 0, 0] if sent is None else [len(sent.numels), sent.numel, hash(sent.numels)]
+    least = torch.tensor([*found, *(-number for number in found)], device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    low, high = least.tolist()[:3], [-number for number in least.tolist()[3:]]
+    agreed = torch.tensor(int(low == high and bool(low[0])), device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return bool(agreed)
+
+
+def room_for(device: torch.device) -> int:
+    """Values that trials on ``device`` may have: half of what is free there, for all ranks alike.
+
+    A collective over the job.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // dist.get_world_size()
+    values = torch.tensor(max(1, free // 2 // NBYTES), device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MIN)
+    return int(values)
+
+
+def has_room(nbytes: int, device: torch.device) -> bool:
+    """Whether every rank's GPU has so many bytes to spare; a collective over the job.
+
+    Hosts take memory from others when they have none, and are not asked.
+    """
+    fits = True
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        fits = nbytes < torch.cuda.mem_get_info(device)[0] + kept
+    found = torch.tensor(int(fits), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return bool(found)
+
+
+def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(numel, generator=generator).to(device, dtype)
+
+
+def messages(planned: Sequence[Planned], device: torch.device) -> tuple[Run, Run]:
+    """A trial of several messages of layers or stages, one after the other.
+
+    ``planned``: those that this rank takes part in, on all ranks in one order, so that no two wait
+    for each other; none of them is no trial, which takes no time.
+    """
+    values = [_values(one.numel, one.dtype, device) for one in planned]
+
+    def native() -> None:
+        for one, tensor in zip(planned, values, strict=True):
+            if one.hop is None:
+                dist.all_reduce(tensor, group=one.group)
+                tensor.mul_(0.5)  # sums of sums must not overflow
+            elif one.hop[0] == dist.get_rank():
+                dist.send(tensor, one.hop[1], group=one.group)
+            else:
+                dist.recv(tensor, one.hop[0], group=one.group)
+
+    def coded() -> None:
+        for one, tensor in zip(planned, values, strict=True):
+            if one.hop is None:
+                collectives.all_reduce(tensor, one.codec, one.group, meter=Meter())
+                tensor.mul_(0.5)
+            elif one.hop[0] == dist.get_rank():
+                collectives.send(tensor, one.hop[1], one.codec, one.group, meter=Meter())
+            else:
+                collectives.recv(tensor, one.hop[0], one.codec, one.group, meter=Meter())
+
+    return native, coded

@@ -1,0 +1,255 @@
+"""Channels: all dimensions of one engine, with the state that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.autotune.observed import Seen
+from hybridcomp.autotune.trials import (
+    Place,
+    Sent,
+    agree_on,
+    gathers,
+    has_room,
+    messages,
+    reductions,
+)
+from hybridcomp.autotune.verdicts import WARM, Link, judge, judge_seen
+from hybridcomp.channels.channel import TWO_LEVELS, Channel
+from hybridcomp.channels.error_feedback import Residuals
+from hybridcomp.channels.guard import Guard
+from hybridcomp.channels.host_copies import HostMoves
+from hybridcomp.channels.ledger import Ledger
+from hybridcomp.channels.low_rank import Factors
+from hybridcomp.collectives.wire.clock import HOST, SILENT, Clock
+from hybridcomp.config import CompressionConfig
+from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
+from hybridcomp.topology import Nodes, Ranks, discover
+
+#: attribute that an attached engine, its optimizer and its parameters carry
+ATTRIBUTE = "_hybridcomp_channels"
+#: of parameters that do not exist yet: no fewer than any trial is made of
+UNKNOWN = 1 << 62
+#: attribute of a parameter: its dotted name, unique in the job
+NAME = "_hybridcomp_name"
+
+
+def channels_of(obj: Any) -> Channels | None:
+    """The channels that ``obj`` was tagged with, or None when it belongs to no attached engine."""
+    found: Channels | None = getattr(obj, ATTRIBUTE, None)
+    return found
+
+
+class Channels:
+    """All dimensions of one engine, with the state that they share."""
+
+    def __init__(self, config: CompressionConfig) -> None:
+        self.config = config
+        self.policy = config.policy()
+        self.step = 0  # optimizer steps taken
+        codecs = {key: codec.spec for key, codec in self.policy.codecs.items() if codec}
+        self.ledger = Ledger(codecs=codecs)
+        self.residuals = Residuals()
+        self.guard = Guard(config.limits())
+        self.factors = Factors()
+        self.link = Link()  # with ``when: auto``
+        self.is_weighed = False  # whether what is known before the first step was measured
+        self._feedback_nbytes = 0  # that error feedback would take at most; 0: not known
+        self.seen = Seen(name for name in config.measured() if name not in ONE_WAY)
+        self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
+        #: names of small parameters that tensor-parallel ranks have in common; see ``common``
+        self.common: frozenset[str] = frozenset()
+        self.generation = 0  # of the references that parameter deltas are added to
+        self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
+        self.host = HostMoves(self)  # of dimension offload
+
+    def __getitem__(self, dimension: Dimension) -> Channel:
+        return self._by_dimension[dimension]
+
+    def __iter__(self) -> Iterator[Channel]:
+        return iter(self._by_dimension.values())
+
+    def lossy(self, dimension: Dimension) -> bool:
+        """Whether forward messages of this step change values: not on a fast link."""
+        codec = self.policy.codecs.get((dimension, "forward"))
+        return (
+            codec is not None and not codec.lossless and not self.link.native(dimension, self.step)
+        )
+
+    def place(self, groups: Iterable[Ranks]) -> list[str]:
+        """Find the nodes and make the two levels of the groups of dp and zero; a collective.
+
+        ``groups``: those that this rank is in. Returns what to tell the user.
+        """
+        low_rank = self.policy.low_rank
+        names = [name for name in TWO_LEVELS if self[name].active and name not in low_rank]
+        if self.config.hierarchy == "none" or not names:
+            return []
+        self.nodes = discover(self.config.hierarchy)
+        notes = self.nodes.prepare(groups)
+        return [f"{', '.join(names)}: {note}" for note in notes]
+
+    def weigh(
+        self,
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        numel: int = UNKNOWN,
+        sent: Mapping[Dimension, Sent] | None = None,
+    ) -> list[str]:
+        """Measure those of dp and zero that may turn themselves off; a collective.
+
+        After ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
+        ``dtype``. ``sent``: messages of a step, where that is known. Returns what to tell the user,
+        the same on all ranks.
+        """
+        self.is_weighed = True
+        names = [name for name in self.config.measured() if name in ONE_WAY]
+        if not names or dist.get_world_size(group) < 2:
+            return []
+        levels = self.nodes.levels(group) if self.nodes is not None else None
+        place = Place(group, levels, dtype, device)
+        common = torch.tensor(numel, device=device)
+        dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
+        self._feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32
+        for name in names:
+            known = (sent or {}).get(name)
+            whole = agree_on(known, group, device)
+            if known is None or not whole:
+                known = Sent((int(common),), "sum" if name == "dp" else "gather")
+            codec = self.policy.codecs[name, "forward"]
+            assert codec is not None, "the block was checked"
+            trials = gathers(codec, place)
+            if name == "dp":
+                trials = reductions(codec, self[name].error_feedback, place)
+            self.link.verdicts[name] = judge(trials, known, dtype.itemsize, device, whole)
+            del trials
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # trials have the sizes of the run's messages, and then no use
+        self._note_link()
+        return [self.link.verdicts[name].told(name) for name in names]
+
+    def _weigh_seen(self, device: torch.device) -> list[str]:
+        """Measure those of tp and pp that wait for it, with messages like those that were seen.
+
+        A collective. Returns what to tell the user, the same on all ranks.
+        """
+        waits = self.seen.waiting and self.step > self.config.start_step
+        if not waits or not self.seen.is_due():
+            return []
+        told = []
+        for name, (plan, nbytes) in self.seen.plans().items():
+            verdict = judge_seen(messages(plan, device), nbytes, device)
+            self.link.verdicts[name] = verdict
+            self.seen.forget(name)
+            told.append(verdict.told(name))
+        self._note_link()
+        return told
+
+    def resume_link(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Take over the verdicts of a checkpoint; returns what to tell the user."""
+        told = self.link.restore(state, self.seen.waiting)
+        for name in self.link.verdicts:
+            self.seen.forget(name)
+        self._note_link()
+        return told
+
+    def _compare(self, device: torch.device) -> list[str]:
+        """Compare steps of the run where a trial was close; a collective where that ends.
+
+        Returns what to tell the user, the same on all ranks.
+        """
+        if not self.link.verdicts or self.step < self.config.start_step + WARM:
+            return []
+        if self.host.pace.is_measuring:
+            return []  # steps of this time differ in what offload does
+        without, told = set(self.guard.trips), []
+        allocates = self.link.begins("dp") and self.link.native("dp", self.step)
+        allocates = allocates and self.config.error_feedback("dp")
+        if allocates and not has_room(self._feedback_nbytes, device):
+            without.add("dp")
+            needed = f"{self._feedback_nbytes / 1e9:.3g} GB for error feedback"
+            told.append(f"dp: stays native: to compare steps, {needed} would be needed")
+        told += self.link.compare(self.step, without, device)
+        self._note_link()
+        return told
+
+    def _note_link(self) -> None:
+        """The ledger shows what is native from the start, and what changed later."""
+        ledger = self.ledger
+        for name, verdict in self.link.verdicts.items():
+            if name in self.guard.trips:
+                continue
+            ledger.native_since.pop(name, None)
+            if not verdict.pays:
+                ledger.native_since[name] = verdict.since
+                ledger.encoded_since.pop(name, None)
+            elif verdict.since:
+                ledger.encoded_since[name] = verdict.since
+
+    def open_step(self, device: torch.device) -> bool:
+        """At the first forward pass of a step, if it can be told; whether more of them matter."""
+        if self.link.recheck is not None:
+            self.link.recheck.open(self.step, device)
+        return self.link.may_compare
+
+    def close_step(self, sampled: bool, device: torch.device) -> list[str]:
+        """After an optimizer step, with ``step`` counted on: measure what is due, ask the guard.
+
+        ``sampled``: whether that step was a ``sampling`` one. A collective. Returns what to tell
+        the user, the same on all ranks.
+        """
+        self.ledger.drain()
+        told = self._weigh_seen(device) + self._compare(device)
+        if self.guard.flushed("dp", self.step) or self.link.holds_nothing("dp", self.step):
+            self.residuals.clear()
+        if not sampled or not self.guard.watching:
+            return told
+        return told + self._fall_back(self.guard.decide(self.step, device))
+
+    def resume_guard(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Take over the guard of a checkpoint; returns what to tell the user."""
+        return self._fall_back(self.guard.restore(state))
+
+    def _fall_back(self, names: Iterable[Dimension]) -> list[str]:
+        fallen = {name: self.guard.trips[name] for name in names}
+        self.ledger.native_since.update({name: trip.step for name, trip in fallen.items()})
+        return [trip.told(name) for name, trip in fallen.items()]
+
+    @property
+    def layout(self) -> list[int] | None:
+        """How residuals are spread over the ranks: the node of every rank, None in one level."""
+        return list(self.nodes.of_rank) if self.nodes is not None and self.nodes.deep else None
+
+    def resync(self) -> None:
+        """Send exact parameters in the next gather. One rank that asks is enough."""
+        self.generation += 1
+
+    @property
+    def timing(self) -> bool:
+        """Whether the device's time is taken in this step.
+
+        Half-way between two samples of the error: their extra encodings are no part of it, and
+        neither is the first step, which loads kernels.
+        """
+        every = self.config.ledger.sample_every
+        return every > 0 and self.step % every == every // 2
+
+    def clock(self, device: torch.device) -> Clock:
+        """What times a message on ``device`` in this step."""
+        if device.type != "cuda":
+            return HOST
+        if not self.timing or torch.cuda.is_current_stream_capturing():
+            return SILENT
+        return self.ledger.device_clock(device)
+
+    @property
+    def sampling(self) -> bool:
+        """Whether messages of this step have their error measured."""
+        every = self.config.ledger.sample_every
+        due = every > 0 and self.step % every == 0
+        return due and not self.link.comparing(self.step)  # it would be in the time that counts

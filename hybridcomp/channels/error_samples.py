@@ -1,0 +1,115 @@
+"""Samples: what one encoding of the head of a message would leave out, told to the ledger."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import Radix
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.wire.chunks import stretches
+from hybridcomp.policy import Dimension, Direction
+
+if TYPE_CHECKING:
+    from hybridcomp.channels.engine_channels import Channels
+
+#: elements of a message that the sampled error looks at
+SAMPLE_NUMEL = 65536
+
+
+class Samples:
+    """The samples of one dimension of one engine, on their way to the ledger and the guard."""
+
+    def __init__(self, dimension: Dimension, channels: Channels) -> None:
+        self._dimension = dimension
+        self._channels = channels
+
+    def take(
+        self,
+        values: Tensor,
+        codec: Codec,
+        direction: Direction,
+        cuts: Sequence[int] = (),
+        relative_to: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Measure the error of one encoding of the head of ``values`` on sampling steps.
+
+        ``codec``: the one of the first quantization, ``cuts``: where it may not reach across. Of
+        radix every sampled value is held against its bound. ``relative_to``: what the error is
+        relative to, None for ``values``; ``residual``: what error feedback holds for them.
+        """
+        if codec.lossless or not self._channels.sampling or not values.numel():
+            return
+        found = encode_once(values, codec, cuts, relative_to, residual)
+        self._write(direction, *found)
+
+    def factors(
+        self, direction: Direction, left_sq: float, sent_sq: float, value_sq: float
+    ) -> None:
+        """A sample of a low-rank sum: squared norms of what this rank left out, of what it had to
+        send, and of the gradients in it."""
+        held = left_sq * sent_sq / value_sq if value_sq else 0.0  # its ratio to the gradients
+        self._write(direction, left_sq, sent_sq, held)
+
+    def _write(
+        self, direction: Direction, error_sq: float, value_sq: float, held: float, outside: int = 0
+    ) -> None:
+        """For the ledger and the guard: squared norms of an error, its values, their residual."""
+        if not math.isfinite(value_sq):
+            return  # an overflow step tells nothing
+        error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite
+        key = (self._dimension, direction)
+        self._channels.ledger.record_error(key, error_sq, value_sq, outside)
+        self._channels.guard.sample(key, error_sq, value_sq, held)
+
+
+def encode_once(
+    values: Tensor,
+    codec: Codec,
+    cuts: Sequence[int],
+    relative_to: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[float, float, float, int]:
+    """``(squared error, squared values, squared residual, values beyond their bound)``.
+
+    Args:
+        values: the message; its first SAMPLE_NUMEL elements are encoded.
+        codec: of the first quantization.
+        cuts: where it may not reach across.
+        relative_to: what the error is relative to, None for ``values``.
+        residual: what error feedback holds for them.
+    """
+    head = values.detach().reshape(-1)[:SAMPLE_NUMEL]
+    nbytes = codec.wire_nbytes(head.numel(), head.dtype)
+    payload = torch.empty(nbytes, dtype=torch.uint8, device=head.device)
+    decoded = torch.empty(head.numel(), dtype=torch.float32, device=head.device)
+    exact, outside = head.float(), 0
+    for low, high in stretches(0, head.numel(), cuts):
+        used = codec.encode(head[low:high], payload)
+        codec.decode(payload[:used], decoded[low:high])
+        if isinstance(codec, Radix):
+            outside += beyond(codec, exact[low:high], decoded[low:high])
+    whole = exact if relative_to is None else relative_to.detach().reshape(-1)[:SAMPLE_NUMEL]
+    held = 0.0 if residual is None else _square(residual[: head.numel()])
+    return _square(decoded - exact), _square(whole), held, outside
+
+
+def beyond(codec: Radix, values: Tensor, decoded: Tensor) -> int:
+    """How many of the fp32 ``values`` are further from ``decoded`` than their segment allows."""
+    error = (decoded.double() - values.double()).abs()
+    if codec.mode == "abs":
+        return int((error > codec.error_bound).sum())
+    pad = -values.numel() % codec.segment
+    rows = torch.nn.functional.pad(values.double().abs(), (0, pad)).view(-1, codec.segment)
+    limits = rows.amax(1).repeat_interleave(codec.segment)[: values.numel()] * codec.error_bound
+    return int((error > limits).sum())
+
+
+def _square(values: Tensor) -> float:
+    """Squared L2 norm."""
+    return float(values.double().square().sum())

@@ -1,0 +1,295 @@
+"""The only counters: what every dimension sent, what native would have sent, what it cost.
+
+Bytes are what was handed to torch.distributed for other ranks, so that they can be held against
+the counters of the network card. ``ratio = raw / wire``, higher is better.
+
+Seconds are the host's where the host encodes. On a GPU they are the device's, of the steps that
+were timed (``Channels.timing``), scaled to the whole interval by the bytes of the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridcomp.collectives.wire.clock import DeviceClock
+from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension, Direction
+
+Key = tuple[Dimension, Direction]
+KEYS: tuple[Key, ...] = tuple((dim, way) for dim in DIMENSIONS for way in DIRECTIONS)
+
+
+@dataclass
+class Entry:
+    """Totals of one dimension and direction. All fields add up over messages and ranks."""
+
+    messages: float = 0.0  # messages of upstream, native ones included
+    native: float = 0.0  # of these, messages left native
+    raw_nbytes: float = 0.0  # what native would have sent to other ranks
+    wire_nbytes: float = 0.0  # what was sent to other ranks
+    codec_s: float = 0.0  # of the host
+    wait_s: float = 0.0
+    error_sq: float = 0.0  # sampled: squared L2 of (decoded - values)
+    value_sq: float = 0.0  # sampled: squared L2 of values
+    inter_raw_nbytes: float = 0.0  # encoded messages: what native would have sent to other nodes
+    inter_nbytes: float = 0.0  # encoded messages: what was sent to other nodes
+    outside: float = 0.0  # sampled: elements further off than their error bound; must stay 0
+    device_nbytes: float = 0.0  # of raw_nbytes, what a GPU encoded
+    timed_nbytes: float = 0.0  # of device_nbytes, in steps that were timed
+    device_codec_s: float = 0.0  # seconds of the streams in these steps
+    device_wait_s: float = 0.0
+
+    def add(self, other: Entry) -> None:
+        """Add ``other`` field by field."""
+        for name in FIELDS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def ratio(self) -> float | None:
+        """raw / wire, None where nothing was sent."""
+        return self.raw_nbytes / self.wire_nbytes if self.wire_nbytes else None
+
+    @property
+    def error(self) -> float | None:
+        """Sampled relative L2 error of one encoding, None where nothing was sampled."""
+        return (self.error_sq / self.value_sq) ** 0.5 if self.value_sq else None
+
+    @property
+    def inter_ratio(self) -> float | None:
+        """Of what crosses nodes, native over encoded; None where nothing crossed."""
+        return self.inter_raw_nbytes / self.inter_nbytes if self.inter_nbytes else None
+
+    @property
+    def clock(self) -> str:
+        """Whose seconds ``seconds`` gives: device or host."""
+        return "device" if self.device_nbytes else "host"
+
+    def seconds(self) -> tuple[float | None, float | None]:
+        """Of coding and of waiting; None where a GPU encoded and none of these steps was timed."""
+        if not self.device_nbytes:
+            return self.codec_s, self.wait_s
+        if not self.timed_nbytes:
+            return None, None
+        scale = self.device_nbytes / self.timed_nbytes
+        return self.codec_s + scale * self.device_codec_s, self.wait_s + scale * self.device_wait_s
+
+    def row(self, codec: str) -> dict[str, Any]:
+        """The JSON form: megabytes (1e6), milliseconds."""
+        codec_s, wait_s = self.seconds()
+        return {
+            "codec": codec,
+            "messages": round(self.messages),
+            "native_messages": round(self.native),
+            "raw_MB": self.raw_nbytes / 1e6,
+            "wire_MB": self.wire_nbytes / 1e6,
+            "ratio": self.ratio,
+            "codec_ms": None if codec_s is None else codec_s * 1e3,
+            "wait_ms": None if wait_s is None else wait_s * 1e3,
+            "clock": self.clock,
+            "error": self.error,
+            "inter_raw_MB": self.inter_raw_nbytes / 1e6,
+            "inter_MB": self.inter_nbytes / 1e6,
+            "inter_ratio": self.inter_ratio,
+            "outside_bound": round(self.outside),
+        }
+
+
+FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Entry))
+
+
+@dataclass
+class Ledger:
+    """Counters of one engine on this rank: since the last ``take`` and in total."""
+
+    codecs: Mapping[Key, str] = field(default_factory=dict)  # specs, for the rows
+    used: dict[Key, dict[str, None]] = field(default_factory=dict)  # specs of what was sent
+    interval: dict[Key, Entry] = field(default_factory=lambda: {key: Entry() for key in KEYS})
+    #: dimensions that a guard or a link has made native: the first step without their codec
+    native_since: dict[Dimension, int] = field(default_factory=dict)
+    #: native ones that turned out to be faster encoded: the first step with their codec
+    encoded_since: dict[Dimension, int] = field(default_factory=dict)
+    clocks: dict[torch.device, DeviceClock] = field(default_factory=dict)
+
+    def device_clock(self, device: torch.device) -> DeviceClock:
+        """The clock of the timed steps of a GPU."""
+        return self.clocks.setdefault(device, DeviceClock())
+
+    def drain(self, wait: bool = False) -> None:
+        """Add up the device's seconds that can be read; with ``wait`` all of them."""
+        for clock in self.clocks.values():
+            clock.drain(wait)
+
+    def record(self, key: Key, raw_nbytes: int, meter: Meter, inter: float = 0.0) -> None:
+        """One encoded message; ``inter``: the share of native's bytes that crosses nodes."""
+        entry = self.interval[key]
+        entry.messages += 1
+        entry.raw_nbytes += raw_nbytes
+        entry.wire_nbytes += meter.wire_nbytes
+        entry.inter_raw_nbytes += inter * raw_nbytes
+        entry.inter_nbytes += meter.inter_nbytes
+        if meter.clock.on_device:
+            entry.device_nbytes += raw_nbytes
+            entry.timed_nbytes += raw_nbytes if isinstance(meter.clock, DeviceClock) else 0
+        self.record_time(key, meter)
+        self.used.setdefault(key, {}).update(meter.used)
+
+    def record_extra(self, key: Key, meter: Meter) -> None:
+        """What was sent beside a message of upstream."""
+        entry = self.interval[key]
+        entry.wire_nbytes += meter.wire_nbytes
+        entry.inter_nbytes += meter.inter_nbytes
+        self.record_time(key, meter)
+
+    def record_time(self, key: Key, meter: Meter) -> None:
+        """The time of a message that another rank counts, or of a part of one."""
+        entry = self.interval[key]
+        entry.codec_s += meter.codec_s
+        entry.wait_s += meter.wait_s
+        if isinstance(meter.clock, DeviceClock):
+            meter.clock.land(meter.spans, entry)
+
+    def record_native(self, key: Key, raw_nbytes: int) -> None:
+        """One message left native."""
+        entry = self.interval[key]
+        entry.messages += 1
+        entry.native += 1
+        entry.raw_nbytes += raw_nbytes
+        entry.wire_nbytes += raw_nbytes
+
+    def record_error(self, key: Key, error_sq: float, value_sq: float, outside: int = 0) -> None:
+        """One sample of the error of an encoding; ``outside``: elements beyond their bound."""
+        entry = self.interval[key]
+        entry.error_sq += error_sq
+        entry.value_sq += value_sq
+        entry.outside += outside
+
+    def vector(self) -> torch.Tensor:
+        """The interval as one float64 vector of fixed layout, for a sum over ranks."""
+        return torch.tensor(
+            [[getattr(self.interval[key], name) for name in FIELDS] for key in KEYS],
+            dtype=torch.float64,
+        ).reshape(-1)
+
+    def restart(self) -> None:
+        """Begin a new interval."""
+        self.interval = {key: Entry() for key in KEYS}
+        self.used = {}
+
+    def rows(
+        self, entries: Mapping[Key, Entry], used: Mapping[Key, Mapping[str, None]] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """``{dimension: {direction: row}}`` of the entries that moved anything.
+
+        ``used``: specs of what was sent in their time, None for this interval's.
+        """
+        specs = self.used if used is None else used
+        rows: dict[str, dict[str, Any]] = {}
+        for (dimension, direction), entry in entries.items():
+            if entry.messages:
+                key = (dimension, direction)
+                codec = " + ".join(specs.get(key, ())) or self.codecs.get(key, "none")
+                row = {
+                    **entry.row(codec),
+                    "native_since": self.native_since.get(dimension),
+                    "encoded_since": self.encoded_since.get(dimension),
+                }
+                rows.setdefault(dimension, {})[direction] = row
+        return rows
+
+
+def entries_of(vector: torch.Tensor) -> dict[Key, Entry]:
+    """The inverse of ``Ledger.vector``."""
+    table = vector.reshape(len(KEYS), len(FIELDS)).tolist()
+    return {key: Entry(*values) for key, values in zip(KEYS, table, strict=True)}
+
+
+def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """The progress line of one interval."""
+    parts = []
+    for dimension, ways in rows.items():
+        for direction, row in ways.items():
+            name = dimension if dimension in ONE_WAY else f"{dimension}.{direction}"
+            ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
+            error = f", error {row['error']:.1e}" if row["error"] is not None else ""
+            left = row["native_messages"]
+            if row["outside_bound"]:
+                error += f", {row['outside_bound']} sampled values OUTSIDE THE BOUND"
+            native = f", {left} of {row['messages']} messages native" if left else ""
+            codec = row["codec"]
+            for mode in ("native", "encoded"):
+                if row[f"{mode}_since"] is not None:
+                    codec += f", {mode} since step {row[f'{mode}_since']}"
+            between = ""
+            if row["inter_ratio"] is not None:
+                between = (
+                    f", between nodes {row['inter_ratio']:.2f}x "
+                    f"({row['inter_MB']:.2f} of {row['inter_raw_MB']:.2f} MB)"
+                )
+            parts.append(
+                f"{name} {codec} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB"
+                f"{_times(row)}{error}{native}{between})"
+            )
+    return f"[hybridcomp] step {step}: " + ("; ".join(parts) or "nothing was sent")
+
+
+def _times(row: Mapping[str, Any]) -> str:
+    """What coding and waiting took; nothing where no step of the interval was timed."""
+    if row["codec_ms"] is None:
+        return ""
+    whose = "device " if row["clock"] == "device" else ""
+    return f", {whose}codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms"
+
+
+class JsonLines:
+    """One JSON object per line, written at once, so that a killed run keeps its figures.
+
+    Where the disk is full records are dropped, not the run: that is said once, and the file holds
+    whole lines only, in front of and behind what is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._file = path, path.open("wb", buffering=0)
+        self._nbytes, self._dropped = 0, 0
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        text = (json.dumps(record) + "\n").encode()
+        try:
+            written = self._file.write(text)
+            if written != len(text):
+                raise OSError(f"{written} of {len(text)} bytes were written")
+            self._nbytes += len(text)
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        """Take back what was written of a line."""
+        with contextlib.suppress(OSError):
+            self._file.truncate(self._nbytes)
+            self._file.seek(self._nbytes)
+        self._dropped += 1
+        if self._dropped == 1:
+            print(
+                f"[hybridcomp] {self._path}: a record cannot be written ({error}); the run goes on "
+                "without it",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        if self._dropped > 1:
+            print(
+                f"[hybridcomp] {self._path}: {self._dropped} records are missing", file=sys.stderr
+            )
+        self._dropped = 0

@@ -1,0 +1,1 @@
+"""Two levels: native inside a node, encoded between nodes."""

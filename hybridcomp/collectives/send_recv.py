@@ -1,0 +1,212 @@
+"""send and recv of self-describing payloads.
+
+DeepSpeed's pipeline reuses receive buffers whatever their dtype, so a payload must say what it is.
+A 32-byte header travels ahead as its own message: its reader learns the length of the payload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hybridcomp.codecs.base import VALUE_DTYPES, Codec
+from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire.buffers import POOL
+from hybridcomp.collectives.wire.encoding import Slots, check_values, encode_all
+from hybridcomp.collectives.wire.handle import Pending, Steps
+from hybridcomp.collectives.wire.headers import UNREAD
+from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.errors import CodecError
+
+MAGIC = b"HYCP"
+VERSION = 1
+#: magic, version, dtype (index into VALUE_DTYPES), numel, bytes of the payload, spec digest
+_LAYOUT = struct.Struct("<4sHHQQ8s")
+HEADER_NBYTES = _LAYOUT.size
+_SIZE_AT = slice(16, 24)  # of the bytes of the payload
+assert HEADER_NBYTES == 32
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a payload says of itself."""
+
+    spec_digest: bytes
+    dtype: torch.dtype
+    numel: int
+    nbytes: int
+
+    def pack(self) -> bytes:
+        """The 32 bytes."""
+        index = VALUE_DTYPES.index(self.dtype)
+        return _LAYOUT.pack(MAGIC, VERSION, index, self.numel, self.nbytes, self.spec_digest)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """Read 32 bytes. Raises CodecError when they are no header of this version."""
+        magic, version, index, numel, nbytes, digest = _LAYOUT.unpack(data)
+        if magic != MAGIC:
+            raise CodecError(
+                f"found no header but {data[:8]!r}...: the sender did not use hybridcomp's send; "
+                "check that both ranks run the same block"
+            )
+        if version != VERSION or index >= len(VALUE_DTYPES):
+            raise CodecError(
+                f"found header version {version}, dtype {index}; this is version {VERSION}: "
+                "install the same hybridcomp on all ranks"
+            )
+        return cls(digest, VALUE_DTYPES[index], numel, nbytes)
+
+
+@cache
+def spec_digest(spec: str) -> bytes:
+    """8 bytes that stand for a codec spec."""
+    return hashlib.sha256(spec.encode()).digest()[:8]
+
+
+@lru_cache(maxsize=1024)
+def _packed(header: Header, device: torch.device) -> Tensor:
+    # kept: a pipeline sends the same few shapes all day, and the copy to a GPU is not free
+    return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(device)
+
+
+def send(
+    tensor: Tensor, dst: int, codec: Codec, group: ProcessGroup | None, *, meter: Meter
+) -> None:
+    """Send ``tensor`` to the global rank ``dst``; blocking, to be met by ``recv``.
+
+    Args:
+        tensor: 1-D contiguous fp32/bf16/fp16.
+        dst: global rank, member of ``group``.
+        codec: the same on both sides.
+        group: None is the default group.
+        meter: filled in; this side counts the bytes.
+
+    Raises CodecError on other tensors.
+    """
+    tensor = tensor.detach()
+    check_values("tensor", tensor)
+    Pending(_send(tensor, dst, codec, group, meter), meter, async_op=False)
+
+
+def _send(
+    tensor: Tensor, dst: int, codec: Codec, group: ProcessGroup | None, meter: Meter
+) -> Steps[None]:
+    (codec,) = codec.hops(1, 1, result=tensor.dtype)
+    meter.use(codec.spec)
+    payload = POOL.take(codec.wire_nbytes(tensor.numel(), tensor.dtype), tensor.device)
+    with meter.coding():
+        filled = [tensor] if tensor.numel() else []
+        own = Slots(payload, [])
+        encode_all(codec, filled, own, tensor.dtype)
+    used = sum(own.nbytes)
+    header = Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), used)
+    packed, arrival = _packed(header, tensor.device), None
+    if own.words is not None and used:
+        packed, arrival = packed.clone(), payload_sizes.SIZES.copied(own.words)
+        packed[_SIZE_AT].copy_(own.words.view(torch.uint8))
+    meter.sent(HEADER_NBYTES)
+    yield from transport.send(packed, dst, group)
+    if arrival is not None:  # the receiver has its header already
+        yield arrival
+        (used,) = arrival.sizes()
+    if used:
+        meter.sent(used)
+        yield from transport.send(payload[:used], dst, group)
+    POOL.give(payload)
+
+
+def recv(
+    tensor: Tensor, src: int, codec: Codec, group: ProcessGroup | None, *, meter: Meter
+) -> None:
+    """Receive into ``tensor`` what the global rank ``src`` sent with ``send``; blocking.
+
+    Decodes to the dtype that was sent, then casts into ``tensor`` if its dtype differs (an error
+    bound holds before that cast, whose rounding comes on top). On a GPU the host waits for the
+    header, whose reader learns the length of the payload. Where the codec's size is fixed it does
+    so once for each source, length and dtype; later headers are compared at ``check_headers``.
+
+    Args:
+        tensor: 1-D contiguous fp32/bf16/fp16 of as many elements as were sent.
+        src: global rank, member of ``group``.
+        codec, group: as for ``send``.
+        meter: its times are filled in, no bytes.
+
+    Raises CodecError that names both sides when codec or length differ; the payload has been taken
+    off the wire then, so the sender does not hang.
+    """
+    tensor = tensor.detach()
+    check_values("tensor", tensor)
+    Pending(_recv(tensor, src, codec, group, meter), meter, async_op=False)
+
+
+def _recv(
+    tensor: Tensor, src: int, codec: Codec, group: ProcessGroup | None, meter: Meter
+) -> Steps[None]:
+    packed = torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=tensor.device)
+    yield from transport.recv(packed, src, group)
+    kind = (src, tensor.numel(), tensor.dtype, codec.spec)
+    later = UNREAD.looks_later(kind, tensor.device)
+    header = expected = _expected(codec, tensor)
+    if not later:
+        header = Header.unpack(bytes(packed.tolist()))
+    (codec,) = codec.hops(1, 1, result=header.dtype)
+    meter.use(codec.spec)
+    payload = POOL.take(header.nbytes, tensor.device)
+    if header.nbytes:
+        yield from transport.recv(payload[: header.nbytes], src, group)
+    if later:
+        UNREAD.add(packed, partial(_compare, codec, src, expected))
+    else:
+        check_match(header, src, tensor.numel(), tensor.dtype, codec)
+        if codec.fixed_size and header == expected:
+            UNREAD.kinds.add(kind)
+    if header.nbytes:
+        with meter.coding():
+            if header.dtype == tensor.dtype:
+                codec.decode(payload[: header.nbytes], tensor)
+            else:
+                decoded = tensor.new_empty(tensor.numel(), dtype=header.dtype)
+                codec.decode(payload[: header.nbytes], decoded)
+                tensor.copy_(decoded)
+    POOL.give(payload)
+
+
+def _expected(codec: Codec, tensor: Tensor) -> Header:
+    """The header of a payload of fixed size that fills ``tensor``."""
+    (codec,) = codec.hops(1, 1, result=tensor.dtype)
+    nbytes = codec.wire_nbytes(tensor.numel(), tensor.dtype)
+    return Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), nbytes)
+
+
+def _compare(codec: Codec, src: int, expected: Header, data: bytes) -> None:
+    """Raise CodecError unless ``data`` is the expected header."""
+    header = Header.unpack(data)
+    check_match(header, src, expected.numel, expected.dtype, codec)
+    if header != expected:
+        raise CodecError(
+            f"rank {src} sent {header.dtype} in {header.nbytes} bytes where rank {dist.get_rank()} "
+            f"had so far received {expected.dtype} in {expected.nbytes} bytes: messages of one "
+            "length between two ranks must keep their dtype"
+        )
+
+
+def check_match(header: Header, src: int, numel: int, dtype: torch.dtype, codec: Codec) -> None:
+    """Raise CodecError that names both sides unless ``header`` is of what this rank expects."""
+    digest = spec_digest(codec.spec)
+    if header.spec_digest == digest and header.numel == numel:
+        return
+    me = dist.get_rank()
+    sent = "the same codec" if header.spec_digest == digest else "another codec"
+    raise CodecError(
+        f"rank {src} sent {header.numel} {header.dtype} elements with {sent} (spec digest "
+        f"{header.spec_digest.hex()}); rank {me} expects {numel} {dtype} elements "
+        f"with {codec.spec} (spec digest {digest.hex()}); both must run the same block and shapes"
+    )

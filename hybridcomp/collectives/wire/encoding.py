@@ -1,0 +1,200 @@
+"""Values into payloads and back: what is encoded as which dtype, error feedback, and fp32 sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import make_codec
+from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec
+from hybridcomp.collectives.wire import payload_sizes
+from hybridcomp.collectives.wire.buffers import POOL
+from hybridcomp.errors import CodecError
+
+#: what reads 16-bit values as they lie in memory; a payload of so many is of PAYLOAD_ALIGN bytes
+WIDEN = {torch.bfloat16: make_codec("bf16"), torch.float16: make_codec("fp16")}
+CAST_STEP = PAYLOAD_ALIGN // 2
+
+
+@dataclass(eq=False)
+class Job:
+    """One stretch of values to encode; the same job may go to several ranks, as the same bytes.
+
+    With a ``residual`` (fp32) ``values + residual`` is sent and the residual becomes what the
+    encoding left out. ``residual is values`` means that the sum stands there already.
+    ``decoded`` (fp32) receives what the others decode; it may be ``values`` itself.
+    """
+
+    values: Tensor
+    residual: Tensor | None = None
+    decoded: Tensor | None = None
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise CodecError unless ``tensor`` is 1-D, contiguous and of a dtype that travels encoded."""
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in VALUE_DTYPES:
+        raise CodecError(
+            f"{name}: expected a 1-D contiguous tensor of {VALUE_DTYPES}, found "
+            f"shape {tuple(tensor.shape)}, {tensor.dtype}, contiguous={tensor.is_contiguous()}"
+        )
+
+
+def check_residual(name: str, residual: Tensor | None, numel: int) -> None:
+    """Raise CodecError unless ``residual`` is None or a flat fp32 tensor of ``numel`` elements."""
+    if residual is None:
+        return
+    check_values(name, residual)
+    if residual.dtype != torch.float32 or residual.numel() != numel:
+        raise CodecError(
+            f"{name}: expected {numel} torch.float32 elements, found {residual.numel()} "
+            f"{residual.dtype} elements"
+        )
+
+
+def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool) -> torch.dtype:
+    """The dtype that is encoded: values of ``dtype``, or fp32 ones (``wide``) meant for ``dtype``.
+
+    A lossy codec takes fp32 as it is, which saves a rounding and a pass. A lossless one would
+    carry twice the bytes for digits that ``dtype`` cannot hold.
+    """
+    return torch.float32 if wide and not codec.lossless else dtype
+
+
+def decode_fp32(codec: Codec, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+    """Decode values of ``dtype`` into fp32 ``out``; lossless codecs do not decode across dtypes."""
+    if codec.lossless and dtype != torch.float32:
+        out.zero_()
+        codec.decode_add(payload, out, dtype)
+    else:
+        codec.decode(payload, out)
+
+
+def add_values(total: Tensor, values: Tensor) -> None:
+    """``total += values``, fp32 += fp32/bf16/fp16.
+
+    On one core torch adds 4 Mi bf16 to fp32 values in 11 ms, and the kernel of the cast in 1.9 ms.
+    """
+    whole = values.numel() - values.numel() % CAST_STEP
+    if values.dtype == torch.float32 or values.is_cuda:
+        whole = 0
+    if whole:
+        cast = WIDEN[values.dtype]
+        cast.decode_add(values[:whole].view(torch.uint8), total[:whole], torch.float32)
+    if whole < values.numel():
+        total[whole:].add_(values[whole:])
+
+
+def settle(residual: Tensor, delivered: Tensor) -> None:
+    """``residual -= delivered``, 0 where that is not finite: an overflow must not stay for ever."""
+    if delivered.dtype != torch.float32 and not delivered.is_cuda:  # slow if mixed: ``add_values``
+        buffer, wide = POOL.take_fp32(delivered.numel(), delivered.device)
+        residual.sub_(wide.copy_(delivered))
+        POOL.give(buffer)
+    else:
+        residual.sub_(delivered)
+    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def encode_job(
+    codec: Codec, job: Job, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
+) -> int:
+    """Encode ``job`` as ``dtype`` into ``out``, fill in its ``decoded``, update its residual.
+
+    Returns the bytes used. With a ``word`` these go there, and all of ``out`` counts as used.
+    """
+    residual, decoded, buffer = job.residual, job.decoded, None
+    if residual is not None and job.values is not residual:
+        add_values(residual, job.values)
+    values = job.values if residual is None else residual
+    used = _encode_values(codec, values.to(dtype), out, word)
+    if residual is not None and decoded is None:
+        buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
+    if decoded is not None:
+        decode_fp32(codec, out[:used], decoded, dtype)
+    if residual is not None and decoded is not None:
+        settle(residual, decoded)
+    POOL.give(buffer)
+    return used
+
+
+def _encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None) -> int:
+    if word is None:
+        return codec.encode(values, out)
+    codec.encode_into(values, out, word)
+    return out.numel()
+
+
+@dataclass
+class Slots:
+    """Payloads in slots that follow each other in ``buffer``, behind ``head`` bytes.
+
+    Slots are as long as their payloads, or as these could be at most where ``words`` (int64, one
+    for each, on the device) says how long they are.
+    """
+
+    buffer: Tensor
+    nbytes: list[int]
+    words: Tensor | None = None
+    head: int = 0
+
+
+def encode_all(codec: Codec, stretches: Sequence[Tensor], room: Slots, dtype: torch.dtype) -> None:
+    """Encode ``stretches`` as ``dtype`` into the empty ``room``, one after the other."""
+    each = codec.each(room.buffer.device) if len(stretches) > 1 else None
+    if each is not None:
+        room.nbytes = [codec.wire_nbytes(values.numel(), dtype) for values in stretches]
+        slots = torch.split(room.buffer[room.head : room.head + sum(room.nbytes)], room.nbytes)
+        each.encode([values.to(dtype) for values in stretches], slots)
+        return
+    if payload_sizes.SIZES.stay(codec, room.buffer.device):
+        room.words = room.buffer.new_empty(len(stretches), dtype=torch.int64)
+    position = room.head
+    for index, values in enumerate(stretches):
+        most = codec.wire_nbytes(values.numel(), dtype)
+        word = None if room.words is None else room.words[index : index + 1]
+        slot = room.buffer[position : position + most]
+        room.nbytes.append(_encode_values(codec, values.to(dtype), slot, word))
+        position += room.nbytes[-1]
+
+
+def encode_jobs(
+    codec: Codec, jobs: Sequence[Job], slots: Sequence[Tensor], dtype: torch.dtype
+) -> bool:
+    """Encode all ``jobs`` as ``dtype`` at once, where that can be done; the codec is fixed-size.
+
+    Not where a job's result is wanted here (``decoded``), or its sum stands in its residual.
+    """
+    each = codec.each(slots[0].device) if len(jobs) > 1 else None
+    plain = [job.residual is None for job in jobs]
+    if each is None or any(job.decoded is not None or job.values is job.residual for job in jobs):
+        return False
+    if all(plain):
+        each.encode([job.values.to(dtype) for job in jobs], slots)
+        return True
+    residuals = [job.residual for job in jobs if job.residual is not None]
+    if any(plain) or dtype != torch.float32:
+        return False
+    each.encode([job.values for job in jobs], slots, residuals)
+    return True
+
+
+def decode_all(codec: Codec, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Decode each of ``payloads`` into its ``out``; all of these are of one dtype."""
+    each = codec.each(out[0].device) if len(out) > 1 else None
+    if each is not None:
+        each.decode(payloads, out)
+        return
+    for payload, values in zip(payloads, out, strict=True):
+        codec.decode(payload, values)
+
+
+def show_overflow(total: Tensor, dtype: torch.dtype) -> None:
+    """Make Inf (in place) of sums that ``dtype`` would round to Inf, as they come out natively.
+
+    Codecs saturate when they narrow what they decoded, and loss scaling lives on overflows.
+    """
+    if dtype == torch.float16:
+        total.copy_(torch.where(total.half().isinf(), total.half().float(), total))

@@ -1,0 +1,100 @@
+"""Dimensions whose messages have two directions: activations and their gradients, or copies."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from hybridcomp.config.codec_settings import CodecSettings, build_codec
+from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
+from hybridcomp.config.error_messages import problem
+from hybridcomp.policy import DIRECTIONS, Direction
+
+
+class DirectionConfig(CodecSettings):
+    """What differs in one direction. Without ``codec`` the dimension's codec is kept."""
+
+
+class ActivationConfig(DimensionConfig):
+    """Activations in the forward pass, their gradients in the backward pass."""
+
+    forward: DirectionConfig | None = Field(
+        None, description="What differs for activations (forward pass)."
+    )
+    backward: DirectionConfig | None = Field(
+        None, description="What differs for gradients of activations (backward pass)."
+    )
+
+    def settings(self, direction: Direction) -> dict[str, Any]:
+        """Codec and codec settings that hold in ``direction``."""
+        override: DirectionConfig | None = getattr(self, direction)
+        if override is None:
+            return self.given()
+        if override.codec is not None:
+            return override.given()
+        return {**self.given(), **override.given()}
+
+    def _check_codecs(self) -> None:
+        overrides = [getattr(self, direction) for direction in DIRECTIONS]
+        for name, found in self.given().items():
+            if all(o is not None and (o.codec or name in o.given()) for o in overrides):
+                todo = (
+                    f"never used: forward and backward both name their codec or {name}; remove it"
+                )
+                raise problem(name, found, todo)
+        for direction, override in zip(DIRECTIONS, overrides, strict=True):
+            own = set() if override is None else set(override.given())
+            build_codec(self.settings(direction), direction, own)
+
+
+class TensorConfig(MeasuredConfig, ActivationConfig):
+    """Collectives of tensor-parallel layers; also what sends between stages have in common."""
+
+    def _check_codecs(self) -> None:
+        super()._check_codecs()
+        self._check_measured(self.codec_of("forward") or self.codec_of("backward"))
+
+
+class PipelineConfig(TensorConfig):
+    """Sends between pipeline stages."""
+
+    scatter_gather: bool = Field(
+        False,
+        description="Megatron-core without sequence parallelism: every tensor rank sends its part "
+        "of a message, and the receivers gather the parts. With `codec` none too. DeepSpeed does "
+        "so itself (pipe_partitioned): an error there.",
+    )
+
+
+class OffloadConfig(ActivationConfig):
+    """Copies between a device and its host (ZeRO-Offload)."""
+
+    when: Literal["always", "auto"] = Field(
+        "always",
+        description="always (default), or auto: the first steps of the run are made natively, with "
+        "encoded gradients, and with parameters encoded as well, in turns, and timed; what is "
+        "fastest on the slowest rank stays, native where neither makes a step faster.",
+    )
+    sums: Literal["auto", "device", "host"] = Field(
+        "auto",
+        description="Where gradients of several micro-batches are added up. device: they cross "
+        "once a step, and this rank's gradients (2 bytes a value in bf16) take memory of the "
+        "device. host: each crosses, and the host adds. auto (default): on the device where a "
+        "tenth of its memory stays free in the first backward pass.",
+    )
+    forward: DirectionConfig | None = Field(
+        None, description="What differs for updated parameters, host to device."
+    )
+    backward: DirectionConfig | None = Field(
+        None, description="What differs for gradients, device to host."
+    )
+
+    def _check_codecs(self) -> None:
+        super()._check_codecs()
+        codecs = {way: self.codec_of(way) for way in DIRECTIONS}
+        if self.when == "auto" and not any(codecs.values()):
+            raise problem("when", self.when, "none is native anyway; remove it, or name a codec")
+        if self.sums != "auto" and codecs["backward"] is None:
+            todo = "native gradients are added up as DeepSpeed does; remove it, or name a codec"
+            raise problem("sums", self.sums, todo)

@@ -1,0 +1,76 @@
+// CUDA kernels of blockint that encode and decode; a warp takes a tile (blockint_tile.h). Sums over
+// ranks: blockint_sum.cu. HC_DTYPE (0 fp32, 1 bf16, 2 fp16; kernels/cpu/cpu.h) chooses whose kernels an image
+// has, else it has all: what is compiled at first use is what a run needs.
+#include "blockint_tile.h"
+
+namespace hybridcomp {
+namespace blockint {
+
+// A row of the grid for each chunk.
+template <class E, bool FEEDBACK>
+HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u8* out,
+                      float* residual) {
+    Chunk mine(numel, chunk, slot, skip);
+    u64 tile = warp_id();
+    if (tile >= ceil_div(mine.count, TILE)) return;  // the whole warp
+    encode_tile<E, FEEDBACK>((const typename E::Stored*)source + mine.first, mine.count, tile,
+                             out + mine.payload, FEEDBACK ? residual + mine.first : nullptr);
+}
+
+template <class E, bool ADD>
+HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, void* target) {
+    Chunk mine(numel, chunk, slot, skip);
+    u64 tile = warp_id();
+    if (tile >= ceil_div(mine.count, TILE)) return;
+    decode_tile<E, ADD>(in + mine.payload, mine.count, tile,
+                        (typename E::Stored*)target + mine.first);
+}
+
+}  // namespace blockint
+}  // namespace hybridcomp
+
+#ifndef HC_ENCODE_BLOCKS
+#define HC_ENCODE_BLOCKS (HC_ROTATE ? 4 : 5)
+#endif
+#ifndef HC_FEEDBACK_BLOCKS
+#define HC_FEEDBACK_BLOCKS (HC_ARCH < 900 ? 2 : 3)
+#endif
+#ifndef HC_DECODE_BLOCKS
+#define HC_DECODE_BLOCKS (HC_ROTATE ? 4 : 5)
+#endif
+
+#define HC_DECODE(NAME, E, ADD)                                                                  \
+    extern "C" __global__ void __launch_bounds__(256, HC_DECODE_BLOCKS)                          \
+    blockint_##NAME(const unsigned char* in, unsigned long long numel, unsigned long long chunk, \
+                    unsigned long long slot, unsigned long long skip, void* out) {               \
+        hybridcomp::blockint::decode<hybridcomp::E, ADD>(in, numel, chunk, slot, skip, out);     \
+    }
+
+#define HC_KERNELS(NAME, E)                                                                      \
+    extern "C" __global__ void __launch_bounds__(256, HC_ENCODE_BLOCKS)                          \
+    blockint_encode_##NAME(const void* values, unsigned long long numel,                         \
+                           unsigned long long chunk, unsigned long long slot,                    \
+                           unsigned long long skip, unsigned char* out) {                        \
+        hybridcomp::blockint::encode<hybridcomp::E, false>(values, numel, chunk, slot, skip,     \
+                                                           out, nullptr);                        \
+    }                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256, HC_FEEDBACK_BLOCKS)                        \
+    blockint_encode_feedback_##NAME(const void* values, unsigned long long numel,                \
+                                    unsigned long long chunk, unsigned long long slot,           \
+                                    unsigned long long skip, unsigned char* out,                 \
+                                    float* residual) {                                           \
+        hybridcomp::blockint::encode<hybridcomp::E, true>(values, numel, chunk, slot, skip, out, \
+                                                          residual);                             \
+    }                                                                                            \
+    HC_DECODE(decode_##NAME, E, false)
+
+#if !defined(HC_DTYPE) || HC_DTYPE == 0
+HC_KERNELS(fp32, EightFp32)
+HC_DECODE(add, EightFp32, true)
+#endif
+#if !defined(HC_DTYPE) || HC_DTYPE == 1
+HC_KERNELS(bf16, EightBf16)
+#endif
+#if !defined(HC_DTYPE) || HC_DTYPE == 2
+HC_KERNELS(fp16, EightFp16)
+#endif

@@ -1,0 +1,148 @@
+"""Images of CUDA sources: compiled with NVRTC, once an architecture, and kept on disk.
+
+NVRTC is called through CuPy's binding, but not by ``cupy.RawModule``: that one adds ``-ftz=true``
+behind all options, and with subnormals flushed to zero bytes and sums are not those of the CPU. Its
+cache on disk does not look into included files either. Ours lies in CuPy's folder.
+
+Ranks that start together may each compile; what they write is the same, and a file appears whole or
+not at all. One that was damaged since is compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.errors import CodecError
+
+FOLDER = Path(__file__).resolve().parent
+FORMATS = FOLDER.parent / "formats"
+#: how every kernel is compiled: bytes must not depend on fused multiply-add, nor on flushing
+OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", f"-I{FOLDER}", f"-I{FORMATS}")
+DIGEST_NBYTES = 32
+
+
+@cache
+def sources_digest() -> str:
+    """Of all kernel sources and of how they are compiled."""
+    digest = hashlib.sha256(" ".join(OPTIONS[:-2]).encode())
+    for path in sorted((*FORMATS.glob("*.h"), *FOLDER.glob("*.h"), *FOLDER.glob("*.cu"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compiler() -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Version of NVRTC, and the architectures that it compiles for (75 for sm_75).
+
+    Raises CodecError where CuPy is not installed, cannot be imported or does not find NVRTC.
+    """
+    try:
+        nvrtc = _nvrtc()
+        major, minor = nvrtc.getVersion()
+        return (major, minor), tuple(sorted(nvrtc.getSupportedArchs()))
+    except Exception as error:  # a library that is missing is told in many ways
+        reason = " ".join(str(error).split())[:200]
+        raise CodecError(f"{type(error).__name__}: {reason}") from error
+
+
+def compiled(
+    source: str, defines: tuple[str, ...], architecture: int, *options: str
+) -> tuple[bytes, str]:
+    """The image of ``source`` for sm_``architecture``, and what the compiler says.
+
+    For a GPU that is newer than the compiler, PTX for the newest that this knows.
+
+    Raises CodecError with the compiler's log, or for a GPU that is too old for the compiler.
+    """
+    nvrtc = _nvrtc()
+    known = nvrtc.getSupportedArchs()
+    newest = max(known)
+    if architecture < min(known):
+        raise CodecError(
+            f"NVRTC {nvrtc.getVersion()} compiles for GPUs from sm_{min(known)} on, found one of "
+            f"sm_{architecture}; install CuPy and NVRTC of an older CUDA (12 for a V100), or leave "
+            "this dimension native"
+        )
+    real = architecture <= newest
+    target = f"-arch=sm_{architecture}" if real else f"-arch=compute_{newest}"
+    program = nvrtc.createProgram((FOLDER / source).read_text(), source, [], [])
+    try:
+        macros = (f"-D{define}" for define in defines)
+        nvrtc.compileProgram(program, (*OPTIONS, target, *macros, *options))
+        log: str = nvrtc.getProgramLog(program)
+        found: bytes = nvrtc.getCUBIN(program) if real else nvrtc.getPTX(program)
+        return found, log
+    except nvrtc.NVRTCError as error:
+        raise CodecError(
+            f"NVRTC {nvrtc.getVersion()} cannot compile {source} with {target} ({error}):\n"
+            f"{nvrtc.getProgramLog(program)}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def image(source: str, defines: tuple[str, ...], architecture: int) -> bytes:
+    """``compiled``, from the folder where it was kept or into it.
+
+    Where that folder cannot be written it says so once and the process goes on with what it has
+    compiled.
+    """
+    words = (sources_digest(), source, defines, architecture, _nvrtc().getVersion())
+    name = hashlib.sha256(repr(words).encode()).hexdigest()[:40]
+    path = cache_folder() / f"hybridcomp-{name}.cubin"
+    found = _read(path)
+    if found is None:
+        found, _ = compiled(source, defines, architecture)
+        try:
+            _write(path, found)
+        except OSError as error:
+            _warn(path.parent, str(error))
+    return found
+
+
+def cache_folder() -> Path:
+    """Where CuPy keeps what it compiles."""
+    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+
+
+def _nvrtc() -> Any:
+    from cupy_backends.cuda.libs import nvrtc
+
+    return nvrtc
+
+
+def _read(path: Path) -> bytes | None:
+    """The image in ``path``, None where there is none or not all of it."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, found = content[:DIGEST_NBYTES], content[DIGEST_NBYTES:]
+    return found if found and hashlib.sha256(found).digest() == digest else None
+
+
+def _write(path: Path, found: bytes) -> None:
+    """Under another name first: a reader sees all of the file or none. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix="hybridcomp-", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(found).digest() + found)
+        os.replace(partial, path)
+    except OSError:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+@cache
+def _warn(folder: Path, reason: str) -> None:
+    warnings.warn(
+        f"compiled GPU kernels cannot be kept in {folder} ({reason}): every start will compile "
+        "them again; set CUPY_CACHE_DIR to a folder that can be written",
+        stacklevel=3,
+    )

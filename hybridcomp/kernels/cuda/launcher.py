@@ -1,0 +1,150 @@
+"""How a kernel is started on a device, and what all launches have in common."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridcomp.errors import CodecError
+from hybridcomp.kernels.cuda import images
+from hybridcomp.kernels.cuda.setup import extra_of, setup
+from hybridcomp.kernels.cuda.workspaces import Workspaces
+
+THREADS = 256  # of a block, for kernels that ask for nothing else
+WARPS = THREADS // 32
+WHOLE = 2**64 - 1  # no chunk is skipped
+DTYPES = ("fp32", "bf16", "fp16")  # by dtype code
+LIBCUDA = "libcuda.so.1"
+cuda: Any = torch.cuda  # parts of it are untyped
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
+
+
+class Launcher(Protocol):
+    """Starts kernels on one device."""
+
+    def launch(
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = THREADS, table: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """Run ``kernel`` of ``source``, compiled with ``defines``, over ``grid`` blocks.
+
+        Every argument is a word of 64 bits: an address, a number, or the bits of a float. A
+        ``table`` is the kernel's first argument, by value.
+        """
+
+    def zeros(self, words: int) -> Tensor:
+        """``words`` int64 zeros on the device, on the stream of the launches."""
+
+
+class CudaLauncher:
+    """Loads what ``images`` compiles, through CuPy, and launches on torch's current stream.
+
+    All memory is torch's: a CUDA graph that captures the stream captures the launches. A launch
+    from a thread or below a device whose context is another one switches to its own for as long.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cupy = _cupy()
+        self._device = torch.device(device.type, device.index or 0)
+        self._index: int = self._device.index
+        self._extension = _extension()
+        self._start: Callable[..., None] = self._extension.launch
+        self._stream = _stream_getter()
+        self._workspaces = Workspaces(self._zeroed)
+        #: address and context
+        self._functions: dict[tuple[str, tuple[str, ...], str], tuple[int, int]] = {}
+        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        #: a module that a second thread puts in the place of the first's would unload that one, and
+        #: leave the addresses of its functions behind
+        self._loading = threading.Lock()
+
+    def launch(
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = THREADS, table: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """See Launcher. Raises RuntimeError with what the driver says."""
+        found = self._functions.get((source, defines, kernel))
+        if found is None:
+            found = self._load(source, defines, kernel)
+        stream = self._stream(self._index)
+        self._start(found[0], found[1], grid[0], grid[1], threads, stream, table, *words)
+
+    def zeros(self, words: int) -> Tensor:
+        """See Launcher. A graph that is captured zeroes its own at every replay."""
+        if cuda.is_current_stream_capturing():
+            return self._zeroed(words)
+        return self._workspaces.take(words, self._stream(self._index))
+
+    def _zeroed(self, words: int) -> Tensor:
+        return torch.zeros(words, dtype=torch.int64, device=self._device)
+
+    def _load(self, source: str, defines: tuple[str, ...], kernel: str) -> tuple[int, int]:
+        cuda.init()  # torch makes the context that everything shares
+        device = self._cupy.cuda.Device(self._index)
+        with device:
+            if (source, defines) not in self._modules:  # seconds where it has to be compiled
+                found = images.image(source, defines, int(device.compute_capability))
+            with self._loading:
+                module = self._modules.get((source, defines))
+                if module is None:
+                    self._cupy.cuda.runtime.free(0)  # makes the device's context this thread's
+                    module = self._cupy.cuda.Module()
+                    module.load(found)
+                    self._modules[source, defines] = module
+                address = int(module.get_function(kernel).ptr)
+                both = self._functions[source, defines, kernel] = (
+                    address, self._extension.current_context()
+                )  # fmt: skip
+        return both
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise CodecError(
+            f"codecs on a GPU need CuPy ({error}); pip install "
+            f"'hybridcomp[{extra_of(setup())}]', or leave this dimension native"
+        ) from error
+    except OSError as error:  # it makes its folder when it is imported
+        raise CodecError(
+            f"CuPy cannot make its folder {images.cache_folder()} ({error}); set "
+            "CUPY_CACHE_DIR to a folder that can be written"
+        ) from error
+    return cupy
+
+
+@cache
+def _extension() -> Any:
+    """``launch.cpp``, with libcuda open. Raises CodecError."""
+    try:
+        extension = importlib.import_module("hybridcomp.kernels._launch")
+    except ImportError as error:
+        raise CodecError(
+            f"what launches GPU kernels is not built ({error}); build it with `pip install .`, or "
+            "with `pip install --no-build-isolation -e .` in a checkout (needs a C++17 compiler)"
+        ) from error
+    try:
+        extension.open_driver(LIBCUDA)
+    except OSError as error:
+        raise CodecError(f"no CUDA driver was found ({error}); install NVIDIA's") from error
+    return extension
+
+
+def _stream_getter() -> Callable[[int], int]:
+    """Gives the address of torch's current stream on a device.
+
+    The way of Triton and of torch's own compiler costs 0.1 us; a stream object costs 2 us.
+    """
+    found: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return found or (lambda index: int(torch.cuda.current_stream(index).cuda_stream))

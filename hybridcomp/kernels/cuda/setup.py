@@ -1,0 +1,165 @@
+"""Which CUDA this machine has in its driver, in torch, in CuPy and in NVRTC, and whether they fit.
+
+Nothing here starts a kernel or makes a context on a device; every fact may be missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from hybridcomp.errors import CodecError
+
+Version = tuple[int, int]
+#: the newest GPUs that the compiler of CUDA 13 does not know are those of compute capability 7.0
+FIRST_OF_CUDA_13 = 75
+#: packages that hold CuPy, with the CUDA that each is built for
+CUPY = {"cupy-cuda11x": 11, "cupy-cuda12x": 12, "cupy-cuda13x": 13}
+
+
+@dataclass(frozen=True)
+class CudaSetup:
+    """What was found. ``None`` and empty: it is not there.
+
+    ``driver`` is the newest CUDA that the driver runs, ``torch`` the CUDA of torch's build,
+    ``devices`` name and compute capability (90 for 9.0) of every GPU that torch sees, ``cupy`` the
+    installed packages that hold CuPy, with their versions, ``nvrtc`` the compiler that CuPy loads,
+    ``architectures`` what it compiles for, ``problem`` why it could not be loaded.
+    """
+
+    driver: Version | None = None
+    torch: Version | None = None
+    devices: tuple[tuple[str, int], ...] = ()
+    cupy: tuple[tuple[str, str], ...] = ()
+    nvrtc: Version | None = None
+    architectures: tuple[int, ...] = ()
+    problem: str = ""
+
+
+def setup() -> CudaSetup:
+    """Of this process. Never raises for what is missing."""
+    nvrtc, architectures, problem = _nvrtc()
+    return CudaSetup(
+        driver=_driver(), torch=_version_of(torch.version.cuda), devices=_devices(),
+        cupy=tuple((name, found) for name in (*CUPY, "cupy") if (found := _installed(name))),
+        nvrtc=nvrtc, architectures=architectures, problem=problem,
+    )  # fmt: skip
+
+
+def extra_of(found: CudaSetup) -> str:
+    """The extra of hybridcomp that fits: ``cuda12`` or ``cuda13``.
+
+    CUDA 13 no longer compiles for a V100. Else the major version of torch's CUDA decides, whose
+    libraries are there already, then the driver's.
+    """
+    if any(architecture < FIRST_OF_CUDA_13 for _, architecture in found.devices):
+        return "cuda12"
+    for version in (found.torch, found.driver):
+        if version is not None:
+            return "cuda12" if version[0] < 13 else "cuda13"
+    return "cuda13"
+
+
+def misfits(found: CudaSetup) -> Iterator[str]:
+    """A sentence for everything that keeps codecs from running on the GPUs of this machine."""
+    if not found.devices:
+        return
+    install = f"pip install 'hybridcomp[{extra_of(found)}]'"
+    if len(found.cupy) > 1:
+        names = ", ".join(name for name, _ in found.cupy)
+        yield (
+            f"several packages hold CuPy ({names}), which overwrite each other's files: "
+            f"pip uninstall {names.replace(',', '')}, then {install}"
+        )
+    elif not found.cupy:
+        yield f"codecs on a GPU need CuPy, which is not installed: {install}"
+    elif found.nvrtc is None:
+        yield f"CuPy does not find the compiler NVRTC ({found.problem}): {install}"
+    if found.nvrtc is None:
+        return
+    yield from _of_the_driver(found, install)
+    for name, architecture in found.devices:
+        if architecture < min(found.architectures):
+            yield (
+                f"NVRTC {_text(found.nvrtc)} compiles for sm_{min(found.architectures)} and newer, "
+                f"and {name} is sm_{architecture}: {install}"
+            )
+
+
+def _of_the_driver(found: CudaSetup, install: str) -> Iterator[str]:
+    if found.driver is None or found.nvrtc is None or found.nvrtc[0] <= found.driver[0]:
+        return
+    # within a major version older drivers run newer images (CUDA's minor version compatibility)
+    yield (
+        f"the driver runs CUDA up to {_text(found.driver)}, and kernels would be compiled by "
+        f"NVRTC {_text(found.nvrtc)}: {install}, or a newer driver"
+    )
+
+
+def lines(found: CudaSetup) -> Iterator[str]:
+    """What there is, in sentences without a judgement."""
+    for index, (name, architecture) in enumerate(found.devices):
+        yield f"GPU {index}: {name}, sm_{architecture}"
+    if found.driver is not None:
+        yield f"the NVIDIA driver runs CUDA up to {_text(found.driver)}"
+    if found.torch is None:
+        yield "torch is a build without CUDA"
+    else:
+        yield f"torch is built for CUDA {_text(found.torch)}"
+    for name, version in found.cupy:
+        yield f"{name} {version}"
+    if found.nvrtc is not None:
+        oldest = min(found.architectures)
+        yield f"NVRTC {_text(found.nvrtc)} compiles for sm_{oldest} and newer"
+
+
+def _text(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _version_of(text: str | None) -> Version | None:
+    if text is None:
+        return None
+    major, minor, *_ = (*text.split("."), "0")
+    return int(major), int(minor)
+
+
+def _driver() -> Version | None:
+    """From libcuda itself: torch asks for a device first."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _devices() -> tuple[tuple[str, int], ...]:
+    if not torch.cuda.is_available():
+        return ()
+    found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return tuple((device.name, 10 * device.major + device.minor) for device in found)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _nvrtc() -> tuple[Version | None, tuple[int, ...], str]:
+    """Version and architectures of the compiler, or why there is none."""
+    from hybridcomp.kernels.cuda import images
+
+    try:
+        version, architectures = images.compiler()
+    except CodecError as error:
+        return None, (), str(error)
+    return version, architectures, ""

@@ -1,0 +1,83 @@
+"""Kernels that take several tensors at once, each with a payload of its own; blockint has them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+
+from torch import Tensor
+
+from hybridcomp.kernels import DTYPE_CODES
+from hybridcomp.kernels.cuda.fused import blockint_image
+from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
+
+#: rows of table.h: more tensors take more launches
+ROWS = 96
+ROW_WORDS = 5
+TILE = 1024
+ALIGN = 16
+
+
+class EachBlockInt:
+    """``codecs.base.Each`` of blockint: a launch for every ROWS tensors."""
+
+    def __init__(self, launcher: Launcher, setting: int) -> None:
+        self._launcher = launcher
+        self._setting = setting
+
+    def encode(
+        self, values: Sequence[Tensor], out: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """A warp a tile."""
+        if values:
+            dtype = DTYPE_CODES[values[0].dtype]
+            kernel = "encode" if residuals is None else "encode_feedback"
+            self._run(f"{kernel}_{DTYPES[dtype]}", dtype, values, out, residuals)
+
+    def decode(
+        self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
+    ) -> None:
+        """A warp a tile."""
+        if out:
+            dtype = DTYPE_CODES[out[0].dtype]
+            self._run("add" if add else f"decode_{DTYPES[dtype]}", dtype, out, payloads, None)
+
+    def _run(
+        self, kernel: str, dtype: int, values: Sequence[Tensor], payloads: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None,
+    ) -> None:  # fmt: skip
+        name, image = f"blockint_table_{kernel}", blockint_image(self._setting, dtype)
+        for tiles, table in _tables(values, payloads, residuals):
+            # blocks of 32, 64 and 128 threads are no faster, from 64 KB on (H100)
+            grid = (ceil_div(tiles, WARPS), 1)
+            self._launcher.launch("blockint_table.cu", image, name, grid, table=table)
+
+
+def _tables(
+    values: Sequence[Tensor], payloads: Sequence[Tensor], residuals: Sequence[Tensor] | None
+) -> Iterator[tuple[int, bytes]]:
+    """Tables of at most ROWS tensors that hold something, with the tiles of each."""
+    words: list[int] = []
+    tiles = 0
+    for one, payload, residual in zip(values, payloads, residuals or repeat(None), strict=False):
+        numel, address = one.numel(), payload.data_ptr()
+        if not numel:
+            continue
+        if address % ALIGN:
+            raise ValueError(f"blockint: a payload must begin at a multiple of {ALIGN} bytes")
+        left = 0 if residual is None else residual.data_ptr()
+        words += (tiles, one.data_ptr(), numel, address, left)
+        tiles += ceil_div(numel, TILE)
+        if len(words) == ROWS * ROW_WORDS:
+            yield tiles, _packed(words)
+            words, tiles = [], 0
+    if words:
+        yield tiles, _packed(words)
+
+
+def _packed(words: list[int]) -> bytes:
+    """``Table`` of table.h; all of it is handed over, whatever its count."""
+    empty = bytes(8 * (ROWS * ROW_WORDS - len(words)))
+    return struct.pack(f"<{1 + len(words)}Q", len(words) // ROW_WORDS, *words) + empty

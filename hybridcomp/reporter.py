@@ -1,0 +1,153 @@
+"""Ledger -> progress line, JSONL file, and whoever else wants the figures (``figures``)."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.channels import Channels
+from hybridcomp.channels.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
+from hybridcomp.codecs import check_payloads
+from hybridcomp.collectives import check_headers
+from hybridcomp.config import CompressionConfig, LedgerConfig
+from hybridcomp.metric_names import CONFIG_BLOCK, CONFIG_CODECS, FIGURES, RESIDUAL_NORM, event_name
+from hybridcomp.policy import ONE_WAY
+
+#: name and figure, as DeepSpeed's monitors take them
+Event = tuple[str, float]
+
+
+class Reporter:
+    """Sums the ledgers of all ranks now and then, and tells their readers.
+
+    ``report`` is a collective: every rank calls it at the same step.
+    """
+
+    def __init__(self, channels: Channels, jsonl: Path | None, device: torch.device) -> None:
+        self._channels = channels
+        self._device = device
+        self._totals: dict[Key, Entry] = {key: Entry() for key in KEYS}
+        self._used: dict[Key, dict[str, None]] = {}
+        self._step = 0
+        self._untaken: list[Event] = []
+        self._jsonl = JsonLines(jsonl) if jsonl is not None and dist.get_rank() == 0 else None
+        if self._jsonl is not None:
+            atexit.register(self.close)
+
+    def report(self, step: int) -> list[Event]:
+        """Sum the interval over the job; rank 0 prints and writes.
+
+        Returns the events on every rank, for whichever has the reader. Raises CodecError where a
+        GPU has met a damaged payload, or a header that was not expected, since the last report:
+        the one place that waits for it anyway.
+        """
+        check_payloads()
+        check_headers()
+        ledger = self._channels.ledger
+        ledger.drain(wait=True)
+        residual = self._channels.residuals.norm() ** 2
+        vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])
+        used = ledger.used
+        ledger.restart()
+        vector = vector.to(self._device)
+        dist.all_reduce(vector)
+        vector = vector.cpu()
+        interval = entries_of(vector[:-1])
+        for key, entry in interval.items():
+            self._totals[key].add(entry)
+            self._used.setdefault(key, {}).update(used.get(key, {}))
+        self._step = step
+        rows = ledger.rows(interval, used)
+        norm = float(vector[-1]) ** 0.5
+        if dist.get_rank() == 0:
+            print(line(step, rows), flush=True)
+        if self._jsonl is not None:
+            self._jsonl.write({"step": step, RESIDUAL_NORM: norm, "dimensions": rows})
+        describe_run(self._channels.config)
+        self._untaken = events_of(rows, norm)
+        return self._untaken
+
+    def take(self) -> list[Event]:
+        """The events of the last report, once; for a reader that logs at moments of its own."""
+        events, self._untaken = self._untaken, []
+        return events
+
+    def close(self) -> None:
+        """Write the totals as the last record; harmless when called twice.
+
+        What was sent since the last report is in no total, as no rank can ask the others now.
+        """
+        if self._jsonl is not None:
+            ledger = self._channels.ledger
+            rows = ledger.rows(self._totals, self._used)
+            record: dict[str, Any] = {"summary": True, "step": self._step, "dimensions": rows}
+            missing = round(sum(entry.messages for entry in ledger.interval.values()))
+            if missing:  # an evaluation at the end, or steps after the last report
+                record["unreported_messages"] = missing
+            if missing and not self._step:
+                print(
+                    "hybridcomp: the run ended before its first report, so the ledger's summary is "
+                    "empty. One is made every compression.ledger.every steps (default: DeepSpeed's "
+                    "steps_per_print); set it to no more than the number of steps",
+                    flush=True,
+                )
+            self._jsonl.write(record)
+            self._jsonl.close()
+            self._jsonl = None
+
+
+def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
+    """Optimizer steps between two reports; 0: none.
+
+    Accelerate, and with it Hugging Face's Trainer, writes ``steps_per_print: inf`` to silence
+    DeepSpeed's own line. That says nothing about ours, of which a job would then never see one.
+    """
+    if ledger.every is not None:
+        return ledger.every
+    if steps_per_print is not None and math.isinf(steps_per_print):
+        return ledger.interval
+    return int(steps_per_print or 0)
+
+
+def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:
+    """The figures of one interval, where the rows have them; ``figures`` says what they are."""
+    events: list[Event] = []
+    for dimension, ways in rows.items():
+        for direction, row in ways.items():
+            events += [
+                (event_name(dimension, direction, figure, dimension in ONE_WAY), float(row[figure]))
+                for figure in FIGURES
+                if row[figure] is not None
+            ]
+    if norm:
+        events.append((event_name("dp", "forward", RESIDUAL_NORM, True), norm))
+    return events
+
+
+def describe_run(config: CompressionConfig | None) -> None:
+    """Write the block and its codecs into the config of this process's W&B run, where it has one.
+
+    The run is DeepSpeed's, Megatron's or GPT-NeoX's own: none is made here. None: no block.
+    """
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is None or CONFIG_CODECS in run.config:
+        return
+    if config is None:
+        found: dict[str, Any] = {CONFIG_BLOCK: None, CONFIG_CODECS: {}}
+    else:
+        codecs = {
+            f"{dimension}/{way}": codec.spec
+            for (dimension, way), codec in config.codecs().items()
+            if codec is not None
+        }
+        block = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        found = {CONFIG_BLOCK: block, CONFIG_CODECS: codecs}
+    # GPT-NeoX writes its own view of the block under that name
+    run.config.update(found, allow_val_change=True)

@@ -1,0 +1,109 @@
+"""Whether the block can act beside the rest of a ds_config, decided before an engine is built.
+
+Nothing here imports DeepSpeed, so that a file can be checked on a machine without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.config.error_messages import Shown, idle
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.ds import offload_rules
+from hybridcomp.patches.ds.rules import RULES
+from hybridcomp.patches.neox import rules as neox_rules
+from hybridcomp.patches.shared.rules import Job, Rule
+from hybridcomp.policy import DIMENSIONS, Dimension
+
+#: of every dimension
+TABLES = (*RULES, *offload_rules.RULES)
+
+
+def check(
+    block: CompressionConfig,
+    ds_config: Mapping[str, Any],
+    *,
+    pipeline: bool | None = None,
+    moe: bool | None = None,
+    world_size: int | None = None,
+    tensor: bool | None = None,
+    sequence: bool | None = None,
+    replicas: int | None = None,
+    neox: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Sentences to print about keys of ``block`` that act differently than one may think.
+
+    ``pipeline``, ``moe``: what the model is, None where it is not known; ``world_size``: ranks of
+    the job; ``tensor``, ``sequence``: whether layers or the sequence are split over ranks already
+    (what AutoTP will split is read from ``check``); ``replicas``: copies of the model;
+    ``neox``: the settings of a GPT-NeoX job.
+    Raises ConfigError for the first dimension that cannot act, unless the block says
+    ``"on_unsupported": "native"``; then the sentences say what stays native and why.
+    """
+    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas)
+    rules = [(rule, job) for rule in TABLES]
+    if neox is not None:
+        rules += [(rule, Job(neox)) for rule in neox_rules.RULES]
+    sentences = _idle_keys(block)
+    active = [name for name in DIMENSIONS if block.active(name)]
+    for rule, job in rules:
+        names = [name for name in active if name in rule.dimensions]
+        if names and rule.settings(block) and rule.applies(job):
+            sentences += _apply(rule, names, block)
+    return sentences
+
+
+def _idle_keys(block: CompressionConfig) -> list[str]:
+    """Keys for megatron-core, beside a DeepSpeed that has its own."""
+    found = []
+    if block.pp.scatter_gather:
+        todo = (
+            "DeepSpeed cuts pipeline messages among tensor-parallel ranks itself "
+            "(pipeline.pipe_partitioned and pipeline.grad_partitioned); remove it"
+        )
+        found.append(idle(f"{BLOCK}.pp.scatter_gather", True, todo, block.on_unsupported))
+    return found
+
+
+def absent(
+    ds_config: Mapping[str, Any],
+    *,
+    pipeline: bool,
+    moe: bool,
+    world_size: int,
+    tensor: bool,
+    sequence: bool,
+    replicas: int | None,
+) -> frozenset[Dimension]:
+    """The dimensions of which such a job has no traffic."""
+    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas)
+    return frozenset(
+        name
+        for rule in TABLES
+        if rule.verdict == "absent" and rule.applies(job)
+        for name in rule.dimensions
+    )
+
+
+def _apply(rule: Rule, names: list[Dimension], block: CompressionConfig) -> list[str]:
+    if rule.verdict == "note":
+        return [f"{', '.join(names)}: {rule.found}: {rule.reason}"]
+    if rule.verdict == "absent":
+        written = [name for name in names if name in block.explicit]
+        if not written:
+            return []
+        names = written
+    if rule.verdict == "refuse" or block.on_unsupported == "error":
+        native = "" if rule.verdict == "refuse" else ', or set "on_unsupported": "native"'
+        raise ConfigError(
+            f"{BLOCK}.{names[0]}",
+            Shown(rule.found),
+            f'{rule.reason}; {rule.todo}, or set "{names[0]}": "none"{native}',
+        )
+    return [_native(rule, names)]
+
+
+def _native(rule: Rule, names: list[Dimension]) -> str:
+    return f"{', '.join(names)} native: {rule.found}: {rule.reason}"

@@ -1,0 +1,209 @@
+"""Expert-parallel all-to-all of Mixture of Experts layers, dimension ``ep``.
+
+Seams: the classes ``sharded_moe._AllToAll`` (native MoE, even splits) and
+``auto_ep_layer._AllToAllV`` (AutoEP, uneven splits, deepspeed >= 0.19.5). Both are looked up as
+module globals where the layers apply them. ``dist.all_to_all_single`` is no seam: it also carries
+counts, and the payloads of other patches. An autograd Function knows no engine, so the forward
+passes of the layers are wrapped too: they publish the channels of the engine that owns the layer.
+
+Dispatch and combine are direction forward, their gradients backward. Rows of empty capacity slots
+are zeros and stay zeros. Native: the capacity all-reduce (drop_tokens: false), token counts, and
+AutoEP's DeepEP transport, which does not come through here: refused.
+
+AutoEP's ranks send different numbers of rows, so ``min_bytes`` cannot be asked there without one
+more message: it does not apply, every message has the codec.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of
+from hybridcomp.collectives import native_nbytes
+from hybridcomp.errors import ConfigError
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Direction
+
+NATIVE_MOE = "deepspeed.moe.sharded_moe"
+AUTO_EP = "deepspeed.module_inject.auto_ep_layer"
+AUTO_EP_REQUIREMENT = "deepspeed >= 0.19.5, < 0.20"
+
+ALL_TO_ALL = Seam("deepspeed >= 0.19, < 0.20", NATIVE_MOE, "_AllToAll", None)
+MOE_LAYER = Seam(
+    "deepspeed >= 0.19, < 0.20", NATIVE_MOE, "MOELayer.forward", ("self", "input", "kwargs")
+)
+ALL_TO_ALL_V = Seam(AUTO_EP_REQUIREMENT, AUTO_EP, "_AllToAllV", None)
+AUTO_EP_LAYER = Seam(
+    AUTO_EP_REQUIREMENT, AUTO_EP, "AutoEPMoELayer.forward", ("self", "hidden_states")
+)
+
+#: numel with which AutoEP asks the policy: more than any min_bytes, equal on every rank
+ANY_SIZE = 1 << 60
+
+#: the channel of the layer whose forward pass runs in this thread
+_running: ContextVar[Channel | None] = ContextVar("hybridcomp_moe", default=None)
+
+
+def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Publish the layer's channel; a recomputation under checkpointing comes here again."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        channels = channels_of(self)
+        token = _running.set(None if channels is None else channels["ep"])
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _running.reset(token)
+
+    return forward
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of equal parts; the gradient goes the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, original: Any, channel: Channel, direction: Direction, group: Any, values: Tensor
+    ) -> Tensor:
+        ctx.original, ctx.channel = original, channel
+        world_size = dist.get_world_size(group)
+        raw = native_nbytes.all_to_all_nbytes(values.numel(), values.dtype, world_size)
+        codec = channel.codec(values.numel(), values.dtype, group, direction=direction)
+        if codec is None:
+            channel.native(raw, direction)
+            output: Tensor = original.forward(ctx, group, values)  # sets ctx.group
+            return output
+        ctx.group = group
+        values = values.contiguous()
+        output = torch.empty_like(values)
+        channel.all_to_all(
+            output.view(-1), values.view(-1), codec, group, raw_nbytes=raw, direction=direction
+        ).wait()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, Tensor]:
+        apply: Callable[..., Any] = _Exchange.apply
+        back = apply(ctx.original, ctx.channel, "backward", ctx.group, grad)
+        return None, None, None, None, back
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """An all-to-all of unequal numbers of rows; the gradient goes the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        original: Any,
+        channel: Channel,
+        direction: Direction,
+        group: Any,
+        rows: Tensor,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+    ) -> Tensor:
+        ctx.original, ctx.channel = original, channel
+        ctx.group, ctx.input_splits, ctx.output_splits = group, in_splits, out_splits
+        me = dist.get_rank(group)
+        width = rows.shape[1]
+        raw = native_nbytes.send_nbytes((sum(in_splits) - in_splits[me]) * width, rows.dtype)
+        codec = channel.codec(ANY_SIZE, rows.dtype, group, direction=direction)
+        if codec is None:
+            channel.native(raw, direction)
+            output: Tensor = original.forward(ctx, group, rows, in_splits, out_splits)
+            return output
+        output = rows.new_empty(sum(out_splits), width)
+        channel.all_to_all(
+            output.view(-1),
+            rows.contiguous().view(-1),
+            codec,
+            group,
+            raw_nbytes=raw,
+            in_splits=[count * width for count in in_splits],
+            out_splits=[count * width for count in out_splits],
+            direction=direction,
+        ).wait()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        apply: Callable[..., Any] = _ExchangeRows.apply
+        splits = ctx.output_splits, ctx.input_splits
+        back = apply(ctx.original, ctx.channel, "backward", ctx.group, grad, *splits)
+        return None, None, None, None, back, None, None
+
+
+def make_all_to_all(original: Any) -> type:
+    """Replace ``_AllToAll``: ours inside a layer of an attached engine, else upstream's."""
+    return _switch(original, _Exchange)
+
+
+def make_all_to_all_v(original: Any) -> type:
+    """Replace ``_AllToAllV`` likewise."""
+    return _switch(original, _ExchangeRows)
+
+
+def _switch(original: Any, ours: Any) -> type:
+    def apply(group: Any, *args: Any) -> Any:
+        channel = _running.get()
+        if channel is None:
+            return original.apply(group, *args)
+        return ours.apply(original, channel, "forward", group, *args)
+
+    # a subclass: whoever asks for upstream's class or its static methods still finds them
+    return type(original.__name__, (original,), {"apply": staticmethod(apply)})
+
+
+def attached(engine: Any, channels: Channels) -> None:
+    """Tag the MoE layers of an engine. Raises ConfigError where DeepEP would bypass ``ep``."""
+    for name, module in engine.module.named_modules():
+        kind = type(module).__name__
+        if kind not in ("MOELayer", "AutoEPMoELayer"):
+            continue
+        setattr(module, ATTRIBUTE, channels)
+        if kind == "AutoEPMoELayer" and channels["ep"].active:
+            _refuse_deepep(name, module, channels)
+
+
+def _refuse_deepep(name: str, layer: Any, channels: Channels) -> None:
+    backend = getattr(layer, "comm_backend", None)
+    if backend != "deepep" or layer.ep_size == 1:
+        return
+    config = channels.config
+    if config.on_unsupported == "error" and "ep" in config.explicit:
+        raise ConfigError(
+            "compression.ep",
+            f"expert_parallel.comm_backend: {backend!r} in {name}",
+            'DeepEP moves tokens with kernels of its own; use another comm_backend, set "ep": '
+            '"none", or set "on_unsupported": "native"',
+        )
+    if dist.get_rank() == 0:
+        print(f"[hybridcomp] ep stays native in {name}: DeepEP moves its tokens", flush=True)
+
+
+def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
+    patches = (
+        (ALL_TO_ALL, make_all_to_all),
+        (MOE_LAYER, make_layer_forward),
+    )
+    if importlib.util.find_spec(AUTO_EP) is None:
+        return patches
+    return (
+        *patches,
+        (ALL_TO_ALL_V, make_all_to_all_v),
+        (AUTO_EP_LAYER, make_layer_forward),
+    )
+
+
+COVERS = ("ep",)
+ATTACHED = attached
+PATCHES = _patches()

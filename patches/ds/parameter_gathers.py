@@ -1,0 +1,293 @@
+"""Parameter gathers of ZeRO, dimension ``zero``.
+
+Seams:
+
+* stages 1 and 2 and BF16_Optimizer, after the step: ``all_gather_into_tensor_dp_groups`` in
+  ``runtime.utils``. Its caller ``all_gather_dp_groups`` looks it up there, and is itself imported
+  by name in four places.
+* stage 3, for every forward and backward: ``_dist_allgather_fn`` in ``partition_parameters``, a
+  module global behind closures that no patch reaches. ``__all_gather_params_`` of the coordinator
+  is wrapped to tell whose parameters are fetched for training.
+
+Every rank, the owner included, computes with what the same bytes decode to. The fp32 master weights
+of the optimizer are a copy of their own at every stage and stay exact, so errors do not add up.
+With ``delta`` the bytes say what changed since the last gather (``channels/parameter_deltas.py``).
+
+Exact, because written back or saved: ``GatheredParameters``, checkpoint consolidation and the
+refresh of persistent parameters (they call other functions); the first fetch of persistent
+parameters, so that a resumed run sees them as an unbroken one; and what is saved at stages 1 and 2
+(``exact_weights``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of, parameter_deltas
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import native_nbytes
+from hybridcomp.patching import Seam
+
+REQUIREMENT = "deepspeed >= 0.19, < 0.20"
+
+DP_GROUPS = Seam(
+    REQUIREMENT,
+    "deepspeed.runtime.utils",
+    "all_gather_into_tensor_dp_groups",
+    ("groups_flat", "partitioned_param_groups", "dp_process_group"),
+)
+ALLGATHER_FN = Seam(
+    REQUIREMENT,
+    "deepspeed.runtime.zero.partition_parameters",
+    "_dist_allgather_fn",
+    ("input_tensor", "output_tensor", "group"),
+)
+FETCH = Seam(
+    REQUIREMENT,
+    "deepspeed.runtime.zero.partitioned_param_coordinator",
+    "PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params_",
+    ("self", "params", "forward", "quantize"),
+)
+
+#: attributes of the optimizers that hold the flat groups which are gathered after a step
+FLAT_GROUPS = ("bit16_groups_flat", "bf16_groups_flat")
+
+#: elements of one gather after a step: bounds the memory for encoded bytes, which upstream's single
+#: call for all parameters of a group does not need
+GATHER_NUMEL = 1 << 27
+#: chunks of a shard start at multiples of this: no codec block or segment is cut
+CHUNK_ALIGN = 4096
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """What stage 3 is fetching."""
+
+    channel: Channel
+    #: elements of each parameter's partition, in the order of the message; empty: one stretch
+    lengths: tuple[int, ...] = ()
+
+    def cuts(self, numel: int) -> list[int]:
+        """Where one parameter ends and the next begins, in a shard of ``numel`` elements."""
+        if numel in self.lengths or not self.lengths:
+            return []  # one parameter in a message ("stage3_allgather_sequential")
+        if numel != sum(self.lengths):
+            raise RuntimeError(
+                f"hybridcomp: stage 3 gathers {numel} elements of a rank, expected partitions of "
+                f"{list(self.lengths)}; please report this with the version of DeepSpeed"
+            )
+        return list(accumulate(self.lengths))[:-1]
+
+
+_fetching: ContextVar[_Fetch | None] = ContextVar("hybridcomp_fetch", default=None)
+
+
+def make_all_gather_into_tensor_dp_groups(original: Callable[..., None]) -> Callable[..., None]:
+    """Gather each flat group encoded; upstream gathers the groups that have no codec."""
+
+    @functools.wraps(original)
+    def all_gather_into_tensor_dp_groups(
+        groups_flat: Sequence[Tensor],
+        partitioned_param_groups: Sequence[Sequence[Tensor]],
+        dp_process_group: Sequence[Any],
+    ) -> None:
+        for flat, partitions, group in zip(
+            groups_flat, partitioned_param_groups, dp_process_group, strict=True
+        ):
+            channels = channels_of(flat)
+            if channels is None or not _gather(channels["zero"], flat, partitions, group):
+                original([flat], [partitions], [group])
+
+    return all_gather_into_tensor_dp_groups
+
+
+def _gather(channel: Channel, flat: Tensor, partitions: Sequence[Tensor], group: Any) -> bool:
+    """Gather ``flat`` from this rank's partition, a view of it; False: left to upstream."""
+    buffer, flat = flat, flat.detach()
+    world_size = dist.get_world_size(group)
+    shard = partitions[dist.get_rank(group)].detach()
+    raw_nbytes = native_nbytes.all_gather_nbytes(shard.numel(), shard.dtype, world_size)
+    codec = channel.codec(flat.numel(), flat.dtype, group)
+    if codec is None:
+        if not channel.is_suspended:
+            parameter_deltas.leave(channel, buffer, group)
+        channel.native(raw_nbytes)
+        return False
+    if channel.delta:
+        return _gather_deltas(channel, buffer, codec, group, raw_nbytes)
+    chunk = max(1, GATHER_NUMEL // world_size // CHUNK_ALIGN) * CHUNK_ALIGN
+    for part, place in zip(
+        torch.split(shard, chunk), torch.split(flat.view(world_size, -1), chunk, 1), strict=True
+    ):
+        whole = part.numel() == shard.numel()
+        out = flat if whole else flat.new_empty(world_size * part.numel())
+        raw_nbytes = native_nbytes.all_gather_nbytes(part.numel(), part.dtype, world_size)
+        channel.all_gather(part, out, codec, group, raw_nbytes=raw_nbytes).wait()
+        if not whole:
+            place.copy_(out.view(world_size, -1))
+    return True
+
+
+def _gather_deltas(
+    channel: Channel, flat: Tensor, codec: Codec, group: Any, raw_nbytes: int
+) -> bool:
+    """Gather what changed in ``flat``; False: all ranks leave it to upstream, which is exact."""
+    if not parameter_deltas.agreed(channel, flat, codec, group):
+        parameter_deltas.keep(channel, flat, group)
+        channel.native(raw_nbytes)
+        return False
+    world_size = dist.get_world_size(group)
+    numel = flat.numel() // world_size
+    # differences are fp32: chunks of half the values
+    chunk = max(1, GATHER_NUMEL // 2 // world_size // CHUNK_ALIGN) * CHUNK_ALIGN
+    for start in range(0, numel, chunk):
+        stop = min(start + chunk, numel)
+        raw = native_nbytes.all_gather_nbytes(stop - start, flat.dtype, world_size)
+        parameter_deltas.gather(
+            channel, flat, codec, group, raw_nbytes=raw, columns=(start, stop)
+        ).wait()
+    return True
+
+
+def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]:
+    """Say whose parameters are fetched for training."""
+
+    @functools.wraps(original)
+    def __all_gather_params_(self: Any, params: Any, forward: bool, quantize: bool = False) -> None:
+        channels = next((found for p in params if (found := channels_of(p)) is not None), None)
+        if channels is None:
+            original(self, params, forward, quantize)
+            return
+        channel = channels["zero"]
+        if not channel.active:
+            batches: list[_Batch] = [(params, (), False)]
+        else:
+            _zero_padding(self, params)
+            others = [p for p in params if not p.ds_persist]
+            batches = [([p for p in params if p.ds_persist], (), True)]
+            batches += _apart(channel, others) if channels.lossy("zero") else [(others, (), False)]
+        for some, lengths, suspended in batches:
+            with _fetch(_Fetch(channel, lengths), suspended):
+                original(self, some, forward, quantize)
+
+    return __all_gather_params_
+
+
+#: parameters of one call of upstream's, the lengths of their partitions where a codec has to tell
+#: them apart, and whether they are gathered exactly
+_Batch = tuple[Iterable[Any], tuple[int, ...], bool]
+
+
+def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
+    """Batches of the parameters that upstream gathers in one message each.
+
+    The first step of an engine fetches a module's parameters together, later ones several modules'.
+    A lossy codec must not see the difference, or a resumed run would: each parameter is judged and
+    encoded by itself, and only travels with others.
+    """
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for p in sorted(params, key=lambda p: p.ds_id):  # equal on all ranks; a set is not
+        if p.ds_status.name != "NOT_AVAILABLE":
+            continue
+        group, shard = p.ds_process_group, p.ds_tensor
+        numel = _partition_numel(p) * dist.get_world_size(group)
+        encoded = channel.codec(numel, shard.dtype, group) is not None
+        # as upstream tells them apart
+        key = (encoded, id(group), shard.dtype, p.ds_secondary_tensor is None)
+        found.setdefault(key, []).append(p)
+    return [
+        (some, tuple(_partition_numel(p) for p in some), not encoded)
+        for (encoded, *_), some in found.items()
+    ]
+
+
+def _partition_numel(param: Any) -> int:
+    """Elements of this rank's partition of ``param``, or of its secondary one (hpZ)."""
+    groups = 1 if param.ds_secondary_tensor is None else param.ds_secondary_tensor_num_of_groups
+    return int(param.ds_tensor.ds_numel * groups)
+
+
+def _zero_padding(coordinator: Any, params: Iterable[Any]) -> None:
+    """Zero what upstream left uninitialized behind the end of a parameter in its last partitions.
+
+    It shares codec blocks with real values, and never means anything. Done before every fetch, as
+    optimizer steps and checkpoints bring it back; on the stream that is about to read it.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    stream = coordinator._PartitionedParameterCoordinator__allgather_stream
+    with get_accelerator().stream(stream), torch.no_grad():
+        for param in params:
+            start = param.ds_tensor.ds_numel * dist.get_rank(param.ds_process_group)
+            filled = max(0, param.ds_numel - start)
+            if filled < param.ds_tensor.ds_numel:
+                param.ds_tensor[filled:].zero_()
+
+
+@contextmanager
+def _fetch(fetch: _Fetch, suspended: bool) -> Iterator[None]:
+    token = _fetching.set(fetch)
+    try:
+        with fetch.channel.suspended() if suspended else nullcontext():
+            yield
+    finally:
+        _fetching.reset(token)
+
+
+def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather encoded; ``wait()`` decodes, which upstream calls before it reads."""
+
+    @functools.wraps(original)
+    def _dist_allgather_fn(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
+        fetch = _fetching.get()
+        if fetch is None:
+            return original(input_tensor, output_tensor, group)
+        channel = fetch.channel
+        shard, out = input_tensor.detach(), output_tensor.detach()
+        raw_nbytes = native_nbytes.all_gather_nbytes(
+            shard.numel(), shard.dtype, dist.get_world_size(group)
+        )
+        codec = channel.codec(out.numel(), out.dtype, group)
+        if codec is None:
+            channel.native(raw_nbytes)
+            return original(input_tensor, output_tensor, group)
+        # the modules' parameters are sets, so ranks wait in different orders: no handle may send
+        # anything in wait(), as that of a variable-size codec would after its sizes, or that of
+        # two levels after the first
+        return channel.all_gather(
+            shard.view(-1),
+            out.view(-1),
+            codec,
+            group,
+            raw_nbytes=raw_nbytes,
+            cuts=fetch.cuts(shard.numel()),
+            async_op=channel.posts_once(codec, group),
+        )
+
+    return _dist_allgather_fn
+
+
+def attached(engine: Any, channels: Channels) -> None:
+    """Tag the flat groups of the optimizer, by which the gather after the step knows its engine."""
+    for name in FLAT_GROUPS:
+        for flat in getattr(engine.optimizer, name, None) or ():
+            setattr(flat, ATTRIBUTE, channels)
+
+
+COVERS = ("zero",)
+ATTACHED = attached
+PATCHES = (
+    (DP_GROUPS, make_all_gather_into_tensor_dp_groups),
+    (FETCH, make_all_gather_params),
+    (ALLGATHER_FN, make_dist_allgather_fn),
+)

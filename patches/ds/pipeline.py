@@ -1,0 +1,297 @@
+"""Pipeline sends of activations (forward) and of their gradients (backward), dimension ``pp``.
+
+Seams: ``p2p.send`` and ``p2p.recv`` are looked up as module attributes at every call.
+``PipelineEngine._exec_send_activations`` and its neighbours are not seams: ``_INSTRUCTION_MAP``
+captured the functions when the class was made, so replacing the methods changes nothing.
+``_exec_schedule`` tells which engine is sending, ``_send_tensor_meta`` and ``_recv_tensor_meta``
+are where two stages agree on what follows.
+
+Agreement: the receiver cannot tell from its buffer what arrives, because the engine's pool of
+receive buffers ignores dtypes, and it must not look at values. So the sender decides once per set
+of shapes which tensors carry values that a codec may touch (``pipeline_values``) and marks them in
+the message of shapes that upstream sends anyway: the id of a dtype gets the bit VALUES, which the
+receiver takes off again before upstream reads the message. Both sides then ask the policy with the
+agreed dtype and the number of elements. Gradients travel back for the floating-point tensors of
+the same set, in the same order.
+
+Native: the message of shapes, masks, everything that is no activation, loss broadcasts (they do
+not come through p2p), the warm-up message of ``PipelineEngine.__init__``, messages below
+``min_bytes``. DualPipeV sends through ``batch_isend_irecv``, which no seam here sees: refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import Channel, Channels
+from hybridcomp.codecs.base import Codec
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.ds.pipeline_agreement import Agreed, Agreement, Link, set_marks, take_marks
+from hybridcomp.patches.ds.pipeline_values import carries_values
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Direction
+
+REQUIREMENT = "deepspeed >= 0.19, < 0.20"
+ENGINE = "deepspeed.runtime.pipe.engine"
+P2P = "deepspeed.runtime.pipe.p2p"
+
+SEND = Seam(REQUIREMENT, P2P, "send", ("tensor", "dest_stage", "async_op"))
+RECV = Seam(REQUIREMENT, P2P, "recv", ("tensor", "src_stage", "async_op"))
+SCHEDULE = Seam(REQUIREMENT, ENGINE, "PipelineEngine._exec_schedule", ("self", "pipe_schedule"))
+SEND_META = Seam(
+    REQUIREMENT, ENGINE, "PipelineEngine._send_tensor_meta", ("self", "buffer", "recv_stage")
+)
+RECV_META = Seam(REQUIREMENT, ENGINE, "PipelineEngine._recv_tensor_meta", ("self", "send_stage"))
+
+#: attribute of an attached pipeline engine
+PIPE = "_hybridcomp_pipe"
+
+
+@dataclass
+class Pipe:
+    """The pipeline of one engine on this rank."""
+
+    engine: Any
+    channel: Channel
+    outgoing: Link = field(default_factory=Link)  # with the next stage
+    incoming: Link = field(default_factory=Link)  # with the previous stage
+    #: while the message of shapes is sent: the marks to set
+    marks: Sequence[bool] | None = None
+    #: while the message of shapes is received: the marks are to be read
+    reading: bool = False
+    agreed_without_grad: bool = False
+    #: the last marks made in training, for evaluations, where nothing requires grad
+    trained: Sequence[bool] | None = None
+
+    def begin(self) -> None:
+        """Before a schedule. May ask the engine to send the shapes again (mutates it).
+
+        In an evaluation nobody knows which tensors will require grad, so the first training
+        batch after it agrees anew: 1 KiB. Every stage runs the same schedule and does the same.
+        """
+        self.outgoing.restart()
+        self.incoming.restart()
+        if self.agreed_without_grad and torch.is_grad_enabled():
+            self.agreed_without_grad = False
+            self.engine.first_output_send = True
+            self.engine.pipe_recv_buf = None
+
+    def advance(self, peer: int, sending: bool) -> tuple[Agreed | None, Direction]:
+        """What is agreed about the next message with the stage ``peer``, and its direction.
+
+        Activations go to the next stage, gradients to the previous one.
+        """
+        is_next = peer == self.engine.next_stage
+        link = self.outgoing if is_next else self.incoming
+        if is_next == sending:
+            return link.activation(), "forward"
+        return link.gradient(), "backward"
+
+    def codec(
+        self, agreed: Agreed | None, numel: int, direction: Direction, hop: tuple[int, int]
+    ) -> Codec | None:
+        """The codec of a message between the global ranks of ``hop``; equal on both sides."""
+        if agreed is None or not agreed.values:
+            return None
+        return self.channel.codec(numel, agreed.dtype, None, direction, hop)
+
+    @functools.cached_property
+    def own_rank(self) -> int:
+        """The global rank of this stage."""
+        return self.rank(self.engine.stage_id)
+
+    def rank(self, stage: int) -> int:
+        """The global rank of ``stage`` in this pipeline."""
+        return int(self.engine.grid.stage_to_global(stage_id=stage))
+
+    def agree(self, link: Link, activations: Sequence[Agreed]) -> None:
+        """Take over a set of tensors, and derive which gradients come back for it."""
+        engine = self.engine
+        back = list(activations)
+        if engine.has_attention_mask or engine.has_bool_tensors:
+            back.pop()  # upstream drops the mask, which travels as half
+        if engine.is_grad_partitioned:
+            back = back[:2]
+        else:
+            if engine.is_pipe_partitioned:
+                del back[0]  # the description of the partition: the gradient comes back whole
+            back = [agreed for agreed in back if agreed.dtype.is_floating_point]
+        link.agreed = Agreement(tuple(activations), tuple(back))
+        self.agreed_without_grad = not torch.is_grad_enabled()
+
+
+#: the pipeline whose schedule runs in this thread
+_running: ContextVar[Pipe | None] = ContextVar("hybridcomp_pipe", default=None)
+
+
+def running() -> Any:
+    """The attached engine whose pipeline schedule runs in this thread, None outside of one."""
+    pipe = _running.get()
+    return None if pipe is None else pipe.engine
+
+
+def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Say whose messages the following ones are; train_batch and eval_batch both come here."""
+
+    @functools.wraps(original)
+    def _exec_schedule(self: Any, pipe_schedule: Any) -> Any:
+        pipe: Pipe | None = getattr(self, PIPE, None)
+        if pipe is not None:
+            pipe.begin()
+        token = _running.set(pipe)
+        try:
+            return original(self, pipe_schedule)
+        finally:
+            _running.reset(token)
+
+    return _exec_schedule
+
+
+def make_send(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Encode what was agreed on; count everything else and leave it to upstream."""
+
+    @functools.wraps(original)
+    def send(tensor: Tensor, dest_stage: int, async_op: bool = False) -> Any:
+        pipe = _running.get()
+        if pipe is None:
+            return original(tensor, dest_stage, async_op)
+        if pipe.marks is not None:
+            pipe.channel.native(tensor.nbytes, "forward")
+            return original(set_marks(tensor, pipe.marks), dest_stage, async_op)
+        agreed, direction = pipe.advance(dest_stage, sending=True)
+        target = pipe.rank(dest_stage)
+        codec = pipe.codec(agreed, tensor.numel(), direction, (pipe.own_rank, target))
+        if codec is None or agreed is None:
+            pipe.channel.native(tensor.nbytes, direction)
+            return original(tensor, dest_stage, async_op)
+        pipe.channel.send(
+            tensor.detach().to(agreed.dtype).reshape(-1).contiguous(),
+            target,
+            codec,
+            None,
+            raw_nbytes=tensor.nbytes,
+            direction=direction,
+        )
+        return None
+
+    return send
+
+
+def make_recv(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decode what was agreed on into upstream's buffer, whatever dtype that buffer has."""
+
+    @functools.wraps(original)
+    def recv(tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
+        pipe = _running.get()
+        if pipe is None:
+            return original(tensor, src_stage, async_op)
+        if pipe.reading:
+            result = original(tensor, src_stage, async_op)
+            pipe.agree(pipe.incoming, take_marks(tensor, pipe.engine.ID_TO_DTYPE))
+            return result
+        agreed, direction = pipe.advance(src_stage, sending=False)
+        source = pipe.rank(src_stage)
+        codec = pipe.codec(agreed, tensor.numel(), direction, (source, pipe.own_rank))
+        if codec is None or agreed is None:
+            return original(tensor, src_stage, async_op)
+        fits = tensor.dtype == agreed.dtype and tensor.is_contiguous()
+        values = tensor.detach()
+        flat = values.view(-1) if fits else values.new_empty(values.numel(), dtype=agreed.dtype)
+        pipe.channel.recv(flat, source, codec, None, direction=direction)
+        if not fits:
+            values.copy_(flat.view(values.shape))
+        return None
+
+    return recv
+
+
+def make_send_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Decide which tensors carry values, and mark them in the message of shapes."""
+
+    @functools.wraps(original)
+    def _send_tensor_meta(self: Any, buffer: Tensor | tuple[Tensor, ...], recv_stage: int) -> Any:
+        pipe = _running.get()
+        if pipe is None or not pipe.channel.active:
+            return original(self, buffer, recv_stage)
+        tensors = (buffer,) if isinstance(buffer, Tensor) else buffer
+        marks = carries_values(
+            tensors,
+            mask_last=self.has_attention_mask or self.has_bool_tensors,
+            partitioned=self.is_pipe_partitioned,
+            known=pipe.trained,
+        )
+        if torch.is_grad_enabled():
+            pipe.trained = marks
+        dtypes = [tensor.dtype for tensor in tensors]
+        pipe.agree(pipe.outgoing, [Agreed(d, m) for d, m in zip(dtypes, marks, strict=True)])
+        pipe.marks = marks
+        try:
+            return original(self, buffer, recv_stage)
+        finally:
+            pipe.marks = None
+
+    return _send_tensor_meta
+
+
+def make_recv_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Read the marks, and take them off before upstream reads the message."""
+
+    @functools.wraps(original)
+    def _recv_tensor_meta(self: Any, send_stage: int) -> Any:
+        pipe = _running.get()
+        if pipe is None or not pipe.channel.active:
+            return original(self, send_stage)
+        pipe.reading = True
+        try:
+            return original(self, send_stage)
+        finally:
+            pipe.reading = False
+
+    return _recv_tensor_meta
+
+
+def attached(engine: Any, channels: Channels) -> None:
+    """Give a pipeline engine its Pipe. Raises ConfigError for DualPipeV with ``pp`` compressed."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    if not isinstance(engine, PipelineEngine):
+        return
+    if not is_dualpipev(engine):
+        setattr(engine, PIPE, Pipe(engine, channels["pp"]))
+    elif channels["pp"].active:
+        config = channels.config
+        if config.on_unsupported == "error" and "pp" in config.explicit:
+            raise ConfigError(
+                "compression.pp",
+                "DualPipeVModule",
+                "DualPipeV sends with batch_isend_irecv, which is not compressed; use a "
+                'PipelineModule, set "pp": "none", or set "on_unsupported": "native"',
+            )
+        if dist.get_rank() == 0:
+            print("[hybridcomp] pp stays native: DualPipeV uses batch_isend_irecv", flush=True)
+
+
+def is_dualpipev(engine: Any) -> bool:
+    """Whether the engine is a DualPipeVEngine (deepspeed >= 0.19.8)."""
+    module = sys.modules.get("deepspeed.runtime.pipe.dualpipev")
+    return module is not None and isinstance(engine, module.DualPipeVEngine)
+
+
+COVERS = ("pp",)
+ATTACHED = attached
+PATCHES = (
+    (SCHEDULE, make_exec_schedule),
+    (SEND, make_send),
+    (RECV, make_recv),
+    (SEND_META, make_send_tensor_meta),
+    (RECV_META, make_recv_tensor_meta),
+)

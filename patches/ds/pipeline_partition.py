@@ -1,0 +1,76 @@
+"""Gathers of the pieces in which pipelines with tensor parallelism send, dimension ``tp``.
+
+With tensor parallelism every tensor rank of a stage holds the same activation, so upstream sends
+one piece of it per tensor rank (``pipe_partitioned``, ``grad_partitioned``: Megatron's
+scatter/gather, SC21 section 4.1) and puts the pieces together on the other side. The piece travels
+as ``pp``. The gather runs inside the tensor-parallel group, over the link that the layers' own
+all-reduces take, and so it is ``tp``: forward for activations, backward for their gradients.
+
+``PartitionedTensor.full`` and not the ``all_gather_into_tensor`` below it, which the ZeRO gathers
+share; only a running pipeline of ours is touched. Upstream gathers three times per micro-batch and
+boundary: the activation where it arrives, its gradient where that arrives, and the activation once
+more where it came from, to give the output its shape back for autograd.
+
+Pieces are equally long: upstream itself fails on others, so those are left to it. What arrives is
+encoded twice, once for each link, each within its own error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from hybridcomp.channels import channels_of
+from hybridcomp.collectives.native_nbytes import all_gather_nbytes
+from hybridcomp.patches.ds.pipeline import REQUIREMENT, running
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Direction
+
+FULL = Seam(REQUIREMENT, "deepspeed.runtime.utils", "PartitionedTensor.full", ("self", "device"))
+
+
+def make_full(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Gather encoded pieces; every tensor rank decodes the same bytes, its own included."""
+
+    @functools.wraps(original)
+    def full(self: Any, device: Any = None) -> Tensor:
+        engine = running()
+        channels = None if engine is None else channels_of(engine)
+        if channels is None or self.num_parts < 2:
+            return original(self, device)
+        channel, piece = channels["tp"], self.local_data
+        way, numel = direction(engine, piece), prod(self.full_size())
+        raw = all_gather_nbytes(piece.numel(), piece.dtype, self.num_parts)
+        codec = None
+        if numel == piece.numel() * self.num_parts:
+            codec = channel.codec(piece.numel(), piece.dtype, self.group, way)
+        if codec is None:
+            channel.native(raw, way)
+            return original(self, device)
+        out = piece.new_empty(numel, device=self.orig_device if device is None else device)
+        channel.all_gather(
+            piece.contiguous(), out, codec, self.group, raw_nbytes=raw, direction=way
+        ).wait()
+        whole: Tensor = out.view(self.full_size())
+        return whole
+
+    return full
+
+
+def direction(engine: Any, piece: Tensor) -> Direction:
+    """``backward`` for the piece of a gradient: it lies in the engine's buffer for those.
+
+    Activations never do, though upstream takes both buffers from one pool: it clones what arrives.
+    """
+    gradients = engine.grad_layer
+    if isinstance(gradients, (list, tuple)) and len(gradients) > 1:
+        return "backward" if gradients[1].data_ptr() == piece.data_ptr() else "forward"
+    return "forward"
+
+
+COVERS = ("tp",)
+PATCHES = ((FULL, make_full),)

@@ -1,0 +1,169 @@
+"""All-reduce of tied weights' gradients between pipeline stages, dimension ``dp``.
+
+Seam: the entry of ``ReduceTiedGrads`` in ``PipelineEngine._INSTRUCTION_MAP``. The method
+``_exec_reduce_tied_grads`` was captured there when the class was made, so replacing the method has
+no effect, and ``PipelineModule.allreduce_tied_weight_gradients`` is not called by the engine. The
+map is replaced as a whole, by a copy with three other entries; DualPipeV has a map of its own.
+
+The sum is never divided, as upstream. Both replicas decode the same bytes and stay bit-identical,
+but two things around the sum would make them drift apart, since the stages lay out their buckets
+differently and a codec's error depends on the layout:
+
+* the reduction over data-parallel ranks comes after it. Where that leaves every rank with whole
+  gradients (no ZeRO, BF16_Optimizer), the two change places: sums commute, and the replicas then
+  decode the same bytes last. No byte is added;
+* ZeRO-1 keeps only slices of the gradients, and gathers parameters after the step. There upstream's
+  own ``_synchronize_tied_weights`` broadcasts the first replica after the step; the ledger counts
+  it as wire bytes that native would not have sent.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import NAME, Channel, Channels, channels_of
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.collectives import native_nbytes
+from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.patching import Seam
+
+REQUIREMENT = "deepspeed >= 0.19, < 0.20"
+PIPELINE = Seam(
+    REQUIREMENT, "deepspeed.runtime.pipe.engine", "PipelineEngine._INSTRUCTION_MAP", None
+)
+DUALPIPEV = Seam(
+    REQUIREMENT, "deepspeed.runtime.pipe.dualpipev", "DualPipeVEngine._INSTRUCTION_MAP", None
+)
+
+#: sets the residuals of this sum apart from those of the data-parallel reduction that follows
+SUFFIX = "#tied"
+
+Executor = Callable[..., None]
+
+
+class InstructionMap(dict[type, Executor]):
+    """The map with our entries: a dict that can carry the marks of a patch."""
+
+
+def make_instruction_map(original: dict[type, Executor]) -> InstructionMap:
+    """Wrap the three instructions that end a batch."""
+    from deepspeed.runtime.pipe import schedule
+
+    reduce_tied = original[schedule.ReduceTiedGrads]
+    reduce_grads = original[schedule.ReduceGrads]
+    optimizer_step = original[schedule.OptimizerStep]
+
+    def _exec_reduce_tied_grads(self: Any) -> None:
+        channels = channels_of(self)
+        if channels is None:
+            reduce_tied(self)
+        elif not sums_after(self, channels):
+            reduce_tied_grads(self, channels["dp"], reduce_tied)
+
+    def _exec_reduce_grads(self: Any) -> None:
+        reduce_grads(self)
+        channels = channels_of(self)
+        if channels is not None and sums_after(self, channels):
+            reduce_tied_grads(self, channels["dp"], reduce_tied)
+
+    def _exec_optimizer_step(self: Any, lr_kwargs: Any = None) -> None:
+        optimizer_step(self, lr_kwargs)
+        channels = channels_of(self)
+        if channels is not None and drifts(self, channels):
+            synchronize(self, channels)
+
+    return InstructionMap(
+        {
+            **original,
+            schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+            schedule.ReduceGrads: _exec_reduce_grads,
+            schedule.OptimizerStep: _exec_optimizer_step,
+        }
+    )
+
+
+def reduce_tied_grads(engine: Any, channel: Channel, original: Executor) -> None:
+    """Sum the gradients of tied weights between their stages (mutates the gradients).
+
+    1. without a codec for any of them upstream does it;
+    2. otherwise each gradient is encoded where it has a codec, and reduced as upstream does where
+       it has none.
+    """
+    grads = [
+        (weight, weight._hp_grad if engine.using_bf16_optimizer else weight.grad, group)
+        for weight, group in engine.module.get_tied_weights_and_groups()
+    ]
+    coded = [
+        (weight, grad, group, channel.codec(grad.numel(), grad.dtype, group))
+        for weight, grad, group in grads
+        if grad is not None
+    ]
+    for _, grad, group, codec in coded:
+        if codec is None:
+            channel.native(_raw_nbytes(grad, group))
+    if all(codec is None for *_, codec in coded):  # 1
+        original(engine)
+        return
+    for weight, grad, group, codec in coded:  # 2
+        if codec is None:
+            dist.all_reduce(grad, group=group)
+            continue
+        flat = grad.detach().reshape(-1).contiguous()
+        channel.all_reduce(
+            flat,
+            codec,
+            group,
+            raw_nbytes=_raw_nbytes(grad, group),
+            pieces=[Piece(getattr(weight, NAME) + SUFFIX, 0, flat.numel())],
+        ).wait()
+        if flat.data_ptr() != grad.data_ptr():
+            grad.detach().copy_(flat.view(grad.shape))
+
+
+def _raw_nbytes(grad: Tensor, group: dist.ProcessGroup) -> int:
+    return native_nbytes.all_reduce_nbytes(grad.numel(), grad.dtype, dist.get_world_size(group))
+
+
+def sums_after(engine: Any, channels: Channels) -> bool:
+    """Whether the tied sum has to follow the data-parallel reduction; equal on every rank."""
+    return channels.lossy("dp") and engine.is_data_parallel and not _sliced(engine)
+
+
+def drifts(engine: Any, channels: Channels) -> bool:
+    """Whether only a broadcast after the step keeps the replicas equal; equal on every rank."""
+    if not engine.is_data_parallel or not engine.module.tied_comms:
+        return False
+    sliced = _sliced(engine)
+    gathered = sliced or engine.using_bf16_optimizer
+    return (sliced and channels.lossy("dp")) or (gathered and channels.lossy("zero"))
+
+
+def _sliced(engine: Any) -> bool:
+    """Whether the reduction leaves each rank with a slice of the gradients only (ZeRO-1)."""
+    return bool(engine.zero_optimization()) and not engine.using_bf16_optimizer
+
+
+def synchronize(engine: Any, channels: Channels) -> None:
+    """Broadcast the first replica of every tied weight (mutates the others)."""
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        meter = Meter()
+        if dist.get_rank(group) == 0:
+            meter.sent((dist.get_world_size(group) - 1) * weight.nbytes)
+        channels.ledger.record(("dp", "forward"), 0, meter)
+    engine.module._synchronize_tied_weights()
+
+
+def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
+    # DualPipeV came with 0.19.8
+    if importlib.util.find_spec(DUALPIPEV.module) is None:
+        return ((PIPELINE, make_instruction_map),)
+    return ((PIPELINE, make_instruction_map), (DUALPIPEV, make_instruction_map))
+
+
+COVERS = ("dp",)
+PATCHES = _patches()

@@ -1,0 +1,283 @@
+"""Gradient reduction of ZeRO stages 1 and 2, dimension ``dp``.
+
+Seam: ``DeepSpeedZeroOptimizer.allreduce_and_scatter``, which knows the owner of every slice of a
+bucket. Upstream all-reduces the whole bucket there and throws away what a rank does not own; we
+send to the owners, so fewer bytes move on top of what the codec saves. ``average_tensor`` above it
+has divided and chosen the stream, and is wrapped only to tell where the bucket starts in memory.
+
+Native, and counted in ``allreduce_bucket`` and ``gradient_reduction_w_predivide``: whatever comes
+there on another path (``reduce_scatter: false``, ``use_multi_rank_bucket_allreduce: false``,
+``contiguous_gradients: false``). The check of the config has refused or announced those; a path
+that it does not know is refused there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import NAME, Channel, channels_of
+from hybridcomp.channels.error_feedback import Piece, cut
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import OwnedRange, native_nbytes
+from hybridcomp.errors import ConfigError
+from hybridcomp.patching import Seam
+
+REQUIREMENT = "deepspeed >= 0.19, < 0.20"
+MODULE = "deepspeed.runtime.zero.stage_1_and_2"
+CLASS = "DeepSpeedZeroOptimizer"
+
+AVERAGE_TENSOR = Seam(
+    REQUIREMENT, MODULE, f"{CLASS}.average_tensor", ("self", "tensor", "communication_data_type")
+)
+ALLREDUCE_AND_SCATTER = Seam(
+    REQUIREMENT,
+    MODULE,
+    f"{CLASS}.allreduce_and_scatter",
+    (
+        "self", "bucket", "communication_data_type", "numel_per_bucket", "log", "divide",
+        "process_group",
+    ),
+)  # fmt: skip
+ALLREDUCE_BUCKET = Seam(
+    REQUIREMENT,
+    MODULE,
+    f"{CLASS}.allreduce_bucket",
+    ("self", "bucket", "communication_data_type", "rank", "log", "divide", "process_group"),
+)
+PREDIVIDE = Seam(
+    REQUIREMENT,
+    MODULE,
+    f"{CLASS}.gradient_reduction_w_predivide",
+    ("self", "tensor", "communication_data_type"),
+)
+
+#: where the bucket that is being averaged starts in its storage
+_start: ContextVar[int | None] = ContextVar("hybridcomp_bucket_start", default=None)
+#: whether upstream reduces a bucket because it has no codec
+_declined: ContextVar[bool] = ContextVar("hybridcomp_bucket_declined", default=False)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One slice of a bucket as upstream hands it over."""
+
+    ranks: tuple[int, ...]  # group ranks that own it
+    values: Tensor  # 1-D view into the bucket, becomes the reduced gradient
+    output: Tensor | None  # fp32 accumulator of a compact partition (0.19.8), is added to
+
+
+def make_average_tensor(original: Callable[..., None]) -> Callable[..., None]:
+    """Remember where the bucket starts, to know which parameter a slice belongs to."""
+
+    @functools.wraps(original)
+    def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        token = _start.set(int(tensor.storage_offset()))
+        try:
+            original(self, tensor, communication_data_type)
+        finally:
+            _start.reset(token)
+
+    return average_tensor
+
+
+def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., None]:
+    """Send every slice to its owners.
+
+    1 see the slices of a bucket as one flat tensor
+    2 reduce each range to its owners
+    3 the owner copies the sum into its slice and adds it to its accumulator
+    """
+
+    @functools.wraps(original)
+    def allreduce_and_scatter(
+        self: Any,
+        bucket: Sequence[Any],
+        communication_data_type: torch.dtype,
+        numel_per_bucket: int = 500000000,
+        log: Any = None,
+        divide: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        group = self.dp_process_group if process_group is None else process_group
+        dtype = torch.float32 if self.sequence_parallel_size > 1 else communication_data_type
+        slices = sorted(map(_slice, bucket), key=lambda part: part.values.storage_offset())
+        numel = sum(part.values.numel() for part in slices)
+        channels = channels_of(self)
+        codec = None if channels is None else channels["dp"].codec(numel, dtype, group)
+        if channels is None or codec is None:
+            token = _declined.set(True)
+            try:
+                original(
+                    self,
+                    bucket,
+                    communication_data_type,
+                    numel_per_bucket,
+                    log,
+                    divide,
+                    process_group,
+                )
+            finally:
+                _declined.reset(token)
+            return
+        # 1
+        flat = _flatten(slices)
+        _keep_alive(self, flat)
+        if codec.lossless:
+            flat = flat.to(dtype)  # what native would send, for the same sums
+        if divide and self.gradient_average:
+            flat = flat / (dist.get_world_size(group) / float(self.sequence_parallel_size))
+        # 2
+        sums = _reduce(
+            channels["dp"], flat, slices, codec, group, dtype, self, communication_data_type
+        )
+        # 3
+        rank = dist.get_rank(group)
+        owned = [part for part in slices if rank in part.ranks]
+        for part, total in zip(owned, sums, strict=True):
+            reduced = total.to(dtype) if codec.lossless else total
+            if part.output is not None:
+                part.output.add_(reduced.to(part.output.dtype))
+            part.values.copy_(reduced)
+            _keep_alive(self, part.values)
+
+    return allreduce_and_scatter
+
+
+def _reduce(
+    channel: Channel,
+    flat: Tensor,
+    slices: Sequence[Slice],
+    codec: Codec,
+    group: Any,
+    dtype: torch.dtype,
+    optimizer: Any,
+    bucket_dtype: torch.dtype,
+) -> list[Tensor]:
+    ranges, position = [], 0
+    for part in slices:
+        ranges.append(OwnedRange(position, position + part.values.numel(), part.ranks))
+        position += part.values.numel()
+    raw_nbytes = native_nbytes.all_reduce_nbytes(flat.numel(), dtype, dist.get_world_size(group))
+    pieces = _pieces(optimizer, bucket_dtype, slices) if channel.wants_pieces(codec) else None
+    return channel.reduce_to_owners(
+        flat, ranges, codec, group, raw_nbytes=raw_nbytes, pieces=pieces
+    )
+
+
+def _slice(element: Sequence[Any]) -> Slice:
+    """An element of upstream's bucket: (ranks, slice), since 0.19.8 (ranks, slice, output)."""
+    ranks, values = element[0], element[1]
+    owners = tuple(sorted(ranks)) if isinstance(ranks, frozenset) else (int(ranks),)
+    return Slice(owners, values.view(-1), element[2] if len(element) > 2 else None)
+
+
+def _flatten(slices: Sequence[Slice]) -> Tensor:
+    """The slices as one tensor: a view where they follow each other in memory, else a copy."""
+    first = slices[0].values
+    position = first.storage_offset()
+    for part in slices:
+        if part.values.storage_offset() != position or not same_storage(part.values, first):
+            return torch.cat([part.values for part in slices])
+        position += part.values.numel()
+    numel = position - first.storage_offset()
+    return first.as_strided((numel,), (1,), first.storage_offset())
+
+
+def same_storage(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are views of one storage."""
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+
+
+def _pieces(optimizer: Any, bucket_dtype: torch.dtype, slices: Sequence[Slice]) -> list[Piece]:
+    """Which parameters the slices belong to: the bucket holds whole parameters, in this order."""
+    start = _start.get()
+    assert start is not None, "a bucket outside average_tensor"
+    params = [
+        optimizer.bit16_groups[group][index]
+        for group, index, _ in optimizer.ipg_buckets[bucket_dtype].params
+    ]
+    whole = [Piece(getattr(param, NAME), 0, param.numel()) for param in params]
+    pieces: list[Piece] = []
+    for part in slices:
+        offset = int(part.values.storage_offset()) - start
+        pieces += cut(whole, offset, offset + part.values.numel())
+    return pieces
+
+
+def _keep_alive(optimizer: Any, tensor: Tensor) -> None:
+    """Upstream's rule: what the reduction stream uses may not be reused by the main stream yet."""
+    if optimizer.overlap_comm and tensor.is_cuda:
+        tensor.record_stream(optimizer.reduction_stream)
+
+
+def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Count what is reduced natively."""
+
+    @functools.wraps(original)
+    def allreduce_bucket(
+        self: Any,
+        bucket: Sequence[Tensor],
+        communication_data_type: torch.dtype,
+        rank: int | None = None,
+        log: Any = None,
+        divide: bool = True,
+        process_group: Any = None,
+    ) -> Tensor:
+        group = self.dp_process_group if process_group is None else process_group
+        dtype = torch.float32 if self.sequence_parallel_size > 1 else communication_data_type
+        numel = sum(tensor.numel() for tensor in bucket)
+        _count(self, ALLREDUCE_BUCKET, numel, dtype, group, to_one=rank is not None)
+        return original(self, bucket, communication_data_type, rank, log, divide, process_group)
+
+    return allreduce_bucket
+
+
+def make_gradient_reduction_w_predivide(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Count what is reduced natively."""
+
+    @functools.wraps(original)
+    def gradient_reduction_w_predivide(
+        self: Any, tensor: Tensor, communication_data_type: torch.dtype
+    ) -> Tensor:
+        numel, group = tensor.numel(), self.dp_process_group
+        _count(self, PREDIVIDE, numel, communication_data_type, group, to_one=False)
+        return original(self, tensor, communication_data_type)
+
+    return gradient_reduction_w_predivide
+
+
+def _count(
+    optimizer: Any, seam: Seam, numel: int, dtype: torch.dtype, group: Any, to_one: bool
+) -> None:
+    """Write a native reduction down; ConfigError where the user was promised a compressed one."""
+    channels = channels_of(optimizer)
+    if channels is None:
+        return
+    channel, strict = channels["dp"], channels.config.on_unsupported == "error"
+    if strict and not _declined.get() and channel.codec(numel, dtype, group) is not None:
+        raise ConfigError(
+            "compression.dp",
+            f"gradients in {seam.qualname}",
+            "this configuration of ZeRO reduces gradients on a path without a seam; remove what "
+            'leads there, or set "dp": "none", or set "on_unsupported": "native"',
+        )
+    nbytes = native_nbytes.all_reduce_nbytes(numel, dtype, dist.get_world_size(group))
+    # a reduce to one rank moves each rank's share once instead of twice
+    channel.native(nbytes // 2 if to_one else nbytes)
+
+
+COVERS = ("dp",)
+PATCHES = (
+    (AVERAGE_TENSOR, make_average_tensor),
+    (ALLREDUCE_AND_SCATTER, make_allreduce_and_scatter),
+    (ALLREDUCE_BUCKET, make_allreduce_bucket),
+    (PREDIVIDE, make_gradient_reduction_w_predivide),
+)

@@ -1,0 +1,269 @@
+"""Gradient reduction and parameter gather of megatron-core's DistributedDataParallel.
+
+Not ``start_grad_sync`` and ``start_param_sync`` themselves: what they do before they communicate
+(scaling, NaN checks, copies of higher-precision gradients) changes with every release. They open
+torch's ``_coalescing_manager`` and call three collectives inside it. Upstream's handle is that
+manager, which would drop the handle of a collective that it does not know: training would go on
+with gradients that never arrived. So the manager is replaced along with the collectives: it
+collects the calls, runs the native ones in torch's own manager and the others after them, and its
+``wait()`` covers them all.
+
+A custom ``dist_reduce_scatter_func`` (``reduce_scatter_with_fp32_accumulation``) would pass us by;
+``check`` refuses it. Its sum in fp32 is what a compressed reduction does anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import NAME
+from hybridcomp.collectives.native_nbytes import (
+    all_gather_nbytes,
+    all_reduce_nbytes,
+    reduce_scatter_nbytes,
+)
+from hybridcomp.patches.mcore import check
+from hybridcomp.patches.mcore.attach import REQUIREMENT
+from hybridcomp.patches.mcore.ddp_batch import Batch, Call, Kind
+from hybridcomp.patches.mcore.groups import coordinates, sizes
+from hybridcomp.patches.shared.routing import make_torch, route, torch_seam
+from hybridcomp.patching import Seam
+from hybridcomp.process import current, next_chunk
+
+MODULE = "megatron.core.distributed.param_and_grad_buffer"
+WRAPPER = "megatron.core.distributed.distributed_data_parallel"
+
+INIT = Seam(
+    requirement=REQUIREMENT,
+    module=WRAPPER,
+    qualname="DistributedDataParallel.__init__",
+    parameters=(
+        (
+            "self", "config", "ddp_config", "module", "disable_bucketing", "grad_comm_pgs",
+            "model_comm_pgs",
+        ),
+        ("self", "config", "ddp_config", "module", "disable_bucketing", "pg_collection"),
+        (
+            "self", "config", "ddp_config", "module", "disable_bucketing", "pg_collection",
+            "full_param_layout",
+        ),
+    ),
+)  # fmt: skip
+START_GRAD_SYNC = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="_ParamAndGradBucketGroup.start_grad_sync",
+    parameters=(("self",), ("self", "force_all_reduce")),
+)
+MANAGER = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="_coalescing_manager",
+    parameters=("group", "device", "async_ops"),
+)
+GATHER = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="dist_all_gather_func",
+    parameters=("output_tensor", "input_tensor", "group", "async_op"),
+)
+SCATTER = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="dist_reduce_scatter_func",
+    parameters=("output", "input", "op", "group", "async_op"),
+)
+
+_local = threading.local()
+
+
+def make_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Check the job before the buffers exist; name the parameters after."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        channels = current()
+        if channels is None:
+            original(self, *args, **kwargs)
+            return
+        given = signature.bind(self, *args, **kwargs).arguments
+        check.check(channels.config, self, given["config"], given["ddp_config"], given["module"])
+        original(self, *args, **kwargs)
+        chunk = next_chunk()
+        for name, parameter in given["module"].named_parameters():
+            unique = _name(chunk, name, parameter)
+            setattr(parameter, NAME, unique)
+            channels.factors.learn(unique, parameter.shape)
+        channels.common |= _common(given["module"])
+
+    return __init__
+
+
+def _name(chunk: int, name: str, parameter: Tensor) -> str:
+    """Unique in the job, and the same on all ranks that reduce this gradient together."""
+    shared = getattr(parameter, "allreduce", True)  # False: an expert's
+    where = coordinates()
+    return f"{where.rpartition('.')[0] if shared else where}.chunk{chunk}.{name}"
+
+
+def _common(model: Any) -> frozenset[str]:
+    """Names of vectors that tensor ranks have in common and reduce each for itself.
+
+    With sequence parallelism upstream sums the gradients of norms over the tensor ranks after this.
+    """
+    if sizes().get("tp", 1) < 2:
+        return frozenset()
+    return frozenset(
+        getattr(parameter, NAME)
+        for parameter in model.parameters()
+        if parameter.dim() < 2
+        and not getattr(parameter, "tensor_model_parallel", False)
+        and not getattr(parameter, "sequence_parallel", False)
+    )
+
+
+def make_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
+    """Remember the bucket group: it knows which parameters a buffer holds."""
+
+    @functools.wraps(original)
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = getattr(_local, "bucket_group", None)
+        _local.bucket_group = self
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _local.bucket_group = before
+
+    return start_grad_sync
+
+
+def make_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Collect what upstream starts inside."""
+
+    @functools.wraps(original)
+    @contextmanager
+    def _coalescing_manager(
+        group: Any = None, device: torch.device | None = None, async_ops: bool = False
+    ) -> Iterator[Any]:
+        if current() is None or group is None:
+            with original(group, device, async_ops) as coalesced:
+                yield coalesced
+            return
+        batch = Batch(group, async_ops, getattr(_local, "bucket_group", None))
+        before = getattr(_local, "batch", None)
+        _local.batch = batch
+        try:
+            yield batch
+        finally:
+            _local.batch = before
+        batch.launch(original, device)
+
+    return _coalescing_manager
+
+
+def _collect(
+    kind: Kind, native: Callable[[], Any], out: Tensor, values: Tensor, op: Any, raw_nbytes: int
+) -> Batch | None:
+    """Add a call to the open batch, which is its handle; None: no batch is open."""
+    batch: Batch | None = getattr(_local, "batch", None)
+    if batch is None:
+        return None
+    dimension: Literal["zero", "dp"] = "zero" if kind == "all_gather" else "dp"
+    way = None
+    if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        way = route(dimension, values.numel(), values.dtype, batch.group, raw_nbytes)
+    batch.calls.append(Call(kind, native, out, values, op == dist.ReduceOp.AVG, way))
+    return batch
+
+
+def make_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients without the distributed optimizer, or between its instances."""
+
+    @functools.wraps(original)
+    def all_reduce(
+        tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        native = functools.partial(original, tensor, op=op, group=group, async_op=async_op)
+        raw = all_reduce_nbytes(tensor.numel(), tensor.dtype, dist.get_world_size(group))
+        batch = _collect("all_reduce", native, tensor, tensor, op, raw)
+        return native() if batch is None else batch
+
+    return all_reduce
+
+
+def make_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients with the distributed optimizer; ``output`` lies in ``input``."""
+
+    @functools.wraps(original)
+    def reduce_scatter_tensor(
+        output: Tensor,
+        input: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        native = functools.partial(original, output, input, op=op, group=group, async_op=async_op)
+        raw = reduce_scatter_nbytes(input.numel(), input.dtype, dist.get_world_size(group))
+        batch = _collect("reduce_scatter", native, output, input, op, raw)
+        return native() if batch is None else batch
+
+    return reduce_scatter_tensor
+
+
+def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameters with the distributed optimizer."""
+
+    @functools.wraps(original)
+    def all_gather_into_tensor(
+        output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        native = functools.partial(
+            original, output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        numel, dtype = input_tensor.numel(), input_tensor.dtype
+        raw = all_gather_nbytes(numel, dtype, dist.get_world_size(group))
+        sum_op = dist.ReduceOp.SUM  # a gather has none
+        batch = _collect("all_gather", native, output_tensor, input_tensor, sum_op, raw)
+        return native() if batch is None else batch
+
+    return all_gather_into_tensor
+
+
+def _gather_list(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The layer-wise optimizer (0.19) gathers lists of unequal length: native, written down."""
+
+    @functools.wraps(original)
+    def all_gather(
+        tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        channels = current()
+        if channels is not None:
+            raw = all_gather_nbytes(tensor.numel(), tensor.dtype, len(tensor_list))
+            channels["zero"].native(raw)
+        return original(tensor_list, tensor, group=group, async_op=async_op)
+
+    return all_gather
+
+
+COVERS = ("dp", "zero")
+PATCHES = (
+    (INIT, make_init),
+    (START_GRAD_SYNC, make_start_grad_sync),
+    (MANAGER, make_coalescing_manager),
+    (
+        torch_seam(MODULE, REQUIREMENT),
+        make_torch({"all_reduce": make_all_reduce, "all_gather": _gather_list}),
+    ),
+    (GATHER, make_all_gather_into_tensor),
+    (SCATTER, make_reduce_scatter_tensor),
+)

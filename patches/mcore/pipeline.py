@@ -1,0 +1,197 @@
+"""Pipeline sends of megatron-core: 1F1B, interleaved and overlapped.
+
+``_batched_p2p_ops`` and ``_p2p_ops`` and not ``_communicate`` or the schedules: these two are all
+that sends activations, their signature has not changed since 0.12, and the messages that carry
+shapes go another way. ``torch.distributed.isend`` must not be replaced: ``P2POp`` compares it.
+``_communicate`` is wrapped as well, only to see the configuration that the other two are not given.
+
+What goes to the next stage is ``forward``, what goes back is ``backward``. Payloads are encoded
+when they are posted, since upstream empties a tensor that was sent, and decoded in ``wait()``.
+
+Codecs whose size varies: only the sender knows the length, but upstream posts both sides at once
+and in overlapped schedules computes before it waits. A size ahead would have to be waited for in
+between, where another rank may be waiting for us. So there is one message as before: a header with
+the length, then the payload, received into room for the longest. gloo delivers a message that is
+shorter than its receive; NCCL does not, and there such a codec is refused.
+
+``"scatter_gather": true`` (Narayanan et al. 2021, section 4.1): without sequence parallelism all
+tensor ranks hold the same message, so each sends its part, and the receivers gather the payloads
+over their tensor group. Those bytes are written down as native ones of ``tp``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch.distributed as dist
+from packaging.version import Version
+from torch import Tensor
+
+from hybridcomp.config import BLOCK
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.mcore.attach import REQUIREMENT
+from hybridcomp.patches.mcore.pipeline_message import Incoming, Outgoing, link
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Direction
+from hybridcomp.process import current
+
+MODULE = "megatron.core.pipeline_parallel.p2p_communication"
+OPERATIONS = tuple(
+    Seam(
+        requirement=REQUIREMENT,
+        module=MODULE,
+        qualname=name,
+        parameters=(
+            "tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next",
+            "group", "prev_pipeline_rank", "next_pipeline_rank",
+        ),
+    )
+    for name in ("_batched_p2p_ops", "_p2p_ops")
+)  # fmt: skip
+SLOTS: tuple[tuple[str, str, Direction], ...] = (
+    # upstream's order in a batch, its key in a dict, direction
+    ("tensor_send_prev", "send_prev", "backward"),
+    ("tensor_recv_prev", "recv_prev", "forward"),
+    ("tensor_send_next", "send_next", "forward"),
+    ("tensor_recv_next", "recv_next", "backward"),
+)
+
+_local = threading.local()
+
+
+def communicate_seam() -> Seam:
+    """A function of the module in 0.13, a method since 0.14."""
+    try:
+        old = Version(version("megatron-core")) < Version("0.14")
+    except PackageNotFoundError:
+        old = False
+    shared = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape")
+    return Seam(
+        requirement=REQUIREMENT,
+        module=MODULE,
+        qualname="_communicate" if old else "P2PCommunicator._communicate",
+        parameters=(
+            (*shared, "config", "wait_on_reqs") if old else ("self", *shared, "wait_on_reqs")
+        ),
+    )
+
+
+def make_communicate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Show the configuration to the operations inside."""
+
+    @functools.wraps(original)
+    def _communicate(*args: Any, **kwargs: Any) -> Any:
+        before = getattr(_local, "config", None)
+        _local.config = kwargs["config"] if "config" in kwargs else args[0].config
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _local.config = before
+
+    return _communicate
+
+
+def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Put payloads in the place of tensors."""
+    batched = original.__name__ == "_batched_p2p_ops"
+
+    @functools.wraps(original)
+    def operations(**kwargs: Any) -> Any:
+        channels = current()
+        if channels is None:
+            return original(**kwargs)
+        group = kwargs["group"]
+        config = getattr(_local, "config", None)
+        if batched:
+            _refuse_two_stages(config, group)
+        outgoing: dict[str, Outgoing] = {}
+        incoming: dict[str, Incoming] = {}
+        payloads: dict[str, Tensor | None] = {}
+        for slot, key, way in SLOTS:
+            tensor = payloads[slot] = kwargs[slot]
+            if tensor is None:
+                continue
+            ends = dist.get_rank(), int(kwargs[f"{key[5:]}_pipeline_rank"])
+            hop = ends if key.startswith("send") else ends[::-1]
+            found = link(channels, tensor, group, way, config, hop)
+            if found is None:
+                if key.startswith("send"):
+                    channels["pp"].native(tensor.numel() * tensor.element_size(), way)
+            elif key.startswith("send"):
+                outgoing[key] = found.send(tensor)
+                payloads[slot] = outgoing[key].message
+            else:
+                incoming[key] = found.recv(tensor, hop[0])
+                payloads[slot] = incoming[key].message
+        if not outgoing and not incoming:
+            return original(**kwargs)
+        rest = {name: value for name, value in kwargs.items() if name not in payloads}
+        requests = original(**payloads, **rest)
+        return _with_decoding(requests, payloads, outgoing, incoming)
+
+    return operations
+
+
+class Request:
+    """An upstream request whose ``wait()`` covers decoding."""
+
+    def __init__(self, request: Any, sent: list[Outgoing], received: list[Incoming]) -> None:
+        self._request, self._sent, self._received = request, sent, received
+
+    def wait(self) -> None:
+        """Wait, then decode what has arrived; harmless when called twice."""
+        parts: list[Outgoing | Incoming] = [*self._sent, *self._received]
+        with parts[0].meter.waiting() if parts else nullcontext():
+            self._request.wait()
+        for outgoing in self._sent:
+            outgoing.done()
+        for incoming in self._received:
+            incoming.decode()
+        self._sent, self._received = [], []
+
+    def is_completed(self) -> bool:
+        """Whether waiting would not block and nothing is left to decode."""
+        return not self._received and bool(self._request.is_completed())
+
+
+def _with_decoding(
+    requests: Any,
+    payloads: dict[str, Tensor | None],
+    outgoing: dict[str, Outgoing],
+    incoming: dict[str, Incoming],
+) -> Any:
+    def request(upstream: Any, keys: list[str]) -> Request:
+        sent = [outgoing[key] for key in keys if key in outgoing]
+        return Request(upstream, sent, [incoming[key] for key in keys if key in incoming])
+
+    if isinstance(requests, dict):
+        return {key: request(upstream, [key]) for key, upstream in requests.items()}
+    keys = [key for slot, key, _ in SLOTS if payloads[slot] is not None]
+    if len(requests) == len(keys):  # gloo: one request for each operation
+        return [request(u, [key]) for key, u in zip(keys, requests, strict=True)]
+    # NCCL: one request for the whole batch
+    return [request(u, keys if u is requests[-1] else []) for u in requests]
+
+
+def _refuse_two_stages(config: Any, group: Any) -> None:
+    virtual = getattr(config, "virtual_pipeline_model_parallel_size", None)
+    if virtual is not None and virtual > 1 and dist.get_world_size(group) == 2:
+        raise ConfigError(
+            f"{BLOCK}.pp",
+            Shown("batch_p2p_comm with interleaving on two pipeline stages"),
+            "previous and next stage are the same rank, so that upstream's batches pair up "
+            "wrongly and training learns nothing; set batch_p2p_comm to False",
+        )
+
+
+COVERS = ("pp",)
+PATCHES = (
+    (communicate_seam(), make_communicate),
+    *((seam, make_operations) for seam in OPERATIONS),
+)

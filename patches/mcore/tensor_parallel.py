@@ -1,0 +1,113 @@
+"""Tensor-parallel collectives of megatron-core's local layers.
+
+The raw collectives and not ``_reduce`` and its neighbours: half of the bytes are the input
+gradients of ``LinearWithGradAccumulationAndAsyncCommunication.backward``, which calls
+``torch.distributed.all_reduce`` itself and overlaps it with the weight gradient. So the globals
+through which ``mappings`` and ``layers`` reach torch.distributed are replaced, and the overlap, the
+buffers and the autograd functions stay upstream's. Not the public wrappers either: modules bind
+them early.
+
+Of ``layers``: what is gathered is an input (``forward``, also where the backward pass gathers it a
+second time, which must give the same values), what is reduced is its gradient. Of ``mappings``: the
+``backward`` methods are marked.
+
+Exact, because in other modules: cross-entropy, norms, clipping, reductions of embedding gradients.
+Exact, because of other groups: token counts and losses of MoE.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from hybridcomp.patches.mcore.attach import REQUIREMENT
+from hybridcomp.patches.mcore.experts import TOKENS
+from hybridcomp.patches.mcore.groups import dimension_of
+from hybridcomp.patches.shared.collective_wrappers import (
+    make_all_gather_into_tensor,
+    make_all_gather_list,
+    make_all_reduce,
+    make_all_to_all_single,
+    make_reduce_scatter_list,
+    make_reduce_scatter_tensor,
+)
+from hybridcomp.patches.shared.routing import Layers, make_backward, make_torch, torch_seam
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Dimension, Direction
+
+MAPPINGS = "megatron.core.tensor_parallel.mappings"
+LAYERS = "megatron.core.tensor_parallel.layers"
+
+GATHER_PARAMETERS = ("output_tensor", "input_tensor", "group", "async_op")
+SCATTER_PARAMETERS = ("output", "input", "op", "group", "async_op")
+
+
+def _dimension(group: dist.ProcessGroup | None) -> Dimension | None:
+    return dimension_of(group, "tp")
+
+
+def _forward() -> Direction:
+    return "forward"
+
+
+def _backward() -> Direction:
+    return "backward"
+
+
+#: of ``mappings`` (the method that is running tells the way), and of the two methods of ``layers``
+MARKED, INPUTS, GRADIENTS = (
+    Layers(_dimension),
+    Layers(_dimension, _forward),
+    Layers(_dimension, _backward),
+)
+
+
+def _function(module: str, name: str, parameters: tuple[str, ...]) -> Seam:
+    return Seam(requirement=REQUIREMENT, module=module, qualname=name, parameters=parameters)
+
+
+#: autograd functions of ``mappings`` whose backward pass communicates
+FUNCTIONS = (
+    "_CopyToModelParallelRegion",
+    "_ScatterToModelParallelRegion",
+    "_ScatterToSequenceParallelRegion",
+    "_GatherFromSequenceParallelRegion",
+    "_ReduceScatterToSequenceParallelRegion",
+    "_AllGatherFromTensorParallelRegion",
+    "_ReduceScatterToTensorParallelRegion",
+)
+
+COVERS = ("tp",)
+PATCHES = (
+    (
+        torch_seam(MAPPINGS, REQUIREMENT),
+        make_torch(
+            {
+                "all_reduce": make_all_reduce(MARKED),
+                "all_gather": make_all_gather_list(MARKED),
+                "reduce_scatter": make_reduce_scatter_list(MARKED),
+                "all_to_all_single": make_all_to_all_single(TOKENS),
+            }
+        ),
+    ),
+    (
+        _function(MAPPINGS, "dist_all_gather_func", GATHER_PARAMETERS),
+        make_all_gather_into_tensor(MARKED),
+    ),
+    (
+        _function(MAPPINGS, "dist_reduce_scatter_func", SCATTER_PARAMETERS),
+        make_reduce_scatter_tensor(MARKED),
+    ),
+    *(
+        (_function(MAPPINGS, f"{name}.backward", ("ctx", "grad_output")), make_backward)
+        for name in FUNCTIONS
+    ),
+    (torch_seam(LAYERS, REQUIREMENT), make_torch({"all_reduce": make_all_reduce(GRADIENTS)})),
+    (
+        _function(LAYERS, "dist_all_gather_func", GATHER_PARAMETERS),
+        make_all_gather_into_tensor(INPUTS),
+    ),
+    (
+        _function(LAYERS, "dist_reduce_scatter_func", SCATTER_PARAMETERS),
+        make_reduce_scatter_tensor(GRADIENTS),
+    ),
+)

@@ -1,0 +1,187 @@
+"""Tensor-parallel collectives of Transformer Engine's layers, in megatron-core.
+
+The global ``torch`` of ``transformer_engine.pytorch.distributed`` and not its functions
+``allreduce``, ``gather_along_first_dim`` and ``reduce_scatter_along_first_dim``: the layers import
+those by name, and whatever the name they are called by, they look ``torch`` up here. Only calls
+from these three are encoded. Their neighbours gather quantized tensors (FP8, NVFP4) with their
+scales, which must arrive exactly; those are written down as native.
+
+Only while ``Linear``, ``LayerNormLinear`` or ``LayerNormMLP`` runs, whose autograd functions are
+marked: they tell the way. What is gathered is an input (also where the backward pass gathers it a
+second time, which must give the same values), except in ``grad_output_preprocess``. Operations of
+``transformer_engine.pytorch.ops`` stay native, and ``check`` says so.
+
+Signatures read from the sources of 2.0 to 2.18; nothing of it runs without a GPU, so the tests run
+on stand-ins. Elsewhere than in the window nothing is patched and ``check`` says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.collectives.native_nbytes import all_gather_nbytes
+from hybridcomp.errors import SeamError
+from hybridcomp.patches.mcore.groups import dimension_of
+from hybridcomp.patches.shared.collective_wrappers import (
+    Collective,
+    Maker,
+    make_all_gather_into_tensor,
+    make_all_reduce,
+    make_reduce_scatter_tensor,
+)
+from hybridcomp.patches.shared.routing import Layers, make_torch, torch_seam
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Dimension, Direction
+
+REQUIREMENT = "transformer-engine >= 2.0, < 2.19"
+PACKAGE = "transformer_engine.pytorch"
+DISTRIBUTED = f"{PACKAGE}.distributed"
+#: the functions of DISTRIBUTED that move values as they are, and their parameters
+FUNCTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "allreduce": (("input_", "tp_group", "async_op"), ("inp", "tp_group", "async_op")),
+    "gather_along_first_dim": (
+        ("input_", "process_group", "async_op", "quantizer"),
+        ("inp", "process_group", "async_op", "quantizer"),
+    ),
+    "reduce_scatter_along_first_dim": (
+        ("input_", "tp_group", "async_op"),
+        ("inp", "tp_group", "async_op"),
+    ),
+}
+#: autograd functions of layers: module, class, parameters of ``backward``
+LAYERS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
+    (
+        "linear",
+        "_Linear",
+        (("ctx", "grad_output"), ("ctx", "grad_output", "_grad_weight_workspace")),
+    ),
+    ("layernorm_linear", "_LayerNormLinear", (("ctx", "grad_outputs"),)),
+    ("layernorm_mlp", "_LayerNormMLP", (("ctx", "grad_outputs"),)),
+)
+
+_local = threading.local()  # way: of the layer that runs; gradient: what is gathered is one
+
+
+def _dimension(group: dist.ProcessGroup | None) -> Dimension | None:
+    if getattr(_local, "way", None) is None:
+        return None
+    return dimension_of(group, "tp") if "megatron.core" in sys.modules else "tp"
+
+
+def _reduced() -> Direction:
+    way: Direction | None = getattr(_local, "way", None)
+    return way or "forward"
+
+
+def _gathered() -> Direction:
+    return "backward" if getattr(_local, "gradient", False) else "forward"
+
+
+REDUCED, GATHERED = Layers(_dimension, _reduced), Layers(_dimension, _gathered)
+
+
+def _marked(way: Direction) -> Maker:
+    """A maker for a method of a layer that runs in the forward or the backward pass."""
+
+    def make(original: Collective) -> Collective:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            before = getattr(_local, "way", None), getattr(_local, "gradient", False)
+            _local.way, _local.gradient = way, False
+            try:
+                return original(*args, **kwargs)
+            finally:
+                _local.way, _local.gradient = before
+
+        return method
+
+    return make
+
+
+def make_grad_output_preprocess(original: Collective) -> Collective:
+    """What is gathered inside is a gradient."""
+
+    @functools.wraps(original)
+    def grad_output_preprocess(*args: Any, **kwargs: Any) -> Any:
+        before, _local.gradient = getattr(_local, "gradient", False), True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _local.gradient = before
+
+    return grad_output_preprocess
+
+
+def plain(make: Maker) -> Maker:
+    """``make`` for calls from FUNCTIONS; the others stay upstream's and are written down."""
+
+    def make_plain(original: Collective) -> Collective:
+        encoded = make(original)
+
+        @functools.wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_code.co_name in FUNCTIONS:
+                return encoded(*args, **kwargs)
+            group = kwargs.get("group")
+            if len(args) > 1:  # gathers: output, input
+                world_size = dist.get_world_size(group)
+                nbytes = all_gather_nbytes(args[1].numel(), args[1].dtype, world_size)
+                GATHERED.leave_native(group, nbytes)
+            return original(*args, **kwargs)
+
+        return collective
+
+    return make_plain
+
+
+def make_distributed(original: Any) -> Any:
+    """The stand-in for ``torch``; raises SeamError unless FUNCTIONS look as they are known."""
+    module = importlib.import_module(DISTRIBUTED)
+    for name, known in FUNCTIONS.items():
+        function = getattr(module, name, None)
+        found = () if function is None else tuple(inspect.signature(function).parameters)
+        if found not in known:
+            raise SeamError(
+                f"{DISTRIBUTED}:{name}: needs {REQUIREMENT}, whose parameters are {known[-1]}; "
+                f"found {found}"
+            )
+    return make_torch(
+        {
+            "all_reduce": plain(make_all_reduce(REDUCED)),
+            "all_gather_into_tensor": plain(make_all_gather_into_tensor(GATHERED)),
+            "reduce_scatter_tensor": plain(make_reduce_scatter_tensor(REDUCED)),
+        }
+    )(original)
+
+
+def _seam(module: str, qualname: str, parameters: tuple[tuple[str, ...], ...] | None) -> Seam:
+    return Seam(REQUIREMENT, f"{PACKAGE}.{module}", qualname, parameters)
+
+
+Entry = tuple[Seam, Callable[[Any], Any]]
+COVERS = ("tp",)
+PATCHES: tuple[Entry, ...] = (
+    (torch_seam(DISTRIBUTED, REQUIREMENT), make_distributed),
+    (
+        _seam(
+            "module.base",
+            "TransformerEngineBaseModule.grad_output_preprocess",
+            (("ctx", "grad_output", "row_parallel_mode", "quantizer"),),
+        ),
+        make_grad_output_preprocess,
+    ),
+    # forward has up to 40 parameters, others in every release, and none is looked at
+    *((_seam(f"module.{m}", f"{c}.forward", None), _marked("forward")) for m, c, _ in LAYERS),
+    *(
+        (_seam(f"module.{m}", f"{c}.backward", names), _marked("backward"))
+        for m, c, names in LAYERS
+    ),
+)

@@ -1,0 +1,65 @@
+"""The ledger's figures in GPT-NeoX's own W&B run, TensorBoard and Comet.
+
+``training_log`` and not ``tb_wandb_log``: it runs once an iteration, after the engine's step, and
+brings along the engine, the writers and GPT-NeoX's own number of the iteration. W&B refuses numbers
+that go back, and those of a DeepSpeed engine differ after ``finetune``. GPT-NeoX never switches
+DeepSpeed's monitors on by itself, so that without this seam the figures would be in the log only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from hybridcomp.patches.ds.attach import REPORTER
+from hybridcomp.patches.neox.checkout import REQUIREMENT, source
+from hybridcomp.patching import Seam
+from hybridcomp.reporter import Event
+
+TRAINING_LOG = Seam(
+    REQUIREMENT,
+    "megatron.training",
+    "training_log",
+    (
+        "neox_args", "timers", "loss_dict", "total_loss_dict", "learning_rate", "iteration",
+        "loss_scale", "report_memory_flag", "skipped_iter", "model", "optimizer",
+        "noise_scale_logger",
+    ),
+    source,
+)  # fmt: skip
+
+
+def make_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Log what the engine reported since the last iteration."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        result = original(*args, **kwargs)
+        reporter = getattr(given["model"], REPORTER, None)
+        if reporter is not None:
+            _log(reporter.take(), given["iteration"], given["neox_args"])
+        return result
+
+    return training_log
+
+
+def _log(events: list[Event], iteration: int, neox_args: Any) -> None:
+    """Write ``events``, which are there on rank 0 only, wherever GPT-NeoX writes its own."""
+    write = importlib.import_module("megatron.logging").tb_wandb_log
+    for name, value in events:
+        write(
+            name,
+            value,
+            iteration,
+            use_wandb=neox_args.use_wandb,
+            tensorboard_writer=neox_args.tensorboard_writer,
+            comet_experiment=getattr(neox_args, "comet_experiment", None),
+        )
+
+
+PATCHES = ((TRAINING_LOG, make_training_log),)

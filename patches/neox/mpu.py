@@ -1,0 +1,72 @@
+"""Tensor-parallel collectives of GPT-NeoX, sequence parallelism and dropless MoE included.
+
+The global ``torch`` of ``mpu.mappings`` and not ``_reduce`` and its five neighbours one by one: all
+six look torch.distributed up in it, so that casts (``fp32_allreduce``), bookkeeping and buffers
+stay upstream's and no line of it is copied. Not the public wrappers: ``transformer.py`` binds them
+when a layer is built. The six are looked at all the same before anything is replaced
+(``checkout``).
+
+Which way a message goes: the ``backward`` methods of the autograd functions are marked. Activation
+checkpointing runs ``forward`` methods again in the backward pass; those are not marked, take the
+codec of the first time and, codecs being functions of the values only, give the same activations.
+Tensor parallelism has no error feedback, so that no residual moves.
+
+Exact, because in other modules: the cross-entropy of ``mpu.cross_entropy``, gradients of norms
+under sequence parallelism (``model.utils``), token broadcasts, routing tables of MoE.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from hybridcomp.patches.neox.checkout import MAPPINGS, REQUIREMENT, source
+from hybridcomp.patches.shared.collective_wrappers import (
+    make_all_gather_into_tensor,
+    make_all_gather_list,
+    make_all_reduce,
+    make_reduce_scatter_list,
+    make_reduce_scatter_tensor,
+)
+from hybridcomp.patches.shared.routing import Layers, make_backward, make_torch, torch_seam
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Dimension
+
+#: autograd functions whose backward pass communicates
+FUNCTIONS = (
+    "_CopyToModelParallelRegion",
+    "_CopyToExpertModelParallelRegion",
+    "_ScatterToModelParallelRegion",
+    "_ReduceScatterToSequenceParallelRegion",
+    "_GatherFromSequenceParallelRegion",
+    "_ScatterToSequenceParallelRegion",
+)
+
+
+def _dimension(group: dist.ProcessGroup | None) -> Dimension | None:
+    return "tp"  # the six know no other group
+
+
+LAYERS = Layers(_dimension)
+
+COVERS = ("tp",)
+PATCHES = (
+    (
+        torch_seam(MAPPINGS, REQUIREMENT, source),
+        make_torch(
+            {
+                "all_reduce": make_all_reduce(LAYERS),
+                "all_gather": make_all_gather_list(LAYERS),
+                "all_gather_into_tensor": make_all_gather_into_tensor(LAYERS),
+                "reduce_scatter": make_reduce_scatter_list(LAYERS),
+                "reduce_scatter_tensor": make_reduce_scatter_tensor(LAYERS),
+            }
+        ),
+    ),
+    *(
+        (
+            Seam(REQUIREMENT, MAPPINGS, f"{name}.backward", ("ctx", "grad_output"), source),
+            make_backward,
+        )
+        for name in FUNCTIONS
+    ),
+)

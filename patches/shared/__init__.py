@@ -1,0 +1,1 @@
+"""What the seams of several upstream packages share. No seam is here."""

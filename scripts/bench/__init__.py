@@ -1,0 +1,1 @@
+"""What backs a claim: measurements against peers, and the chapters of docs/results."""

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Speed of training over NCCL with several ranks on one GPU: native, compressed and the peers.
+
+scripts/bench/bench_gpu_training.py --size 85M --out runs/gpu/85M.jsonl
+scripts/bench/results.py --gpu runs/gpu
+
+Each rank is a host of its own for NCCL, so they talk over sockets, at about 14 Gb/s. All arms of a
+layout run side by side and take turns, a few steps each: every turn is held against native bf16's
+of the same round. "compute" is native training whose messages are cut to a few elements: what a
+step takes without a wire. Records are appended to --out as they come; several calls may share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from bench.training_bench import forked, gpu_cells
+from bench.training_bench.cells import LAYOUTS, REFERENCE, Arm
+from bench.training_bench.gpu_cells import COMPUTE
+from bench.training_bench.gpu_session import Book, Plan, Session
+
+#: a layout, which of its parts, and the arms that run side by side
+Part = tuple[str, int, list[Arm]]
+EVERY = ["dp2", "zero1", "zero2", "zero3", "tp2", "pp2", "dp2pp2", "tp2pp2", "asymmetric", "3d"]
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layouts", nargs="+", choices=list(LAYOUTS), default=EVERY)
+    add("--arms", nargs="+", metavar="NAME", help="where a layout has them; default: all")
+    add("--size", choices=list(gpu_cells.SIZES), default="85M")
+    add("--rounds", type=int, default=6)
+    add("--timed", type=int, default=3, help="steps of a turn, after one that is not timed")
+    add("--warm", type=int, default=3, help="steps of an arm before its first turn")
+    add("--settling", type=int, default=14, help="the same of arms that measure in them")
+    add("--parts", nargs="+", metavar="LAYOUT=ARM,ARM", help="instead of --layouts and --arms")
+    add("--beside", type=int, metavar="N",
+        help="arms at once, two of them native; default: what 80 GB hold at 85M")  # fmt: skip
+    add("--budget", type=float, default=3600.0, metavar="S", help="no round begins after this")
+    add("--timeout", type=float, default=120.0, metavar="S", help="of a start or a turn")
+    add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
+    add("--out", type=Path, default=Path("runs/gpu/speed.jsonl"), metavar="FILE")
+    add("--logs", type=Path, metavar="FOLDER", help="keep the ranks' logs there")
+    add("--cpu", action="store_true", help="gloo instead of a GPU, to try the script itself")
+    found = parser.parse_args(arguments)
+    if not found.data.with_name(f"{found.data.name}_train.idx").is_file():
+        parser.error(f"--data: no dataset {found.data}; scripts/prepare_data.py writes one")
+    if found.beside is not None and found.beside < 3:
+        parser.error("--beside: expected at least 3")
+    try:
+        found.plan = (
+            [part_of(text, number) for number, text in enumerate(found.parts)]
+            if found.parts
+            else ordered(found.layouts, found.arms, found.beside)
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return found
+
+
+def part_of(text: str, number: int) -> Part:
+    """Of ``--parts``. Raises ValueError."""
+    layout, _, names = text.partition("=")
+    if layout not in LAYOUTS:
+        raise ValueError(f"--parts: no layout {layout!r}; expected some of {', '.join(LAYOUTS)}")
+    return layout, number, gpu_cells.arms_of(layout, [name.strip() for name in names.split(",")])
+
+
+def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[list[Arm]]:
+    """Arms that run at once: in each part the reference, the one without a wire, and others."""
+    place = LAYOUTS[layout]
+    beside = beside or max(4, 10 - place.nodes * place.per_node)
+    known = {arm.name for arm in gpu_cells.arms_of(layout)}
+    arms = gpu_cells.arms_of(layout, None if chosen is None else [a for a in chosen if a in known])
+    always = [arm for arm in arms if arm.name in (REFERENCE, COMPUTE)]
+    others = [arm for arm in arms if arm not in always]
+    room = beside - len(always)
+    return [[*always, *others[i : i + room]] for i in range(0, max(1, len(others)), room)]
+
+
+def ordered(layouts: Sequence[str], chosen: list[str] | None, beside: int | None) -> list[Part]:
+    """What is measured one after the other: the first parts of all layouts come first."""
+    found = [
+        (layout, number, arms)
+        for layout in layouts
+        for number, arms in enumerate(parts_of(layout, chosen, beside))
+    ]
+    return sorted(found, key=lambda part: part[1])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    asked = parse(arguments)
+    deadline = time.monotonic() + asked.budget
+    book = Book(asked.out.resolve())
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = asked.logs.resolve() if asked.logs else Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.update(forked.environment(not asked.cpu))
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
+        tensor_parallel = any("--tp" in LAYOUTS[layout].arguments for layout, *_ in asked.plan)
+        context = forked.server(asked.timeout, _say, tensor_parallel)
+        options = gpu_cells.Options(asked.size, asked.data.resolve(), folder, not asked.cpu)
+        plan = Plan(asked.warm, asked.settling, asked.timed, asked.rounds, asked.timeout)
+        session = Session(context, options, plan, book, _say, deadline)
+        built = _build([arm for *_, arms in asked.plan for arm in arms], asked.cpu, folder)
+        if built is not None:  # before anything is timed; an arm that misses it will say so
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                built.wait(asked.timeout)
+            built.kill()
+        for layout, number, arms in asked.plan:
+            if time.monotonic() > deadline:
+                _say(f"{layout}, part {number}: no time left")
+                continue
+            session.run(layout, arms, number)
+    return 0
+
+
+def _build(arms: list[Arm], cpu: bool, folder: Path) -> subprocess.Popen[bytes] | None:
+    """Compile DeepSpeed's quantizer, where an arm of ZeRO++ needs it."""
+    if cpu or not any(arm.zero for arm in arms):
+        return None
+    code = "from deepspeed.ops.op_builder import QuantizerBuilder as B; B().load()"
+    with (folder / "quantizer.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdout=log, stderr=log,
+            env={**os.environ, "MAX_JOBS": "8"},
+        )  # fmt: skip
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""ZeRO-Offload on one GPU: steps with native copies over the bus against encoded ones.
+
+One command: ``scripts/bench/bench_offload.py``; it ends within two minutes. Native and encoded
+steps take turns on one engine, so that noise of the machine hits both: ``device`` adds up
+micro-batches on the device, ``host`` on the host (``compression.offload.sums``). Printed are the
+median of the paired ratios with a 95% bootstrap interval, the bytes, what the native bytes alone
+would take at the speed of a pinned copy in the same run (where that is a small part of the step,
+compression cannot help), and what ``"when": "auto"`` decides on an engine of its own. Few tokens
+and several micro-batches make a step bound by the bus; ``--tokens`` and ``--accumulation`` set
+them.
+
+The optimizer is DeepSpeed's CPUAdam where it builds within a minute, otherwise torch's AdamW.
+``--device cpu`` only shows that it runs: device and host are the same memory there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from bench.offload_bench import VARIANTS, say, show, summary
+
+#: what is not written, by device
+SIZES = {
+    "cuda": {"width": 4096, "layers": 2, "tokens": 256, "turns": 6},
+    "cpu": {"width": 128, "layers": 2, "tokens": 32, "turns": 2},
+}
+BUILD_S = 60.0
+DEVICE = "DS_ACCELERATOR"
+BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load(verbose=False)"
+
+
+class Block(nn.Module):
+    """8 x width^2 parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(tokens, width) to (tokens, width)."""
+        result: Tensor = hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
+        return result
+
+
+def builds_cpu_adam(limit: float) -> bool:
+    """Build DeepSpeed's optimizer of the host, once, in a process that can be given up.
+
+    In a folder of its own: one that is given up leaves a lock, at which all others wait for good.
+    """
+    folder = Path(tempfile.gettempdir(), f"hybridcomp-bench-{os.getuid()}-{os.environ[DEVICE]}")
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    say(f"CPUAdam, built within {limit:.0f} s or not at all ...")
+    start, pipe = time.perf_counter(), subprocess.PIPE
+    command = [sys.executable, "-c", BUILD]
+    done = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        _, errors = done.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(done.pid, signal.SIGKILL)  # compilers that it started, too
+        done.communicate()
+        shutil.rmtree(folder, ignore_errors=True)
+        say(f"CPUAdam was not built within {limit:.0f} s: torch's AdamW steps")
+        return False
+    if done.returncode:
+        why = errors.strip().splitlines()[-1:] or ["no reason given"]
+        say(f"CPUAdam does not build ({why[0]}): torch's AdamW steps")
+        return False
+    say(f"CPUAdam took {time.perf_counter() - start:.0f} s to build and load")
+    return True
+
+
+def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that runs on the host."""
+    if name == "cpuadam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        found: torch.optim.Optimizer = DeepSpeedCPUAdam(parameters, 1e-4)
+        return found
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, 1e-4, fused=True)
+    return torch.optim.SGD(parameters, 1e-4, foreach=False)
+
+
+def build(arguments: argparse.Namespace, **more: Any) -> Any:
+    """An engine with its optimizer on the host; ``more``: keys of the offload dimension."""
+    import deepspeed
+    import deepspeed.ops
+
+    import hybridcomp
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    hybridcomp.install()
+    torch.manual_seed(0)
+    with torch.device(arguments.device):
+        model = nn.Sequential(*(Block(arguments.width) for _ in range(arguments.layers)))
+    model.bfloat16()
+    offload = {"device": "cpu", "pin_memory": arguments.pin_memory}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": arguments.accumulation,
+        "zero_optimization": {
+            "stage": arguments.stage, "offload_optimizer": offload,
+            "overlap_comm": arguments.overlap,
+        },
+        "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True}, "steps_per_print": 10**9,
+        "compression": {
+            "offload": {**json.loads(arguments.codec), **more}, "ledger": {"sample_every": 0},
+        },
+    }  # fmt: skip
+    optimizer = optimizer_of(arguments.optimizer, list(model.parameters()))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def waiter(device: str) -> Callable[[], None]:
+    """A function that waits for the device."""
+    cuda: Any = torch.cuda
+    return cuda.synchronize if device == "cuda" else lambda: None
+
+
+def bus_gbps(device: str) -> tuple[float, float]:
+    """GB/s of pinned copies to the device and to the host, 256 MB, the best of five."""
+    if device == "cpu":
+        return float("inf"), float("inf")
+    there = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    here = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    wait, best = waiter(device), []
+    for out, values in ((there, here), (here, there)):
+        seconds = []
+        for _ in range(5):
+            wait()
+            start = time.perf_counter()
+            out.copy_(values, non_blocking=True)
+            wait()
+            seconds.append(time.perf_counter() - start)
+        best.append(here.numel() / min(seconds) / 1e9)
+    return best[0], best[1]
+
+
+def train(engine: Any, values: Tensor, steps: int) -> None:
+    """Whole optimizer steps."""
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        engine.backward(engine(values).float().square().mean())
+        engine.step()
+
+
+def inputs(engine: Any, arguments: argparse.Namespace) -> Tensor:
+    """One micro-batch."""
+    shape = arguments.tokens, arguments.width
+    return torch.randn(shape, device=engine.device, dtype=torch.bfloat16)
+
+
+def measure(engine: Any, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """Seconds a step of every turn, by variant, and the bytes of the encoded ones."""
+    import hybridcomp
+    from hybridcomp.channels import channels_of
+    from hybridcomp.patches.ds.offload_accumulation import sums_of
+
+    channels = channels_of(engine)
+    assert channels is not None
+    wait, order, values = waiter(arguments.device), list(VARIANTS), inputs(engine, arguments)
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    rows: dict[str, Any] = {}
+    shuffler = random.Random(0)
+    for turn in range(arguments.turns + 1):
+        shuffler.shuffle(order)
+        for name in order:
+            hybridcomp.uninstall()
+            if name != "native":
+                hybridcomp.install()
+                sums_of(engine.optimizer).on_device = name == "device"
+            channels.ledger.restart()
+            wait()
+            start = time.perf_counter()
+            train(engine, values, arguments.steps)
+            wait()
+            took = (time.perf_counter() - start) / arguments.steps
+            if turn:  # the first is the warm-up: kernels are compiled, memory is pinned
+                seconds[name].append(took)
+            say(f"ZeRO {arguments.stage}, turn {turn}, {name}: {took * 1e3:.1f} ms a step")
+            if name != "native":
+                rows[name] = channels.ledger.rows(channels.ledger.interval)["offload"]
+        if turn and time.perf_counter() > deadline:
+            say("no time for more turns")
+            break
+    return {"seconds": seconds, "rows": rows}
+
+
+def verdict(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What ``"when": "auto"`` finds on an engine of its own, and a step of it afterwards."""
+    from hybridcomp.channels import channels_of
+
+    engine = build(arguments, when="auto")
+    channels = channels_of(engine)
+    assert channels is not None
+    values, pace = inputs(engine, arguments), channels.host.pace
+    train(engine, values, pace.length + 1)
+    wait = waiter(arguments.device)
+    wait()
+    start = time.perf_counter()
+    train(engine, values, 3)
+    wait()
+    found = {"said": pace.told(), "auto_ms": (time.perf_counter() - start) / 3 * 1e3}
+    engine.destroy()
+    return found
+
+
+def parse() -> argparse.Namespace:
+    """The arguments, with what is not written filled in."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[2, 3])
+    parser.add_argument("--width", type=int, help="4096; on a CPU 128")
+    parser.add_argument("--layers", type=int, help="2, which are 268 million parameters; 2")
+    parser.add_argument("--tokens", type=int, help="of a micro-batch: 256; 32")
+    parser.add_argument("--turns", type=int, help="at most: 6; 2")
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument(
+        "--optimizer", choices=("cpuadam", "adamw", "sgd"), help="cpuadam where it builds, or adamw"
+    )
+    parser.add_argument("--codec", default='{"codec": "blockint", "bits": 8}')
+    parser.add_argument("--overlap", action="store_true", help="overlap_comm")
+    parser.add_argument(
+        "--pin-memory", action=argparse.BooleanOptionalAction, default=True,
+        help="of offload_optimizer; native copies are slower without",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=110, help="after which no turn begins")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "no CUDA device: this measures copies over the bus of a GPU; run it where there is "
+            "one, or with --device cpu to see that it runs"
+        )
+    for name, value in (SIZES[arguments.device]).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    begin = time.perf_counter()
+    arguments = parse()
+    os.environ[DEVICE] = arguments.device
+    if arguments.optimizer is None:
+        limit = min(BUILD_S, arguments.seconds / 2)
+        arguments.optimizer = "cpuadam" if builds_cpu_adam(limit) else "adamw"
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+        backend = "nccl" if arguments.device == "cuda" else "gloo"
+        dist.init_process_group(backend, f"file://{folder}/store", rank=0, world_size=1)
+        bus = bus_gbps(arguments.device)
+        for index, stage in enumerate(arguments.stages):
+            arguments.stage = stage
+            say(f"ZeRO {stage}: building the engine ...")
+            engine = build(arguments)
+            spent = time.perf_counter() - begin
+            share = (arguments.seconds - spent) / (len(arguments.stages) - index)
+            deadline = time.perf_counter() + share / 2  # the other half is auto's
+            rows.append(summary(measure(engine, arguments, deadline), engine, arguments, bus))
+            show(rows[-1])
+            engine.destroy()
+            del engine
+            gc.collect()
+        for row in rows:
+            arguments.stage = row["stage"]
+            if time.perf_counter() - begin > arguments.seconds:
+                say("no time for auto")
+                break
+            say(f"ZeRO {arguments.stage}: auto on an engine of its own ...")
+            row["auto"] = found = verdict(arguments)
+            print(f"ZeRO-{arguments.stage}, {found['said']}; {found['auto_ms']:.1f} ms then")
+            gc.collect()
+        dist.destroy_process_group()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Our codecs, as work to time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.gpu_bench.measure import Work, cuda
+from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs.base import Fused
+from hybridcomp.collectives import Meter, all_reduce
+from hybridcomp.collectives.wire import transport
+
+#: ranks of the all_reduce whose kernels are timed; this one is in their middle
+RANKS, ME = 8, 3
+#: of a message that consists of the parameters of a group
+TENSORS = 64
+
+
+def codecs() -> dict[str, Codec]:
+    """What the table has rows for, and what it calls them."""
+    return {
+        "blockint 8": make_codec("blockint", bits=8),
+        "blockint 4": make_codec("blockint", bits=4),
+        "blockint 4, gaussian": make_codec("blockint", bits=4, levels="gaussian"),
+        "blockint 4, rotate": make_codec("blockint", bits=4, rotate=True),
+        "fp8": make_codec("fp8"),
+        "bf16": make_codec("bf16"),
+        "zfp 8": make_codec("zfp", rate=8),
+        "zfp 16": make_codec("zfp", rate=16),
+        "mpc": make_codec("mpc"),
+        "expcode": make_codec("expcode"),
+        "radix 1e-2": make_codec("radix", error_bound=1e-2),
+        "radix 1e-3": make_codec("radix", error_bound=1e-3),
+    }
+
+
+def works(values: Tensor, *, name: str, codec: Codec) -> Iterator[Work]:
+    """Encode, decode and decode-add; for blockint the kernels of an all_reduce as well."""
+    raw, numel = values.nbytes, values.numel()
+    room = values.new_empty(codec.wire_nbytes(numel, values.dtype), dtype=torch.uint8)
+    used = codec.encode(values, room)
+    payload, out = room[:used], torch.empty_like(values)
+    total = values.new_zeros(numel, dtype=torch.float32)
+    bits = 8 * used / numel
+    yield Work(name, "encode", raw + used, _encoder(codec, values, room), bits)
+    codec.encode(values, room)
+    yield Work(name, "decode", raw + used, lambda: codec.decode(payload, out), bits)
+    yield Work(
+        name,
+        "decode_add",
+        used + 2 * total.nbytes,
+        lambda: codec.decode_add(payload, total, values.dtype),
+        bits,
+    )
+    yield from _tensors(name, codec, values)
+    fused = codec.fused(values.device)
+    if fused is not None:
+        for feedback in (False, True):
+            yield from AllReduce(name, codec, fused, values, feedback=feedback).works()
+
+
+def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
+    """The message as TENSORS tensors with a payload each: in one launch, and in a launch each."""
+    each, length = codec.each(values.device), values.numel() // TENSORS
+    if each is None or not length:
+        return
+    parts = torch.split(values[: length * TENSORS], length)
+    nbytes = codec.wire_nbytes(length, values.dtype)
+    rooms = torch.split(values.new_empty(nbytes * TENSORS, dtype=torch.uint8), nbytes)
+    out = torch.split(torch.empty_like(values)[: length * TENSORS], length)
+    moved, bits = TENSORS * (nbytes + length * values.itemsize), 8 * nbytes / length
+
+    def one_by_one() -> None:
+        for part, room in zip(parts, rooms, strict=True):
+            codec.encode(part, room)
+
+    note = f"{TENSORS} tensors"
+    yield Work(name, "encode tensors", moved, lambda: each.encode(parts, rooms), bits, note)
+    yield Work(name, "decode tensors", moved, lambda: each.decode(rooms, out), bits, note)
+    yield Work(name, "encode one by one", moved, one_by_one, bits, f"{note}, {TENSORS} launches")
+
+
+def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]:
+    """As collectives encode: sizes that vary stay on the GPU, and the host does not wait."""
+    if codec.fixed_size:
+        return lambda: codec.encode(values, room)
+    size = torch.zeros(1, dtype=torch.int64, device=values.device)
+    return lambda: codec.encode_into(values, room, size)
+
+
+class _Done(dist.Work):
+    """A message that has arrived."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """At once."""
+        return True
+
+
+@contextmanager
+def group_without_wire() -> Iterator[None]:
+    """RANKS ranks, of which only this one is there, and calls of torch.distributed that do nothing.
+
+    The group is torch's stand-in for tests, which would copy what is gathered.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def done(*_: object, **__: object) -> _Done:
+        return _Done()
+
+    dist.init_process_group("fake", rank=ME, world_size=RANKS, store=FakeStore())
+    try:
+        with (
+            mock.patch.object(dist, "all_to_all_single", done),
+            mock.patch.object(transport, "all_gather_single", done),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+class AllReduce:
+    """The three launches of an all_reduce of ``values`` over RANKS ranks, without the messages.
+
+    What would arrive is what this rank would send: equally many bytes.
+    """
+
+    def __init__(
+        self, name: str, codec: Codec, fused: Fused, values: Tensor, *, feedback: bool
+    ) -> None:
+        self.name, self.codec, self.fused, self.values = name, codec, fused, values
+        self.chunk = -(-values.numel() // RANKS // 32) * 32
+        self.own = values[ME * self.chunk :][: self.chunk]
+        self.slot = codec.wire_nbytes(self.chunk, values.dtype)
+        self.sent = values.new_zeros((RANKS - 1) * self.slot, dtype=torch.uint8)
+        self.payload = values.new_zeros(self.slot, dtype=torch.uint8)
+        self.gathered = values.new_zeros(RANKS * self.slot, dtype=torch.uint8)
+        self.out = torch.empty_like(values)
+        self.residual = values.new_zeros(values.numel(), dtype=torch.float32) if feedback else None
+        left = values.new_zeros(self.own.numel(), dtype=torch.float32)
+        self.owner_residual = left if feedback else None
+
+    def encode(self) -> None:
+        """Every chunk but my own."""
+        self.fused.encode(self.values, self.chunk, self.slot, ME, self.sent, self.residual)
+
+    def reduce(self) -> None:
+        """Decode, sum, encode: what the target calls decode-sum-encode."""
+        mine = slice(ME * self.chunk, ME * self.chunk + self.own.numel())
+        left = None if self.residual is None else self.residual[mine]
+        self.fused.reduce(self.sent, self.own, RANKS, ME, self.payload, left, self.owner_residual)
+
+    def decode(self) -> None:
+        """All chunks."""
+        self.fused.decode(self.gathered, self.chunk, self.slot, self.out)
+
+    def all(self) -> None:
+        """The whole of it."""
+        self.encode()
+        self.reduce()
+        self.gathered.view(RANKS, self.slot)[ME].copy_(self.payload)
+        self.decode()
+
+    def path(self) -> None:
+        """The collective as channels call it: what the host does for a message, checks included.
+
+        Its group moves nothing: buffers hold what was there before, which decodes as fast.
+        """
+        all_reduce(
+            self.out, self.codec, None, meter=Meter(),
+            residual=self.residual, owner_residual=self.owner_residual,
+        ).wait()  # fmt: skip
+
+    def works(self) -> Iterator[Work]:
+        """Each launch and all of them, the latter also as a replayed CUDA graph."""
+        self.all()
+        self.gathered.view(RANKS, self.slot)[:] = self.payload
+        share = self.own.nbytes
+        encode = self.values.nbytes - share + self.sent.nbytes
+        reduce = self.sent.nbytes + share + self.slot
+        decode = self.gathered.nbytes + self.out.nbytes
+        if self.residual is not None and self.owner_residual is not None:
+            kept = self.owner_residual.nbytes
+            encode += 2 * (self.residual.nbytes - kept)
+            reduce += 4 * kept  # the own part of the first residual is read and zeroed
+        feedback = " feedback" if self.residual is not None else ""
+        bits = 8 * self.slot / self.chunk
+        name, everything = self.name, encode + reduce + decode
+        note = f"{RANKS} ranks"
+        yield Work(name, f"chunks encode{feedback}", encode, self.encode, bits, note)
+        yield Work(name, f"sum_encode{feedback}", reduce, self.reduce, bits, note)
+        if not feedback:
+            yield Work(name, "chunks decode", decode, self.decode, bits, note)
+        yield Work(name, f"all_reduce{feedback}", everything, self.all, bits, f"{note}, 3 launches")
+        if self.values.is_cuda:
+            graph = cuda.CUDAGraph()
+            with cuda.graph(graph):
+                self.all()
+            yield Work(name, f"all_reduce{feedback} graph", everything, graph.replay, bits, note)
+        with group_without_wire():
+            yield Work(name, f"all_reduce{feedback} path", everything, self.path, bits, note)

@@ -1,0 +1,68 @@
+"""Compile all that a run needs at once, on all cores, instead of one image at its first use."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from bench.gpu_bench.measure import Work
+from hybridcomp import kernels
+from hybridcomp.kernels.cuda import CudaKernels, images
+
+Image = tuple[str, tuple[str, ...]]
+NUMEL = 1 << 15  # of the messages that find out what is launched
+
+
+class Recorder:
+    """A launcher that remembers which images it would need, and launches nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.needed: dict[Image, None] = {}
+        self._device = device
+
+    def launch(self, source: str, defines: tuple[str, ...], *_: object, **__: object) -> None:
+        """See ``launcher.Launcher``."""
+        self.needed[source, defines] = None
+
+    def zeros(self, words: int) -> Tensor:
+        """See ``launcher.Launcher``."""
+        return torch.zeros(words, dtype=torch.int64, device=self._device)
+
+
+def needed(
+    sources: Sequence[Callable[[Tensor], Iterator[Work]]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> list[Image]:
+    """The images of the works of ``sources``; ``device`` is a GPU."""
+    recorder = Recorder(device)
+    recording: Any = {device.index or 0: CudaKernels(recorder)}
+    with mock.patch.object(kernels, "_on_cuda", recording):
+        for source in sources:
+            for dtype in dtypes:
+                # encoders that did not run return no size, of which nothing can be decoded
+                with suppress(Exception):
+                    for work in source(torch.zeros(NUMEL, dtype=dtype, device=device)):
+                        work.run()
+    return list(recorder.needed)
+
+
+def compile_all(wanted: Sequence[Image], architecture: int) -> None:
+    """Into the folder where images are kept. Says how long it took."""
+    start = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(min(cores, max(len(wanted), 1)), context) as pool:
+        list(pool.map(images.image, *zip(*((*one, architecture) for one in wanted), strict=True)))
+    took = time.perf_counter() - start
+    print(f"{len(wanted)} images of our kernels in {took:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""What every preset and any block costs in loss: many seeds, several layouts, one command.
+
+loss_study.py --steps 1000 --seeds 0 1 2 --blocks bound.json
+
+Trains the example (scripts/train_gpt.py) natively and under each block, paired by seed, through the
+launcher, and prints one table for each layout with a picture of the curves. A run that finished is
+not repeated: started again, the study goes on where it was cut off.
+
+--blocks FILE holds {"name": block, ...} or {"layout": {"name": block, ...}}, beside the presets.
+--peers NAME ... trains other methods too (scripts/bench/train_peer.py), where a layout is data
+parallel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.compare import CompareError, Wishes, compare_runs, launch
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+CONFIGS = SCRIPTS.parent / "configs"
+BASELINE = launch.BASELINE
+PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks stand to each other."""
+
+    config: str  # the committed file without a block
+    ranks: int
+    arguments: tuple[str, ...] = ()
+    peers: bool = False  # whether this is data parallelism and nothing else
+
+
+LAYOUTS = {
+    "dp2": Layout("ds_zero1_baseline.json", 2, peers=True),
+    "pp2": Layout("ds_pipe2_baseline.json", 2, ("--pp", "2")),
+    "pp2dp2": Layout("ds_pipe2_baseline.json", 4, ("--pp", "2")),
+    "3d": Layout("ds_3d_baseline.json", 8, ("--tp", "2", "--pp", "2")),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    layout: str
+    name: str
+    block: dict[str, Any] | None
+    seed: int
+    peer: str | None = None  # of scripts/bench/peers
+
+    def folder(self, out: Path) -> Path:
+        """Where its files are."""
+        return out / self.layout / self.name / f"seed{self.seed}"
+
+
+def settings_of(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The committed file, the block, and a learning rate that falls to zero.
+
+    With a constant one the last losses of two seeds differ by more than a codec does.
+    """
+    steps = options.steps
+    settings: dict[str, Any] = json.loads((CONFIGS / LAYOUTS[case.layout].config).read_text())
+    batch = settings["train_micro_batch_size_per_gpu"]
+    if batch % options.divide_batch:
+        raise SystemExit(f"--divide-batch: expected a divisor of {batch} ({case.layout})")
+    settings["train_micro_batch_size_per_gpu"] = batch // options.divide_batch
+    optimizer = settings["optimizer"]["params"]
+    optimizer["lr"] = options.lr or optimizer["lr"]
+    settings["scheduler"] = {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_max_lr": optimizer["lr"],
+            "warmup_num_steps": max(2, steps // 10),
+            "total_num_steps": steps,
+        },
+    }
+    if case.block is not None:
+        settings["compression"] = launch.ledger_in(case.block, folder)
+    return settings
+
+
+def train(case: Case, options: argparse.Namespace) -> float | None:
+    """Seconds of the training; None when it was there already. Raises CompareError on failure."""
+    folder = case.folder(options.out)
+    settings = settings_of(case, options, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "ds_config.json"
+    layout = LAYOUTS[case.layout]
+    program, more = "train_gpt.py", list(layout.arguments)
+    if case.peer is not None:
+        program, more = "bench/train_peer.py", ["--method", case.peer]
+    patched = [] if case.block is None else ["--module", launch.MODULE]
+    command = [
+        "deepspeed", "--num_gpus", str(layout.ranks), "--master_addr", "127.0.0.1",
+        "--master_port", str(launch.free_port()), *patched, str(SCRIPTS / program),
+        "--deepspeed_config", str(config), "--data", str(options.data),
+        "--steps", str(options.steps), "--seed", str(case.seed), "--print-every", "100",
+        "--log", str(folder / "loss.jsonl"), *more,
+    ]  # fmt: skip
+    config.write_text(json.dumps(settings, indent=1))
+    name = f"{case.layout} {case.name} seed {case.seed}"
+    return launch.Job(name, folder, command, settings, environment(folder)).run()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of the launcher: this interpreter's commands first, kernels built by nobody else."""
+    given = os.environ
+    found = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{given['PATH']}",
+        "OMP_NUM_THREADS": given.get("OMP_NUM_THREADS", "1"),
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+    }
+    if Path("/sys/class/net/lo").exists():
+        found["GLOO_SOCKET_IFNAME"] = given.get("GLOO_SOCKET_IFNAME", "lo")
+    return found
+
+
+def blocks_of(options: argparse.Namespace, layout: str) -> dict[str, dict[str, Any] | None]:
+    """Name -> block of what is trained in ``layout``, the baseline first."""
+    found: dict[str, dict[str, Any] | None] = {BASELINE: None}
+    found.update({name: {"preset": name} for name in options.presets})
+    if options.blocks:
+        written = json.loads(options.blocks.read_text())
+        known = {key for key in written if key in LAYOUTS}
+        if known and known != set(written):
+            raise SystemExit(f"{options.blocks}: names layouts and blocks at one level; separate")
+        found.update(written.get(layout, {}) if known else written)
+    return found
+
+
+def cases_of(options: argparse.Namespace) -> Iterator[Case]:
+    """Seed by seed, so that a study that is cut off has whole seeds."""
+    for seed in options.seeds:
+        for layout in options.layouts:
+            for name, block in blocks_of(options, layout).items():
+                yield Case(layout, name, block, seed)
+            for name in peers_of(options, layout):
+                yield Case(layout, f"peer {name}", None, seed, name)
+
+
+def peers_of(options: argparse.Namespace, layout: str) -> list[str]:
+    """The peers that are trained in ``layout``."""
+    return list(options.peers) if LAYOUTS[layout].peers else []
+
+
+def tables(options: argparse.Namespace) -> None:
+    """One comparison for each layout."""
+    for layout in options.layouts:
+        peers = [f"peer {name}" for name in peers_of(options, layout)]
+        runs = [
+            f"{name}={options.out / layout / name}/seed*/loss.jsonl"
+            for name in [*blocks_of(options, layout), *peers]
+        ]
+        print(f"\n{layout}: {options.steps} steps, seeds {' '.join(map(str, options.seeds))}\n")
+        title = f"{layout}: presets and error bounds, {options.steps} steps"
+        wishes = Wishes(options.out / layout, title=title, need_ledger=True, wandb="none")
+        compare_runs(runs, wishes)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=1000)
+    add(
+        "--lr",
+        type=float,
+        help="instead of the committed files'; where it is high and the batch small, two runs that "
+        "differ in one bit end a per cent apart, and no codec can be told from another",
+    )
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--layouts", nargs="+", choices=list(LAYOUTS), default=["dp2", "pp2"])
+    add("--presets", nargs="*", choices=PRESETS, default=list(PRESETS))
+    add(
+        "--divide-batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="smaller batches, for slow machines",
+    )
+    add("--peers", nargs="*", metavar="NAME", default=[], help="of scripts/bench/train_peer.py")
+    add("--blocks", type=Path, metavar="FILE", help="further blocks, JSON")
+    add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
+    add("--out", type=Path, default=Path("runs/loss_study"), metavar="FOLDER")
+    found = parser.parse_args(arguments)
+    found.out, found.data = found.out.resolve(), found.data.resolve()
+    if not found.data.with_name(f"{found.data.name}_train.idx").is_file():
+        parser.error(f"--data: no dataset {found.data}; scripts/prepare_data.py writes one")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is missing, then compare."""
+    options = parse(arguments)
+    try:
+        study(options)
+    except CompareError as error:
+        raise SystemExit(f"loss_study: {error}") from None
+
+
+def study(options: argparse.Namespace) -> None:
+    """Every case, then the tables. Raises CompareError, for a package before the first training."""
+    if find_spec("matplotlib") is None:
+        raise CompareError("the pictures need matplotlib: pip install 'hybridcomp[plot]'")
+    cases = list(cases_of(options))
+    for number, case in enumerate(cases, 1):
+        seconds = train(case, options)
+        took = "there already" if seconds is None else f"{seconds:.0f} s"
+        print(
+            f"{number}/{len(cases)} {case.layout} {case.name} seed {case.seed}: {took}", flush=True
+        )
+    tables(options)
+
+
+if __name__ == "__main__":
+    main()

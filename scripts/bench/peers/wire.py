@@ -1,0 +1,105 @@
+"""Collectives that count what a rank sends to others, and the groups of two-level schemes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.handle import Steps
+
+
+@dataclass
+class Wire:
+    """Bytes that this rank handed to torch.distributed for other ranks, scales included.
+
+    Messages travel as hybridcomp's do, so that a comparison of times is one of methods.
+
+    Reductions count as the ring that sends least, as in nccl-tests (PERFORMANCE.md) and in
+    hybridcomp's ledger.
+    """
+
+    sent: float = 0.0
+    #: while False nothing is counted: losses and norms are not the method's
+    counting: bool = field(default=True)
+
+    def all_to_all(self, rows: Tensor, group: Any) -> Tensor:
+        """Row d of ``rows`` to member d; row s of the result from member s."""
+        out, rows = torch.empty_like(rows), rows.contiguous()
+        members = len(rows)
+        splits = [rows[0].numel()] * members
+        wait_for(transport.all_to_all(out.view(-1), rows.view(-1), splits, splits, group))
+        self.count(rows.nbytes * (members - 1) / members)
+        return out
+
+    def all_gather(self, row: Tensor, group: Any) -> Tensor:
+        """(n,) of every member as (members, n)."""
+        members = dist.get_world_size(group)
+        out, row = (
+            torch.empty(members, len(row), dtype=row.dtype, device=row.device),
+            row.contiguous(),
+        )
+        wait_for(transport.all_gather(out.view(-1), row, group))
+        self.count(row.nbytes * (members - 1))
+        return out
+
+    def all_reduce(self, values: Tensor, group: Any = None) -> Tensor:
+        """Sum in place."""
+        dist.all_reduce(values, group=group)
+        members = dist.get_world_size(group)
+        self.count(2 * values.nbytes * (members - 1) / members)
+        return values
+
+    def count(self, nbytes: float) -> None:
+        """Add, where counting."""
+        if self.counting:
+            self.sent += nbytes
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count the all-reduces of code that is not ours: torch's DDP hooks."""
+        native = dist.all_reduce
+
+        def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            members = dist.get_world_size()
+            self.count(2 * tensor.nbytes * (members - 1) / members)
+            return native(tensor, *args, **kwargs)
+
+        with mock.patch.object(dist, "all_reduce", all_reduce):
+            yield
+
+
+class Nodes:
+    """Consecutive ranks, ``per_node`` to a node; every rank must make it, in the same order.
+
+    Raises ValueError where the ranks do not fill whole nodes.
+    """
+
+    def __init__(self, per_node: int) -> None:
+        ranks = dist.get_world_size()
+        if per_node < 1 or ranks % per_node:
+            raise ValueError(
+                f"--per-node {per_node}: expected a divisor of the {ranks} ranks; change either"
+            )
+        self.per_node, self.count, self.ranks = per_node, ranks // per_node, ranks
+        node, local = divmod(dist.get_rank(), per_node)
+        inside = [
+            dist.new_group([n * per_node + i for i in range(per_node)]) for n in range(self.count)
+        ]
+        across = [
+            dist.new_group([n * per_node + i for n in range(self.count)]) for i in range(per_node)
+        ]
+        self.intra, self.inter = inside[node], across[local]
+
+
+def wait_for(message: Steps[None]) -> None:
+    """Send and receive to the end."""
+    for work in message:
+        work.wait()

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Train the example GPT with another method of compressed data parallelism, for comparisons.
+
+deepspeed --num_gpus 2 scripts/bench/train_peer.py --method powersgd-16 \\
+    --deepspeed_config configs/ds_zero0_baseline.json --log runs/powersgd/loss.jsonl
+
+Model, data and their order, seeds, batch sizes, AdamW, clipping and the learning rate's schedule
+are those of scripts/train_gpt.py with the same file; ZeRO and "compression" in it are not looked
+at, --method says how the ranks exchange. Log and ledger.jsonl have the same form. Over NCCL where
+DS_ACCELERATOR is cuda, over gloo on CPUs else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded: one core a rank
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from bench.peers.methods import PEERS, Settings
+from bench.peers.trainer import PeerTrainer
+from bench.peers.wire import Wire
+from gpt import loop
+from gpt.data import Samples, Share
+from gpt.indexed import DatasetError, IndexedTokens
+from gpt.model import GPT, lm_loss
+from gpt.weights import ModelConfig
+
+
+class SettingsError(ValueError):
+    """A DeepSpeed file that this trainer does not follow."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--method", choices=list(PEERS), required=True)
+    add("--per-node", type=int, default=1, metavar="N",
+        help="consecutive ranks to a node, for the schemes in two levels")  # fmt: skip
+    add("--start", type=int, metavar="N", help="native steps before; default: as advised")
+    add("--deepspeed_config", required=True, metavar="FILE")
+    add("--local_rank", type=int, default=-1, help="set by the launcher")
+    add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
+    add("--steps", type=int, default=300)
+    add("--seed", type=int, default=0, help="of weights and data order")
+    for name, default in (("layers", 4), ("width", 128), ("heads", 4), ("length", 128)):
+        add(f"--{name}", type=int, default=default)
+    add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
+    add("--print-every", type=int, default=10, metavar="N")
+    add("--eval-batches", type=int, default=8, metavar="N", help="0: never")
+    return parser.parse_args(arguments)
+
+
+def adam_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """AdamW's arguments. Raises SettingsError for another optimizer, or keys it would ignore."""
+    optimizer = settings.get("optimizer", {})
+    if optimizer.get("type") != "AdamW":
+        raise SettingsError(
+            f"optimizer.type: expected AdamW, found {optimizer.get('type')!r}; the peers are "
+            "compared under AdamW only"
+        )
+    given = {key: v for key, v in optimizer.get("params", {}).items() if key != "torch_adam"}
+    unknown = sorted(given.keys() - {"lr", "betas", "eps", "weight_decay", "fused"})
+    if unknown:
+        raise SettingsError(f"optimizer.params.{unknown[0]}: not known to the peers; leave it out")
+    # DeepSpeed's defaults, not torch's
+    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **given}
+    return {**adam, "betas": tuple(adam["betas"])}
+
+
+def scheduler_of(settings: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    """DeepSpeed's own schedule, None without one."""
+    if "scheduler" not in settings:
+        return None
+    from deepspeed.runtime import lr_schedules
+
+    kind = settings["scheduler"]["type"]
+    if kind not in lr_schedules.VALID_LR_SCHEDULES:
+        raise SettingsError(f"scheduler.type: found {kind!r}, which DeepSpeed does not know")
+    return getattr(lr_schedules, kind)(optimizer, **settings["scheduler"].get("params", {}))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Everything between the command line and the summary."""
+    settings = json.loads(Path(arguments.deepspeed_config).read_text())
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    device = torch.device("cuda" if os.environ.get("DS_ACCELERATOR") == "cuda" else "cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.manual_seed(arguments.seed)
+    folder, name = arguments.data.parent, arguments.data.name
+    samples = Samples(IndexedTokens(folder / f"{name}_train"), arguments.length, arguments.seed)
+    valid = None
+    if arguments.eval_batches:
+        valid = Samples(IndexedTokens(folder / f"{name}_valid"), arguments.length, 0)
+    config = ModelConfig(
+        vocabulary=max(s.vocabulary for s in (samples, valid) if s is not None),
+        layers=arguments.layers, width=arguments.width, heads=arguments.heads,
+        seed=arguments.seed,
+    )  # fmt: skip
+    model = GPT(config)
+    if settings.get("bf16", {}).get("enabled"):
+        model = model.to(torch.bfloat16)
+    model = model.to(device)
+    peer, wire = PEERS[arguments.method], Wire()
+    method = peer.make(
+        model, wire, Settings(
+            steps=arguments.steps, per_node=arguments.per_node, start=arguments.start,
+            clip=float(settings.get("gradient_clipping", 0.0)), adam=adam_of(settings),
+        ),
+    )  # fmt: skip
+    share = Share(
+        rank=dist.get_rank(), world_size=dist.get_world_size(),
+        micro_batch=settings["train_micro_batch_size_per_gpu"],
+        micro_batches=settings.get("gradient_accumulation_steps", 1),
+    )  # fmt: skip
+    scheduler = scheduler_of(settings, method.optimizer)
+    trainer = PeerTrainer(method, wire, share, lm_loss, scheduler, device)
+    header = {
+        "deepspeed_config": arguments.deepspeed_config,
+        "seed": arguments.seed,
+        "world_size": share.world_size,
+        "tensor_parallel": 1,
+        "pipeline_stages": 1,
+        "tokens_per_step": share.global_batch * arguments.length,
+        "peer": arguments.method,
+        "what": peer.what + (" (reimplementation)" if peer.clean_room else ""),
+        "source": peer.source,
+    }
+    first = share.rank == 0
+    if first:
+        print(f"run {header}", flush=True)
+    header |= loop.identity(samples, config, settings)
+    plan = loop.Plan(
+        steps=arguments.steps, length=arguments.length, print_every=arguments.print_every,
+        eval_every=0, eval_batches=arguments.eval_batches, save=None, save_every=0,
+    )  # fmt: skip
+    loop.train(trainer, samples, valid, plan, loop.Log(arguments.log if first else None, header), 0)
+    if arguments.log:
+        trainer.write_ledger(arguments.log.with_name("ledger.jsonl"), arguments.method)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Returns the exit status: 1 for a mistake of the user's, told in one line."""
+    try:
+        run(parse())
+    except (DatasetError, SettingsError, FileNotFoundError, json.JSONDecodeError) as error:
+        print(f"train_peer: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""What is measured: layouts of ranks, arms (ways to train), cells (an arm at a rate, once)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).resolve().parents[2]
+CONFIGS = SCRIPTS.parent / "configs"
+REFERENCE = "native bf16"
+#: before the name of a scheme that compresses fp32 messages, as the paper's are
+FP32 = "fp32 "
+PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
+#: gradients fed back, the rest as in configs/README.md; dimensions that a layout lacks are left out
+BOUND: dict[str, Any] = {
+    "dp": {"error_bound": 0.02, "error_feedback": True},
+    **{name: {"error_bound": 0.01} for name in ("zero", "tp", "pp")},
+}
+DELTA: dict[str, Any] = {
+    "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
+    "zero": {"codec": "blockint", "bits": 4, "delta": True},
+}
+#: settings of DeepSpeed's own compression, ZeRO 3 only; two of them need kernels that CPUs lack
+ZEROPP: dict[str, dict[str, Any]] = {
+    "ZeRO++ qwZ": {"zero_quantized_weights": True},
+    "ZeRO++ qgZ": {"zero_quantized_gradients": True},
+    "ZeRO++ hpZ": {"zero_hpz_partition_size": 2},
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks stand to each other, on which nodes of the lab."""
+
+    config: str  # the committed file without a block
+    lab: str  # as scripts/netlab.py reads it
+    dimensions: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    peers: bool = False  # whether this is plain data parallelism, which is all that peers do
+
+    @property
+    def nodes(self) -> int:
+        """Of the lab."""
+        return sum(int(n) for n in self.lab.partition("x")[0].split("+"))
+
+    @property
+    def per_node(self) -> int:
+        """Ranks to a node."""
+        return int(self.lab.partition("x")[2] or 1)
+
+
+LAYOUTS = {
+    "dp2": Layout("ds_zero0_baseline.json", "2", ("dp",), peers=True),
+    "zero1": Layout("ds_zero1_baseline.json", "2", ("dp", "zero")),
+    "zero2": Layout("ds_zero2_baseline.json", "2", ("dp", "zero")),
+    "zero3": Layout("ds_zero3_baseline.json", "2", ("dp", "zero")),
+    "tp2": Layout("ds_zero0_baseline.json", "2", ("tp",), ("--tp", "2")),
+    "pp2": Layout("ds_pipe2_baseline.json", "2", ("pp",), ("--pp", "2")),
+    "tp2pp2": Layout("ds_pipe2_baseline.json", "4", ("tp", "pp"), ("--tp", "2", "--pp", "2")),
+    # bf16 without ZeRO is BF16_Optimizer in a pipeline, which gathers parameters all the same
+    "dp2pp2": Layout("ds_pipe2_baseline.json", "4", ("dp", "zero", "pp"), ("--pp", "2")),
+    "asymmetric": Layout("ds_zero1_baseline.json", "2x2", ("dp", "zero"), peers=True),
+    # eight ranks: the paper's three dimensions at once
+    "3d": Layout(
+        "ds_3d_baseline.json", "8", ("dp", "zero", "tp", "pp"), ("--tp", "2", "--pp", "2")
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train."""
+
+    name: str
+    bf16: bool = True
+    block: tuple[tuple[str, Any], ...] | None = None  # the items of a "compression" block
+    zero: tuple[tuple[str, Any], ...] = ()  # added to "zero_optimization"
+    peer: str | None = None  # of scripts/bench/peers
+
+    @property
+    def stem(self) -> str:
+        """Of the names of its files."""
+        return self.name.replace(" ", "_")
+
+
+def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
+    """The arms of a layout, the reference first; ``chosen`` names those that are wanted.
+
+    Raises ValueError for a name that the layout does not have.
+    """
+    from bench.peers.methods import PEERS
+
+    dimensions = LAYOUTS[layout].dimensions
+    blocks: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS}
+    blocks["bound"] = {name: value for name, value in BOUND.items() if name in dimensions}
+    if "zero" in dimensions and layout != "zero3":
+        model = [name for name in dimensions if name in ("tp", "pp")]
+        blocks["delta"] = {**DELTA, **{name: {"codec": "blockint", "bits": 8} for name in model}}
+    # recommended, where the measured link is not faster than the codec: nothing of it on a loopback
+    switching = {name: {"when": "auto"} for name in dimensions}
+    blocks["recommended when auto"] = {"preset": "recommended", **switching}
+    if LAYOUTS[layout].per_node > 1:
+        for name in ("recommended", "bound"):
+            blocks[f"{name} nodes"] = {**blocks[name], "hierarchy": "auto"}
+    arms = [Arm(REFERENCE), Arm("native fp32", bf16=False)]
+    arms += [Arm(name, block=tuple(block.items())) for name, block in blocks.items()]
+    if layout == "3d":
+        schemes = [name for name in PRESETS if name != "naive-mpc"]
+        arms += [Arm(FP32 + n, bf16=False, block=tuple(blocks[n].items())) for n in schemes]
+    if layout == "zero3":
+        arms += [Arm(name, zero=tuple(keys.items())) for name, keys in ZEROPP.items()]
+    if LAYOUTS[layout].peers:
+        arms += [Arm(f"peer {name}", peer=name) for name in PEERS]
+    if chosen is None:
+        return arms
+    known = {arm.name: arm for arm in arms}
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"{layout}: no arm {name!r}; expected some of {', '.join(known)}")
+    return [arm for arm in arms if arm.name == REFERENCE or arm.name in chosen]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of every training."""
+
+    layers: int
+    width: int
+    length: int
+    divide_batch: int
+    warm: int  # steps before those that are timed
+    steps: int  # timed
+
+    def arguments(self) -> list[str]:
+        """For both trainers."""
+        total = self.warm + self.steps
+        return [
+            "--layers", str(self.layers), "--width", str(self.width), "--length",
+            str(self.length), "--steps", str(total), "--eval-batches", "0",
+            "--print-every", str(total),
+        ]  # fmt: skip
+
+
+def settings_of(layout: str, arm: Arm, sizes: Sizes, ledger: Path) -> dict[str, Any]:
+    """The DeepSpeed file of a cell."""
+    settings: dict[str, Any] = json.loads((CONFIGS / LAYOUTS[layout].config).read_text())
+    batch = settings["train_micro_batch_size_per_gpu"]
+    settings["train_micro_batch_size_per_gpu"] = max(1, batch // sizes.divide_batch)
+    # one report of the ledger, at the last step
+    settings["steps_per_print"] = sizes.warm + sizes.steps
+    settings["bf16"] = {"enabled": arm.bf16}
+    settings["zero_optimization"] = {**settings["zero_optimization"], **dict(arm.zero)}
+    if arm.block is not None:
+        settings["compression"] = {**dict(arm.block), "ledger": {"jsonl": str(ledger)}}
+    return settings
+
+
+def command_of(
+    layout: str, arm: Arm, sizes: Sizes, config: Path, data: Path, seed: int
+) -> list[str]:
+    """What every rank runs, after the interpreter."""
+    patched = [] if arm.block is None else ["-m", "hybridcomp.run"]
+    program, more = "train_gpt", list(LAYOUTS[layout].arguments)
+    if arm.peer is not None:
+        program = "bench.train_peer"
+        # compression from the first timed step on: a warm-up is a matter of losses, not of speed
+        more = ["--method", arm.peer, "--per-node", str(LAYOUTS[layout].per_node),
+                "--start", str(sizes.warm)]  # fmt: skip
+    return [
+        *patched, str(SCRIPTS / "bench/training_bench/worker.py"), program,
+        "--deepspeed_config", str(config), "--data", str(data), "--seed", str(seed),
+        *sizes.arguments(), *more,
+    ]  # fmt: skip
+
+
+def digest(*parts: Any) -> str:
+    """Of everything that a result depends on; another digest means: measure again."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,154 @@
+"""The chapter of docs/results on the GPU: speed of training, then losses at 124 M parameters."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.training_bench import gpu_losses, gpu_picture, gpu_report
+from bench.training_bench.cells import LAYOUTS
+from bench.training_bench.gpu_cells import SIZES
+
+HEAD = """\
+One H100 80GB, all ranks on it, each a host of its own for NCCL: they talk over NCCL's sockets
+(loopback, about 14 Gb/s for two ranks), as nodes without RDMA do. bf16, fused AdamW, buckets
+of 100 MB, the example GPT (`scripts/train_gpt.py`). The ranks share the GPU's arithmetic, so
+a step's compute is that of all ranks together.
+"""
+SPEED = """
+## Speed
+
+All arms of a layout run side by side and take turns of a few steps; the first step of a turn is not
+counted, and every round begins at the other end. "Of native" is the median of the ratios to native
+bf16 of the same round, with the 95 % interval of that median. MB are those of the loopback
+interface, of all ranks, headers included; "bytes" is native's over the arm's. "Compute" is native
+training whose messages are cut to 16 elements in the same rounds: the ranks still wait for each
+other, but nothing is on the wire. With r = (native - compute) / compute, "allowed" is
+(1 + r) / (1 + r / bytes saved), the speed-up when nothing but bytes changes, and "reached" the
+share of it. Peers are what their authors published where that runs (torch's hooks, DeepSpeed's
+ZeRO++ with its CUDA kernels), else eager reimplementations (`scripts/bench/peers/`), whose seconds
+are an upper bound.
+"""
+LOSS = """
+## Loss
+
+GPT-2 small's size (12 layers, width 768, 12 heads, vocabulary 50,257, output tied to the embedding:
+124 M parameters), bf16, ZeRO 1 on two ranks, sequences of 1,024 tokens. The text is Python source
+(the standard library, torch, DeepSpeed) in a byte-level BPE that was trained on it
+(`prepare_data.py --vocabulary 50257`). The ranks' bytes go through the GPU's memory
+(`scripts/bench/training_bench/gpu_memory.py`) in place of NCCL's sockets: codecs, collectives and
+sums are the same, only the wire is not waited for; {identity}
+Gaps are in percent of the baseline's loss, paired by seed, with the 95 % interval of their mean.
+"""
+
+
+def speed_rows(source: Path) -> list[dict[str, Any]]:
+    """Of all that ``source`` holds."""
+    return gpu_report.rows_of(gpu_report.read(sorted(source.glob("*.jsonl"))))
+
+
+def speed(rows: Sequence[dict[str, Any]], out: Path) -> list[str]:
+    """Tables and pictures."""
+    parts = [SPEED, *gpu_report.verdict(rows)]
+    for size in SIZES:
+        layouts = [name for name in LAYOUTS if any(_at(row, size, name) for row in rows)]
+        if not layouts:
+            continue
+        layers, width, length, batch = SIZES[size]
+        parts.append(
+            f"\n### {size} parameters\n\n{layers} layers, width {width}, {batch} x {length} tokens "
+            "a rank (pipelines: 4 micro-batches of half as many samples).\n"
+        )
+        drawn = out / f"gpu_speed_{size}.png"
+        if gpu_picture.draw(rows, size, drawn):
+            parts.append(f"![speed, {size}]({drawn.name})\n")
+        for layout in layouts:
+            own = [row for row in rows if _at(row, size, layout)]
+            parts += [f"\n#### {layout}\n", *_told(own), *gpu_report.table(rows, size, layout)]
+    return parts
+
+
+def _at(row: dict[str, Any], size: str, layout: str) -> bool:
+    return (row["size"], row["layout"]) == (size, layout)
+
+
+def _told(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """r, and what ``auto`` said."""
+    found = [row for row in rows if "r" in row]
+    lines = []
+    if found:
+        most = max(found, key=lambda row: row["pairs"])
+        lines.append(f"Compute {most['compute_ms']:.1f} ms, r {most['r']:.2f}.")
+    lines += [f"`{row['arm']}`: {text}" for row in rows for text in row.get("auto", [])]
+    return ["\n\n".join(lines) + "\n"] if lines else []
+
+
+def missing(rows: Sequence[dict[str, Any]], trained: Sequence[str]) -> str:
+    """What the scripts could have measured and did not."""
+    found = []
+    for size in ("85M", "350M"):
+        there = {row["layout"] for row in rows if row["size"] == size and "failed" not in row}
+        left = [name for name in LAYOUTS if name not in there]
+        if left:
+            found.append(f"speed at {size}: {', '.join(left) if there else 'all layouts'}")
+    left = [name for name in gpu_losses.BLOCKS if name not in trained]
+    if left:
+        found.append(f"losses: {', '.join(left)}")
+    return f"\nNot measured yet: {'; '.join(found)}." if found else ""
+
+
+def commands(seeds: Sequence[int], steps: int) -> str:
+    """What made the chapter."""
+    numbers = " ".join(map(str, seeds))
+    return f"""
+## Commands
+
+```
+scripts/prepare_data.py --output data/text
+scripts/bench/bench_gpu_training.py --size 85M --data data/text --out runs/gpu/85M.jsonl
+scripts/bench/bench_gpu_training.py --size 350M --data data/text --out runs/gpu/350M.jsonl \\
+    --beside 4
+scripts/prepare_data.py FOLDER ... --suffix .py --vocabulary 50257 --output data/gpt2
+scripts/bench/gpu_losses.py --data data/gpt2 --steps {steps} --seeds {numbers} --out runs/gpu/losses
+scripts/bench/results.py --gpu runs/gpu
+```"""
+
+
+def notes(source: Path) -> str:
+    """What whoever measured has to say of it: ``notes.md`` of the measurements, if there is one."""
+    file = source / "notes.md"
+    said = file.read_text(encoding="utf-8").rstrip() if file.is_file() else ""
+    return f"\n## What to know of these figures\n\n{said}\n" if said else ""
+
+
+def unpack(folder: Path) -> None:
+    """Make the curves of runs that came compressed readable; runs that are not over stay so."""
+    for file in folder.glob("*/seed*/loss.jsonl.gz"):
+        log = file.with_suffix("")
+        if not log.is_file():
+            log.write_bytes(gzip.decompress(file.read_bytes()))
+
+
+def identity(source: Path) -> str:
+    """How far the losses of runs through memory are those of the same runs over NCCL."""
+    told = []
+    for log in sorted((source / "losses_nccl" / gpu_losses.LAYOUT).glob("*/seed*/loss.jsonl")):
+        nccl = _curve(log)
+        own = _curve(source / "losses" / log.relative_to(source / "losses_nccl"))[: len(nccl)]
+        equal = sum(ours == theirs for ours, theirs in zip(own, nccl, strict=False))
+        told.append(f"`{log.parents[1].name}` in {equal} of {len(nccl)} steps")
+    if not told:
+        return "they were not held against NCCL's."
+    return (
+        f"losses that are those of NCCL's sockets to the last digit: {', '.join(told)}. (Backward "
+        "kernels of torch add in no fixed order, and the first steps of Adam divide what is small "
+        "by itself; whether that is all of the difference was not tested.)"
+    )
+
+
+def _curve(log: Path) -> list[float]:
+    records = [json.loads(text) for text in log.read_text().splitlines()]
+    return [record["loss"] for record in records if "step" in record and "loss" in record]

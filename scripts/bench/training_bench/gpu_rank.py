@@ -1,0 +1,143 @@
+"""A forked rank: a training script as it is, whose steps wait until they are asked for."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from bench.training_bench import empty
+from bench.training_bench.forked import Spec
+from lab.namespaces import end_with_parent
+
+
+class Seat:
+    """This rank's end of the pipe, and how many steps of its turn are left."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._left, self._told = pipe, 0, False
+        self._steps: list[dict[str, float]] = []
+
+    def before(self, trainer: Any) -> None:
+        """Wait for a turn, unless one is going on."""
+        while not self._left:
+            if self._told:
+                give_memory_back()
+            self._pipe.send(("steps", self._steps))
+            self._steps, self._told = [], True
+            word, *rest = self._pipe.recv()
+            if word == "end":
+                self._end(trainer)
+            self._left = rest[0]
+            empty.set_empty(bool(rest[1]))
+
+    def after(self, step: dict[str, float]) -> None:
+        """Count a step."""
+        self._steps.append(step)
+        self._left -= 1
+
+    def _end(self, trainer: Any) -> None:
+        """The ledger of the whole run, then the end, without the farewells of a process group."""
+        found = {"ledger": ledger_of(trainer.engine), "memory": peak_memory()}
+        self._pipe.send(("end", found))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def ledger_of(engine: Any) -> dict[str, Any]:
+    """What the ledger of all ranks holds by dimension and direction; a collective."""
+    from hybridcomp.patches.ds.attach import REPORTER
+
+    reporter = getattr(engine, REPORTER, None)
+    if reporter is None:
+        return {}
+    reporter.report(engine.global_steps)
+    rows: dict[str, Any] = reporter._channels.ledger.rows(reporter._totals, reporter._used)
+    return rows
+
+
+def give_memory_back() -> None:
+    """What this rank's allocators keep, for those whose turn is next."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def peak_memory() -> int:
+    """Bytes that torch held at most."""
+    import torch
+
+    return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
+
+
+def watched(step: Callable[..., float], seat: Seat) -> Callable[..., float]:
+    """``step`` of a trainer, when it is this job's turn, with its seconds."""
+
+    def around(self: Any, batches: Any) -> float:
+        seat.before(self)
+        start = time.perf_counter()
+        loss = step(self, batches)
+        seconds = time.perf_counter() - start
+        seat.after({"seconds": seconds, "loss": float(loss), "samples": self.share.global_batch})
+        return loss
+
+    return around
+
+
+def run(pipe: Connection, spec: Spec) -> None:
+    """Train as the script does."""
+    os.environ.update(spec.env)
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    if spec.empty:
+        empty.install()
+    if spec.transport:
+        from bench.training_bench import gpu_memory
+
+        gpu_memory.join(spec.transport)
+    if spec.patched:
+        importlib.import_module("hybridcomp").install()
+    sys.argv = [spec.program, *spec.arguments]
+    script = importlib.import_module(spec.program)
+    if spec.program == "bench.train_peer":
+        trainers: list[Any] = [importlib.import_module("bench.peers.trainer").PeerTrainer]
+    else:
+        loop = importlib.import_module("gpt.loop")
+        trainers = [loop.PlainTrainer, loop.PipeTrainer]
+    seat = Seat(pipe)
+    for trainer in trainers:
+        trainer.step = watched(trainer.step, seat)
+    status = script.main()
+    if status:
+        raise SystemExit(f"Error: {spec.program} ended with {status}")
+
+
+def main(pipe: Connection, spec: Spec) -> None:
+    """The forked process; its output goes to ``spec.log``."""
+    end_with_parent()
+    log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = 1
+    try:
+        run(pipe, spec)
+        atexit._run_exitfuncs()  # the ledger's totals, which a forked process would not write
+        pipe.send(("over", {"memory": peak_memory()}))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,189 @@
+"""Trainings of one layout side by side on one GPU, a few steps each in turn."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import one_gpu
+from bench.training_bench.cells import REFERENCE, Arm
+from bench.training_bench.forked import Job, JobError
+from bench.training_bench.gpu_cells import COMPUTE, Options, specs_of
+from bench.training_bench.worker import sent_nbytes
+
+#: arms that take their first steps at once: loading libraries and kernels takes 2 s of a core
+TOGETHER = 3
+
+
+def measures(name: str) -> bool:
+    """Whether an arm times messages when it starts and in its first steps."""
+    return "auto" in name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of every layout."""
+
+    warm: int  # steps of an arm's first turn, which are not counted
+    settling: int  # the same of arms that measure during their first steps
+    timed: int  # steps of a turn that are, after one that is not
+    rounds: int
+    timeout: float  # seconds of a start or a turn
+
+
+class Book:
+    """Records as JSON lines, each written at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Append."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+class Session:
+    """One layout: starts the arms, gives turns, writes what it sees. ``deadline``: of ``time``."""
+
+    def __init__(
+        self, context: ForkServerContext, options: Options, plan: Plan, book: Book,
+        say: Callable[[str], None], deadline: float,
+    ) -> None:  # fmt: skip
+        self._context, self._options, self._plan = context, options, plan
+        self._book, self._say, self._deadline = book, say, deadline
+        self._head: dict[str, Any] = {}
+        self._jobs: dict[str, Job] = {}
+
+    def run(self, layout: str, arms: list[Arm], part: int) -> None:
+        """All rounds of these arms; what fails is written down and left out from then on."""
+        self._head = {"size": self._options.size, "layout": layout, "part": part}
+        began = time.monotonic()
+        try:
+            self._start(layout, arms)
+            self._say(f"{layout}: {len(self._jobs)} started in {time.monotonic() - began:.1f} s")
+            self._warm([arm.name for arm in arms])
+            self._say(f"{layout}: warm after {time.monotonic() - began:.1f} s")
+            for number in range(self._plan.rounds):
+                if time.monotonic() > self._deadline:
+                    self._say(f"{layout}: time is up after {number} rounds")
+                    break
+                for arm in arms[:: 1 if number % 2 == 0 else -1]:
+                    self._turn(arm.name, number, self._plan.timed + 1)
+            for name in list(self._jobs):
+                self._end(name)
+        finally:
+            for job in self._jobs.values():
+                job.close()
+            self._jobs.clear()
+        self._say(f"{layout}: over after {time.monotonic() - began:.1f} s")
+
+    def _start(self, layout: str, arms: list[Arm]) -> None:
+        """All at once, but those that measure something before their first step: one by one."""
+        plan = self._plan
+        steps = plan.settling + (plan.timed + 1) * plan.rounds + 10**6
+        arms = [arm for arm in arms if arm.name != COMPUTE]  # native's ranks do it
+        later = [arm for arm in arms if measures(arm.name)]
+        jobs = {}
+
+        def begin(arm: Arm) -> None:
+            specs = specs_of(layout, arm, steps, one_gpu.free_port(), self._options)
+            jobs[arm.name] = Job.start(self._context, specs, plan.timeout)
+
+        def ready(arm: Arm) -> None:
+            try:
+                jobs[arm.name].answers()
+            except JobError as error:
+                self._failed(arm.name, jobs[arm.name], error)
+            else:
+                self._jobs[arm.name] = jobs[arm.name]
+
+        for arm in arms:
+            if arm not in later:
+                begin(arm)
+        for arm in arms:
+            if arm not in later:
+                ready(arm)
+        for arm in later:
+            begin(arm)
+            ready(arm)
+
+    def _warm(self, names: list[str]) -> None:
+        """The first steps, ``TOGETHER`` arms at once; who measures during them is alone."""
+        names = [name for name in names if name in self._jobs]
+        alone = [name for name in names if measures(name)]
+        others = [name for name in names if name not in alone]
+        groups = [others[i : i + TOGETHER] for i in range(0, len(others), TOGETHER)]
+        for group in [*groups, *([name] for name in alone)]:
+            steps = self._plan.settling if measures(group[0]) else self._plan.warm
+            before, told = sent_nbytes("lo"), []
+            for name in group:
+                try:
+                    self._jobs[name].tell("go", steps, False)
+                    told.append(name)
+                except JobError as error:
+                    self._failed(name, self._jobs[name], error)
+            for name in told:
+                self._heard(name, -1, steps, before)
+
+    def _turn(self, name: str, number: int, steps: int) -> None:
+        """``steps`` of one arm, of which the first is not kept; bytes are the interface's."""
+        owner = REFERENCE if name == COMPUTE else name
+        if owner not in self._jobs:
+            return
+        before = sent_nbytes("lo")
+        try:
+            self._jobs[owner].tell("go", steps, name == COMPUTE)
+        except JobError as error:
+            self._failed(owner, self._jobs[owner], error)
+            return
+        self._heard(name, number, steps, before)
+
+    def _heard(self, name: str, number: int, steps: int, before: int) -> None:
+        """Wait for the end of a turn and write it down."""
+        owner = REFERENCE if name == COMPUTE else name
+        try:
+            ranks = [found for _, found in self._jobs[owner].answers()]
+        except JobError as error:
+            self._failed(owner, self._jobs[owner], error)
+            return
+        sent = (sent_nbytes("lo") - before) / steps
+        seconds = [max(rank["seconds"] for rank in each) for each in zip(*ranks, strict=True)]
+        kept = seconds[1:] if number >= 0 else seconds
+        self._book.add(
+            {
+                "kind": "turn", **self._head, "arm": name, "round": number,
+                "seconds": [round(value, 6) for value in kept], "sent": round(sent),
+                "loss": ranks[0][-1]["loss"], "samples": ranks[0][-1]["samples"],
+            }
+        )  # fmt: skip
+        if number <= 0:
+            shown = " ".join(f"{value * 1e3:.0f}" for value in seconds)
+            self._say(f"  {name}: {shown} ms, {sent / 1e6:.1f} MB, loss {ranks[0][-1]['loss']:.3f}")
+
+    def _end(self, name: str) -> None:
+        job = self._jobs[name]
+        try:
+            answers = job.ask("end")
+        except JobError as error:
+            self._failed(name, job, error)
+            return
+        found = answers[0][1]
+        self._book.add(
+            {
+                "kind": "end", **self._head, "arm": name, "ledger": found["ledger"],
+                "memory": found["memory"], "auto": job.said("when: auto"),
+            }
+        )  # fmt: skip
+
+    def _failed(self, name: str, job: Job, error: JobError) -> None:
+        self._say(f"  {name}: FAILED {error}")
+        self._book.add({"kind": "failed", **self._head, "arm": name, "why": str(error)})
+        self._jobs.pop(name, None)
+        job.close()

@@ -1,0 +1,1 @@
+"""What decided a design, or says what measurements mean elsewhere."""

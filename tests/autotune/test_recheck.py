@@ -1,0 +1,99 @@
+"""The comparison of steps: which of them run how, and what is concluded from their times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.autotune import recheck
+from hybridcomp.autotune.recheck import CELLS, REHEARSED, Finding, Recheck, told
+from hybridcomp.policy import Dimension
+
+CPU = torch.device("cpu")
+NAMES: tuple[Dimension, ...] = ("dp", "zero", "tp")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This is the only rank."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    yield
+
+
+def judged(
+    names: tuple[Dimension, ...],
+    saved: Mapping[str, float],
+    late: Mapping[int, float],
+    monkeypatch: pytest.MonkeyPatch,
+    start: int = 0,
+) -> tuple[dict[Dimension, Finding], Recheck]:
+    """Encoded steps are shorter by ``saved`` of their dimensions; some are ``late``. All are
+    native before, and nothing was seen before ``start``."""
+    seconds = 0.0
+    monkeypatch.setattr(recheck, "now", lambda: seconds)
+    one = Recheck(names, 10)
+    for step in range(10, 10 + REHEARSED + 2 * CELLS + 1):
+        if step >= start:
+            one.close(step, CPU)
+        if step == one.stop:
+            found = one.judge(dict.fromkeys(names, False), CPU)
+            if found is not None:
+                return found, one
+        seconds += 1.0 + late.get(step, 0.0)
+        seconds -= sum(saved.get(name, 0.0) for name in names if one.coded(name, step))
+    raise AssertionError("no end")
+
+
+def test_every_combination_runs_in_a_round() -> None:
+    one = Recheck(NAMES, 10)
+    modes = [tuple(one.coded(name, step) for name in NAMES) for step in range(9, one.stop + 1)]
+    assert modes[0] == modes[-1] == (None, None, None)
+    assert modes[1:3] == [(False,) * 3, (True,) * 3]
+    assert len(set(modes[3:-1])) == len(modes[3:-1]) == 8
+    assert one.coded("pp", 12) is None and one.covers(10) and not one.covers(one.stop)
+
+
+def test_each_dimension_is_judged_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, one = judged(NAMES, {"dp": 0.2, "zero": -0.2, "tp": 0.1}, {}, monkeypatch)
+    assert {name: one.changes for name, one in found.items()} == {
+        "dp": True, "zero": False, "tp": True,
+    }  # fmt: skip
+    assert one.rounds == 1
+    assert found["dp"].native_s - found["dp"].coded_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("saved", "late", "changes", "rounds"),
+    [
+        (0.2, {}, True, 1),
+        (0.01, {}, False, 1),
+        (0.02, {}, False, 2),
+        (0.2, {13: 60.0}, True, 2),  # an evaluation before an encoded step: its pair disagrees
+        (-0.2, {12: 60.0}, False, 1),
+        (0.2, {13: 60.0, 15: 60.0}, False, 1),  # half of the pairs: it stays
+    ],
+)
+def test_a_change_needs_pairs_that_agree(
+    saved: float,
+    late: Mapping[int, float],
+    changes: bool,
+    rounds: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, one = judged(("dp",), {"dp": saved}, late, monkeypatch)
+    assert (found["dp"].changes, one.rounds) == (changes, rounds)
+
+
+def test_a_continued_run_that_saw_half_a_round_takes_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, one = judged(("dp",), {"dp": 0.2}, {}, monkeypatch, start=15)
+    assert found["dp"].changes and one.rounds == 2
+    text = told("dp", found["dp"], True, one.stop)
+    assert text == (
+        "dp: steps took 1000.0 ms natively and 800.0 ms encoded, in turns "
+        f"(compression.dp.when: auto): compressed from step {one.stop} on"
+    )

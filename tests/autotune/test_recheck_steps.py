@@ -1,0 +1,237 @@
+"""``when: auto`` compares steps where a trial was close: it changes once, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from hybridcomp.autotune import recheck
+from hybridcomp.channels import Channels, channels_of
+from tests.ranks import RankPool
+from tests.stand_ins.link_clock import clock
+
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training import pipe_trainer
+from tests.training.trainer import Job, digests, make_engine, train_step
+
+FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}
+EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
+BLOCK = {"dp": FEEDBACK, "zero": EIGHT, "min_bytes": 0, "ledger": {"sample_every": 2}}
+#: trials that are close: encoded by a little, native by a little
+CODED, NATIVE = (0.012, 0.010), (0.010, 0.012)
+#: warm, rehearsed, one round
+FIRST, STOP = 3, 3 + 2 + 8
+#: seconds of a dimension's messages in a step: native and encoded
+Costs = Mapping[str, tuple[float, float]]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def stages() -> Iterator[RankPool]:
+    """Others: DeepSpeed keeps the grid of a pipeline for all that comes after it in a process."""
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@contextmanager
+def timed(channels: Channels, costs: Costs) -> Iterator[list[str]]:
+    """Steps take a second, and of what each dimension costs natively or encoded; yields what is
+    told. Between steps there is a minute, for something else."""
+    seconds, told = 0.0, []
+    close: Callable[..., list[str]] = channels.close_step
+
+    def closed(*args: Any) -> list[str]:
+        nonlocal seconds
+        step = channels.step - 1
+        seconds += 1.0 + dist.get_rank() * 0.01
+        for name, (native_s, coded_s) in costs.items():
+            seconds += native_s if channels.link.native(name, step) else coded_s  # type: ignore[arg-type]
+        told.extend(found := close(*args))
+        seconds += 60.0 + channels.step
+        return found
+
+    with (
+        patch.object(recheck, "now", lambda: seconds),
+        patch.object(channels, "close_step", closed),
+    ):
+        yield told
+
+
+def trained(job: Job, trial: tuple[float, float], costs: Costs) -> dict[str, Any]:
+    with clock(*trial):
+        engine = make_engine(job)
+    channels = channels_of(engine)
+    assert channels is not None
+    found: dict[str, Any] = {"losses": [], "modes": [], "held": [], "codecs": []}
+    with timed(channels, costs) as found["told"]:
+        for step in range(job.steps):
+            channels.ledger.restart()
+            found["modes"].append([not channels.link.native(n, step) for n in ("dp", "zero")])
+            found["losses"].append(train_step(engine, job, step))
+            found["held"].append(channels.residuals.norm())
+            found["codecs"].append(list(channels.ledger.used.get(("dp", "forward"), ())))
+    rows = channels.ledger.rows(channels.ledger.interval)
+    found["since"] = {
+        name: (ways["forward"]["native_since"], ways["forward"]["encoded_since"])
+        for name, ways in rows.items()
+    }
+    found["digests"] = digests(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_native_by_its_trial_and_faster_encoded(pool: RankPool, stage: int) -> None:
+    job = Job(stage, steps=STOP + 3, block=BLOCK)
+    both = pool.run(trained, job, NATIVE, {"dp": (0.3, 0.1), "zero": (0.3, 0.4)})
+    for found in both:
+        assert found["modes"][:FIRST] == [[False, False]] * FIRST
+        assert found["modes"][FIRST : FIRST + 2] == [[False, False], [True, True]]
+        window = found["modes"][FIRST + 2 : STOP]
+        assert all(window.count([dp, zero]) == 2 for dp in (False, True) for zero in (False, True))
+        assert found["modes"][STOP:] == [[True, False]] * 3
+        assert found["since"] == {"dp": (None, STOP), "zero": (0, None)}
+        begun, dp, zero = found["told"]
+        assert begun.startswith(f"dp, zero: as neither way was clearly faster in its trial, "
+                                f"steps {FIRST} to {STOP - 1} run in both ways")  # fmt: skip
+        assert dp.startswith("dp: steps took ") and f"compressed from step {STOP} on" in dp
+        assert zero.endswith("(compression.zero.when: auto): stays native")
+    assert both[0]["digests"] == both[1]["digests"]
+
+
+def test_encoded_by_its_trial_and_faster_natively(pool: RankPool) -> None:
+    """What error feedback holds is sent losslessly first; after that it is upstream's own."""
+    job = Job(1, steps=STOP + 3, block=BLOCK)
+    for found in pool.run(trained, job, CODED, {"dp": (0.1, 0.3), "zero": (0.1, 0.3)}):
+        assert found["modes"][STOP:] == [[False, False]] * 3
+        assert found["since"] == {"dp": (STOP, None), "zero": (STOP, None)}
+        assert all(held > 0 for held in found["held"][:STOP]), "kept in native steps between"
+        assert found["codecs"][STOP - 1] == ["blockint(bits=4)"]
+        assert found["codecs"][STOP] == ["expcode()"] and found["held"][STOP] == 0
+        assert found["codecs"][STOP + 1] == []
+
+
+def test_a_second_round_where_the_first_was_unclear(pool: RankPool) -> None:
+    """2 % of a step are too few to change and too many to be sure after four pairs."""
+    job = Job(1, steps=STOP + 8 + 1, block={**BLOCK, "zero": "none"})
+    for found in pool.run(trained, job, CODED, {"dp": (0.27, 0.30)}):
+        assert [dp for dp, _ in found["modes"][STOP:]] == [i & 1 == 1 for i in range(8)] + [True]
+        assert len(found["told"]) == 2 and found["told"][1].endswith("stays compressed")
+
+
+def test_deltas_go_on_between_native_steps(pool: RankPool) -> None:
+    """An encoded step after a native one sends differences, or it would be timed sending all."""
+    zero = {**EIGHT, "bits": 4, "delta": True}
+    job = Job(1, steps=STOP + 1, block={**BLOCK, "dp": "none", "zero": zero})
+    for found in pool.run(trained, job, NATIVE, {"zero": (0.1, 0.3)}):
+        assert [mode for _, mode in found["modes"][-9:]] == [i & 1 == 1 for i in range(8)] + [False]
+
+
+def resumed(folder: str, job: Job, stop: int, costs: Costs) -> tuple[Any, ...]:
+    """``stop`` steps, saved, the rest; the rest again after a restart."""
+
+    def steps(engine: Any, start: int) -> list[float]:
+        with timed(channels_of(engine), costs):  # type: ignore[arg-type]
+            return [train_step(engine, job, step) for step in range(start, job.steps)]
+
+    with clock(*CODED):
+        engine = make_engine(job)
+    with timed(channels_of(engine), costs):  # type: ignore[arg-type]
+        for step in range(stop):
+            train_step(engine, job, step)
+        engine.save_checkpoint(folder, tag="x")
+    whole = steps(engine, stop)
+    with clock(*CODED):
+        again = make_engine(job)
+    again.load_checkpoint(folder, tag="x")
+    losses = steps(again, stop)
+    channels = channels_of(again)
+    assert channels is not None
+    return whole, losses, channels.link.state(), channels.residuals.nbytes
+
+
+@pytest.mark.parametrize("stop", [STOP - 1, STOP, STOP + 1])
+def test_a_run_that_is_continued_after_it_stays_as_it_was(
+    pool: RankPool, tmp_path: Path, stop: int
+) -> None:
+    job = Job(1, steps=STOP + 4, block={**BLOCK, "ledger": {"sample_every": 0}})
+    costs = {"dp": (0.1, 0.3), "zero": (0.3, 0.1)}
+    for whole, losses, state, held in pool.run(resumed, str(tmp_path), job, stop, costs):
+        if stop < STOP:  # its own clock has seen too little
+            assert losses[0] == whole[0] and not state["dp"].get("checked")
+            continue
+        assert whole == losses
+        assert state["dp"]["pays"] is False and state["zero"]["pays"] is True
+        assert state["dp"]["since"] == STOP and held == 0
+
+
+def test_a_clear_trial_needs_no_steps(pool: RankPool) -> None:
+    job = Job(1, steps=STOP, block=BLOCK)
+    (found, _) = pool.run(trained, job, (0.01, 0.02), {"dp": (0.3, 0.1), "zero": (0.3, 0.1)})
+    assert found["told"] == [] and found["modes"] == [[False, False]] * STOP
+    plain = replace(job, block={"dp": "none", "zero": "none"})
+    (native, _) = pool.run(trained, plain, (0.01, 0.02), {})
+    assert native["losses"] == found["losses"] and native["digests"] == found["digests"]
+
+
+def piped(block: dict[str, Any], change: bool) -> Any:
+    """Two stages; ``change``: whatever the clock says, the outcome is the other mode."""
+    job = pipe_trainer.Job(steps=16, tied=True, zero=1, bf16=True, block=block)
+    found = recheck.Finding(1.0, 1.0, change)
+    with clock(*CODED), patch.object(recheck.Recheck, "_judged", lambda *_: found):
+        (outcome,) = pipe_trainer.run([job])
+    return outcome
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_stages_of_a_pipeline_change_together(stages: RankPool, change: bool) -> None:
+    """Step by step both ends of a message take the same mode; or this hangs."""
+    eight = {"codec": "blockint", "bits": 8}
+    always = {"pp": eight, "dp": eight, "min_bytes": 0}
+    auto = {**always, "pp": EIGHT, "dp": EIGHT}
+    compared, compressed = stages.run(piped, auto, change), stages.run(piped, always, change)
+    for one, other in zip(compared, compressed, strict=True):
+        for way in ("forward", "backward"):
+            (mine,) = [row for row in one.messages if row[:2] == ("pp", way)] or [None]
+            (theirs,) = [row for row in other.messages if row[:2] == ("pp", way)] or [None]
+            if mine is None or theirs is None:
+                continue
+            assert mine[2:4] == theirs[2:4], "as many messages, of as many bytes"
+            assert theirs[4] < mine[4] < mine[3], "some of them native, some not"
+            native = (mine[4] - theirs[4]) / (theirs[3] - theirs[4])
+            steps = 1 + 1 + 4 + (3 if change else 0)  # the first, rehearsed, compared, after that
+            assert native == pytest.approx(steps / 16, abs=0.01)
+        assert one.losses[-1] == pytest.approx(other.losses[-1], rel=0.05)
+
+
+def test_no_steps_are_compared_where_memory_is_short(pool: RankPool) -> None:
+    """What a native run has no room for would end it; the other dimension is compared."""
+    job = Job(1, steps=FIRST + 2, block=BLOCK)
+    for found in pool.run(cramped, job):
+        short, begun = found["told"]
+        assert short.startswith(
+            "dp: stays native: to compare steps, 4.43e-05 GB for error feedback"
+        )
+        assert begun.startswith("zero: as neither way was clearly")
+        assert found["modes"][-1] == [False, True]
+
+
+def cramped(job: Job) -> dict[str, Any]:
+    """One rank alone is out of memory."""
+    with patch("hybridcomp.channels.engine_channels.has_room", lambda nbytes, device: False):
+        return trained(job, NATIVE, {})

@@ -1,0 +1,274 @@
+"""``when: auto`` of dp and zero: ranks decide alike, a fast link is native, restarts keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.autotune import trials
+from hybridcomp.autotune import verdicts as link
+from hybridcomp.channels import Channel, Channels, Sent, channels_of
+from hybridcomp.codecs import make_codec
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from tests.ranks import RankPool
+from tests.stand_ins.link_clock import clock
+
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from hybridcomp.patches.ds import step_messages
+from tests.training.trainer import Job, digests, make_engine, train_step
+
+FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}
+EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
+BLOCK = {"dp": FEEDBACK, "zero": EIGHT, "min_bytes": 0}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def weighed(
+    times: list[tuple[float, float]], hierarchy: int | str, numel: int = 1 << 20
+) -> tuple[dict[str, Any], list[str], list[int], list[bool]]:
+    """Verdicts, what is told, sizes of trials, whether messages are native."""
+    channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": hierarchy}))
+    channels.place([tuple(range(dist.get_world_size()))])
+    with clock(*times[dist.get_rank()]) as sizes:
+        told = channels.weigh(None, torch.bfloat16, CPU, numel + dist.get_rank())
+    assert not channels.ledger.interval["dp", "forward"].messages, "trials are no traffic"
+    native = [channels[name].codec(1000, torch.bfloat16, None) is None for name in ("dp", "zero")]
+    return channels.link.state(), told, sizes, native
+
+
+@pytest.mark.parametrize(
+    ("times", "pays", "count"),
+    [
+        ([(0.02, 0.01), (0.02, 0.01)], True, 3),
+        ([(0.01, 0.02), (0.01, 0.02)], False, 3),
+        ([(0.02, 0.01), (0.02, 0.03)], False, 3),  # the slowest rank counts
+        ([(0.02, 0.01), (0.05, 0.03)], True, 3),
+        ([(0.02, 0.0195), (0.02, 0.0195)], False, 3),  # faster, but not by the margin
+        ([(9.0, 1.0), (0.01, 0.01)], True, 1),  # a small message tells, a large one takes long
+    ],
+)
+def test_all_ranks_decide_alike(
+    pool: RankPool, times: list[tuple[float, float]], pays: bool, count: int
+) -> None:
+    slowest = [max(pair[way] for pair in times) for way in (0, 1)]
+    for state, told, sizes, native in pool.run(weighed, times, "none"):
+        for verdict in state.values():
+            assert (verdict["native_s"], verdict["coded_s"]) == tuple(slowest)
+            assert (verdict["pays"], verdict["nbytes"]) == (pays, 2 << (9 + count))
+        assert list(state) == ["dp", "zero"] and native == [not pays] * 2
+        assert sizes == [1 << (10 + index) for index in range(count)] * 2
+        assert len(told) == 2 and ("native for this run" in told[0]) != pays
+        assert told[1].startswith("zero: ") and "(compression.zero.when: auto)" in told[1]
+
+
+@pytest.mark.parametrize(("numel", "count"), [(1 << 12, 3), (1030, 2), (3, 1)])
+def test_no_trial_is_larger_than_what_there_is(pool: RankPool, numel: int, count: int) -> None:
+    """Of ranks of a group that have other numbers of values, the smallest number counts."""
+    for state, _, sizes, _ in pool.run(weighed, [(0.02, 0.01)] * 2, "none", numel):
+        assert sizes == [min(1 << (10 + index), numel) for index in range(count)] * 2
+        assert state["dp"]["nbytes"] == 2 * numel
+
+
+def test_two_levels_are_what_is_timed() -> None:
+    with RankPool(4) as ranks:
+        for state, _, _, native in ranks.run(weighed, [(0.02, 0.01)] * 4, 2):
+            assert state["dp"]["pays"] and native == [False, False]
+
+
+def trained(job: Job, times: tuple[float, float]) -> tuple[Any, ...]:
+    with clock(*times):
+        engine = make_engine(job)
+    losses = [train_step(engine, job, step) for step in range(job.steps)]
+    channels = channels_of(engine)
+    assert channels is not None
+    rows = channels.ledger.rows(channels.ledger.interval)
+    found = losses, digests(engine), rows, channels.residuals.nbytes
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_fast_link_makes_the_run_native(pool: RankPool, stage: int) -> None:
+    """Bit for bit, without residuals; the ledger says since when."""
+    job = Job(stage, steps=4, block=BLOCK if stage else {"dp": FEEDBACK, "min_bytes": 0})
+    plain = {"dp": "none", "zero": "none"} if stage else {"dp": "none"}
+    off = pool.run(trained, job, (0.01, 0.02))
+    on = pool.run(trained, job, (0.02, 0.01))
+    native = pool.run(trained, replace(job, block=plain), (0.01, 0.02))
+    for rank in range(2):
+        losses, weights, rows, held = off[rank]
+        assert (losses, weights) == native[rank][:2] != on[rank][:2]
+        assert held == 0 < on[rank][3]
+        for ways in rows.values():
+            row = ways["forward"]
+            assert row["native_messages"] == row["messages"] and row["native_since"] == 0
+        assert on[rank][2]["dp"]["forward"]["native_since"] is None
+
+
+def resumed(
+    folder: str, first: tuple[float, float], second: tuple[float, float], before: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Three steps with the block ``before``, saved; three more; three more after a restart."""
+    job = Job(1, steps=3, block=before)
+    with clock(*first):
+        engine = make_engine(job)
+    for step in range(3):
+        train_step(engine, job, step)
+    engine.save_checkpoint(folder, tag="x")
+    whole = [train_step(engine, job, step) for step in range(3, 6)]
+    with clock(*second):
+        again = make_engine(replace(job, block=BLOCK))
+    again.load_checkpoint(folder, tag="x")
+    losses = [train_step(again, job, step) for step in range(3, 6)]
+    channels = channels_of(again)
+    assert channels is not None
+    verdicts = {name: verdict.pays for name, verdict in channels.link.verdicts.items()}
+    return whole, losses, verdicts, channels.ledger.native_since, channels.residuals.nbytes
+
+
+SLOW, FAST = (0.02, 0.01), (0.01, 0.02)
+
+
+@pytest.mark.parametrize(("first", "second"), [(SLOW, FAST), (FAST, SLOW)], ids=["on", "off"])
+def test_a_resumed_run_goes_on_as_it_was(
+    pool: RankPool, tmp_path: Path, first: tuple[float, float], second: tuple[float, float]
+) -> None:
+    pays = first == SLOW
+    for whole, losses, verdicts, since, held in pool.run(
+        resumed, str(tmp_path), first, second, BLOCK
+    ):
+        assert whole == losses
+        assert verdicts == {"dp": pays, "zero": pays}
+        assert since == ({} if pays else {"dp": 0, "zero": 0})
+        assert (held > 0) == pays
+
+
+def test_residuals_that_nobody_will_send_are_dropped(pool: RankPool, tmp_path: Path) -> None:
+    """The run before was compressed whatever the link, and this one is not."""
+    always = {
+        name: {**BLOCK[name], "when": "always"}  # type: ignore[dict-item]
+        for name in ("dp", "zero")
+    }
+    found = pool.run(resumed, str(tmp_path), SLOW, FAST, {**always, "min_bytes": 0})
+    for _, losses, verdicts, _, held in found:
+        assert len(losses) == 3 and verdicts == {"dp": False, "zero": False} and held == 0
+
+
+def test_what_changed_is_told() -> None:
+    one = link.Link()
+    one.verdicts["dp"] = link.Verdict(False, 16 << 20, 0.01, 0.02)
+    stored = link.Verdict(True, 16 << 20, 0.3, 0.1)
+    assert one.restore({}) == [] and one.native("dp", 0)
+    (told,) = one.restore({"dp": vars(stored)})
+    assert told.startswith("dp: stays compressed, as in the run that is continued")
+    assert "16.8 MB now takes 20.0 ms and native 10.0 ms" in told and '"codec": "none"' in told
+    assert one.verdicts["dp"] == stored and not one.native("dp", 0)
+
+
+def unmeasured() -> str:
+    channels = Channels(CompressionConfig.parse(BLOCK))
+    assert channels["tp"].codec(10, torch.float32, None) is None
+    with pytest.raises(ConfigError) as error:
+        channels["dp"].codec(10, torch.float32, None)
+    return str(error.value)
+
+
+def test_what_was_not_measured_is_an_error(pool: RankPool) -> None:
+    for said in pool.run(unmeasured):
+        assert "compression.dp.when" in said and 'write "always"' in said
+
+
+def foretold(stage: int, persistent: int) -> tuple[Any, ...]:
+    """What is said to be sent in a step, and the values of the messages of the third."""
+    zero = {"reduce_bucket_size": 2000, "stage3_prefetch_bucket_size": 1500,
+            "stage3_param_persistence_threshold": persistent}  # fmt: skip
+    job = Job(
+        stage, "bf16", steps=3, zero=zero if stage else {}, block={"dp": "none", "min_bytes": 0}
+    )
+    engine = make_engine(job)
+    known = step_messages.sent(engine)
+    seen: dict[str, list[int]] = {"dp": [], "zero": []}
+    choose = Channel.codec
+
+    def codec(self: Any, numel: int, *args: Any) -> Any:
+        seen[self.dimension].append(numel)
+        return choose(self, numel, *args)
+
+    for step in range(3):
+        seen = {"dp": [], "zero": []}
+        with patch.object(Channel, "codec", codec):
+            train_step(engine, job, step)
+    engine.destroy()
+    return {name: sent.numels for name, sent in known.items()}, seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_said_to_be_sent_is_sent(pool: RankPool, stage: int) -> None:
+    for known, seen in pool.run(foretold, stage, 0):
+        assert sorted(known["dp"]) == pytest.approx(sorted(seen["dp"]), rel=1e-3)
+        assert sum(known.get("zero", ())) == pytest.approx(sum(seen["zero"]), rel=1e-3)
+        assert max(known.get("zero", (0,))) * 2 >= max(seen["zero"], default=0)
+
+
+def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any, ...]:
+    """Of messages that are known; ``odd_rank`` knows others."""
+    channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": "none"}))
+    numels = (2000, 900) if dist.get_rank() == odd_rank else (2000, 901)
+    sent: dict[Any, Sent] = {"dp": Sent(numels, "own"), "zero": Sent(numels, "gather", True)}
+    with clock(*times) as sizes:
+        told = channels.weigh(None, torch.bfloat16, CPU, 5000, sent)
+    scattered = Sent((2000, 7, 1), "scatter")
+    with clock(*times):
+        runs = trials.reductions(
+            make_codec("blockint", bits=8), True, trials.Place(None, None, torch.bfloat16, CPU)
+        )
+        for run in runs(scattered):
+            run()
+    return channels.link.verdicts, told, sizes
+
+
+def test_all_messages_of_a_step_are_timed_together(pool: RankPool) -> None:
+    for verdicts, told, sizes in pool.run(weighed_whole, (0.02, 0.01), None):
+        assert sizes == [1024, 2000, 2901] * 2
+        assert {(v.nbytes, v.messages, v.of) for v in verdicts.values()} == {(5802, 2, 0)}
+        assert told[0].startswith("dp: 0.0058 MB in 2 messages take 20.0 ms natively")
+
+
+def test_messages_that_ranks_see_differently_are_not_sent(pool: RankPool) -> None:
+    """They would wait for each other for good."""
+    for verdicts, _, sizes in pool.run(weighed_whole, (0.02, 0.01), 1):
+        assert sizes == [1024, 2048, 4096] * 2
+        assert {verdict.messages for verdict in verdicts.values()} == {1}
+
+
+def test_what_there_is_no_time_for_is_said(pool: RankPool) -> None:
+    """Trials of both messages would take longer than there is, or there is none left."""
+    for times, last in (((0.25, 0.24), [2000]), ((0.4, 0.25), [])):
+        for verdicts, told, sizes in pool.run(weighed_whole, times, None):
+            assert sizes == [1024, 2000, *last] * 2
+            assert {(v.nbytes, v.messages, v.of) for v in verdicts.values()} == {(4000, 1, 5802)}
+            assert told[1].startswith("zero: 0.004 MB (of 0.0058 MB a step) take ")
+
+
+def test_a_part_of_what_is_sent() -> None:
+    whole = Sent((5, 6, 7), "sum")
+    assert [whole.cut(most).numels for most in (100, 18, 17, 11, 5, 2)] == [
+        (5, 6, 7), (5, 6, 7), (5, 6), (5, 6), (5,), (2,),
+    ]  # fmt: skip

@@ -1,0 +1,89 @@
+"""Channels: what a patch is given around a collective."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.channels import Channels
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.config import CompressionConfig
+from hybridcomp.reporter import Reporter
+from tests.ranks import run_ranks
+
+NUMEL = 256
+
+
+def reduce_scatter(async_op: bool) -> dict[str, Any]:
+    """A backward reduce-scatter, and one with residuals; what came and what was written down."""
+    both = {"codec": "blockint", "bits": 4}
+    block = {"dp": {**both, "error_feedback": True}, "tp": both, "min_bytes": 0}
+    channels = Channels(CompressionConfig.parse(block))
+    rank = dist.get_rank()
+    shards = [torch.linspace(-1, 1, NUMEL) * (rank + 1 + 2 * to) for to in range(2)]
+    exact = sum(torch.linspace(-1, 1, NUMEL) * (r + 1 + 2 * rank) for r in range(2))
+    found: dict[str, Any] = {}
+    for name in ("tp", "dp"):
+        channel = channels[name]
+        codec = channel.codec(2 * NUMEL, torch.float32, None, "forward")
+        assert codec is not None
+        handle = channel.reduce_scatter(
+            shards,
+            codec,
+            None,
+            raw_nbytes=4 * NUMEL,
+            pieces=[[Piece(f"p{to}", 0, NUMEL)] for to in range(2)],
+            direction="backward" if name == "tp" else "forward",
+            async_op=async_op,
+        )
+        found[f"{name} done"] = handle.is_completed()
+        found[f"{name} error"] = float((handle.wait() - exact).abs().max())
+    entries = {key: entry for key, entry in channels.ledger.interval.items() if entry.messages}
+    found["sampled"] = {key: entry.error for key, entry in entries.items()}
+    found["residual"] = channels.residuals.norm()
+    return found
+
+
+def test_reduce_scatter_in_either_direction_and_asynchronous() -> None:
+    for async_op in (False, True):
+        for found in run_ranks(2, reduce_scatter, async_op):
+            assert found["tp done"] is found["dp done"] is not async_op
+            for name in ("tp", "dp"):
+                assert 0 < found[f"{name} error"] < 0.5
+            assert set(found["sampled"]) == {("tp", "backward"), ("dp", "forward")}
+            assert all(0.001 < error < 0.5 for error in found["sampled"].values())
+            assert found["residual"] > 0  # only dp keeps what was left out
+
+
+def report() -> list[tuple[str, float]]:
+    channels = Channels(CompressionConfig.parse({"tp": "blockint"}))
+    channels["tp"].native(1000 * (1 + dist.get_rank()), "backward")
+    return Reporter(channels, None, torch.device("cpu")).report(1)
+
+
+def test_every_rank_gets_the_events_of_all() -> None:
+    first, second = run_ranks(2, report)
+    assert first == second
+    assert dict(first)["Train/Compression/tp/backward/raw_MB"] == 0.003
+
+
+def ended_early(folder: str) -> tuple[dict[str, Any], str]:
+    channels = Channels(CompressionConfig.parse({"tp": "blockint"}))
+    channels["tp"].native(1000, "backward")
+    file = Path(folder, "ledger.jsonl")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        Reporter(channels, file, torch.device("cpu")).close()
+    return json.loads(file.read_text()) if dist.get_rank() == 0 else {}, said.getvalue()
+
+
+def test_a_run_without_a_report_says_so(tmp_path: Path) -> None:
+    (record, said), (_, silent) = run_ranks(2, ended_early, str(tmp_path))
+    assert record["summary"] and record["step"] == 0 and record["unreported_messages"] == 1
+    assert "before its first report" in said and not silent

@@ -1,0 +1,277 @@
+"""Gathers of what changed, on plain buffers: same bits everywhere, exact where it has to be."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import Channels, parameter_deltas
+from hybridcomp.config import CompressionConfig
+from tests.ranks import RankPool
+
+RANKS, SHARE = 4, 1000
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(RANKS) as ranks:
+        yield ranks
+
+
+class Replica:
+    """A buffer as an optimizer leaves it: shares gathered after each step, fp32 masters."""
+
+    def __init__(
+        self, zero: dict[str, Any], dtype: torch.dtype, hierarchy: int | str = "none"
+    ) -> None:
+        block = {"zero": {"delta": True, **zero}, "min_bytes": 0, "hierarchy": hierarchy}
+        self.channels = Channels(CompressionConfig.parse(block))
+        self.channels.place([tuple(range(RANKS))])
+        self.channel = self.channels["zero"]
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+        self.master = torch.randn(SHARE, generator=self.generator)
+        self.buffer = torch.zeros(RANKS * SHARE, dtype=dtype)
+        self.own = self.buffer.view(RANKS, -1)[dist.get_rank()]
+
+    def step(self, cuts: int = 1, async_op: bool = False) -> bool:
+        """One optimizer step and its gather; whether it went by deltas."""
+        change = torch.randn(SHARE, generator=self.generator)
+        self.master += 1e-2 * self.master.abs().clamp(min=0.1) * change
+        self.own.copy_(self.master)
+        codec = self.channel.codec(self.buffer.numel(), self.buffer.dtype, None)
+        assert codec is not None
+        if deltas := parameter_deltas.agreed(self.channel, self.buffer, codec, None):
+            for start in range(0, SHARE, SHARE // cuts):
+                columns = (start, start + SHARE // cuts)
+                parameter_deltas.gather(
+                    self.channel, self.buffer, codec, None,
+                    raw_nbytes=self.buffer.nbytes // cuts, columns=columns, async_op=async_op,
+                ).wait()  # fmt: skip
+        else:
+            self.exact()
+            parameter_deltas.keep(self.channel, self.buffer, None)
+        self.channels.step += 1
+        return deltas
+
+    def exact(self) -> None:
+        """What upstream does."""
+        parts = [torch.empty_like(self.own) for _ in range(RANKS)]
+        dist.all_gather(parts, self.own.clone())
+        self.buffer.copy_(torch.cat(parts))
+
+    def target(self) -> Tensor:
+        """The masters of all ranks in fp32."""
+        parts = [torch.empty_like(self.master) for _ in range(RANKS)]
+        dist.all_gather(parts, self.master)
+        return torch.cat(parts)
+
+
+def bits(values: Tensor) -> bytes:
+    return bytes(values.view(torch.uint8).tolist())
+
+
+def follow(
+    zero: dict[str, Any],
+    dtype: torch.dtype,
+    cuts: int,
+    async_op: bool,
+    hierarchy: int | str = "none",
+) -> tuple[list[bytes], list[float], list[bool]]:
+    """By step: the buffer, its relative error, whether deltas were sent."""
+    replica = Replica(zero, dtype, hierarchy)
+    held, errors, deltas = [], [], []
+    for _ in range(STEPS):
+        deltas.append(replica.step(cuts, async_op))
+        exact = replica.target()
+        held.append(bits(replica.buffer))
+        errors.append(float((replica.buffer - exact).norm() / exact.norm()))
+        codec = replica.channel._channels.policy.codecs["zero", "forward"]
+        if deltas[-1] and codec is not None and codec.lossless:
+            assert torch.equal(replica.buffer, exact.to(dtype))
+    return held, errors, deltas
+
+
+CODECS = [
+    {"codec": "blockint", "bits": 4},
+    {"codec": "zfp", "rate": 6.0},
+    {"codec": "fp8"},
+    {"codec": "mpc"},
+    {"codec": "expcode"},
+    {"codec": "radix", "error_bound": 0.1},
+    {"codec": "auto", "error_bound": 0.1},
+]
+
+
+@pytest.mark.parametrize("zero", CODECS, ids=lambda zero: zero["codec"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_ranks_hold_the_same(pool: RankPool, zero: dict[str, Any], dtype: torch.dtype) -> None:
+    """Near the masters: a part of one step's change, and the rounding to the buffer's dtype."""
+    results = pool.run(follow, zero, dtype, 1, False)
+    for other in results[1:]:
+        assert other == results[0]
+    _, errors, deltas = results[0]
+    assert deltas == [False] + [True] * (STEPS - 1)
+    rounding = torch.finfo(dtype).eps / 2
+    assert max(errors) < 4e-3 + rounding
+    if zero["codec"] in ("mpc", "expcode"):
+        assert max(errors) <= rounding
+
+
+@pytest.mark.parametrize(("cuts", "async_op"), [(4, False), (1, True)])
+def test_cut_and_asynchronous_gathers_are_the_same(
+    pool: RankPool, cuts: int, async_op: bool
+) -> None:
+    zero = {"codec": "blockint", "bits": 8}
+    whole = pool.run(follow, zero, torch.float32, 1, False)
+    for mine, theirs in zip(
+        pool.run(follow, zero, torch.float32, cuts, async_op), whole, strict=True
+    ):
+        if async_op:
+            assert mine == theirs
+        # cut, a block of the codec may end elsewhere: the same on all ranks all the same
+        assert mine[2] == theirs[2] and max(mine[1]) < 1e-3
+
+
+@pytest.mark.parametrize("codec", ["blockint", "mpc"])
+def test_two_levels_hold_the_same(pool: RankPool, codec: str) -> None:
+    """Nodes of two ranks: native inside, encoded between them."""
+    flat, *_ = pool.run(follow, {"codec": codec}, torch.bfloat16, 1, False)
+    for found in pool.run(follow, {"codec": codec}, torch.bfloat16, 1, False, 2):
+        assert found == flat
+
+
+def furthest(bound: float) -> float:
+    """The largest error of any weight at any step, under an absolute bound."""
+    zero = {"codec": "radix", "error_bound": bound, "error_bound_mode": "abs"}
+    replica = Replica(zero, torch.float32)
+    largest = 0.0
+    for _ in range(STEPS):
+        replica.step()
+        largest = max(largest, float((replica.buffer - replica.target()).abs().max()))
+    return largest
+
+
+def test_an_absolute_bound_holds_for_the_weights(pool: RankPool) -> None:
+    """What one gather leaves out is in the next: errors do not add up."""
+    for largest in pool.run(furthest, 1e-3):
+        assert 2e-4 < largest <= 1e-3 + 2.0**-22
+
+
+def exactly(zero: dict[str, Any], event: str) -> tuple[list[bool], list[bool], str, list[bytes]]:
+    """Steps by deltas and steps that end exact, what was printed, and the buffers."""
+    replica = Replica(zero, torch.bfloat16)
+    deltas, exact, held = [], [], []
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for step in range(STEPS):
+            if step == 4:
+                happen(event, replica)
+            deltas.append(replica.step())
+            exact.append(
+                torch.equal(replica.buffer.nan_to_num(), replica.target().bfloat16().nan_to_num())
+            )
+            held.append(bits(replica.buffer))
+    return deltas, exact, printed.getvalue(), held
+
+
+def happen(event: str, replica: Replica) -> None:
+    rank = dist.get_rank()
+    if event == "written on one rank" and rank == 1:
+        replica.buffer[-1] += 1e-2
+    elif event == "written on all ranks":
+        replica.buffer.copy_(torch.linspace(-1, 1, replica.buffer.numel()))
+    elif event == "resync on one rank" and rank == 2:
+        replica.channels.resync()
+    elif event == "not finite" and rank == 0:
+        replica.master[7] = math.nan
+    elif event == "native in between":
+        replica.exact()
+        parameter_deltas.forget(replica.buffer)
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ("written on one rank", "parameters of ranks [1] of 4"),
+        ("written on all ranks", "parameters of ranks [0, 1, 2, 3] of 4"),
+        ("resync on one rank", ""),
+        ("native in between", ""),
+    ],
+)
+def test_deltas_start_anew(pool: RankPool, event: str, said: str) -> None:
+    results = pool.run(exactly, {"codec": "blockint", "bits": 4}, event)
+    for deltas, exact, _, held in results:
+        assert deltas == exact_but(0, 4)
+        assert exact == [not sent for sent in deltas]
+        assert held == results[0][3]
+    assert said in results[0][2] and bool(said) == ("somebody wrote" in results[0][2])
+
+
+def exact_but(*steps: int) -> list[bool]:
+    return [step not in steps for step in range(STEPS)]
+
+
+def test_what_is_not_finite_is_sent_exactly(pool: RankPool) -> None:
+    """It stays the one element that it is, and is no drift."""
+    results = pool.run(exactly, {"codec": "blockint", "bits": 4}, "not finite")
+    for deltas, exact, printed, held in results:
+        assert deltas == exact_but(0, *range(4, STEPS))
+        assert exact == [not sent for sent in deltas]
+        last = torch.frombuffer(bytearray(held[-1]), dtype=torch.bfloat16)
+        assert last.isnan().nonzero().tolist() == [[7]]
+        assert printed == "" and held == results[0][3]
+
+
+def test_resync_every(pool: RankPool) -> None:
+    zero = {"codec": "blockint", "bits": 4, "resync_every": 3}
+    for deltas, exact, printed, _ in pool.run(exactly, zero, ""):
+        assert deltas == exact_but(0, 3, 6)
+        assert exact == [not sent for sent in deltas]
+        assert printed == ""
+
+
+def written_down() -> tuple[float, float, float | None]:
+    replica = Replica({"codec": "blockint", "bits": 4}, torch.bfloat16)
+    replica.step()
+    replica.channels.ledger.restart()
+    replica.channels.step = 0  # a step that samples
+    replica.step()
+    entry = replica.channels.ledger.interval["zero", "forward"]
+    return entry.raw_nbytes, entry.wire_nbytes, entry.error
+
+
+def test_ledger(pool: RankPool) -> None:
+    """The digests count; the error is the weight's, not the change's."""
+    for raw, wire, error in pool.run(written_down):
+        assert raw == RANKS * SHARE * 2
+        assert wire > (RANKS - 1) * (SHARE * 4.25 / 8 + 16)
+        assert wire < (RANKS - 1) * (SHARE * 4.5 / 8 + 64)
+        assert error is not None and 1e-4 < error < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 3, 4093, 4 * 4093 * 3 + 5])
+def test_digest_sees_every_bit_and_place(dtype: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel + 4).to(dtype)[4:]
+    before = int(parameter_deltas.digest(values))
+    assert int(parameter_deltas.digest(values.clone())) == before
+    misaligned = torch.empty(numel + 1, dtype=dtype)[1:].copy_(values)
+    assert int(parameter_deltas.digest(misaligned)) == before
+    integers = values.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    for place in {0, numel // 2, numel - 1}:
+        for bit in (0, 1, 7, 8 * dtype.itemsize - 1):
+            mask = torch.tensor(1 << bit).to(integers.dtype)
+            integers[place] ^= mask
+            assert int(parameter_deltas.digest(values)) != before
+            integers[place] ^= mask
+    if numel > 1:
+        assert int(parameter_deltas.digest(values.flip(0))) != before

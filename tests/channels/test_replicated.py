@@ -1,0 +1,115 @@
+"""Small parameters that tensor ranks have in common: summed exactly, whatever lies around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import Channels
+from hybridcomp.channels.error_feedback import Piece, cut
+from hybridcomp.channels.replicated import Stretch, stretches_of
+from hybridcomp.codecs import make_codec
+from hybridcomp.collectives import OwnedRange
+from hybridcomp.config import CompressionConfig
+from tests.ranks import RunRanks
+
+NUMEL = 2000
+#: blocks of 32 cross all of these borders
+PIECES = [Piece("up", 0, 1011), Piece("norm", 0, 45), Piece("down", 0, 900), Piece("bias", 0, 44)]
+COMMON = [(1011, 1056), (1956, 2000)]
+BLOCK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "min_bytes": 0}
+
+
+def values(seed: int, rank: int) -> Tensor:
+    """What ``rank`` gives; ``seed`` changes all but the common parameters."""
+    found = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * seed + rank))
+    common = torch.randn(NUMEL, generator=torch.Generator().manual_seed(7 + rank))
+    for low, high in COMMON:
+        found[low:high] = common[low:high]
+    return found
+
+
+def reduce(kind: str, names: frozenset[str], steps: int) -> list[tuple[list[Tensor], int]]:
+    """Sums of this rank and bytes that it sent, for two sets of neighbours."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    codec, found = make_codec("blockint", bits=4), []
+    for seed in (0, 1):
+        channels = Channels(CompressionConfig.parse(BLOCK))
+        channels.common, channel = names, channels["dp"]
+        assert channel.wants_pieces(codec)
+        for _ in range(steps):  # residuals too must not carry anything over
+            tensor = values(seed, rank)
+            if kind == "all_reduce":
+                channel.all_reduce(tensor, codec, None, raw_nbytes=1, pieces=PIECES).wait()
+                sums = [tensor]
+            elif kind == "reduce_scatter":
+                half = NUMEL // world_size
+                pieces = [cut(PIECES, r * half, (r + 1) * half) for r in range(world_size)]
+                shards = list(torch.split(tensor, half))
+                handle = channel.reduce_scatter(shards, codec, None, raw_nbytes=1, pieces=pieces)
+                sums = [handle.wait()]
+            else:
+                ranges = [OwnedRange(0, 1030, (0,)), OwnedRange(1030, NUMEL, (1,))]
+                sums = channel.reduce_to_owners(
+                    tensor, ranges, codec, None, raw_nbytes=1, pieces=PIECES
+                )
+        found.append((sums, int(channels.ledger.interval["dp", "forward"].wire_nbytes)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "to_owners"])
+def test_common_parameters_are_exact(kind: str, on_ranks: RunRanks) -> None:
+    names = frozenset({"norm", "bias"})
+    exact = values(0, 0) + values(0, 1)
+    starts = {"all_reduce": (0, 0), "reduce_scatter": (0, 1000), "to_owners": (0, 1030)}[kind]
+    seen = 0
+    for rank, found in enumerate(on_ranks(2, reduce, kind, names, 3)):
+        sums = [sums[0] for sums, _ in found]
+        for low, high in COMMON:
+            low, high = max(0, low - starts[rank]), min(len(sums[0]), high - starts[rank])
+            if low < high:
+                where = slice(low + starts[rank], high + starts[rank])
+                assert torch.equal(sums[0][low:high], exact[where])
+                assert torch.equal(sums[1][low:high], exact[where])
+                seen += high - low
+        assert not torch.equal(sums[0], exact[starts[rank] : starts[rank] + len(sums[0])])
+    assert seen == (2 if kind == "all_reduce" else 1) * 89
+
+
+def test_without_them_neighbours_matter(on_ranks: RunRanks) -> None:
+    """What the exact sums are for; and what they cost: four bytes a value, and padding."""
+    lossy = on_ranks(2, reduce, "all_reduce", frozenset(), 1)[0]
+    assert any(not torch.equal(lossy[0][0][0][a:b], lossy[1][0][0][a:b]) for a, b in COMMON)
+    exact = on_ranks(2, reduce, "all_reduce", frozenset({"norm", "bias"}), 1)[0]
+    assert 0 <= exact[0][1] - lossy[0][1] - 89 * 4 <= 2 * len(PIECES) * 32
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "to_owners"])
+def test_common_matrices_do_not_see_their_neighbours(kind: str, on_ranks: RunRanks) -> None:
+    """Too large to be sent exactly, they come out equal beside other neighbours all the same."""
+    starts = {"all_reduce": (0, 0), "reduce_scatter": (0, 1000), "to_owners": (0, 1030)}[kind]
+    seen = 0
+    for rank, found in enumerate(on_ranks(2, reduce, kind, frozenset({"some other"}), 3)):
+        sums = [sums[0] for sums, _ in found]
+        for low, high in COMMON:
+            low, high = max(0, low - starts[rank]), min(len(sums[0]), high - starts[rank])
+            if low < high:
+                assert torch.equal(sums[0][low:high], sums[1][low:high])
+                seen += high - low
+        assert not torch.equal(sums[0], sums[1])
+    assert seen == (2 if kind == "all_reduce" else 1) * 89
+
+
+def test_lossless_codecs_need_none_of_it() -> None:
+    channels = Channels(CompressionConfig.parse({"dp": "mpc"}))
+    channels.common = frozenset({"norm"})
+    assert not channels["dp"].wants_pieces(make_codec("mpc"))
+    assert channels["dp"].wants_pieces(make_codec("blockint", bits=8))
+
+
+def test_stretches() -> None:
+    pieces = [[Piece("a", 0, 3), Piece("n", 0, 2)], [Piece("n", 2, 1), Piece("", 0, 4)]]
+    assert stretches_of(pieces, {"n"}) == [Stretch(0, 3, 5), Stretch(1, 0, 1)]
+    assert stretches_of(pieces, {"m"}) == []

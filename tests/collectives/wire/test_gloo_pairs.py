@@ -1,0 +1,80 @@
+"""Messages between pairs over gloo: what arrives, and that receives are posted first."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.collectives.wire import gloo_pairs, transport
+from tests.ranks import RunRanks
+
+#: bytes from each of three ranks to each; some send nothing, one nothing at all
+SPLITS = [[5, 0, 700_000], [17, 3, 0], [0, 0, 0]]
+
+
+def _parts(sender: int, receiver: int) -> Tensor:
+    numel = SPLITS[sender][receiver]
+    return (torch.arange(numel) * (3 * sender + receiver + 1) % 251).to(torch.uint8)
+
+
+def _uneven(_: None) -> bool:
+    """Three exchanges under way at once, waited for in another order."""
+    me, ranks = dist.get_rank(), range(3)
+    values = torch.cat([_parts(me, rank) for rank in ranks])
+    expected = torch.cat([_parts(rank, me) for rank in ranks])
+    takes = [SPLITS[rank][me] for rank in ranks]
+    outs = [torch.full_like(expected, 255) for _ in ranks]
+    works = [
+        next(transport.all_to_all(out, values.add(n), takes, SPLITS[me], None))
+        for n, out in enumerate(outs)
+    ]
+    for work in reversed(works):
+        assert isinstance(work, gloo_pairs.Works) and work.wait()
+    return all(out.equal(expected.add(n)) for n, out in enumerate(outs))
+
+
+def test_parts_of_any_length_arrive_in_order(on_ranks: RunRanks) -> None:
+    assert on_ranks(3, _uneven, None) == [True] * 3
+
+
+def _gathered(_: None) -> list[int]:
+    """In a group that leaves out rank 0, so that ranks of the group are not those of the job."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return []
+    out = torch.zeros(4, dtype=torch.int64)
+    mine = torch.tensor([10 * dist.get_rank(), 7])
+    next(transport.all_gather(out, mine, group)).wait()
+    dist.destroy_process_group(group)
+    return out.tolist()
+
+
+def test_a_group_gathers_by_its_own_ranks(on_ranks: RunRanks) -> None:
+    assert on_ranks(3, _gathered, None) == [[], [10, 7, 20, 7], [10, 7, 20, 7]]
+
+
+def _posted(_: None) -> list[str]:
+    posted: list[str] = []
+
+    def noting(name: str) -> Any:
+        native = getattr(dist, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            posted.append(name)
+            return native(*args, **named)
+
+        return mock.patch.object(dist, name, call)
+
+    out, values = torch.zeros(300, dtype=torch.uint8), torch.ones(300, dtype=torch.uint8)
+    with noting("irecv"), noting("isend"):
+        next(transport.all_to_all(out, values, [100] * 3, [100] * 3, None)).wait()
+    assert out.equal(values)
+    return posted
+
+
+def test_every_receive_is_posted_before_a_send(on_ranks: RunRanks) -> None:
+    assert on_ranks(3, _posted, None) == [["irecv", "irecv", "isend", "isend"]] * 3

@@ -1,0 +1,200 @@
+"""Groups on gloo with tensors of a GPU: torch.distributed sees staged host memory only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.codecs import make_codec
+from hybridcomp.collectives import (
+    Levels,
+    Meter,
+    OwnedRange,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    chunk_ranges,
+    gather_words,
+    recv,
+    reduce_scatter,
+    reduce_to_owners,
+    send,
+)
+from hybridcomp.collectives.hierarchical import two_levels as hierarchy
+from hybridcomp.collectives.low_rank import Matrix, low_rank_sum
+from hybridcomp.collectives.wire import pinned_staging
+from tests.collectives.common import digest, values_of
+from tests.collectives.late import sizes_ahead
+from tests.ranks import RunRanks
+
+#: what hands tensors to torch.distributed
+CALLS = ("all_reduce", "isend", "irecv")
+
+
+class Pretended(pinned_staging.Staging):
+    """Takes every tensor for one of a GPU, and remembers what it staged."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []  # what was staged; addresses stay theirs
+        self.calls: dict[str, int] = {}
+
+    def needed(self, tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
+        return True
+
+    def room(self, like: Tensor) -> Tensor:
+        found = torch.empty(like.shape, dtype=like.dtype)
+        self.kept.append(found)
+        return found
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in what was staged."""
+        starts = [(found.data_ptr(), found.nbytes) for found in self.kept]
+        return any(0 <= tensor.data_ptr() - start <= nbytes for start, nbytes in starts)
+
+    def guarded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, refusing tensors that were not staged."""
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for tensor in (arg for arg in args if isinstance(arg, Tensor)):
+                assert self.holds(tensor), f"{name} was given memory of a GPU"
+            self.calls[name] = self.calls.get(name, 0) + 1
+            return call(*args, **kwargs)
+
+        return checked
+
+
+@contextmanager
+def pretended() -> Iterator[Pretended]:
+    found = Pretended()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(pinned_staging, "STAGING", found))
+        stack.enter_context(sizes_ahead())  # as on a GPU
+        for name in CALLS:
+            checked = found.guarded(name, getattr(dist, name))
+            stack.enter_context(mock.patch.object(dist, name, checked))
+        yield found
+
+
+def everything(codec_name: str, settings: dict[str, Any]) -> list[str]:
+    """The digests of all collectives' results."""
+    codec, rank, world = make_codec(codec_name, **settings), dist.get_rank(), dist.get_world_size()
+    numel, results = 3001, []
+    start, stop = chunk_ranges(numel, world)[rank]
+    values, residual = values_of(rank, numel), torch.zeros(numel)
+    owner_residual = torch.zeros(stop - start)
+    if codec.lossless:
+        all_reduce(values, codec, None, meter=Meter()).wait()
+    else:
+        all_reduce(
+            values, codec, None, meter=Meter(), residual=residual, owner_residual=owner_residual
+        ).wait()
+    results += [values, residual, owner_residual]
+    shards = list(torch.split(values_of(rank, numel), 1001))
+    results.append(reduce_scatter(shards, codec, None, meter=Meter()).wait())
+    ranges = [OwnedRange(0, 2000, (0,)), OwnedRange(2000, numel, (0, 1))]
+    results += reduce_to_owners(values_of(rank, numel), ranges, codec, None, meter=Meter())
+    out = torch.empty(world * numel)
+    all_gather(values_of(rank, numel), out, codec, None, meter=Meter()).wait()
+    results.append(out)
+    swapped = torch.empty(3000)
+    all_to_all(swapped, values_of(rank, 3000), codec, None, meter=Meter()).wait()
+    results.append(swapped)
+    words = gather_words(torch.tensor([rank, 7]), None, Meter())
+    results.append(torch.tensor(words).view(-1))
+    return [digest(tensor) for tensor in results]
+
+
+def levels_of(inner: Any, outer: Any) -> Levels:
+    """A node for each of two ranks."""
+    return Levels(((0,), (1,)), dist.get_rank(), 0, inner, outer)
+
+
+def two_levels(_: None) -> list[str]:
+    rank = dist.get_rank()
+    groups = [dist.new_group([r]) for r in range(2)]
+    levels, values = levels_of(groups[rank], dist.group.WORLD), values_of(rank, 3001)
+    codec = make_codec("blockint", bits=4)
+    hierarchy.all_reduce(values, codec, levels, meter=Meter()).wait()
+    for group in groups[rank : rank + 1]:
+        dist.destroy_process_group(group)
+    return [digest(values)]
+
+
+def low_rank(_: None) -> list[str]:
+    rank, residual = dist.get_rank(), torch.zeros(3001)
+    steps = low_rank_sum(
+        values_of(rank, 3001), [Matrix("m", 1, 50, 40)], 2, None, meter=Meter(),
+        residual=residual, warm={},
+    )  # fmt: skip
+    try:
+        while True:
+            next(steps).wait()
+    except StopIteration as stop:
+        return [digest(stop.value, residual)]
+
+
+def pipe(_: None) -> list[str]:
+    codec, values = make_codec("expcode"), values_of(0, 3001)
+    if dist.get_rank() == 0:
+        send(values, 1, codec, None, meter=Meter())
+        return [digest(values)]
+    found = torch.empty(3001)
+    recv(found, 0, codec, None, meter=Meter())
+    return [digest(found)]
+
+
+def compare(function: Callable[..., list[str]], *args: Any) -> tuple[bool, dict[str, int]]:
+    """``(the same results with and without staging, calls into torch.distributed)``."""
+    expected = function(*args)
+    with pretended() as found:
+        return function(*args) == expected, found.calls
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("blockint", {"bits": 8}), ("expcode", {}), ("radix", {"error_bound": 1e-2})],
+    ids=lambda value: str(value),
+)
+def test_collectives_hand_over_host_memory_only(
+    on_ranks: RunRanks, name: str, settings: dict[str, Any]
+) -> None:
+    found = on_ranks(3, compare, everything, name, settings)
+    assert all(same for same, _ in found)
+    # two others for each all-to-all and all-gather; some owners have nothing to send
+    sent, received = ([calls[call] for _, calls in found] for call in ("isend", "irecv"))
+    assert sum(sent) == sum(received) and min(sent + received) >= 2 * (3 + 3)
+
+
+@pytest.mark.parametrize("function", [two_levels, low_rank, pipe], ids=lambda f: f.__name__)
+def test_the_others_do_too(on_ranks: RunRanks, function: Callable[..., list[str]]) -> None:
+    for same, calls in on_ranks(2, compare, function, None):
+        assert same and calls
+
+
+def test_only_gpus_on_gloo_are_staged(on_ranks: RunRanks) -> None:
+    assert on_ranks(2, _decide) == [("gloo", "gloo", False, True)] * 2
+
+
+def _decide() -> tuple[str, str, bool, bool]:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    there = mock.Mock(is_cuda=True, device=cuda)
+    needed = pinned_staging.Staging().needed
+    return (
+        pinned_staging.backend_of(None, cpu), pinned_staging.backend_of(None, cuda),
+        needed(torch.zeros(1), None), needed(there, None),
+    )  # fmt: skip
+
+
+def test_a_group_of_two_backends_is_asked_for_the_devices() -> None:
+    config = "cpu:gloo,cuda:nccl"
+    with mock.patch.object(dist, "get_backend_config", lambda group: config):
+        assert pinned_staging.backend_of(None, torch.device("cuda")) == "nccl"
+        assert pinned_staging.backend_of(None, torch.device("cpu")) == "gloo"
+        assert pinned_staging.backend_of(None, torch.device("meta")) == ""

@@ -1,0 +1,430 @@
+"""The block: what it resolves to, and one line with the key for what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp.codecs import BlockInt, Zfp, make_codec
+from hybridcomp.config import PRESETS, load_config
+from hybridcomp.errors import ConfigError
+from hybridcomp.policy import Traffic
+from tests.config.common import parse
+
+BLOCKINT = {"codec": "blockint", "bits": 8}
+
+#: block, key of the error, fragments of its message
+BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
+    (True, "compression", ("found true", "expected an object")),
+    ([], "compression", ("expected an object", "recommended")),
+    ("recommended", "compression", ("expected an object", '"preset"')),
+    ({}, "compression", ("names no dimension", "preset")),
+    ({"min_bytes": 1024}, "compression", ("names no dimension",)),
+    ({"preset": "recomended"}, "compression.preset", ("did you mean 'recommended'",)),
+    ({"preset": 3}, "compression.preset", ("found 3", "zhybrid")),
+    ({"zer": "bf16", "dp": "bf16"}, "compression.zer", ("unknown key", "did you mean 'zero'")),
+    ({"Min_Bytes": 1, "dp": "bf16"}, "compression.Min_Bytes", ("did you mean 'min_bytes'",)),
+    ({"warp": 9, "dp": "bf16"}, "compression.warp", ("unknown key", "known keys are")),
+    ({"bits": 4, "dp": "blockint"}, "compression.bits", ("belongs inside dp",)),
+    ({"dp": None}, "compression.dp", ("found null", '"none"')),
+    ({"dp": 4}, "compression.dp", ("found 4", "expected a codec name")),
+    ({"dp": {"bits": 4}}, "compression.dp.codec", ("found nothing", "blockint")),
+    ({"dp": {"codec": 4}}, "compression.dp.codec", ("found 4", "expected a string")),
+    ({"dp": "blokint"}, "compression.dp.codec", ("did you mean 'blockint'",)),
+    ({"dp": "radix"}, "compression.dp.error_bound", ("found nothing", "radix needs error_bound")),
+    ({"dp": "auto"}, "compression.dp.error_bound", ("found nothing", "auto needs error_bound")),
+    ({"pp": {"codec": "expcode", "dim": 1}}, "compression.pp.dim", ("expcode has no settings",)),
+    ({"dp": {"error_bound": 1}}, "compression.dp.error_bound", ("found 1.0;", "below 1")),
+    ({"dp": {"error_bound": 0.0}}, "compression.dp.error_bound", ("found 0.0", "greater than 0")),
+    ({"dp": {"error_bound": float("inf")}}, "compression.dp.error_bound", ("a finite number",)),
+    ({"dp": {"error_bound": "1%"}}, "compression.dp.error_bound", ("expected a number",)),
+    (
+        {"dp": {"codec": "expcode", "error_bound": 0.01}},
+        "compression.dp.error_bound",
+        ("never used", "expcode is lossless"),
+    ),
+    (
+        {"dp": {"codec": "none", "error_bound": 0.01}},
+        "compression.dp.error_bound",
+        ("no settings",),
+    ),
+    ({"dp": {**BLOCKINT, "segment": 64}}, "compression.dp.segment", ("only with error_bound",)),
+    (
+        {"dp": {**BLOCKINT, "error_bound_mode": "abs"}},
+        "compression.dp.error_bound_mode",
+        ("only with error_bound",),
+    ),
+    (
+        {"dp": {"error_bound": 0.01, "segment": 100}},
+        "compression.dp.segment",
+        ("found 100", "multiple of 16 from 64 to 4096"),
+    ),
+    (
+        {"dp": {"codec": "blockint", "error_bound": 0.1, "segment": 512}},
+        "compression.dp.segment",
+        ("multiple of 1024 for blockint",),
+    ),
+    ({"dp": {"error_bound": 0.01, "bits": 8}}, "compression.dp.bits", ("auto takes error_bound",)),
+    (
+        {"dp": {"codec": "zfp", "error_bound": 0.1, "error_bound_mode": "abs"}},
+        "compression.dp.error_bound_mode",
+        ("must be rel for zfp", "radix keeps absolute"),
+    ),
+    (
+        {"dp": {"codec": "blockint", "error_bound": 0.005}},
+        "compression.dp.error_bound",
+        ("blockint at its finest guarantees 0.00839 over the two", '"auto"'),
+    ),
+    (
+        {"zero": {"codec": "blockint", "bits": 6, "error_bound": 0.01}},
+        "compression.zero.error_bound",
+        ("blockint(bits=6) guarantees 0.0171", "blockint(bits=7)"),
+    ),
+    (
+        {"pp": {"error_bound": 0.1, "backward": {"codec": "fp8", "error_bound": 0.01}}},
+        "compression.pp.backward.error_bound",
+        ("fp8 at its finest guarantees 0.0357",),
+    ),
+    (
+        {"tp": {"error_bound": 0.1, "forward": "mpc", "backward": {"error_bound": 0.2}}},
+        "compression.tp.error_bound",
+        ("never used",),
+    ),
+    ({"dp": {"codec": "blockint", "bits": 9}}, "compression.dp.bits", ("found 9", "from 2 to 8")),
+    ({"dp": {"codec": "blockint", "bits": 1}}, "compression.dp.bits", ("found 1", "from 2 to 8")),
+    ({"dp": {"codec": "blockint", "bits": "4"}}, "compression.dp.bits", ('"4"', "an integer")),
+    ({"dp": {"codec": "blockint", "bits": 4.5}}, "compression.dp.bits", ("4.5", "an integer")),
+    ({"dp": {"codec": "blockint", "bits": True}}, "compression.dp.bits", ("true", "an integer")),
+    ({"tp": "powersgd"}, "compression.tp.codec", ("only dp can have it", "blockint")),
+    ({"tp": {**BLOCKINT, "rank": 4}}, "compression.tp.rank", ("only dp can have rank",)),
+    ({"dp": {"codec": "powersgd", "rank": 0}}, "compression.dp.rank", ("found 0", "from 1 up")),
+    ({"dp": {**BLOCKINT, "rank": 4}}, "compression.dp.rank", ("blockint takes bits",)),
+    (
+        {"dp": {"codec": "powersgd", "error_feedback": False}},
+        "compression.dp.error_feedback",
+        ("found false", "does not converge"),
+    ),
+    (
+        {"dp": {"codec": "powersgd", "error_bound": 0.01}},
+        "compression.dp.error_bound",
+        ("powersgd bounds no error", "radix"),
+    ),
+    ({"dp": "powersgd", "hierarchy": 2}, "compression.hierarchy", ("in one level", "remove it")),
+    (
+        {"tp": {"codec": "blockint", "bits": 5, "rotate": True}},
+        "compression.tp.rotate",
+        ("found true", "4 bits and fewer"),
+    ),
+    (
+        {"tp": {"codec": "blockint", "bits": 4, "rotate": True, "error_bound": 0.5}},
+        "compression.tp.rotate",
+        ("keeps no bound", "error_bound"),
+    ),
+    (
+        {"tp": {"codec": "blockint", "levels": "gaussian"}},
+        "compression.tp.levels",
+        ('"gaussian"', "for 4 bits and not 8"),
+    ),
+    (
+        {"dp": {"codec": "blockint", "rate": 8}},
+        "compression.dp.rate",
+        ("takes bits", "remove rate"),
+    ),
+    ({"dp": {"codec": "zfp", "bits": 8}}, "compression.dp.bits", ("takes rate", "remove bits")),
+    ({"dp": {"codec": "zfp", "rate": 2}}, "compression.dp.rate", ("found 2", "from 2.5 to 32")),
+    ({"dp": {"codec": "zfp", "rate": 33}}, "compression.dp.rate", ("found 33",)),
+    ({"dp": {"codec": "zfp", "rate": "8"}}, "compression.dp.rate", ("expected a number",)),
+    ({"tp": {"codec": "fp8", "format": "e3m4"}}, "compression.tp.format", ("'e4m3' or 'e5m2'",)),
+    ({"pp": {"codec": "mpc", "dim": 0}}, "compression.pp.dim", ("from 1 to 32",)),
+    ({"pp": {"codec": "none", "dim": 1}}, "compression.pp.dim", ("none has no settings",)),
+    ({"pp": {"codec": "bf16", "bits": 16}}, "compression.pp.bits", ("bf16 has no settings",)),
+    (
+        {"zero": {**BLOCKINT, "error_feedback": True}},
+        "compression.zero.error_feedback",
+        ("only dp can have error_feedback",),
+    ),
+    ({"dp": {**BLOCKINT, "delta": True}}, "compression.dp.delta", ("only zero can have delta",)),
+    (
+        {"zero": {"codec": "none", "delta": True}},
+        "compression.zero.delta",
+        ("none sends exact parameters",),
+    ),
+    (
+        {"zero": {"codec": "zfp", "rate": 4, "delta": True}},
+        "compression.zero.delta",
+        ("diverges with zfp below rate 6",),
+    ),
+    (
+        {"zero": {**BLOCKINT, "resync_every": 5}},
+        "compression.zero.resync_every",
+        ("found 5", "add delta"),
+    ),
+    (
+        {"zero": {**BLOCKINT, "delta": True, "resync_every": -1}},
+        "compression.zero.resync_every",
+        ("found -1",),
+    ),
+    (
+        {"tp": {**BLOCKINT, "scatter_gather": True}},
+        "compression.tp.scatter_gather",
+        ("only pp can have scatter_gather",),
+    ),
+    ({"dp": "bf16", "ledger": {"every": 0}}, "compression.ledger.every", ("found 0",)),
+    (
+        {"dp": {"codec": "mpc", "error_feedback": True}},
+        "compression.dp.error_feedback",
+        ("leaves nothing out",),
+    ),
+    (
+        {"dp": {"codec": "none", "error_feedback": True}},
+        "compression.dp.error_feedback",
+        ("leaves nothing out",),
+    ),
+    (
+        {"dp": {"codec": "zfp", "rate": 4, "error_feedback": True}},
+        "compression.dp.error_feedback",
+        ("diverges with zfp below rate 6", "the rate is 4"),
+    ),
+    (
+        {"dp": {**BLOCKINT, "error_feedback": 1}},
+        "compression.dp.error_feedback",
+        ("true or false",),
+    ),
+    ({"dp": {**BLOCKINT, "backward": "none"}}, "compression.dp.backward", ("only tp, pp, ep, cp",)),
+    ({"tp": {**BLOCKINT, "backward": {"bits": 9}}}, "compression.tp.backward.bits", ("found 9",)),
+    (
+        {"tp": {**BLOCKINT, "backward": {"rate": 8}}},
+        "compression.tp.backward.rate",
+        ("takes bits",),
+    ),
+    ({"tp": {**BLOCKINT, "backward": "zpf"}}, "compression.tp.backward.codec", ("'zfp'",)),
+    ({"tp": {"backward": "bf16"}}, "compression.tp.codec", ("found nothing",)),
+    (
+        {"tp": {**BLOCKINT, "forward": "bf16", "backward": "mpc"}},
+        "compression.tp.codec",
+        ("never used", "forward and backward both"),
+    ),
+    ({"dp": "bf16", "min_bytes": -1}, "compression.min_bytes", ("found -1", "equal to 0")),
+    ({"dp": "bf16", "start_step": 1.5}, "compression.start_step", ("expected an integer",)),
+    (
+        {"dp": {**BLOCKINT, "bits": 4, "ramp": {"from": 3, "steps": 9}}},
+        "compression.dp.ramp.from",
+        ("above bits, which is 4",),
+    ),
+    (
+        {"dp": {"error_bound": 1e-3, "ramp": {"from": 1e-2, "steps": 9}}},
+        "compression.dp.ramp.from",
+        ("below error_bound",),
+    ),
+    (
+        {"dp": {**BLOCKINT, "bits": 4, "ramp": {"from": 9, "steps": 9}}},
+        "compression.dp.ramp.from",
+        ("found 9", "bits 9"),
+    ),
+    (
+        {"dp": {**BLOCKINT, "bits": 4, "ramp": {"from": 5.5, "steps": 9}}},
+        "compression.dp.ramp.from",
+        ("bits are whole",),
+    ),
+    (
+        {"pp": {"codec": "mpc", "ramp": {"from": 8, "steps": 9}}},
+        "compression.pp.ramp",
+        ("none of",),
+    ),
+    (
+        {"dp": {**BLOCKINT, "ramp": {"from": 8, "stps": 9}}},
+        "compression.dp.ramp.steps",
+        ("required",),
+    ),
+    ({"dp": {"codec": "none", "when": "auto"}}, "compression.dp.when", ("none is native",)),
+    ({"dp": {"codec": "powersgd", "when": "auto"}}, "compression.dp.when", ("not measured",)),
+    ({"zero": {"codec": "bf16", "when": "fast"}}, "compression.zero.when", ("'auto'",)),
+    ({"pp": {"codec": "none", "when": "auto"}}, "compression.pp.when", ("none is native",)),
+    (
+        {"offload": {"codec": "none", "when": "auto"}},
+        "compression.offload.when",
+        ("none is native",),
+    ),
+    (
+        {"offload": {"codec": "bf16", "backward": "none", "sums": "host"}},
+        "compression.offload.sums",
+        ("as DeepSpeed does",),
+    ),
+    (
+        {"ep": {"codec": "bf16", "when": "auto"}},
+        "compression.ep.when",
+        ("dp, zero, tp, pp, offload can",),
+    ),
+    ({"dp": "bf16", "hierarchy": "nodes"}, "compression.hierarchy", ('"auto", "none" or the',)),
+    ({"dp": "bf16", "hierarchy": True}, "compression.hierarchy", ("found true",)),
+    ({"dp": "bf16", "hierarchy": 0}, "compression.hierarchy", ("found 0",)),
+    ({"pp": "bf16", "hierarchy": 2}, "compression.hierarchy", ("only dp and zero",)),
+    ({"dp": "bf16", "on_unsupported": "warn"}, "compression.on_unsupported", ("'native'",)),
+    ({"dp": "bf16", "enabled": "yes"}, "compression.enabled", ("expected true or false",)),
+    ({"dp": "bf16", "ledger": None}, "compression.ledger", ("found null", "expected an object")),
+    ({"dp": "bf16", "ledger": {"json": "a"}}, "compression.ledger.json", ("'jsonl'",)),
+    ({"dp": "bf16", "ledger": {"jsonl": ""}}, "compression.ledger.jsonl", ("not empty",)),
+    ({"dp": "bf16", "ledger": {"sample_every": -1}}, "compression.ledger.sample_every", ("-1",)),
+    ({"preset": "zhybrid", "dp": {"bits": 4}}, "compression.dp.bits", ("zfp takes rate",)),
+]
+
+
+@pytest.mark.parametrize(("block", "key", "fragments"), BROKEN, ids=lambda v: str(v)[:50])
+def test_broken_block(block: Any, key: str, fragments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"train_batch_size": 8, "compression": block})
+    message = str(caught.value)
+    assert message.startswith(f"{key}: found ")
+    assert caught.value.key == key
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_several_errors_name_every_key() -> None:
+    block = {"dp": "rdx", "tp": {"codec": "blockint", "bits": 9}, "min_bytes": -1}
+    with pytest.raises(ConfigError) as caught:
+        parse(block)
+    assert caught.value.key == "compression.dp.codec"
+    assert "(also wrong: compression.tp.bits, compression.min_bytes)" in str(caught.value)
+
+
+def test_long_values_are_cut_and_errors_travel() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"dp": list(range(1000))})
+    assert len(str(caught.value)) < 250
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_shorthand_is_the_object() -> None:
+    short = parse({"dp": "none", "pp": "mpc", "tp": {**BLOCKINT, "backward": "bf16"}})
+    long = parse(
+        {
+            "tp": {"bits": 8, "codec": "blockint", "backward": {"codec": "bf16"}},
+            "pp": {"codec": "mpc", "dim": 1},
+        }
+    )
+    assert short.digest() == long.digest()
+    assert short.policy().codecs == long.policy().codecs
+    assert short.explicit == {"dp", "pp", "tp"}
+    assert long.explicit == {"pp", "tp"}
+
+
+def test_digest_tells_blocks_apart_and_ignores_what_is_local() -> None:
+    blocks: list[dict[str, Any]] = [
+        {"dp": {"codec": "blockint", "bits": 4}},
+        {"dp": {"codec": "blockint", "bits": 5}},
+        {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}},
+        {"dp": {"codec": "blockint", "bits": 4}, "min_bytes": 1},
+        {"dp": {"codec": "blockint", "bits": 4}, "start_step": 1},
+        {"dp": {"codec": "blockint", "bits": 4}, "tp": {**BLOCKINT, "backward": {"bits": 7}}},
+    ]
+    digests = [parse(block).digest() for block in blocks]
+    assert len(set(digests)) == len(blocks)
+    assert all(len(digest) == 64 for digest in digests)
+    local = {**blocks[0], "ledger": {"jsonl": "runs/x.jsonl"}}
+    assert parse(local).digest() == digests[0]
+    assert parse({"preset": "naive-zfp"}).digest() == parse(dict(PRESETS["naive-zfp"])).digest()
+
+
+def test_policy_resolves_directions_sizes_and_steps() -> None:
+    config = parse(
+        {
+            "dp": {"codec": "blockint", "bits": 4},
+            "pp": {"forward": "bf16", "backward": {"codec": "zfp", "rate": 8}},
+            "tp": {**BLOCKINT, "forward": "none"},
+            "min_bytes": 4096,
+            "start_step": 5,
+        }
+    )
+    policy = config.policy()
+
+    def choose(dimension: Any, direction: Any = "forward", numel: int = 1024, step: int = 5) -> Any:
+        return policy.choose(Traffic(dimension, direction, torch.float32, numel, 2, step))
+
+    assert choose("dp") == BlockInt(4)
+    assert choose("dp", numel=1023) is None
+    assert choose("dp", step=4) is None
+    assert choose("pp") == make_codec("bf16")
+    assert choose("pp", "backward") == Zfp(8)
+    assert choose("tp") is None
+    assert choose("tp", "backward") == BlockInt(8)
+    assert choose("zero") is None
+    assert config.active("tp")
+    assert not config.active("zero")
+
+
+def test_flat_names_every_dimension() -> None:
+    flat = parse({"dp": {"codec": "blockint", "bits": 4}}).flat()
+    assert flat["compression.dp.forward"] == "blockint(bits=4)"
+    low_rank = parse({"dp": "powersgd"})
+    assert low_rank.flat()["compression.dp.forward"] == "powersgd(rank=4)"
+    assert low_rank.flat()["compression.dp.error_feedback"] is True
+    assert "no bound on the error" in low_rank.describe()[0]
+    assert not low_rank.notes(torch.bfloat16)
+    rotated = parse({"tp": {**BLOCKINT, "bits": 4, "rotate": True, "levels": "gaussian"}}).flat()
+    assert rotated["compression.tp.backward"] == "blockint(bits=4, rotate=True, levels=gaussian)"
+    assert flat["compression.pp.backward"] == "none"
+    assert "compression.dp.backward" not in flat
+    json.dumps(flat)
+
+
+def test_ranks_agree_on_who_sends_and_when_to_report() -> None:
+    plain = parse({"pp": "none"})
+    shared = parse({"pp": {"codec": "none", "scatter_gather": True}, "ledger": {"every": 3}})
+    assert plain.flat()["compression.pp.scatter_gather"] is False
+    assert shared.flat()["compression.pp.scatter_gather"] is True
+    assert (plain.ledger.interval, shared.ledger.interval) == (10, 3)
+    assert plain.digest() != shared.digest()
+    assert any("pp, cut among tensor ranks" in line for line in shared.describe())
+    lossy = parse({"preset": "recommended", "pp": {"scatter_gather": True}})
+    assert any(line.endswith("bf16, cut among tensor ranks") for line in lossy.describe())
+
+
+def test_when() -> None:
+    assert parse({"dp": "bf16"}).measured() == ()
+    config = parse({"preset": "recommended", "zero": {"when": "auto"}})
+    assert config.measured() == ("zero",) and config.zero.codec == "blockint"
+    assert config.flat()["compression.zero.when"] == "auto"
+    assert config.flat()["compression.dp.when"] == "always"
+    assert "measured      zero: native where that is faster, timed at start-up" in config.describe()
+    config = parse({"pp": {"codec": "none", "backward": "bf16", "when": "auto"}, "tp": "bf16"})
+    assert config.measured() == ("pp",)
+    found = [line for line in config.describe() if line.startswith("measured")]
+    assert found == ["measured      pp: native where that is faster, timed after the first step"]
+    config = parse({"offload": {"codec": "bf16", "when": "auto", "sums": "host"}})
+    assert config.measured() == () and config.flat()["compression.offload.sums"] == "host"
+    found = [line for line in config.describe() if line.startswith("measured")]
+    assert found == ["measured      offload: native where that is faster, timed in real steps"]
+
+
+def test_hierarchy() -> None:
+    assert parse({"dp": "bf16"}).hierarchy == "auto"
+    nodes_of_8 = parse({"dp": "bf16", "hierarchy": 8})
+    assert nodes_of_8.flat()["compression.hierarchy"] == 8
+    assert any("every 8 consecutive ranks" in line for line in nodes_of_8.describe())
+    assert parse({"pp": "bf16", "hierarchy": "none"}).hierarchy == "none"
+
+
+def test_ranks_agree_on_deltas() -> None:
+    plain = parse({"preset": "recommended"})
+    deltas = parse({"preset": "recommended", "zero": {"delta": True, "resync_every": 100}})
+    assert deltas.policy().codecs == plain.policy().codecs, "the preset's codec stays"
+    assert deltas.flat()["compression.zero.delta"] is True
+    assert deltas.flat()["compression.zero.resync_every"] == 100
+    assert plain.digest() != deltas.digest()
+    assert any(
+        line.startswith("zero") and line.endswith(", of what changed, exact every 100 steps")
+        for line in deltas.describe()
+    )
+    assert not any("what changed" in line for line in plain.describe())
+
+
+def test_block_is_frozen() -> None:
+    config = parse({"dp": "bf16"})
+    with pytest.raises(ValueError, match="frozen"):
+        config.min_bytes = 1  # type: ignore[misc]

@@ -1,0 +1,45 @@
+"""Presets: what they resolve to, and what an override leaves of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridcomp.codecs import BlockInt, Codec, Mpc, Zfp
+from tests.config.common import parse
+
+
+def test_preset_with_overrides() -> None:
+    config = parse({"preset": "recommended", "dp": {"bits": 3}, "zero": "mpc", "tp": "none"})
+    codecs = config.policy().codecs
+    assert codecs["dp", "forward"] == BlockInt(3)
+    assert config.error_feedback("dp"), "what the override does not name stays the preset's"
+    assert codecs["zero", "forward"] == Mpc()
+    assert codecs["tp", "forward"] is None
+    assert codecs["pp", "backward"] == BlockInt(8)
+    assert config.explicit == {"dp", "zero", "tp"}
+    replaced = parse({"preset": "recommended", "dp": {"codec": "blockint", "bits": 8}})
+    assert not replaced.error_feedback("dp"), "a codec replaces the whole dimension"
+    way = parse({"preset": "recommended", "pp": {"backward": {"bits": 4}}}).policy().codecs
+    assert (way["pp", "forward"], way["pp", "backward"]) == (BlockInt(8), BlockInt(4))
+    both = parse({"preset": "recommended", "pp": {"forward": "mpc", "backward": "bf16"}})
+    assert both.policy().codecs["pp", "forward"] == Mpc()
+
+
+@pytest.mark.parametrize(
+    ("preset", "dimension", "codec"),
+    [
+        ("naive-zfp", "dp", Zfp(8)),
+        ("naive-zfp", "pp", Zfp(8)),
+        ("naive-mpc", "dp", Mpc()),
+        ("mzhybrid", "dp", Zfp(8)),
+        ("mzhybrid", "tp", Mpc()),
+        ("zhybrid", "dp", Zfp(8)),
+        ("zhybrid", "zero", Zfp(16)),
+        ("recommended", "dp", BlockInt(4)),
+        ("recommended", "ep", BlockInt(8)),
+    ],
+)
+def test_presets_are_the_papers(preset: str, dimension: Any, codec: Codec) -> None:
+    assert parse({"preset": preset}).policy().codecs[dimension, "forward"] == codec

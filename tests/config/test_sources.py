@@ -1,0 +1,72 @@
+"""Where a block may come from, and what is said of files that have none."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridcomp.config import load_config
+from hybridcomp.errors import ConfigError
+from tests.config.common import parse
+
+
+def test_load_config_sources(tmp_path: Path) -> None:
+    ds_json = {"train_batch_size": 8, "compression": {"dp": "bf16"}}
+    expected = parse({"dp": "bf16"}).digest()
+    text = json.dumps(ds_json)
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    commented = tmp_path / "ds.hjson"
+    commented.write_text(
+        '{ # a comment\n train_batch_size: 8\n "compression": {"dp": "bf16"} // another\n}'
+    )
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    for source in (ds_json, path, str(path), commented, encoded):
+        config = load_config(source)
+        assert config is not None
+        assert config.digest() == expected
+
+
+def test_no_block_and_disabled_block() -> None:
+    assert load_config({"train_batch_size": 8}) is None
+    assert load_config({"compression": {"enabled": False, "preset": "recommended"}}) is None
+    with pytest.raises(ConfigError, match=r"compression\.dp\.codec"):
+        load_config({"compression": {"enabled": False, "dp": "rdx"}})
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "fragment"),
+    [
+        (
+            '{"compression": {"dp": {"codec": "bf16", "codec": "fp16"}}}',
+            "compression.dp.codec",
+            "2",
+        ),
+        ('{"a": 1, "a": 2, "a": 3}', "a", "3 times"),
+        ("{", "ds.json", "valid JSON"),
+        ("[1, 2]", "ds.json", "JSON object"),
+        ('{"compresion": {"dp": "bf16"}}', "compresion", "did you mean 'compression'"),
+        ('{"Compression": {"dp": "bf16"}}', "Compression", "did you mean 'compression'"),
+    ],
+)
+def test_broken_files(tmp_path: Path, text: str, key: str, fragment: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.key.endswith(key)
+    assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    for source in (tmp_path / "missing.json", "no/such/file.json", "%%%", "A" * 5000):
+        with pytest.raises(ConfigError):
+            load_config(source)
+    binary = tmp_path / "ds.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(binary)

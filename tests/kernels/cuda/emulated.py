@@ -1,0 +1,108 @@
+"""Stand-in for a GPU: kernels of a ``.cu`` file, built for the emulator of ``emulator.h``."""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.kernels.cuda import images
+
+HERE = Path(__file__).resolve().parent
+KERNELS, FORMATS = images.FOLDER, images.FORMATS
+THREADS = 256
+ARGUMENTS = 12
+#: as the CPU kernels are built: the same bytes with and without fused multiply-add
+FLAGS = (
+    "-std=c++17", "-O1", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-shared",
+    "-Wno-unknown-pragmas", "-Wno-attributes", "-x", "c++", "-include", str(HERE / "emulator.h"),
+)  # fmt: skip
+
+
+class Emulated:
+    """One compiled ``.cu`` file."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._run = self._library.emulate
+        self._run.argtypes = [
+            ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p,
+            ctypes.c_uint64,
+        ]  # fmt: skip
+        self._seed = 1
+
+    def launch(
+        self, kernel: str, grid: tuple[int, int], *arguments: int, threads: int = THREADS,
+        table: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """Run ``kernel`` over ``grid`` blocks; the order of the lanes differs at every call.
+
+        A ``table`` comes first, as an address.
+        """
+        held = None if table is None else ctypes.create_string_buffer(table, len(table))
+        if held is not None:
+            arguments = (ctypes.addressof(held), *arguments)
+        pointer = ctypes.cast(getattr(self._library, kernel), ctypes.c_void_p)
+        padded = [*arguments, *[0] * (ARGUMENTS - len(arguments))]
+        words = (ctypes.c_uint64 * ARGUMENTS)(*(word % 2**64 for word in padded))
+        self._seed += 1
+        self._run(pointer, grid[0], grid[1], threads, ctypes.addressof(words), self._seed)
+
+
+@cache
+def _folder() -> Path:
+    """Shared by the ranks of a test, and by sessions until a source changes."""
+    digest = hashlib.sha256(images.sources_digest().encode())
+    digest.update((HERE / "emulator.h").read_bytes())
+    name = f"hybridcomp-emulated-{getpass.getuser()}-{digest.hexdigest()[:16]}"
+    folder = Path(tempfile.gettempdir()) / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+@cache
+def emulated(source: str, *defines: str) -> Emulated:
+    """``hybridcomp/kernels/<source>`` built with ``defines`` (``NAME=VALUE``)."""
+    library = _folder() / f"{'-'.join((source, *defines))}.so"
+    if not library.is_file():
+        _build(source, defines, library)
+    return Emulated(library)
+
+
+def _build(source: str, defines: tuple[str, ...], library: Path) -> None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler: the CUDA kernels cannot be emulated")
+    partial = library.with_suffix(f".{os.getpid()}")
+    macros = [f"-D{define}" for define in defines]
+    command = [compiler, *FLAGS, *macros, f"-I{FORMATS}"]
+    command += ["-o", str(partial), str(KERNELS / source)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    partial.replace(library)
+
+
+class EmulatedLauncher:
+    """What ``cuda.CudaKernels`` launches with, on tensors of the CPU."""
+
+    def launch(
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = THREADS, table: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """See ``launcher.Launcher``. One library has the kernels of all dtypes."""
+        macros = (define for define in defines if not define.startswith("HC_DTYPE="))
+        emulated(source, *macros).launch(kernel, grid, *words, threads=threads, table=table)
+
+    def zeros(self, words: int) -> Tensor:
+        """See ``launcher.Launcher``."""
+        return torch.zeros(words, dtype=torch.int64)

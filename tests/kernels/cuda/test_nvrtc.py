@@ -1,0 +1,65 @@
+"""The CUDA compiler's word on every kernel, for every architecture, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from hybridcomp.kernels.cuda import images
+
+pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[cuda12] or [cuda13]")
+
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
+#: Turing, A100, H100, B200. V100 (sm_70) needs CUDA 12's NVRTC; nothing newer than sm_70 is used.
+ARCHITECTURES = (75, 80, 90, 100) if NIGHTLY else (75, 90)
+BLOCKINT = ("blockint.cu", "blockint_sum.cu")
+WIDTHS = range(2, 9) if NIGHTLY else (4, 8)
+#: of all dtypes at once; a run compiles those of its own
+SOURCES: list[tuple[str, tuple[str, ...]]] = [
+    *((name, (f"HC_BITS={bits}",)) for name in BLOCKINT for bits in WIDTHS),
+    *((name, ("HC_BITS=4", "HC_ROTATE=1", "HC_GAUSSIAN=1")) for name in BLOCKINT),
+    *((path.name, ()) for path in sorted(images.FOLDER.glob("*.cu")) if path.name not in BLOCKINT),
+]
+#: registers of a thread with which two blocks of 256 fit a multiprocessor, or six of 64
+MOST_REGISTERS, MOST_OF_64 = 128, 168
+
+Case = tuple[str, tuple[str, ...], int]
+
+
+def report_of(source: str, defines: tuple[str, ...], architecture: int) -> str:
+    """The assembler's."""
+    found, log = images.compiled(source, defines, architecture, "--ptxas-options=-v")
+    assert len(found) > 1000
+    return log
+
+
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[str]]]:
+    """The report of every case that was selected: two at a time, as CuPy lets go of the GIL."""
+    items: list[Any] = request.session.items
+    chosen = [i.callspec.params for i in items if "reports" in getattr(i, "fixturenames", ())]
+    with ThreadPoolExecutor(2) as threads:
+        yield {
+            case: threads.submit(report_of, *case)
+            for case in ((p["source"], p["defines"], p["architecture"]) for p in chosen)
+        }
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("source", "defines"), SOURCES, ids=lambda value: str(value))
+def test_compiles_without_spills(
+    source: str, defines: tuple[str, ...], architecture: int, reports: dict[Case, Future[str]]
+) -> None:
+    log = reports[source, defines, architecture].result()
+    kernels = re.findall(r"Compiling entry function '(\w+)'", log)
+    spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
+    assert kernels and len(registers) == len(kernels) and len(spills) == 2 * len(kernels)
+    assert max(spills) == 0, log
+    most = MOST_OF_64 if source == "blockint_sum.cu" else MOST_REGISTERS
+    assert max(registers) <= most, log

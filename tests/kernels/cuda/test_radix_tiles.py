@@ -1,0 +1,59 @@
+"""radix on a GPU, where its kernels go other ways than the CPU: the same bytes and values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import VALUE_DTYPES, make_codec
+from hybridcomp.kernels.cuda import CudaKernels
+from tests.kernels.cuda.common import assert_same, kernels_replaced, results
+from tests.kernels.cuda.emulated import EmulatedLauncher
+
+KERNELS = CudaKernels(EmulatedLauncher())
+
+
+def check(values: Tensor, bound: float, segment: int, mode: str = "rel") -> None:
+    codec = make_codec("radix", error_bound=bound, segment=segment, mode=mode)
+    expected = results(codec, values)
+    with kernels_replaced(KERNELS):
+        found = results(codec, values)
+    assert_same(codec, values, expected, found)
+    KERNELS.check()
+
+
+def near_powers_of_two(numel: int, dtype: torch.dtype) -> Tensor:
+    """What a rounding to 16 bits may carry over a power of two, on both of its sides."""
+    generator = torch.Generator().manual_seed(0)
+    powers = 2.0 ** torch.randint(-8, 3, (numel,), generator=generator)
+    signs = torch.randint(0, 2, (numel,), generator=generator) * 2 - 1
+    near = 1 - 0.02 * torch.rand(numel, generator=generator)
+    return (powers * signs * near).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("bound", "segment"),
+    # so coarse or so fine that every block is compared; E is a multiple of a spacing; one, two and
+    # four digits a word; segments that leave threads, or half of a mask's byte, without a block
+    [(0.9, 4096), (3e-7, 272), (0.25, 4096), (2**-7, 4096), (1e-2, 64), (1e-2, 208), (1e-3, 4096)],
+)
+def test_bounds_and_segments(bound: float, segment: int, dtype: torch.dtype) -> None:
+    values = near_powers_of_two(5003, dtype)
+    check(values, bound, segment)
+    values[: 16 * 100].view(100, 16)[torch.arange(100) % 3 == 0] = 0
+    values[3000:4500] = 0
+    check(values, bound, segment)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+def test_every_class(dtype: torch.dtype) -> None:
+    """A block for each largest digit up to 300, and for many beyond."""
+    generator = torch.Generator().manual_seed(1)
+    tops = torch.cat([torch.arange(1, 300), (2 ** (8 + torch.arange(0, 140) / 10)).long()])
+    digits = torch.rand(tops.numel(), 16, generator=generator) * 2 - 1
+    digits[:, 3] = 1
+    values = (digits * tops[:, None]).flatten().to(dtype)
+    for segment in (64, 4096):
+        check(values, 0.4999, segment, "abs")

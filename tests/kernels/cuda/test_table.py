@@ -1,0 +1,183 @@
+"""Several tensors in one launch: the bytes and bits of a launch for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.codecs import VALUE_DTYPES, BlockInt, make_codec
+from hybridcomp.collectives import (
+    Meter,
+    OwnedRange,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    reduce_to_owners,
+)
+from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda.fused import blockint_macros
+from hybridcomp.kernels.cuda.table import ROWS
+from tests.codecs import arrays
+from tests.kernels.cuda.common import kernels_replaced
+from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher, emulated
+from tests.ranks import run_ranks
+
+SETTINGS: list[dict[str, Any]] = [{"bits": 8}, {"bits": 4, "rotate": True}]
+#: one value, whole tiles and parts of them, nothing, more than the block of threads takes
+LENGTHS = (1, 1024, 33, 0, 5000, 2048, 17)
+
+
+class Counting(EmulatedLauncher):
+    """Remembers what was launched, and with how many rows."""
+
+    def __init__(self) -> None:
+        self.kernels: list[str] = []
+
+    def launch(
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = THREADS, table: bytes | None = None,
+    ) -> None:  # fmt: skip
+        rows = "" if table is None else f" {int.from_bytes(table[:8], 'little')}"
+        self.kernels.append(kernel.removeprefix("blockint_") + rows)
+        super().launch(source, defines, kernel, grid, *words, threads=threads, table=table)
+
+
+def pieces(dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
+    """Arrays of different kinds; every second begins where no vector does."""
+    kinds = ("normal", "nonfinite", "outliers", "near max")
+    return [
+        torch.cat([torch.zeros(1, dtype=dtype), arrays.make(kinds[i % 4], n, i, dtype)])[1:]
+        if i % 2
+        else arrays.make(kinds[i % 4], n, i, dtype)
+        for i, n in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+def test_a_table_of_tensors(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    codec, launcher = make_codec("blockint", **settings), Counting()
+    values = pieces(dtype)
+    sizes = [codec.wire_nbytes(v.numel(), dtype) for v in values]
+    rooms = list(torch.split(torch.full((sum(sizes),), 0xA5, dtype=torch.uint8), sizes))
+    out = [torch.full_like(v, 3.0) for v in values]
+    totals = [torch.linspace(-1, 1, v.numel()) for v in values]
+    expected = [total.clone() for total in totals]
+    with kernels_replaced(CudaKernels(launcher)):
+        each = codec.each(values[0].device)
+        assert each is not None
+        each.encode(values, rooms)
+        each.decode(rooms, out)
+        each.decode(rooms, totals, add=True)
+    for one, room, back, total, before in zip(values, rooms, out, totals, expected, strict=True):
+        payload, right = torch.empty_like(room), torch.empty_like(one)
+        codec.encode(one, payload)
+        assert torch.equal(payload, room)
+        codec.decode(payload, right)
+        assert torch.equal(arrays.bits_of(right), arrays.bits_of(back))
+        codec.decode_add(payload, before, dtype)
+        assert torch.equal(arrays.bits_of(before), arrays.bits_of(total))
+    names = [kernel.split()[0].split("_")[1] for kernel in launcher.kernels]
+    assert names == ["encode", "decode", "add"]
+    assert all(kernel.endswith(" 6") for kernel in launcher.kernels)
+
+
+def test_residuals_of_a_table() -> None:
+    codec, values = make_codec("blockint", bits=4), pieces(torch.bfloat16, (100, 2000, 31))
+    before = [arrays.make("outliers", v.numel(), 9) / 100 for v in values]
+    residuals = [r.clone() for r in before]
+    sizes = [codec.wire_nbytes(v.numel(), v.dtype) for v in values]
+    rooms = list(torch.split(torch.zeros(sum(sizes), dtype=torch.uint8), sizes))
+    with kernels_replaced(CudaKernels(EmulatedLauncher())):
+        each = codec.each(values[0].device)
+        assert each is not None
+        each.encode(values, rooms, residuals)
+    for one, kept, room, left in zip(values, before, rooms, residuals, strict=True):
+        total, payload, sent = kept + one, torch.empty_like(room), torch.empty_like(kept)
+        codec.encode(total, payload)
+        codec.decode(payload, sent)
+        assert torch.equal(payload, room)
+        assert torch.equal((total - sent).nan_to_num(0.0, 0.0, 0.0), left)
+
+
+def test_more_tensors_than_a_table_has_rows() -> None:
+    codec, launcher = make_codec("blockint", bits=8), Counting()
+    values = [torch.randn(40) for _ in range(2 * ROWS + 1)]
+    rooms = list(torch.zeros(len(values), codec.wire_nbytes(40, torch.float32), dtype=torch.uint8))
+    out = [torch.zeros(40) for _ in values]
+    with kernels_replaced(CudaKernels(launcher)):
+        each = codec.each(values[0].device)
+        assert each is not None
+        each.encode(values, rooms)
+        each.decode(rooms, out)
+        each.encode([], [])
+        with pytest.raises(ValueError, match="multiple of 16 bytes"):
+            each.encode(values[:1], [torch.zeros(100, dtype=torch.uint8)[1:]])
+    assert [kernel.split()[1] for kernel in launcher.kernels] == [f"{ROWS}", f"{ROWS}", "1"] * 2
+    for one, back in zip(values, out, strict=True):
+        right = torch.zeros(40)
+        codec.decode(rooms[0].new_tensor(_payload(codec, one)), right)
+        assert torch.equal(right, back)
+
+
+def _payload(codec: Any, values: torch.Tensor) -> list[int]:
+    room = torch.zeros(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
+    codec.encode(values, room)
+    return room.tolist()
+
+
+CUTS = [40, 1064, 3000, 3001]
+
+
+def collectives(dtype: torch.dtype, held: bool) -> list[torch.Tensor]:
+    """What collectives with parameters' borders give, and the residuals that they leave."""
+    codec, rank, world = make_codec("blockint", bits=4), dist.get_rank(), dist.get_world_size()
+    values = arrays.make("normal", 6000, rank, dtype)
+    out = torch.empty(world * 3500, dtype=dtype)
+    all_gather(values[:3500], out, codec, None, meter=Meter(), cuts=CUTS).wait()
+    total, residual = values.clone(), arrays.make("normal", 6000, 50 + rank) / 100
+    left = residual if held else None
+    all_reduce(total, codec, None, meter=Meter(), residual=left, cuts=CUTS).wait()
+    shards = list(torch.split(values, [2400, 2400, 1200][:world]))
+    kept = [arrays.make("normal", s.numel(), 60 + rank) / 100 for s in shards] if held else None
+    cuts = [[800, 2000], [5], []]
+    mine = reduce_scatter(shards, codec, None, meter=Meter(), residuals=kept, cuts=cuts).wait()
+    ranges = [
+        OwnedRange(0, 2500, (0,)),
+        OwnedRange(2500, 2600, (1, 2)),
+        OwnedRange(2600, 6000, (2,)),
+    ]
+    sums = reduce_to_owners(values, ranges, codec, None, meter=Meter(), cuts=CUTS)
+    moved = torch.empty_like(values)
+    all_to_all(moved, values, codec, None, meter=Meter()).wait()
+    return [out, total, residual, mine, *(kept or []), *sums, moved]
+
+
+def both(dtype: torch.dtype, held: bool) -> tuple[list[int], list[str]]:
+    """Which results differ between the two ways, and what was launched."""
+    torch.set_num_threads(1)
+    right, launcher = collectives(dtype, held), Counting()
+    with kernels_replaced(CudaKernels(launcher)):
+        found = collectives(dtype, held)
+    different = [
+        index
+        for index, (a, b) in enumerate(zip(right, found, strict=True))
+        if not torch.equal(arrays.bits_of(a), arrays.bits_of(b))
+    ]
+    return different, launcher.kernels
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["plain", "feedback"])
+def test_messages_with_borders_take_few_launches(held: bool) -> None:
+    macros = blockint_macros(BlockInt(bits=4)._setting)
+    emulated("blockint_table.cu", *macros), emulated("blockint.cu", *macros)
+    for different, kernels in run_ranks(3, both, torch.bfloat16, held):
+        assert not different, (different, kernels)
+        # five stretches of the shard, and of those of three ranks
+        assert kernels[:2] == ["table_encode_bf16 5", "table_decode_bf16 15"], kernels
+        many = [kernel for kernel in kernels if "table" in kernel]
+        assert len(many) >= 8 and len(kernels) <= 24, kernels

@@ -1,0 +1,186 @@
+"""The expert-parallel all-to-all: identical with native and lossless codecs, both directions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from hybridcomp.channels import Channels, channels_of
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.ds import moe
+from hybridcomp.patching import Patch, apply_all, revert_all
+from tests.ranks import run_ranks
+from tests.training.moe_trainer import EXPERTS, TOKENS, WIDTH, Job, exchange_rows, run
+from tests.training.pipe_trainer import Outcome
+
+BLOCKS: dict[str, dict[str, Any] | None] = {
+    "native": None,
+    "none": {"ep": "none"},
+    "mpc": {"ep": "mpc", "min_bytes": 0},
+    "blockint": {"ep": {"codec": "blockint", "bits": 8}, "min_bytes": 0},
+    "forward": {
+        "ep": {"forward": {"codec": "blockint", "bits": 8}, "backward": "none"},
+        "min_bytes": 0,
+    },
+}
+JOBS = {
+    "plain": Job(),
+    "bf16 zero": Job(bf16=True, zero=1, steps=8),
+    "checkpoint": Job(checkpoint=True, steps=8),
+    "nan": Job(nan_step=2, steps=4),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[tuple[str, str], list[Outcome]]:
+    keys = [(job, block) for job in JOBS for block in BLOCKS]
+    by_rank = run_ranks(2, run, [replace(JOBS[job], block=BLOCKS[block]) for job, block in keys])
+    return {key: [found[i] for found in by_rank] for i, key in enumerate(keys)}
+
+
+def ledger(outcome: Outcome) -> dict[str, tuple[int, int, int]]:
+    return {way: (n, raw, wire) for name, way, n, raw, wire in outcome.messages if name == "ep"}
+
+
+@pytest.mark.parametrize("block", ["none", "mpc"])
+@pytest.mark.parametrize("job", [name for name in JOBS if name != "nan"])
+def test_identical(job: str, block: str, results: dict[tuple[str, str], list[Outcome]]) -> None:
+    for native, found in zip(results[job, "native"], results[job, block], strict=True):
+        assert native.losses == found.losses
+        assert native.parameters == found.parameters
+        assert ledger(found)
+
+
+@pytest.mark.parametrize("block", ["blockint", "forward"])
+@pytest.mark.parametrize("job", [name for name in JOBS if name != "nan"])
+def test_lossy_ends_near(
+    job: str, block: str, results: dict[tuple[str, str], list[Outcome]]
+) -> None:
+    native, found = results[job, "native"][0].losses, results[job, block][0].losses
+    assert native != found
+    assert found[-1] == pytest.approx(native[-1], rel=0.02)
+    assert found[-1] < found[0]
+
+
+def test_nan_stays_visible(results: dict[tuple[str, str], list[Outcome]]) -> None:
+    for native, found in zip(results["nan", "native"], results["nan", "blockint"], strict=True):
+        assert [math.isnan(x) for x in native.losses] == [math.isnan(x) for x in found.losses]
+        assert any(math.isnan(x) for x in found.losses)
+
+
+def test_ledger_against_closed_form(results: dict[tuple[str, str], list[Outcome]]) -> None:
+    steps = JOBS["plain"].steps
+    capacity = math.ceil(TOKENS / EXPERTS * 1.5)
+    half = EXPERTS * capacity * WIDTH // 2  # what goes to the other of two ranks
+    raw = 2 * steps * half * 4
+    payload = half + half // 32 + -(-half // 1024)
+    wire = 2 * steps * -(-payload // 16) * 16
+    for rank in range(2):
+        found = ledger(results["plain", "blockint"][rank])
+        assert found == {"forward": (2 * steps, raw, wire), "backward": (2 * steps, raw, wire)}
+        found = ledger(results["plain", "forward"][rank])
+        assert found == {"forward": (2 * steps, raw, wire), "backward": (2 * steps, raw, raw)}
+        found = ledger(results["plain", "none"][rank])
+        assert found == {"forward": (2 * steps, raw, raw), "backward": (2 * steps, raw, raw)}
+    # a recomputed forward pass dispatches and combines again
+    found = ledger(results["checkpoint", "none"][0])
+    steps = JOBS["checkpoint"].steps
+    assert (found["forward"][0], found["backward"][0]) == (4 * steps, 2 * steps)
+
+
+def test_apply_and_revert() -> None:
+    from deepspeed.moe import sharded_moe
+
+    before = sharded_moe._AllToAll
+    applied = apply_all(Patch(seam, make) for seam, make in moe.PATCHES)
+    assert sharded_moe._AllToAll is not before
+    assert issubclass(sharded_moe._AllToAll, before)
+    revert_all(applied)
+    assert sharded_moe._AllToAll is before
+
+
+def test_outside_a_layer_upstream_does_it() -> None:
+    class Upstream(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, group: Any, values: torch.Tensor) -> torch.Tensor:
+            assert group == "group"
+            return values + 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return None, grad
+
+    patched: Any = moe.make_all_to_all(Upstream)
+    assert patched.__name__ == "Upstream"
+    assert torch.equal(patched.apply("group", torch.zeros(2)), torch.ones(2))
+
+
+def test_channel_is_published_during_forward_only() -> None:
+    seen: list[Any] = []
+    forward = moe.make_layer_forward(lambda self, x: seen.append(moe._running.get()))
+    channels = Channels(CompressionConfig.parse({"ep": "mpc"}))
+    tagged = SimpleNamespace(_hybridcomp_channels=channels)
+    forward(tagged, 1)
+    forward(SimpleNamespace(), 1)
+    assert seen == [channels["ep"], None]
+    assert moe._running.get() is None
+
+
+class AutoEPMoELayer(torch.nn.Module):
+    """As far as ``attached`` looks."""
+
+    def __init__(self, comm_backend: str, ep_size: int) -> None:
+        super().__init__()
+        self.comm_backend, self.ep_size = comm_backend, ep_size
+
+
+@pytest.mark.parametrize("way", ["error", "native"])
+def test_deepep(way: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    channels = Channels(CompressionConfig.parse({"ep": "mpc", "on_unsupported": way}))
+    for harmless in (AutoEPMoELayer("comm", 2), AutoEPMoELayer("deepep", 1)):
+        engine = SimpleNamespace(module=torch.nn.Sequential(harmless))
+        moe.attached(engine, channels)
+        assert channels_of(harmless) is channels
+    assert not capsys.readouterr().out
+    engine = SimpleNamespace(module=torch.nn.Sequential(AutoEPMoELayer("deepep", 2)))
+    if way == "error":
+        with pytest.raises(ConfigError, match=r"compression\.ep.*deepep"):
+            moe.attached(engine, channels)
+    else:
+        moe.attached(engine, channels)
+        assert "DeepEP" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(find_spec(moe.AUTO_EP) is None, reason="this DeepSpeed has no AutoEP")
+@pytest.mark.parametrize("codec", ["none", "mpc", "blockint"])
+def test_unequal_rows(codec: str) -> None:
+    # min_bytes cannot act on unequal messages
+    ranks = run_ranks(2, exchange_rows, {"ep": codec, "min_bytes": 1 << 30})
+    for rank, found in enumerate(ranks):
+        raw = {"forward": (40, 17)[rank] * WIDTH * 4, "backward": (17, 40)[rank] * WIDTH * 4}
+        for untagged, ours, native in zip(
+            found["untagged"], found["ours"], found["native"], strict=True
+        ):
+            assert torch.equal(untagged, native)
+            if codec == "blockint":
+                assert not torch.equal(ours, native)
+                assert torch.allclose(ours, native, atol=0.03)
+            else:
+                assert torch.equal(ours, native)
+        assert found["zeros"] == 0.0
+        for direction, (messages, raw_nbytes, wire) in found["ledger"].items():
+            assert (messages, raw_nbytes) == (1, raw[direction])
+            if codec == "none":
+                assert wire == raw_nbytes
+            if codec == "blockint":
+                assert wire < 0.3 * raw_nbytes

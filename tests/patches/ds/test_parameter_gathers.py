@@ -1,0 +1,258 @@
+"""Deltas of parameters on real DeepSpeed engines: replicas, resumed runs, exact checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import RankPool
+
+if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training.trainer import Job, Tiny, digests, make_engine, parameters, train_step
+
+DELTA4 = {"codec": "blockint", "bits": 4, "delta": True}
+BLOCK = {"dp": "none", "zero": DELTA4, "min_bytes": 0}
+STEPS = 6
+
+JOBS = {
+    "zero1-fp32": Job(1),
+    "zero1-bf16": Job(1, "bf16"),
+    "zero2-bf16": Job(2, "bf16"),
+    "zero2-offload": Job(2, "bf16", zero={"offload_optimizer": {"device": "cpu"}}),
+    "round_robin": Job(2, zero={"round_robin_gradients": True}),
+    "bf16_optimizer": Job(1, "bf16", bf16_optimizer=True),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def engine_of(job: Job) -> Any:
+    """An engine whose first layer is frozen, with two groups of parameters."""
+    torch.manual_seed(0)
+    model = Tiny()
+    model.inner.requires_grad_(False)
+    weights = {"params": [model.middle.weight, model.outer.weight], "weight_decay": 0.1}
+    rest = {"params": [*model.norm.parameters(), model.scale, model.outer.bias]}
+    return make_engine(job, model, [weights, rest])
+
+
+def masters(engine: Any) -> list[tuple[Tensor, Tensor]]:
+    """``(flat, masters of all ranks)`` by group of parameters."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "bf16_groups_flat"):
+        flats, own = optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition
+    else:
+        flats, own = optimizer.bit16_groups_flat, optimizer.single_partition_of_fp32_groups
+    found = []
+    for flat, shard in zip(flats, own, strict=True):
+        shards = [torch.empty_like(shard) for _ in range(2)]
+        dist.all_gather(shards, shard.detach().clone())
+        found.append((flat.detach(), torch.cat(shards)))
+    return found
+
+
+def distance(engine: Any, groups: int = 2) -> tuple[float, float]:
+    """Relative error of the weights, and of the masters rounded to the weights' dtype."""
+    error = rounding = norm = 0.0
+    for flat, exact in masters(engine)[:groups]:
+        error += float((flat - exact).square().sum())
+        rounding += float((exact.to(flat.dtype) - exact).square().sum())
+        norm += float(exact.square().sum())
+    return (error / norm) ** 0.5, (rounding / norm) ** 0.5
+
+
+def follow(job: Job) -> list[tuple[dict[str, str], float, float]]:
+    """By step: digests of the weights, their error and that of rounding alone."""
+    engine = engine_of(job)
+    found = []
+    for step in range(STEPS):
+        train_step(engine, job, step)
+        found.append((digests(engine), *distance(engine)))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_replicas_are_equal_and_near_the_masters(pool: RankPool, name: str) -> None:
+    first, second = pool.run(follow, replace(JOBS[name], block=BLOCK))
+    assert first == second
+    moved = 0
+    for step, (_, error, rounding) in enumerate(first):
+        if step == 0:
+            assert error == rounding, "the first gather is exact"
+        # steps of this learning rate change a weight by 1e-1 of itself and more
+        assert error < rounding + 1e-2
+        moved += error > rounding
+    assert moved >= STEPS - 2, "deltas of 4 bits are not exact"
+
+
+def test_skipped_steps_leave_all_as_it_is(pool: RankPool) -> None:
+    """fp16: the first loss scales overflow, too."""
+    nan_step = 3
+    job = Job(1, "fp16", nan_step=nan_step, ds_json={"fp16": {"enabled": True}}, block=BLOCK)
+    first, second = pool.run(follow, job)
+    assert first == second
+    assert first[nan_step] == first[nan_step - 1]
+    assert all(error < rounding + 1e-2 for _, error, rounding in first)
+    assert first[-1][0] != first[0][0]
+
+
+def small_gathers(job: Job) -> list[tuple[dict[str, str], float, float]]:
+    from hybridcomp.patches.ds import parameter_gathers
+
+    before = parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN
+    parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN = 1000, 32
+    try:
+        return follow(job)
+    finally:
+        parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN = before
+
+
+def test_cut_gathers_are_the_same(pool: RankPool) -> None:
+    job = replace(JOBS["zero1-bf16"], block=BLOCK)
+    assert pool.run(small_gathers, job) == pool.run(follow, job)
+
+
+def broken_run(
+    job: Job, folder: str
+) -> tuple[list[float], list[float], list[float], dict[str, bool]]:
+    """Losses in one go, with a checkpoint half-way, and after a restart from it."""
+    engine = engine_of(job)
+    whole = [train_step(engine, job, step) for step in range(STEPS)]
+    engine = engine_of(job)
+    saving = [train_step(engine, job, step) for step in range(STEPS // 2)]
+    before = digests(engine)
+    engine.save_checkpoint(folder, tag="half")
+    facts = {"saving changes nothing": digests(engine) == before}
+    facts["saved weights are exact"] = saved_exactly(engine, folder)
+    saving += [train_step(engine, job, step) for step in range(STEPS // 2, STEPS)]
+    again = engine_of(job)
+    path, _ = again.load_checkpoint(folder, tag="half")
+    assert path is not None
+    facts["loading restores what ranks held"] = digests(again) == before
+    resumed = [train_step(again, job, step) for step in range(STEPS // 2, STEPS)]
+    facts["the end is the same"] = digests(again) == digests(engine)
+    return whole, saving, resumed, facts
+
+
+def saved_exactly(engine: Any, folder: str) -> bool:
+    """Whether the file holds the masters, rounded, and not what training computes with."""
+    path = Path(folder, "half", "mp_rank_00_model_states.pt")
+    saved = torch.load(path, weights_only=False)["module"]
+    now = {
+        name: weight for name, weight in engine.module.named_parameters() if weight.requires_grad
+    }
+    assert not all(torch.equal(saved[name], weight) for name, weight in now.items())
+    exact = torch.cat([found for _, found in masters(engine)])
+    rounded = exact.to(next(iter(now.values())).dtype)
+    # parameters lie in the flat group in an order of upstream's: the values are what counts
+    values = torch.cat([saved[name].reshape(-1) for name in now]).sort().values
+    found = rounded[rounded != 0].sort().values
+    return torch.equal(values[values != 0], found)
+
+
+@pytest.mark.parametrize("name", ["zero1-fp32", "zero1-bf16", "zero2-bf16", "bf16_optimizer"])
+def test_a_resumed_run_is_the_unbroken_one(pool: RankPool, tmp_path: Path, name: str) -> None:
+    for whole, saving, resumed, facts in pool.run(
+        broken_run, replace(JOBS[name], block=BLOCK), str(tmp_path)
+    ):
+        assert [fact for fact, holds in facts.items() if not holds] == []
+        assert saving == whole
+        assert resumed == whole[STEPS // 2 :]
+
+
+def lost(job: Job, folder: str, how: str) -> tuple[bool, dict[str, str], float, float]:
+    """Load a checkpoint whose references are of no use; what the next step gives."""
+    engine = engine_of(job)
+    for step in range(3):
+        train_step(engine, job, step)
+    engine.save_checkpoint(folder, tag="half")
+    if how == "one file missing" and dist.get_rank() == 1:
+        Path(folder, "half", "hybridcomp_parameters_rank_00001.pt").unlink()
+    train_step(engine, job, 3)
+    settings = {"load_optimizer_states": False} if how == "weights only" else {}
+    engine.load_checkpoint(folder, tag="half", **settings)
+    loaded = distance(engine)
+    train_step(engine, job, 4)
+    return loaded[0] == loaded[1], digests(engine), *distance(engine)
+
+
+@pytest.mark.parametrize("how", ["one file missing", "weights only"])
+def test_deltas_start_anew_after_loading_without_references(
+    pool: RankPool, tmp_path: Path, how: str
+) -> None:
+    job = replace(JOBS["zero1-fp32"], block=BLOCK)
+    first, second = pool.run(lost, job, str(tmp_path), how)
+    assert first == second
+    exact, _, error, rounding = first
+    assert exact and error == rounding == 0.0
+
+
+def written(job: Job, how: str) -> tuple[dict[str, str], float, float]:
+    """Somebody writes into the weights, or asks; the step after it."""
+    import hybridcomp
+
+    engine = engine_of(job)
+    for step in range(3):
+        train_step(engine, job, step)
+    with torch.no_grad():
+        if how == "one rank" and dist.get_rank() == 1:
+            engine.module.middle.weight[0, 0] += 1
+        elif how == "load_state_dict":
+            state = parameters(engine)
+            engine.module.load_state_dict({name: value * 0.9 for name, value in state.items()})
+            engine.optimizer.refresh_fp32_params()
+    if how == "resync":
+        hybridcomp.resync(engine)
+    train_step(engine, job, 3)
+    return digests(engine), *distance(engine, groups=1)  # the one that was written into
+
+
+@pytest.mark.parametrize("how", ["one rank", "load_state_dict", "resync"])
+def test_writing_into_weights_starts_anew(pool: RankPool, how: str) -> None:
+    first, second = pool.run(written, replace(JOBS["zero2-bf16"], block=BLOCK), how)
+    assert first == second
+    assert first[1] == first[2], "exact up to rounding"
+
+
+def counted(job: Job) -> tuple[float, float, float, float]:
+    engine = engine_of(job)
+    from hybridcomp.channels import channels_of
+
+    for step in range(STEPS):
+        train_step(engine, job, step)
+    channels = channels_of(engine)
+    assert channels is not None
+    entry = channels.ledger.interval["zero", "forward"]
+    return entry.messages, entry.native, entry.raw_nbytes, entry.wire_nbytes
+
+
+def test_lossless_deltas_train_as_native(pool: RankPool) -> None:
+    job = Job(1, "bf16", lr=1e-4)
+    zero = {"codec": "mpc", "delta": True}
+    native = pool.run(follow, replace(job, block={"dp": "none", "zero": "none", "min_bytes": 0}))
+    coded = replace(job, block={**BLOCK, "zero": zero})
+    assert pool.run(follow, coded) == native
+    for messages, left, raw, wire in pool.run(counted, coded):
+        assert (messages, left) == (2 * STEPS, 2)
+        assert wire - raw / STEPS < 0.6 * raw * (STEPS - 1) / STEPS
+
+
+def test_resync_every_is_heard(pool: RankPool) -> None:
+    zero = {**DELTA4, "resync_every": 2}
+    for messages, left, *_ in pool.run(counted, replace(Job(1), block={**BLOCK, "zero": zero})):
+        assert (messages, left) == (2 * STEPS, STEPS)

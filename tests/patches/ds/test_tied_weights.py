@@ -1,0 +1,141 @@
+"""Tied weights on fakes: who reduces, and in which order relative to the data-parallel sum."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.pipe import schedule
+
+from hybridcomp.channels import ATTRIBUTE, NAME, Channels
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.config import CompressionConfig
+from hybridcomp.patches.ds import tied_weights
+from hybridcomp.patching import Patch, apply_all, revert_all
+
+LOSSY = {"codec": "blockint", "bits": 4}
+
+
+class FakeEngine(SimpleNamespace):
+    """As far as the patched instructions look; ``log`` is what happened."""
+
+    def __init__(self, block: dict[str, Any] | None, **flags: Any) -> None:
+        weight = torch.nn.Parameter(torch.ones(4, 8))
+        weight.grad = torch.arange(32.0).view(4, 8).t().contiguous().t()  # not contiguous
+        setattr(weight, NAME, "tied_modules.embed.weight")
+        defaults = {
+            "is_data_parallel": True,
+            "using_bf16_optimizer": False,
+            "zero_optimization": lambda: False,
+            "log": [],
+            "weight": weight,
+        }
+        super().__init__(**{**defaults, **flags})
+        self.module = SimpleNamespace(
+            get_tied_weights_and_groups=lambda: [(weight, "group")],
+            tied_comms={"embed": {}},
+            _synchronize_tied_weights=lambda: self.log.append("broadcast"),
+        )
+        if block is not None:
+            setattr(self, ATTRIBUTE, Channels(CompressionConfig.parse({"min_bytes": 0, **block})))
+
+
+def run(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The end of a batch; returns what happened."""
+
+    def all_reduce(self: Any, tensor: torch.Tensor, codec: Any, group: Any, **kwargs: Any) -> Any:
+        assert tensor.is_contiguous() and tensor.dim() == 1
+        assert kwargs["pieces"] == [Piece("tied_modules.embed.weight#tied", 0, 32)]
+        assert kwargs["raw_nbytes"] == 128
+        tensor.mul_(2)
+        engine.log.append(f"coded {self.dimension}")
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 2)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 0)
+    monkeypatch.setattr("hybridcomp.channels.Channel.all_reduce", all_reduce)
+    instructions = tied_weights.make_instruction_map(
+        {
+            schedule.ReduceTiedGrads: lambda self: self.log.append("tied"),
+            schedule.ReduceGrads: lambda self: self.log.append("grads"),
+            schedule.OptimizerStep: lambda self, lr_kwargs=None: self.log.append("step"),
+        }
+    )
+    for kind in (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep):
+        instructions[kind](engine)
+    found: list[Any] = engine.log
+    return found
+
+
+def is_zero() -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("block", "flags", "expected"),
+    [
+        (None, {}, ["tied", "grads", "step"]),
+        ({"dp": "none"}, {}, ["tied", "grads", "step"]),
+        # lossless, or one replica of each stage: upstream's order
+        ({"dp": "mpc"}, {}, ["coded dp", "grads", "step"]),
+        ({"dp": LOSSY}, {"is_data_parallel": False}, ["coded dp", "grads", "step"]),
+        # whole gradients: the tied sum comes last
+        ({"dp": LOSSY}, {}, ["grads", "coded dp", "step"]),
+        ({"dp": LOSSY, "min_bytes": 4096}, {}, ["grads", "tied", "step"]),
+        (
+            {"dp": LOSSY},
+            {"using_bf16_optimizer": True, "zero_optimization": is_zero},
+            ["grads", "coded dp", "step"],
+        ),
+        # slices of gradients, or gathered parameters: a broadcast after the step
+        ({"dp": LOSSY}, {"zero_optimization": is_zero}, ["coded dp", "grads", "step", "broadcast"]),
+        ({"zero": LOSSY}, {"zero_optimization": is_zero}, ["tied", "grads", "step", "broadcast"]),
+        ({"zero": LOSSY}, {"using_bf16_optimizer": True}, ["tied", "grads", "step", "broadcast"]),
+        ({"dp": "mpc"}, {"zero_optimization": is_zero}, ["coded dp", "grads", "step"]),
+        ({"zero": LOSSY}, {}, ["tied", "grads", "step"]),
+    ],
+)  # fmt: skip
+def test_order(
+    block: dict[str, Any] | None,
+    flags: dict[str, Any],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = FakeEngine(block, **flags)
+    weight = engine.weight
+    grad = torch.arange(32.0).view(4, 8)
+    if flags.get("using_bf16_optimizer"):
+        weight._hp_grad, weight.grad = weight.grad, None
+    assert run(engine, monkeypatch) == expected
+    found = weight._hp_grad if flags.get("using_bf16_optimizer") else weight.grad
+    assert torch.equal(found, grad * (2 if "coded dp" in expected else 1))
+    if block is not None:
+        entry = getattr(engine, ATTRIBUTE).ledger.interval["dp", "forward"]
+        # encoded messages are written down by the channel, which is a fake here
+        native = 128 if "tied" in expected else 0
+        broadcast = 128 if "broadcast" in expected else 0
+        assert (entry.raw_nbytes, entry.wire_nbytes) == (native, native + broadcast)
+
+
+def test_weight_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine({"dp": LOSSY}, is_data_parallel=False)
+    engine.weight.grad = None
+    assert run(engine, monkeypatch) == ["tied", "grads", "step"]  # upstream skips it too
+
+
+def test_apply_and_revert() -> None:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    before = PipelineEngine._INSTRUCTION_MAP
+    applied = apply_all(Patch(seam, make) for seam, make in tied_weights.PATCHES)
+    ours = PipelineEngine._INSTRUCTION_MAP
+    assert ours is not before and ours.keys() == before.keys()
+    changed = {kind for kind in ours if ours[kind] is not before[kind]}
+    assert changed == {schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep}
+    revert_all(applied)
+    assert PipelineEngine._INSTRUCTION_MAP is before

@@ -1,0 +1,261 @@
+"""The one block of a megatron-core process: where it comes from, and following steps."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hybridcomp
+from hybridcomp import process
+from hybridcomp.channels import Channels
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.mcore import attach
+from tests.ranks import run_ranks
+
+EVERY = 3
+BLOCK = {"tp": {"codec": "blockint", "bits": 8}}
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Any:
+    yield
+    process.configure(None)
+
+
+@pytest.mark.parametrize("form", ["block", "dict", "model", "file of a block", "file"])
+def test_forms_of_a_block(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    forms: dict[str, Any] = {
+        "block": BLOCK,
+        "dict": {"compression": BLOCK},
+        "model": CompressionConfig.parse(BLOCK),
+    }
+    if form.startswith("file"):
+        path.write_text(json.dumps(BLOCK if "of" in form else {"compression": BLOCK}))
+        forms[form] = path
+    process.configure(forms[form])
+    assert process._holder.config is not None
+    assert process._holder.config.flat() == CompressionConfig.parse(BLOCK).flat()
+    assert process.current() is None  # torch.distributed is not up
+
+
+def test_errors_name_the_key() -> None:
+    with pytest.raises(ConfigError, match="compression.tp.bits"):
+        process.configure({"tp": {"codec": "blockint", "bits": 99}})
+
+
+def settle(block: dict[str, Any] | None, path: str | None) -> tuple[Any, Any]:
+    """What this rank ends with, and whether asking twice makes it once."""
+    import os
+
+    if path is not None:
+        os.environ[process.ENVIRONMENT] = path
+    process.configure(block)
+    channels = process.current()
+    same = channels is process.current()
+    return None if channels is None else channels.config.flat(), same
+
+
+def test_environment_and_no_block(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BLOCK))
+    found = run_ranks(2, settle, None, str(path))
+    assert found == [(CompressionConfig.parse(BLOCK).flat(), True)] * 2
+    assert run_ranks(2, settle, None, None) == [(None, True)] * 2
+
+
+def disagree() -> str:
+    import torch.distributed as dist
+
+    process.configure(BLOCK if dist.get_rank() else {"tp": {"codec": "blockint", "bits": 7}})
+    try:
+        process.current()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "agreed"
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    for said in run_ranks(2, disagree):
+        assert said.startswith("AgreementError")
+        assert "compression.tp.forward" in said and "rank(s) 1" in said
+
+
+class Optimizer:
+    """Two steps inside one, as ChainedOptimizer has them."""
+
+    def __init__(self) -> None:
+        self.scale = 8.0
+        self.success = True
+        self.after = 8.0
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return torch.tensor([self.scale])
+
+    def inner(self) -> tuple[bool, None, None]:
+        return self.success, None, None
+
+    def outer(self) -> tuple[bool, None, None]:
+        found = self.inner()
+        self.scale = self.after
+        return found
+
+
+def channels_of(block: dict[str, Any]) -> Channels:
+    return Channels(CompressionConfig.parse(block))
+
+
+def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = channels_of({"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}})
+    process.use(channels)
+    monkeypatch.setattr(process, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)  # of the guard
+    monkeypatch.setattr(Optimizer, "inner", attach.make_step(Optimizer.inner))
+    monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
+    optimizer = Optimizer()
+    residual = channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4))
+    residual.fill_(1.0)
+    optimizer.outer()
+    assert channels.step == 1 and residual.tolist() == [1.0] * 4
+    optimizer.after = 4.0
+    optimizer.outer()
+    assert channels.step == 2 and residual.tolist() == [0.5] * 4
+    optimizer.success = False
+    optimizer.outer()
+    assert channels.step == 3 and residual.tolist() == [0.0] * 4
+
+
+class Config(dict[str, Any]):
+    """W&B's."""
+
+    def update(self, found: dict[str, Any], allow_val_change: bool) -> None:  # type: ignore[override]
+        super().update(found)
+
+
+def report(jsonl: str) -> tuple[list[dict[str, float]], dict[str, Any], int]:
+    """A report with a W&B run on the last rank: what it logged, its config, the steps."""
+    import torch.distributed as dist
+
+    logged: list[dict[str, float]] = []
+    run = SimpleNamespace(config=Config()) if dist.get_rank() == 1 else None
+    fake: Any = SimpleNamespace(run=run, log=lambda values, commit: logged.append(values))
+    sys.modules["wandb"] = fake
+    process.configure({**BLOCK, "ledger": {"jsonl": jsonl, "every": EVERY}})
+    channels = process.current()
+    assert channels is not None
+    channels["tp"].native(100, "backward")
+    optimizer = Optimizer()
+    step = attach.make_step(Optimizer.outer)
+    for _ in range(EVERY):
+        step(optimizer)
+    return logged, run.config if run else {}, channels.step
+
+
+def test_reports_go_to_the_file_and_to_the_rank_with_the_run(tmp_path: Path) -> None:
+    jsonl = tmp_path / "ledger.jsonl"
+    (first, _, steps), (last, config, _) = run_ranks(2, report, str(jsonl))
+    assert steps == EVERY
+    assert first == []
+    assert config["compression"]["ledger"]["every"] == EVERY and config["codecs"]
+    assert last[0]["Train/Compression/tp/backward/raw_MB"] == pytest.approx(2e-4)
+    record = json.loads(jsonl.read_text().splitlines()[0])
+    assert record["step"] == EVERY
+    assert record["dimensions"]["tp"]["backward"]["messages"] == 2
+
+
+def forget(restored: bool, loaded: bool, block: dict[str, Any]) -> str:
+    """What is said at the first step after a restart."""
+
+    process.configure({"min_bytes": 0, **block})
+    said = io.StringIO()
+    optimizer = Optimizer()
+    load = attach.make_load_state_dict(lambda self, state_dict: None)
+    step = attach.make_step(Optimizer.outer)
+    with contextlib.redirect_stdout(said):
+        if restored:
+            load(optimizer, {})
+        if loaded:
+            with tempfile.TemporaryDirectory() as folder:
+                hybridcomp.save_state(folder)
+                hybridcomp.load_state(folder)
+        step(optimizer)
+        step(optimizer)
+    return said.getvalue()
+
+
+FEEDBACK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}}
+
+
+@pytest.mark.parametrize(
+    ("restored", "loaded", "block", "times"),
+    [
+        (True, False, FEEDBACK, 1),
+        (True, True, FEEDBACK, 0),
+        (False, False, FEEDBACK, 0),
+        (True, False, BLOCK, 0),
+        (True, False, {**BLOCK, "start_step": 3}, 1),
+    ],
+)
+def test_a_restart_without_our_state_is_said_once(
+    restored: bool, loaded: bool, block: dict[str, Any], times: int
+) -> None:
+    (said,) = run_ranks(1, forget, restored, loaded, block)
+    assert said.count("WARNING: Megatron's optimizer was restored") == times
+
+
+def carry(folder: str, block: dict[str, Any], scale: float | None) -> tuple[int, float, str]:
+    """Save in one process's life, load in the next; step, residuals, what was said."""
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        process.configure({"min_bytes": 0, **block})
+        channels = process.current()
+        assert channels is not None
+        channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4)).fill_(1.0)
+        attach.make_step(Optimizer.outer)(Optimizer())  # loss scale 8
+        hybridcomp.save_state(folder)
+        process.configure({"min_bytes": 0, **block})
+        hybridcomp.load_state(folder, scale)
+        channels = process.current()
+        assert channels is not None
+        residual = channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4))
+    return channels.step, float(residual.sum()), said.getvalue()
+
+
+def test_residuals_follow_a_loss_scale_that_changed_in_between(tmp_path: Path) -> None:
+    assert run_ranks(1, carry, str(tmp_path), FEEDBACK, None)[0][:2] == (1, 4.0)
+    assert run_ranks(1, carry, str(tmp_path), FEEDBACK, 2.0)[0][:2] == (1, 1.0)
+
+
+def missing(folder: str) -> tuple[int, str]:
+
+    process.configure({"min_bytes": 0, **FEEDBACK})
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        hybridcomp.load_state(folder)
+    channels = process.current()
+    assert channels is not None
+    return channels.step, said.getvalue()
+
+
+def test_a_folder_without_state_is_said(tmp_path: Path) -> None:
+    ((step, said),) = run_ranks(1, missing, str(tmp_path))
+    assert step == 0 and "holds no state" in said
+
+
+def test_state_needs_a_block() -> None:
+
+    for call in (hybridcomp.save_state, hybridcomp.load_state):
+        with pytest.raises(ConfigError, match="no block"):
+            call("anywhere")

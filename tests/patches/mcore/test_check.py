@@ -1,0 +1,180 @@
+"""What megatron-core does behind the seams' back: every rule errors, or says once what it means."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp import process
+from hybridcomp.channels import Channels
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.mcore import check as mcore_refuse
+from hybridcomp.patches.mcore import pipeline, pipeline_message
+
+B8 = {"codec": "blockint", "bits": 8}
+SIZES = {"tp": 2, "pp": 2, "ep": 2, "cp": 2, "dp": 2, "zero": 2}
+
+
+class DistributedDataParallel:
+    """Stands for upstream's: only its name is looked at."""
+
+
+class FullyShardedDataParallel:
+    """Another wrapper."""
+
+
+TeLinear = type("TeLinear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch,
+    block: dict[str, Any],
+    *,
+    sizes: dict[str, int] | None = None,
+    layer: type[torch.nn.Linear] = torch.nn.Linear,
+    wrapper: type = DistributedDataParallel,
+    dtype: torch.dtype = torch.bfloat16,
+    **settings: Any,
+) -> list[str]:
+    """Run the check on a model of one layer; returns what was said."""
+    said: list[str] = []
+    monkeypatch.setattr(mcore_refuse, "sizes", lambda: {**SIZES, **(sizes or {})})
+    monkeypatch.setattr(mcore_refuse, "say", said.append)
+    ddp = SimpleNamespace(use_distributed_optimizer=settings.pop("distributed_optimizer", True))
+    for name in ("reduce_scatter_with_fp32_accumulation", "fp8_param_gather"):
+        setattr(ddp, name, settings.pop(name, False))
+    model = torch.nn.Sequential(layer(2, 2)).to(dtype)
+    config = SimpleNamespace(**settings)
+    mcore_refuse.check(CompressionConfig.parse(block), wrapper(), config, ddp, model)
+    return said
+
+
+BYPASSES: list[tuple[str, dict[str, Any], str]] = [
+    ("tp", {"layer": TeLinear}, "Transformer Engine"),
+    ("tp", {"tp_comm_overlap": True}, "tp_comm_overlap"),
+    ("cp", {"layer": TeLinear}, "context parallelism"),
+    ("ep", {"moe_token_dispatcher_type": "flex", "num_moe_experts": 4}, "DeepEP"),
+    ("pp", {"use_ring_exchange_p2p": True}, "use_ring_exchange_p2p"),
+    ("dp", {"wrapper": FullyShardedDataParallel}, "FSDP"),
+    ("zero", {"fp8_param_gather": True}, "fp8_param_gather"),
+]
+
+
+@pytest.mark.parametrize(("dimension", "job", "words"), BYPASSES)
+def test_bypass_errors_or_is_said(
+    monkeypatch: pytest.MonkeyPatch, dimension: str, job: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        check(monkeypatch, {dimension: B8}, **job)
+    assert caught.value.key == f"compression.{dimension}"
+    assert '"on_unsupported": "native"' in str(caught.value)
+    said = check(monkeypatch, {dimension: B8, "on_unsupported": "native"}, **job)
+    assert len(said) == 1
+    assert words in said[0] and said[0].startswith(f"{dimension} native")
+    other = "pp" if dimension != "pp" else "dp"
+    assert check(monkeypatch, {other: B8}, **{**job, "wrapper": DistributedDataParallel}) == []
+
+
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("dp", {"reduce_scatter_with_fp32_accumulation": True}, "reduce_scatter_with_fp32"),
+    ("zero", {"dtype": torch.float32}, "fp32 parameters"),
+]
+
+
+@pytest.mark.parametrize(("dimension", "job", "words"), REFUSALS)
+def test_refused_whatever_the_block_says(
+    monkeypatch: pytest.MonkeyPatch, dimension: str, job: dict[str, Any], words: str
+) -> None:
+    for behaviour in ("error", "native"):
+        with pytest.raises(ConfigError, match=words):
+            check(monkeypatch, {dimension: B8, "on_unsupported": behaviour}, **job)
+
+
+def test_deltas_need_parameters_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    reused: dict[str, Any] = {"reuse_grad_buf_for_mxfp8_param_ag": True}
+    with pytest.raises(ConfigError, match="gradients overwrite the gathered parameters"):
+        check(monkeypatch, {"zero": {**B8, "delta": True}, "on_unsupported": "native"}, **reused)
+    assert check(monkeypatch, {"zero": {**B8, "delta": True}}) == []
+    assert check(monkeypatch, {"zero": B8}, **reused) == []
+
+
+def test_lossless_parameters_may_be_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(monkeypatch, {"zero": "mpc"}, dtype=torch.float32) == []
+
+
+@pytest.mark.parametrize("dimension", SIZES)
+def test_absent_dimensions_are_errors_only_when_written(
+    monkeypatch: pytest.MonkeyPatch, dimension: str
+) -> None:
+    with pytest.raises(ConfigError, match="one rank in each"):
+        check(monkeypatch, {dimension: B8}, sizes={dimension: 1})
+    assert check(monkeypatch, {"preset": "recommended"}, sizes={dimension: 1}) == []
+
+
+SHARED = {"pp": {**B8, "scatter_gather": True}}
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ({"sizes": {"tp": 1}}, "nobody shares"),
+        ({"sizes": {"pp": 1}}, "nothing is sent"),
+        ({"sequence_parallel": True}, "a part of its own"),
+    ],
+)
+def test_scatter_gather_needs_ranks_that_hold_the_same(
+    monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], words: str
+) -> None:
+    assert check(monkeypatch, SHARED) == []
+    with pytest.raises(ConfigError, match=words) as caught:
+        check(monkeypatch, SHARED, **job)
+    assert caught.value.key == "compression.pp.scatter_gather"
+    if "pp" not in job.get("sizes", {}):
+        said = check(monkeypatch, {**SHARED, "on_unsupported": "native"}, **job)
+        assert len(said) == 1 and words in said[0]
+
+
+def test_scatter_gather_needs_groups_that_are_known() -> None:
+    job = mcore_refuse.Job(SimpleNamespace(), None, "DistributedDataParallel", {})
+    with pytest.raises(ConfigError, match="parallel_state"):
+        mcore_refuse._check_scatter_gather(CompressionConfig.parse(SHARED), job)
+
+
+def test_zero_needs_the_distributed_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="use_distributed_optimizer"):
+        check(monkeypatch, {"zero": B8}, distributed_optimizer=False)
+
+
+def test_two_interleaved_stages_need_single_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ConfigError, match="batch_p2p_comm"):
+        pipeline._refuse_two_stages(config, None)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 4)
+    pipeline._refuse_two_stages(config, None)
+
+
+def link_of(block: CompressionConfig) -> pipeline_message.Link | None:
+    """How four values travel to another stage."""
+    return pipeline_message.link(Channels(block), torch.ones(4), None, "forward", None, (0, 1))
+
+
+def test_variable_size_on_the_pipeline_needs_gloo(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    with pytest.raises(ConfigError, match="size varies"):
+        link_of(CompressionConfig.parse({"pp": "mpc", "min_bytes": 0}))
+    native = CompressionConfig.parse({"pp": "mpc", "min_bytes": 0, "on_unsupported": "native"})
+    process.configure(None)
+    for _ in range(2):
+        assert link_of(native) is None
+    assert capsys.readouterr().out.count("pp native") == 1
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
+    assert link_of(native) is not None

@@ -1,0 +1,216 @@
+"""The seams of megatron-core: version window, signatures, apply and revert.
+
+On stand-ins for every release that differs, so that it runs without megatron-core; ``test_orders``
+and the tests marked so run on the real one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp import patching
+from hybridcomp.errors import SeamError
+from hybridcomp.patches import modules_of, patches_of
+from hybridcomp.patches.mcore import pipeline
+from hybridcomp.patching import Patch, Seam, apply_all, revert_all
+from tests.ranks import run_ranks
+
+PACKAGE = "megatron.core"
+REAL = find_spec("megatron") is not None and find_spec(PACKAGE) is not None
+
+#: release -> which of the alternatives of a seam it has, the last one if there are fewer
+RELEASES = {"0.13.1": 0, "0.16.1": 1, "0.19.2": 2}
+
+
+def seams() -> list[Seam]:
+    return [patch.seam for patch in patches_of(PACKAGE)]
+
+
+@pytest.mark.parametrize("found", ["0.12.3", "0.20.0", "1.0"])
+def test_versions_outside_the_window_name_it(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(patching, "version", lambda name: found)
+    for patch in patches_of(PACKAGE):
+        with pytest.raises(SeamError, match=r"needs megatron-core.*>= 0\.13, < 0\.20") as caught:
+            patch.apply()
+        assert f"megatron-core {found}" in str(caught.value)
+
+
+def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(patching, "version", version)
+    with pytest.raises(SeamError, match="megatron-core is not installed"):
+        patches_of(PACKAGE)[0].apply()
+
+
+def function(name: str, parameters: tuple[str, ...]) -> Any:
+    """A function with these parameters."""
+    scope: dict[str, Any] = {}
+    keywords = "*, " if name.endswith("_p2p_ops") else ""
+    exec(f"def {name}({keywords}{', '.join(parameters)}): return 'original'", scope)
+    return scope[name]
+
+
+def put(seam: Seam, index: int) -> None:
+    """Make a stand-in for what ``seam`` names."""
+    parts = seam.module.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        if name not in sys.modules:
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = []
+    owner: Any = sys.modules[seam.module]
+    *path, last = seam.qualname.split(".")
+    for part in path:
+        if not hasattr(owner, part):
+            setattr(owner, part, type(part, (), {}))
+        owner = getattr(owner, part)
+    if last == "torch":
+        owner.torch = torch
+        return
+    parameters = seam.alternatives[min(index, len(seam.alternatives) - 1)]
+    made = function(last, parameters or ("anything",))
+    setattr(owner, last, staticmethod(made) if parameters[:1] == ("ctx",) else made)
+
+
+@pytest.fixture(params=RELEASES)
+def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Stand-ins for one release, and only them."""
+    found = str(request.param)
+    saved = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "megatron"}
+    for name in saved:
+        del sys.modules[name]
+    monkeypatch.setattr(patching, "version", lambda name: found)
+    monkeypatch.setattr(pipeline, "version", lambda name: found)
+    pp = [(pipeline.communicate_seam(), pipeline.make_communicate), *pipeline.PATCHES[1:]]
+    monkeypatch.setattr(pipeline, "PATCHES", tuple(pp))
+    for seam in seams():
+        put(seam, RELEASES[found])
+    yield found
+    for name in [n for n in sys.modules if n.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+    sys.modules.update(saved)
+
+
+def raw(seam: Seam) -> Any:
+    owner, name = seam.owner_and_name()
+    return inspect.getattr_static(owner, name)
+
+
+def test_apply_and_revert_on_every_release(release: str) -> None:
+    before = [raw(seam) for seam in seams()]
+    fresh = apply_all(patches_of(PACKAGE))
+    assert all(raw(p.seam) is not was for p, was in zip(fresh, before, strict=True))
+    with pytest.raises(SeamError, match="do not stack"):
+        patches_of(PACKAGE)[0].apply()
+    revert_all(fresh)
+    assert all(raw(p.seam) is was for p, was in zip(fresh, before, strict=True))
+
+
+def test_communicate_moved_into_a_class(release: str) -> None:
+    names = {seam.qualname for seam in seams()}
+    old = release.startswith("0.13")
+    assert ("_communicate" in names) is old
+    assert ("P2PCommunicator._communicate" in names) is not old
+
+
+def test_other_parameters_are_refused(release: str) -> None:
+    for index, patch in enumerate(patches_of(PACKAGE)):
+        if patch.seam.parameters is None:
+            continue
+        owner, name = patch.seam.owner_and_name()
+        was = inspect.getattr_static(owner, name)
+        setattr(owner, name, function(name, ("something", "else_")))
+        with pytest.raises(SeamError, match="expected parameters"):
+            patches_of(PACKAGE)[index].apply()
+        setattr(owner, name, was)
+
+
+def test_without_a_block_upstream_is_called(release: str) -> None:
+    with Patch(*pipeline.PATCHES[1]):
+        operations = sys.modules[pipeline.MODULE]._batched_p2p_ops
+        arguments = dict.fromkeys(pipeline.OPERATIONS[0].alternatives[0])
+        assert operations(**arguments) == "original"
+
+
+def test_stand_in_for_torch_is_torch(release: str) -> None:
+    from hybridcomp.patches.mcore import tensor_parallel
+
+    (patch,) = (p for p in patches_of(PACKAGE) if str(p.seam) == f"{tensor_parallel.LAYERS}:torch")
+    with patch:
+        stand_in = sys.modules[tensor_parallel.LAYERS].torch
+        assert stand_in.Tensor is torch.Tensor
+        assert stand_in.distributed.ReduceOp is torch.distributed.ReduceOp
+        assert stand_in.distributed.all_reduce is not torch.distributed.all_reduce
+        with pytest.raises(AttributeError):
+            _ = stand_in.distributed.nothing_of_the_kind
+
+
+def test_modules_say_what_they_do() -> None:
+    for module in modules_of(PACKAGE):
+        assert module.PATCHES and module.__doc__
+
+
+def real() -> tuple[str, list[str]]:
+    """On the real one, with the CPU shim: apply, revert, and what upstream calls."""
+    from tests.stand_ins import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    importlib.import_module(PACKAGE)
+    before = [raw(seam) for seam in seams()]
+    fresh = apply_all(patches_of(PACKAGE))
+    changed = [raw(seam) for seam in seams()]
+    revert_all(fresh)
+    after = [raw(seam) for seam in seams()]
+    wrong = [
+        str(seam)
+        for seam, one, two, three in zip(seams(), before, changed, after, strict=True)
+        if one is two or one is not three
+    ]
+    return importlib.metadata.version("megatron-core"), wrong + missing_calls()
+
+
+@pytest.mark.skipif(not REAL, reason="megatron-core is not installed")
+def test_real_upstream() -> None:
+    ((found, wrong),) = run_ranks(1, real)
+    assert not wrong, f"megatron-core {found}: {wrong}"
+
+
+def missing_calls() -> list[str]:
+    """``torch`` is replaced whole, so that a signature says nothing: look at what is called."""
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+    group = buffers._ParamAndGradBucketGroup
+    expected = {
+        mappings._reduce: {"torch", "all_reduce"},
+        mappings._gather_along_last_dim: {"dist_all_gather_func"},
+        mappings._gather_along_first_dim: {"dist_all_gather_func", "all_gather"},
+        mappings._reduce_scatter_along_first_dim: {"dist_reduce_scatter_func", "reduce_scatter"},
+        mappings._AllToAll.forward: {"torch", "all_to_all_single"},
+        inspect.unwrap(linear.forward): {"dist_all_gather_func"},
+        inspect.unwrap(linear.backward): {
+            "torch", "all_reduce", "dist_all_gather_func", "dist_reduce_scatter_func",
+        },
+        group.start_grad_sync: {
+            "_coalescing_manager", "dist_reduce_scatter_func", "torch", "all_reduce",
+        },
+        group.start_param_sync: {"_coalescing_manager", "dist_all_gather_func"},
+    }  # fmt: skip
+    return [
+        f"{upstream.__qualname__} no longer calls {name}"
+        for upstream, names in expected.items()
+        for name in sorted(names - set(upstream.__code__.co_names))
+    ]

@@ -1,0 +1,183 @@
+"""Transformer Engine's layers, on stand-ins: what is encoded, which way, and when it is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp import patching, process
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError, SeamError
+from hybridcomp.patches import missing, patches_of
+from hybridcomp.patches.mcore import check, transformer_engine
+from hybridcomp.patching import apply_all, revert_all
+from tests.ranks import run_ranks
+from tests.stand_ins import transformer_engine as te_stub
+
+PACKAGE = "transformer_engine.pytorch"
+BLOCK = {"tp": {"codec": "blockint", "bits": 4, "backward": {"bits": 8}}, "min_bytes": 0}
+ROWS, WIDTH = 8, 64
+
+
+@pytest.fixture(autouse=True)
+def _stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(patching, "version", lambda name: "2.8.0")
+    te_stub.install()
+    yield
+    te_stub.remove()
+
+
+def raw(patch: Any) -> Any:
+    owner, name = patch.seam.owner_and_name()
+    return inspect.getattr_static(owner, name)
+
+
+def test_apply_and_revert() -> None:
+    patches = patches_of(PACKAGE)
+    before = [raw(patch) for patch in patches]
+    apply_all(patches)
+    assert all(raw(patch) is not was for patch, was in zip(patches, before, strict=True))
+    revert_all(patches)
+    assert all(raw(patch) is was for patch, was in zip(patches, before, strict=True))
+
+
+@pytest.mark.parametrize("found", ["1.13.0", "2.19.0", "3.0"])
+def test_versions_outside_the_window_name_it(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(patching, "version", lambda name: found)
+    for patch in patches_of(PACKAGE):
+        with pytest.raises(SeamError, match=r"transformer-engine >= 2\.0, < 2\.19") as caught:
+            patch.apply()
+        assert f"transformer-engine {found}" in str(caught.value)
+
+
+def test_other_parameters_of_the_functions_are_refused() -> None:
+    later = te_stub.DISTRIBUTED.replace("quantizer=None", "quantizer=None, output_tensor=None")
+    te_stub.install(later)
+    with pytest.raises(SeamError, match=r"gather_along_first_dim: needs .* < 2\.19.*output_tensor"):
+        apply_all(patches_of(PACKAGE))
+
+
+def test_other_parameters_of_a_layer_are_refused() -> None:
+    import sys
+
+    module: Any = sys.modules[f"{PACKAGE}.module.linear"]
+    module._Linear.backward = staticmethod(lambda ctx, one, two: None)
+    with pytest.raises(SeamError, match="expected parameters"):
+        apply_all(patches_of(PACKAGE))
+
+
+def test_an_unknown_version_stops_only_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridcomp import patches
+
+    monkeypatch.setattr(patching, "version", lambda name: "2.30.0")
+    monkeypatch.setattr(patches, "_unfit", {})
+    patches._apply(PACKAGE)
+    reason = missing(PACKAGE)
+    assert reason is not None and "< 2.19" in reason and "2.30.0" in reason
+    with pytest.raises(ConfigError, match=r"2\.30\.0.*transformer-impl local"):
+        check._check_transformer_engine(CompressionConfig.parse(BLOCK))
+
+
+def train(layer: str, sequence_parallel: bool, block: dict[str, Any] | None, fp8: bool) -> Any:
+    """A column- and a row-parallel layer, forward and backward; values and what was counted."""
+    import sys
+
+    setattr(patching, "version", lambda name: "2.8.0")  # noqa: B010
+    te_stub.install()
+    module, name = {c: (f"{PACKAGE}.module.{m}", c) for m, c, _ in transformer_engine.LAYERS}[layer]
+    function = getattr(sys.modules[module], name)
+    patches = []
+    if block is not None:
+        process.configure(block)
+        patches = apply_all(patches_of(PACKAGE))
+    group, rank = dist.group.WORLD, dist.get_rank()
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randn(ROWS, WIDTH, generator=generator)
+    one, two = (torch.randn(2, WIDTH // 2, WIDTH, generator=generator) * 0.1 for _ in range(2))
+    x = whole.chunk(2)[rank] if sequence_parallel else whole
+    x = x.clone().requires_grad_()
+    first, second = one[rank].clone().requires_grad_(), two[rank].t().clone().requires_grad_()
+    quantizer = "fp8" if fp8 else None
+    hidden = function.apply(x, first, group, False, sequence_parallel, quantizer)
+    out = function.apply(hidden, second, group, True, sequence_parallel, None)
+    out.square().sum().backward()
+    channels = process.current() if block is not None else None
+    counts = {}
+    if channels is not None:
+        counts = {
+            key: (entry.messages, entry.native, entry.wire_nbytes / entry.raw_nbytes)
+            for key, entry in channels.ledger.interval.items()
+            if entry.messages
+        }
+    revert_all(patches)
+    process.configure(None)
+    te_stub.remove()
+    assert x.grad is not None and first.grad is not None
+    return out.detach(), x.grad, first.grad, counts
+
+
+def compare() -> dict[tuple[str, bool], list[Any]]:
+    """Unpatched, with a codec, with ``none``: every layer, with and without sequences."""
+    blocks: list[dict[str, Any] | None] = [None, BLOCK, {**BLOCK, "tp": "none"}]
+    return {
+        (name, sequences): [train(name, sequences, block, False) for block in blocks]
+        for _, name, _ in transformer_engine.LAYERS
+        for sequences in (False, True)
+    }
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[dict[tuple[str, bool], list[Any]]]:
+    return run_ranks(2, compare)
+
+
+@pytest.mark.parametrize("layer", [name for _, name, _ in transformer_engine.LAYERS])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_message_is_encoded_its_way(
+    compared: list[dict[tuple[str, bool], list[Any]]], layer: str, sequence_parallel: bool
+) -> None:
+    for found in compared:
+        (*values, _), (*encoded, counts), (*native, _) = found[layer, sequence_parallel]
+        for was, now, same in zip(values, encoded, native, strict=True):
+            assert torch.equal(was, same)
+            error = float((now - was).norm() / was.norm())
+            assert 0 < error < 0.3
+        # reduce of the output; with sequences also gather of the input, in both passes
+        messages, left, ratio = counts["tp", "forward"]
+        assert (messages, left) == (3 if sequence_parallel else 1, 0)
+        assert ratio == pytest.approx(4.25 / 32, rel=0.15)
+        # reduce of the input's gradient; with sequences also gather of the output's
+        messages, left, ratio = counts["tp", "backward"]
+        assert (messages, left) == (2 if sequence_parallel else 1, 0)
+        assert ratio == pytest.approx(8.25 / 32, rel=0.15)
+
+
+def test_quantized_tensors_arrive_exactly_and_are_counted() -> None:
+    for *_, counts in run_ranks(2, train, "_Linear", True, BLOCK, True):
+        messages, native, _ = counts["tp", "forward"]
+        assert (messages, native) == (3, 1)
+
+
+def outside() -> dict[Any, Any]:
+    """The same functions, called by nobody that is known."""
+    import sys
+
+    setattr(patching, "version", lambda name: "2.8.0")  # noqa: B010
+    te_stub.install()
+    process.configure(BLOCK)
+    patches = apply_all(patches_of(PACKAGE))
+    values = torch.ones(64)
+    sys.modules[transformer_engine.DISTRIBUTED].allreduce(values, dist.group.WORLD)
+    channels = process.current()
+    assert channels is not None and values.tolist() == [2.0] * 64
+    revert_all(patches)
+    return {key: entry for key, entry in channels.ledger.interval.items() if entry.messages}
+
+
+def test_calls_from_elsewhere_are_upstreams() -> None:
+    assert run_ranks(2, outside) == [{}, {}]

@@ -1,0 +1,128 @@
+"""scripts/bench/loss_study.py: what it trains, what it does not train again, how it fails."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import loss_study
+from hybridcomp.compare import CompareError
+
+
+def options(tmp_path: Path, *arguments: str) -> argparse.Namespace:
+    (tmp_path / "text_train.idx").touch()
+    return loss_study.parse(
+        ["--data", str(tmp_path / "text"), "--out", str(tmp_path / "out"), *arguments]
+    )
+
+
+def test_whole_seeds_come_first_and_baselines_lead(tmp_path: Path) -> None:
+    found = options(tmp_path, "--seeds", "3", "4", "--presets", "zhybrid")
+    cases = [(case.seed, case.layout, case.name) for case in loss_study.cases_of(found)]
+    layouts = [(seed, layout) for seed in (3, 4) for layout in ("dp2", "pp2")]
+    assert cases == [(*key, name) for key in layouts for name in ("baseline", "zhybrid")]
+
+
+def test_peers_are_trained_where_there_is_data_parallelism_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = options(tmp_path, "--seeds", "3", "--presets", "--peers", "qgz")
+    cases = list(loss_study.cases_of(found))
+    assert [(case.layout, case.name) for case in cases] == [
+        ("dp2", "baseline"), ("dp2", "peer qgz"), ("pp2", "baseline"),
+    ]  # fmt: skip
+    assert loss_study.train(cases[1], found) is not None
+    assert commands[0][-2:] == ["--method", "qgz"] and "hybridcomp.run" not in commands[0]
+    assert any(word.endswith("train_peer.py") for word in commands[0])
+
+
+def test_blocks_for_all_layouts_or_for_each(tmp_path: Path) -> None:
+    file, block = tmp_path / "blocks.json", {"dp": "bf16"}
+    file.write_text(json.dumps({"mine": block}))
+    found = options(tmp_path, "--blocks", str(file), "--presets")
+    assert loss_study.blocks_of(found, "pp2") == {"baseline": None, "mine": block}
+    file.write_text(json.dumps({"dp2": {"mine": block}}))
+    assert loss_study.blocks_of(found, "dp2") == {"baseline": None, "mine": block}
+    assert loss_study.blocks_of(found, "pp2") == {"baseline": None}
+    file.write_text(json.dumps({"dp2": {"mine": block}, "other": block}))
+    with pytest.raises(SystemExit, match="one level"):
+        loss_study.blocks_of(found, "dp2")
+
+
+def test_settings_keep_the_committed_file(tmp_path: Path) -> None:
+    found = options(tmp_path, "--steps", "50", "--divide-batch", "4")
+    block = {"dp": "bf16", "ledger": {"sample_every": 3}}
+    case = loss_study.Case("dp2", "mine", block, 0)
+    settings = loss_study.settings_of(case, found, tmp_path)
+    committed = json.loads((loss_study.CONFIGS / "ds_zero1_baseline.json").read_text())
+    assert settings["optimizer"] == committed["optimizer"]
+    assert settings["train_micro_batch_size_per_gpu"] == 2
+    assert settings["scheduler"]["params"]["total_num_steps"] == 50
+    assert settings["compression"]["ledger"] == {
+        "sample_every": 3,
+        "jsonl": str(tmp_path / "ledger.jsonl"),
+    }
+    found.divide_batch = 3
+    with pytest.raises(SystemExit, match="divisor of 8"):
+        loss_study.settings_of(case, found, tmp_path)
+
+
+def test_a_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = options(tmp_path, "--steps", "50")
+    case = loss_study.Case("pp2", "mine", {"pp": "bf16"}, 1)
+    assert loss_study.train(case, found) is not None
+    assert loss_study.train(case, found) is None
+    assert len(commands) == 1
+    assert commands[0][-2:] == ["--pp", "2"]
+    assert "hybridcomp.run" in commands[0]
+    found.steps = 60  # another training: repeated
+    assert loss_study.train(case, found) is not None
+
+
+def test_a_failure_shows_the_end_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], stdout: Any, **_: Any) -> subprocess.CompletedProcess[str]:
+        stdout.write("the reason\n")
+        stdout.flush()
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    case = loss_study.Case("dp2", "baseline", None, 0)
+    with pytest.raises(CompareError, match="the reason\ndp2 baseline seed 0: status 3"):
+        loss_study.train(case, options(tmp_path))
+    assert not (case.folder(tmp_path / "out") / "done.json").exists()
+
+
+def test_a_missing_package_is_said_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_study, "find_spec", lambda name: None)
+    monkeypatch.setattr(loss_study, "train", lambda *_: pytest.fail("trained"))
+    with pytest.raises(CompareError, match="matplotlib"):
+        loss_study.study(options(tmp_path))
+
+
+def test_missing_data_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        loss_study.parse(["--data", str(tmp_path / "none")])
+    assert "prepare_data.py writes one" in capsys.readouterr().err

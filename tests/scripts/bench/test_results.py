@@ -1,0 +1,129 @@
+"""scripts/bench/results.py: chapters from what the measuring scripts left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import loss_study, results
+from bench.training_bench import gpu_losses
+from tests.compare.made import write_run
+
+
+def finish(out: Path, layout: str, name: str, seed: int, factor: float, **more: Any) -> None:
+    """A run as loss_study leaves it."""
+    block = None if name == "baseline" else {"dp": "bf16"}
+    options = argparse.Namespace(steps=60, divide_batch=4, lr=3e-4)
+    case = loss_study.Case(layout, name, block, seed)
+    folder = case.folder(out)
+    write_run(folder, seed, factor, ledger=block is not None)
+    settings = {**loss_study.settings_of(case, options, folder), **more}
+    (folder / "done.json").write_text(json.dumps(settings))
+
+
+def test_loss_chapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    study, out = tmp_path / "study", tmp_path / "out"
+    for seed in (0, 1, 2):
+        finish(study, "dp2", "baseline", seed, 1.0)
+        finish(study, "dp2", "mine", seed, 1.01)
+    finish(study, "dp2", "late", 0, 1.0)
+    finish(study, "pp2", "baseline", 0, 1.0)
+    assert results.main(["--loss", str(study), "--out", str(out)]) == 0
+    text = (out / "loss.md").read_text()
+    assert "| mine | 3 | 2.0" in text and "| +1.00 ± 0.00 |" in text
+    assert "learning rate 0.0003" in text and "k tokens/s" not in text
+    assert "Left out: late, of which 1 of 3 seeds finished." in text
+    assert "Not measured yet with several seeds: pp2, pp2dp2, 3d." in text
+    command = "--steps 60 --seeds 0 1 2 --layouts dp2 --divide-batch 4 --lr 0.0003 --blocks"
+    assert f"scripts/bench/loss_study.py {command} docs/results/loss_blocks.json" in text
+    assert str(tmp_path) not in text
+    assert json.loads((out / "loss_blocks.json").read_text()) == {"dp2": {"mine": {"dp": "bf16"}}}
+    rows = json.loads((out / "loss.json").read_text())["dp2"]["runs"]
+    assert rows[1]["gap"] == pytest.approx(1.0) and rows[1]["seconds"] is None
+    assert (out / "loss_dp2.png").stat().st_size > 10_000
+
+
+def test_gpu_chapter(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    source, out = tmp_path / "gpu", tmp_path / "out"
+    asked = argparse.Namespace(steps=60, samples=1, lr=3e-4, out=source / "losses")
+    for name, factor in (("baseline", 1.0), ("recommended", 1.002)):
+        for seed in (0, 1, 2):
+            case = gpu_losses.Case(name, seed)
+            write_run(case.folder(asked.out), seed, factor, ledger=name != "baseline")
+            gpu_losses.keep(case, asked, finished=True)
+            (case.folder(asked.out) / "loss.jsonl").unlink()  # it comes compressed from elsewhere
+    turn = {"kind": "turn", "size": "85M", "layout": "dp2", "part": 0, "sent": 10, "samples": 8}
+    (source / "speed.jsonl").write_text(
+        "".join(
+            json.dumps({**turn, "arm": arm, "round": number, "seconds": [seconds], "loss": 1.0})
+            + "\n"
+            for number in (-1, 0, 1)
+            for arm, seconds in (("native bf16", 0.3), ("compute", 0.1), ("recommended", 0.2))
+        )
+    )
+    assert results.main(["--gpu", str(source), "--out", str(out)]) == 0
+    text = (out / "gpu.md").read_text()
+    assert "| `recommended` | 200.0 |" in text and "| +0.20 ± 0.00 |" in text
+    assert "not held against NCCL's" in text and str(tmp_path) not in text
+    assert "--steps 60 --seeds 0 1 2" in text
+    figures = json.loads((out / "gpu.json").read_text())
+    assert figures["speed"][-1]["r"] == pytest.approx(2.0) and len(figures["loss"]["runs"]) == 2
+    assert (out / "gpu_loss.png").stat().st_size > 10_000
+    assert results.main(["--gpu", str(tmp_path), "--out", str(out)]) == 1
+
+
+def test_without_matplotlib_it_says_so_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        results.main(["--loss", "nowhere"])
+    assert "pip install 'hybridcomp[plot]'" in capsys.readouterr().err
+
+
+def test_segments_chapter(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    study, out = tmp_path / "study", tmp_path / "out"
+    study.mkdir()
+    for seed in (0, 1):
+        cases = {"native_fp32": 1.0, "4.2_256": 1.01, "4.2_4096": 1.02, "4.2_tensor": 1.05 + seed}
+        for name, factor in cases.items():
+            record: dict[str, Any] = {
+                "steps": 40,
+                "losses": [factor * (3 - 0.01 * n) for n in range(40)],
+            }
+            if name != "native_fp32":
+                record |= {"bound": 0.02, "bits": 4.25}
+            (study / f"{name}_seed{seed}.json").write_text(json.dumps(record))
+    assert results.main(["--segments", str(study), "--out", str(out)]) == 0
+    text = (out / "segments.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| 4.2 ")]
+    assert [row.split(" | ")[1] for row in rows] == ["256", "4096", "tensor"]
+    assert "| 0.02 | 4.25 | +1.00 | +1.00, +1.00 |" in rows[0]
+    assert "| +55.00 | +5.00, +105.00 |" in rows[2]
+    assert (out / "segments.png").stat().st_size > 5_000
+    (study / "4.2_256_seed1.json").unlink()
+    assert results.main(["--segments", str(study), "--out", str(out)]) == 1
+
+
+def test_missing_and_mixed_measurements_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert results.main(["--out", str(tmp_path)]) == 0
+    assert (
+        "loss: no measurements given (scripts/bench/loss_study.py); missing"
+        in capsys.readouterr().out
+    )
+    assert results.main(["--loss", str(tmp_path), "--out", str(tmp_path)]) == 1
+    assert "two seeds of a baseline are finished in no layout" in capsys.readouterr().err
+    for seed in (0, 1):
+        finish(tmp_path, "dp2", "baseline", seed, 1.0)
+        finish(tmp_path, "dp2", "mine", seed, 1.0, gradient_clipping=0.5)
+    assert results.main(["--loss", str(tmp_path), "--out", str(tmp_path)]) == 1
+    assert "mine seed 0: other settings: gradient_clipping" in capsys.readouterr().err

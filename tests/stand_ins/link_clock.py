@@ -1,0 +1,44 @@
+"""Stand-in for the clock of trials: a link is as fast as a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from hybridcomp.autotune import verdicts
+from hybridcomp.autotune.trials import Sent
+
+
+@contextmanager
+def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
+    """The collectives run, and take these seconds; yields the sizes of the trials."""
+    sizes: list[int] = []
+
+    def seconds(run: Callable[[], None], device: torch.device) -> float:
+        run()
+        return {"native": native_s, "coded": coded_s}[run.__name__]
+
+    def sized(trial: Callable[[Sent], Any]) -> Callable[[Sent], Any]:
+        def of(sent: Sent) -> Any:
+            sizes.append(sent.numel)
+            return trial(sent)
+
+        return of
+
+    real = verdicts.judge
+    with (
+        patch.object(verdicts, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
+        patch.object(verdicts, "REPEATS", (2, 3)),
+        patch.object(verdicts, "REPEATS_SEEN", (2, 3)),
+        patch.object(verdicts, "WORK_NUMEL", 1 << 10),
+        patch.object(verdicts, "seconds", seconds),
+        patch(
+            "hybridcomp.channels.engine_channels.judge",
+            lambda trial, *rest: real(sized(trial), *rest),
+        ),
+    ):
+        yield sizes

@@ -1,0 +1,167 @@
+"""Stand-in for process groups: ranks are threads, tensors are handed over in memory.
+
+For property tests, where processes would cost more than what they test. ``run`` calls a function
+on every rank with a ``Member`` in place of a process group; the collectives find their rank in it,
+and post their bytes here.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+from torch import Tensor
+from torch.distributed import Work
+
+from hybridcomp.collectives import (
+    moves,
+    owner_scatter,
+    owners,
+    pair_exchange,
+    reduce_parts,
+    reductions,
+)
+from hybridcomp.collectives.wire import exchange, gloo_pairs, transport
+
+T = TypeVar("T")
+TIMEOUT_S = 60.0
+
+
+class Board:
+    """What the ranks of one group have posted."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self.posted: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}  # by call and rank
+        self.mail: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+
+
+class Member:
+    """One rank's view of a group."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self.board, self.rank, self.calls = board, rank, 0
+
+    def post(self, source: Tensor, in_splits: list[int], take: Callable[[int], None]) -> Done:
+        """Put ``source`` on the board; ``take(call)`` copies what came once all have posted."""
+        call, self.calls = self.calls, self.calls + 1
+        self.board.posted[call, self.rank] = (source, in_splits)
+
+        def finish() -> None:
+            self.board.barrier.wait()
+            take(call)
+            self.board.barrier.wait()  # nobody may reuse a buffer that another still reads
+
+        return Done(finish)
+
+
+class Done(Work):
+    """Runs its transfer when it is waited for."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._finish = finish
+
+    def wait(self, timeout: object = None) -> bool:
+        self._finish()
+        return True
+
+
+def _all_to_all_single(
+    out: Tensor,
+    values: Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    group: Member,
+    async_op: bool,
+) -> Work:
+    assert sum(in_splits) == values.numel() and sum(out_splits) == out.numel()
+
+    def take(call: int) -> None:
+        position = 0
+        for rank, numel in enumerate(out_splits):
+            source, splits = group.board.posted[call, rank]
+            start = sum(splits[: group.rank])
+            assert splits[group.rank] == numel
+            out[position : position + numel] = source[start : start + numel]
+            position += numel
+
+    return group.post(values, list(in_splits), take)
+
+
+def _all_gather_single(out: Tensor, values: Tensor, group: Member, async_op: bool) -> Work:
+    def take(call: int) -> None:
+        for rank in range(group.board.size):
+            source = group.board.posted[call, rank][0]
+            out[rank * source.numel() : (rank + 1) * source.numel()] = source
+
+    return group.post(values, [], take)
+
+
+def _isend(values: Tensor, dst: int, group: Member) -> Work:
+    group.board.mail[group.rank, dst].put(values.clone())
+    return Done(lambda: None)
+
+
+def _irecv(out: Tensor, src: int, group: Member) -> Work:
+    return Done(lambda: _receive(out, group.board.mail[src, group.rank]))
+
+
+def _receive(out: Tensor, mail: queue.Queue[Tensor]) -> None:
+    out.copy_(mail.get(timeout=TIMEOUT_S))
+
+
+@contextmanager
+def in_process() -> Iterator[None]:
+    """The collectives of this process talk to ``Member`` groups inside."""
+    dist = SimpleNamespace(all_to_all_single=_all_to_all_single, isend=_isend, irecv=_irecv)
+    patches: list[Any] = [
+        patch.object(transport, "dist", dist),
+        patch.object(transport, "all_gather_single", _all_gather_single),
+        patch.object(gloo_pairs, "suits", lambda device, group: False),
+    ]
+    names = {"get_rank": lambda group: group.rank, "get_world_size": lambda g: g.board.size}
+    for module in (exchange, moves, owners, pair_exchange, reductions, owner_scatter, reduce_parts):
+        patches += [patch.object(module, k, f) for k, f in names.items() if hasattr(module, k)]
+    for one in patches:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in patches:
+            one.stop()
+
+
+def run(size: int, function: Callable[[Any, int], T], others: Sequence[Board] = ()) -> list[T]:
+    """``function(group, rank)`` on ``size`` ranks; the results by rank. Only ``in_process``.
+
+    ``others``: boards of groups that the function uses besides.
+    """
+    board = Board(size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def call(rank: int) -> None:
+        try:
+            results[rank] = function(Member(board, rank), rank)
+        except BaseException as error:
+            errors.append(error)
+            for one in (board, *others):
+                one.barrier.abort()
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        first = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+        raise (first or errors)[0]
+    return [results[rank] for rank in range(size)]
