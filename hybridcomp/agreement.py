@@ -70,6 +70,7 @@ def tell(statement: Mapping[str, Any], *, what: str) -> list[dict[str, Any]]:
 
 def _await_all(store: Store, world_size: int, what: str) -> None:
     missing = list(range(world_size))
+    patience = min(PATIENCE_S, store.timeout.total_seconds())
     started = time.monotonic()
     noticed = False
     while missing:
@@ -87,7 +88,7 @@ def _await_all(store: Store, world_size: int, what: str) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-        if missing and time.monotonic() - started > PATIENCE_S:
+        if missing and time.monotonic() - started > patience:
             raise AgreementError(
                 f"{what}: rank(s) {_ranks(missing)} never stated theirs; start every rank with "
                 "`--module hybridcomp.run`, or call hybridcomp.install() in every one"

@@ -8,6 +8,8 @@ store who else has failed: a rank that has ended, was stopped or is cut off does
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import re
@@ -21,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
 from hybridcomp.agreement import tell
@@ -28,6 +31,7 @@ from hybridcomp.errors import ConfigError, HybridcompError, PeerError
 
 #: seconds that ranks of other hosts get to say that they have failed as well
 ROLL_CALL_S = 5.0
+_CPU = torch.device("cpu")
 #: what torch.distributed's back ends say when a peer is gone or silent
 _LOST = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed out|socket|"
@@ -60,6 +64,45 @@ def announce() -> None:
     if not _Known.hooked:
         _Known.hooked = True
         _hook()
+        _prepare_last_words()
+    _limit_waits()
+
+
+def time_limit() -> timedelta | None:
+    """How long a message may take: the time-out of the default group, None where it has none.
+
+    A group that is made later gets torch's 30 minutes over gloo, whatever ``init_process_group``
+    was told, and DeepSpeed sends through groups of its own.
+    """
+    try:
+        backend = dist.distributed_c10d._get_default_group()._get_backend(_CPU)
+        limit: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError, ValueError):  # not over gloo
+        return None
+    return limit
+
+
+def _limit_waits() -> None:
+    """Give the groups of this process, where they wait longer, the default group's time-out."""
+    limit = time_limit()
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if limit is None or change is None:
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+            if group._get_backend(_CPU).options._timeout > limit:
+                change(limit, group)
+
+
+def _prepare_last_words() -> None:
+    """Let a signal that ends this rank say who is missing."""
+    try:
+        last_words = importlib.import_module("hybridcomp._last_words")
+    except ImportError:
+        return  # not Linux, or built from older sources
+    me = _myself()
+    near = [peer for peer in _Known.peers if peer.space == me.space and peer.pid != me.pid]
+    last_words.set(_me(), [(f"/proc/{peer.pid}/stat", peer.began, _named(peer)) for peer in near])
 
 
 def lost(error: BaseException, where: str = "") -> PeerError | None:
@@ -92,7 +135,11 @@ def _missing() -> list[str]:
 
 
 def _shown(peer: Peer, state: str) -> str:
-    return f"rank {peer.rank} (process {peer.pid} on {peer.host}) {state}"
+    return f"{_named(peer)} {state}"
+
+
+def _named(peer: Peer) -> str:
+    return f"rank {peer.rank} (process {peer.pid} on {peer.host})"
 
 
 def _state(peer: Peer, me: Peer) -> str | None:
@@ -159,9 +206,7 @@ def _hook() -> None:
     """Name this rank, and who is missing, below the traceback of an error that nobody caught."""
     before = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
         if isinstance(error, Exception) and not isinstance(error, ConfigError):
             print(f"[hybridcomp] {_last_words(error)}", file=sys.stderr, flush=True)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hybridcomp import saved
 from hybridcomp.agreement import tell
 from hybridcomp.channels import Channels
-from hybridcomp.errors import CheckpointError
 from hybridcomp.channels.error_feedback import HOPS
+from hybridcomp.errors import CheckpointError
 
 FILES = "hybridcomp_residuals_rank_*.pt"
 WHAT = "the state of hybridcomp beside the checkpoint"

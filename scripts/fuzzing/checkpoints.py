@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
+from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CheckpointError
-from hybridcomp.channels.error_feedback import Piece
 
 FILE = "hybridcomp_residuals_rank_{:05d}.pt"
 STATE = "hybridcomp_state.json"

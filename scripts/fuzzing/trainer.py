@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -35,8 +36,9 @@ def train(folder: Path, settings: dict[str, Any]) -> float:
     """Train, or go on with the checkpoint that ``folder`` holds; the last loss of this rank.
 
     ``settings``: ``timeout`` of the process group in seconds; ``pause`` before every step;
-    ``steps``; ``save_every``; ``block``: by rank, what its compression block says differently;
-    ``stage`` of ZeRO.
+    ``steps``; ``save_every``; ``stage`` of ZeRO. By rank: ``block``, what its compression block
+    says differently; ``version`` of hybridcomp that it claims to be; ``room``, the bytes that no
+    file of it may grow beyond, as on a disk that is full.
     """
     import deepspeed
     import deepspeed.ops
@@ -56,6 +58,7 @@ def train(folder: Path, settings: dict[str, Any]) -> float:
     config["zero_optimization"]["stage"] = settings.get("stage", 2)
     config["compression"].update(settings.get("block", {}).get(str(rank), {}))
     config["compression"]["ledger"]["jsonl"] = str(folder / "ledger.jsonl")
+    _pretend(settings, str(rank))
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=config
     )
@@ -71,12 +74,25 @@ def train(folder: Path, settings: dict[str, Any]) -> float:
         values = torch.randn(2, WIDTH, generator=generator)
         loss = (engine(values) - values).square().mean()
         engine.backward(loss)
+        loss = loss.detach()
         engine.step()
         every = settings.get("save_every", 0)
         if every and engine.global_steps % every == 0:
             engine.save_checkpoint(str(checkpoints))
     print(f"FINISHED rank {rank} step {engine.global_steps} loss {float(loss):.6f}", flush=True)
     return float(loss)
+
+
+def _pretend(settings: dict[str, Any], rank: str) -> None:
+    """Be of another version, or on a disk that is nearly full."""
+    import hybridcomp.agreement as agreement
+
+    if rank in settings.get("version", {}):
+        real, claimed = agreement.version, settings["version"][rank]
+        agreement.version = lambda name: claimed if name == "hybridcomp" else real(name)
+    if rank in settings.get("room", {}):
+        limit = settings["room"][rank]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fuzzing import checkpoints  # found through tests/fuzz/__init__.py
 
+from fuzzing import checkpoints  # found through tests/fuzz/__init__.py
 from tests.ranks import run_ranks
 
 pytest.importorskip("deepspeed")

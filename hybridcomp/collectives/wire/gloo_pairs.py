@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from hybridcomp import presence
 from hybridcomp.collectives.wire.pinned_staging import backend_of
 
 #: of these messages, so that none is taken for a message of the training program
@@ -40,13 +41,19 @@ class Works(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all of them; raises what the first that failed raises."""
         works, self._works = self._works, []
-        for work in works:
-            work.wait() if timeout is None else work.wait(timeout)
+        limit = presence.time_limit() if timeout is None else timeout
+        for work in works:  # a receive of gloo does not know when its group's time is over
+            work.wait() if limit is None else work.wait(limit)
         return True
 
     def __del__(self) -> None:
         if self._works:
             _forgotten.append(self._works)
+
+
+def limited(work: Work, device: torch.device, group: ProcessGroup | None) -> Work:
+    """``work``, which over gloo ends with the time-out of the default group."""
+    return Works([work]) if suits(device, group) else work
 
 
 def suits(device: torch.device, group: ProcessGroup | None) -> bool:

@@ -87,7 +87,7 @@ def send(values: Tensor, dst: int, group: ProcessGroup | None) -> Steps[None]:
     def post(_: Tensor, source: Tensor) -> Work:
         work = dist.isend(source, dst, group=group)
         assert work is not None, "this rank is not in the group"
-        return work
+        return gloo_pairs.limited(work, source.device, group)
 
     yield from _transfer(post, values[:0], values, group)
 
@@ -98,7 +98,7 @@ def recv(out: Tensor, src: int, group: ProcessGroup | None) -> Steps[None]:
     def post(target: Tensor, _: Tensor) -> Work:
         work = dist.irecv(target, src, group=group)
         assert work is not None, "this rank is not in the group"
-        return work
+        return gloo_pairs.limited(work, target.device, group)
 
     yield from _transfer(post, out, out[:0], group)
 
