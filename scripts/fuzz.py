@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from fuzzing import payloads  # noqa: E402
+from fuzzing import blocks, bounds, payloads  # noqa: E402
 
 #: damaged payloads of a codec of variable and of fixed size
 VARIABLE_CASES, FIXED_CASES = 5_000_000, 1_000_000
@@ -52,6 +53,42 @@ def fuzz_payloads(args: argparse.Namespace) -> int:
     return failed
 
 
+def fuzz_bounds(args: argparse.Namespace) -> int:
+    """Hostile values against the bounds of codecs, moved messages and sums."""
+    result = bounds.hunt(args.values, args.seed, args.keep, say)
+    for part, count in result.tried.items():
+        say(f"bounds {part}: {count:,} values")
+    say(f"bounds: {sum(result.tried.values()):,} values, {len(result.outside)} turns outside")
+    for text, path in zip(result.outside, result.files, strict=True):
+        print(f"{text}\nagain: python scripts/fuzz.py replay {path}")
+    return len(result.outside)
+
+
+def fuzz_blocks(args: argparse.Namespace) -> int:
+    """Broken blocks; how many were not told in one line that names the key."""
+    tried = blocks.broken()
+    wrong = [(block, key, blocks.problem_of(block, key)) for block, key in tried]
+    wrong = [case for case in wrong if case[2]]
+    say(f"blocks: {len(tried)} tried, {len(wrong)} not told in one line that names the key")
+    for block, key, problem in wrong:
+        print(f"{key}: {block}: {problem}")
+    return len(wrong)
+
+
+def fuzz_checkpoints(args: argparse.Namespace) -> int:
+    """Damaged files beside a checkpoint, resumed by two ranks."""
+    from fuzzing import checkpoints
+    from tests.ranks import run_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        said = run_ranks(2, checkpoints.try_all, folder, args.seed)
+    wrong = [(rank, *case) for rank, found in enumerate(said) for case in found if case[1]]
+    say(f"checkpoints: {len(said[0])} damaged, {len(wrong)} not told by all ranks")
+    for rank, title, problem in wrong:
+        print(f"rank {rank}, {title}: {problem}")
+    return len(wrong)
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -61,6 +98,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("file", nargs="?", type=Path, help="of replay: what was kept")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=0, metavar="N", help="payloads of each codec")
+    parser.add_argument("--values", type=int, default=3_000_000_000, metavar="N", help="of bounds")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="begin with case N")
     parser.add_argument("--only", action="append", choices=list(payloads.SOURCES), metavar="CODEC")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), metavar="FOLDER")
@@ -70,14 +108,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return found
 
 
-PARTS = {"payloads": fuzz_payloads}
+PARTS = {
+    "blocks": fuzz_blocks, "checkpoints": fuzz_checkpoints, "bounds": fuzz_bounds,
+    "payloads": fuzz_payloads,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit status."""
     args = arguments(argv)
     if args.what == "replay":
-        return payloads.replay(args.file)
+        return (bounds if args.file.suffix == ".pt" else payloads).replay(args.file)
     failed = 0
     for name, part in PARTS.items():
         if args.what in ("all", name):

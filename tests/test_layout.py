@@ -46,8 +46,8 @@ ALLOWED: dict[str, set[str]] = {
     "compare": {"config", "errors", "metric_names"},
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
-        "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process", "presence",
-        "saved",
+        "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process",
+        "presence", "saved",
     },
     "plan": {"errors"},
     "run": {""},

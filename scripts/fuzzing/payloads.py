@@ -70,21 +70,27 @@ def build(
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise BuildError("no C++ compiler with sanitizers: install g++, or set CXX")
-    flags = [*FLAGS, optimize, *(["-march=native"] if native else [])]
+    flags = [
+        *FLAGS,
+        f"-I{KERNELS / 'formats'}",
+        f"-I{KERNELS / 'cpu'}",
+        optimize,
+        *(["-march=native"] if native else []),
+    ]
     parts = ["casts", *(part for codec in codecs for part in SOURCES[codec])]
     defines = [f"-DWITH_{codec.upper()}" for codec in codecs if SOURCES[codec]]
     folder = folder or Path(tempfile.gettempdir()) / f"hybridcomp-fuzz-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest = hashlib.sha256(repr((compiler, flags)).encode())
-    for source in sorted([*KERNELS.glob("*.h"), *KERNELS.glob("cpu*.cpp"), *HERE.glob("*.*")]):
+    for source in sorted([*KERNELS.glob("formats/*.h"), *KERNELS.glob("cpu/*"), *HERE.glob("*.*")]):
         digest.update(source.read_bytes() if source.suffix in (".h", ".cpp") else b"")
     stem = digest.hexdigest()[:16]
     jobs = {
-        folder / f"{stem}-{part}.o": [*flags, "-c", str(KERNELS / f"cpu_{part}.cpp")]
+        folder / f"{stem}-{part}.o": [*flags, "-c", str(KERNELS / "cpu" / f"cpu_{part}.cpp")]
         for part in dict.fromkeys(parts)
     }
     main = folder / f"{stem}-damage-{'-'.join(sorted(codecs))}.o"
-    jobs[main] = [*flags, *defines, f"-I{KERNELS}", "-c", str(HERE / "damage.cpp")]
+    jobs[main] = [*flags, *defines, "-c", str(HERE / "damage.cpp")]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda job: _compile(compiler, job[1], job[0]), jobs.items()))
     driver = main.with_suffix("")
