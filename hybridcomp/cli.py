@@ -1,4 +1,4 @@
-"""The command line: ``hybridcomp validate | schema | seams | doctor | compare``."""
+"""``hybridcomp validate``, ``schema``, ``configs``, ``seams``, ``doctor``, ``pays`` and so on."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from hybridcomp.errors import HybridcompError
 
@@ -47,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--moe", action=argparse.BooleanOptionalAction, help="the model has MoE layers"
     )
+    validate.add_argument(
+        "--checkpoint", type=Path, metavar="FOLDER", help="what a job with FILE takes over from it"
+    )
     validate.set_defaults(run=_validate)
 
     schema = commands.add_parser("schema", help="print the JSON schema of the block")
@@ -55,8 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     seams = commands.add_parser("seams", help="print what is compressed where, as in the README")
     seams.set_defaults(run=_print_seams)
 
+    from hybridcomp.config import examples
+
+    examples.add_command(commands)
+
     doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
     doctor.set_defaults(run=_doctor)
+
+    _add_pays(commands.add_parser("pays", help="up to which speed of the link compression pays"))
 
     from hybridcomp.compare import command
 
@@ -71,77 +79,44 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print_seams(options: argparse.Namespace) -> int:
-    from hybridcomp import patches
+def _add_pays(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments here: `hybridcomp.pays` needs torch, which takes seconds to import."""
+    add = parser.add_argument
+    add("block", nargs="?", default="recommended", metavar="BLOCK",
+        help="a preset, a JSON file with a block, or a ds_config.json (recommended)")  # fmt: skip
+    add("--ranks", type=int, default=8, metavar="N",
+        help="ranks that share a message; with a hierarchy: nodes (8)")  # fmt: skip
+    add("--stage", type=int, choices=(0, 1, 2, 3), default=1, help="of ZeRO (1)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="of messages (bf16)")
+    add("--device", choices=("cpu", "gpu"), default="gpu", help="what runs the codecs (gpu)")
+    add("--codec-gbs", type=float, metavar="GB/s", help="speed of the codecs on your device")
+    add("--parameters", type=float, metavar="N", help="that a rank reduces, such as 1.3e9")
+    add("--compute", type=float, metavar="S", help="seconds of a step without communication")
+    add("--link", type=float, metavar="Gb/s", help="of a rank")
+    add("--micro-batches", type=int, default=1, metavar="N", help="of a step (1)")
+    parser.set_defaults(run=_pays)
 
-    print(patches.support_matrix())
+
+def _pays(options: argparse.Namespace) -> int:
+    from hybridcomp import pays
+
+    return pays.run(options)
+
+
+def _print_seams(options: argparse.Namespace) -> int:
+    from hybridcomp.patches import registry
+
+    print(registry.support_matrix())
     return 0
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
-    from hybridcomp.patches.ds import check
-    from hybridcomp.patches.neox import rules
+    from hybridcomp import validate
 
-    source = read_source(options.file)
-    facts: dict[str, Any] = {"pipeline": options.pipeline, "moe": options.moe}
-    bare = _is_bare(source)
-    if bare:
-        source = {BLOCK: source}
-    elif BLOCK not in source and rules.EXTRA in source:
-        written = {key: value for key, value in facts.items() if value is not None}
-        facts = {**rules.facts(source), **written, "neox": source}
-        source = rules.ds_settings(source)
-    block = CompressionConfig.parse(source[BLOCK]) if bare else load_config(source)
-    if block is None or not block.enabled:
-        _refuse_elsewhere(source)
-        why = "the block is not enabled" if BLOCK in source else f'there is no "{BLOCK}" block'
-        print(f"{options.file}: {why}; everything stays native")
-        return 0
-    notes = [] if bare else block.notes(_dtype(source))
-    if not bare:
-        notes += check.check(block, source, **facts, world_size=options.world_size)
-    print(f"{options.file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}")
-    for line in block.describe():
-        print(f"  {line}")
-    for note in notes:
-        print(f"  note: {note}")
+    facts = {"pipeline": options.pipeline, "moe": options.moe}
+    for line in validate.lines(options.file, facts, options.world_size, options.checkpoint):
+        print(line)
     return 0
-
-
-def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
-    """Raise ConfigError for a block where nobody reads it."""
-    from hybridcomp.config import BLOCK
-    from hybridcomp.errors import ConfigError
-    from hybridcomp.patches.neox.rules import EXTRA
-
-    for key, value in source.items():
-        if not isinstance(value, Mapping):
-            continue
-        if key == BLOCK and path:
-            raise ConfigError(
-                f"{path}{key}", "a block where nothing reads it",
-                f"expected it at the top level of the file (GPT-NeoX: in {EXTRA!r}); move it there",
-            )  # fmt: skip
-        _refuse_elsewhere(value, f"{path}{key}.")
-
-
-def _is_bare(source: Mapping[str, Any]) -> bool:
-    """Whether a file holds a block and not a ds_config; DeepSpeed has none of these keys."""
-    from hybridcomp.config import BLOCK, CompressionConfig
-
-    return BLOCK not in source and not CompressionConfig.model_fields.keys().isdisjoint(source)
-
-
-def _dtype(ds_json: Mapping[str, Any]) -> Any:
-    import torch
-
-    dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
-    for name, dtype in dtypes.items():
-        section = ds_json.get(name)
-        if isinstance(section, Mapping) and section.get("enabled") is True:
-            return dtype
-    return torch.float32
 
 
 def _schema(options: argparse.Namespace) -> int:

@@ -38,6 +38,8 @@ FIGURES = (
 )  # fmt: skip
 RESIDUAL_NORM = "residual_norm"
 PREFIX = "Train/Compression/"
+#: the axis of these figures in a W&B run whose rows somebody else numbers: optimizer steps
+STEP = f"{PREFIX}step"
 #: where a W&B run's config holds the block, and what is known about the run besides
 CONFIG_BLOCK, CONFIG_RUN, CONFIG_CODECS = "compression", "run", "codecs"
 

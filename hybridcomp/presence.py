@@ -65,7 +65,7 @@ def announce() -> None:
         _Known.hooked = True
         _hook()
         _prepare_last_words()
-    _limit_waits()
+    limit_waits()
 
 
 def time_limit() -> timedelta | None:
@@ -82,8 +82,11 @@ def time_limit() -> timedelta | None:
     return limit
 
 
-def _limit_waits() -> None:
-    """Give the groups of this process, where they wait longer, the default group's time-out."""
+def limit_waits() -> None:
+    """Give the groups of this process, where they wait longer, the default group's time-out.
+
+    To be called again when upstream has made groups.
+    """
     limit = time_limit()
     change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if limit is None or change is None:

@@ -17,6 +17,7 @@ from hybridcomp.channels.ledger import KEYS, Entry, JsonLines, Key, entries_of, 
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import CompressionConfig, LedgerConfig
+from hybridcomp.log import say
 from hybridcomp.metric_names import CONFIG_BLOCK, CONFIG_CODECS, FIGURES, RESIDUAL_NORM, event_name
 from hybridcomp.policy import ONE_WAY
 
@@ -45,8 +46,8 @@ class Reporter:
         """Sum the interval over the job; rank 0 prints and writes.
 
         Returns the events on every rank, for whichever has the reader. Raises CodecError where a
-        GPU has met a damaged payload, or a header that was not expected, since the last report:
-        the one place that waits for it anyway.
+        GPU has met a damaged payload, or a header that was not expected, that nobody has told of
+        yet: the device is waited for here anyway.
         """
         check_payloads()
         check_headers()
@@ -66,8 +67,7 @@ class Reporter:
         self._step = step
         rows = ledger.rows(interval, used)
         norm = float(vector[-1]) ** 0.5
-        if dist.get_rank() == 0:
-            print(line(step, rows), flush=True)
+        say(line(step, rows))
         if self._jsonl is not None:
             self._jsonl.write({"step": step, RESIDUAL_NORM: norm, "dimensions": rows})
         describe_run(self._channels.config)
@@ -92,11 +92,10 @@ class Reporter:
             if missing:  # an evaluation at the end, or steps after the last report
                 record["unreported_messages"] = missing
             if missing and not self._step:
-                print(
-                    "hybridcomp: the run ended before its first report, so the ledger's summary is "
-                    "empty. One is made every compression.ledger.every steps (default: DeepSpeed's "
-                    "steps_per_print); set it to no more than the number of steps",
-                    flush=True,
+                say(
+                    "the run ended before its first report, so the ledger's summary is empty. One "
+                    "is made every compression.ledger.every steps (default: DeepSpeed's "
+                    "steps_per_print, else 10); set it to no more than the number of steps"
                 )
             self._jsonl.write(record)
             self._jsonl.close()
@@ -104,16 +103,15 @@ class Reporter:
 
 
 def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
-    """Optimizer steps between two reports; 0: none.
+    """Optimizer steps between two reports, at least 1.
 
     Accelerate, and with it Hugging Face's Trainer, writes ``steps_per_print: inf`` to silence
-    DeepSpeed's own line. That says nothing about ours, of which a job would then never see one.
+    DeepSpeed's own line, and without the key DeepSpeed prints none. Neither says anything about
+    ours, of which a job would then never see one.
     """
-    if ledger.every is not None:
-        return ledger.every
-    if steps_per_print is not None and math.isinf(steps_per_print):
+    if ledger.every is not None or not steps_per_print or math.isinf(steps_per_print):
         return ledger.interval
-    return int(steps_per_print or 0)
+    return int(steps_per_print)
 
 
 def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:

@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import hybridcomp
 
@@ -36,12 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if module:
         rest = rest[1:]
     if not rest or rest[0] in ("-h", "--help"):
-        print(USAGE, end="", file=sys.stderr)
-        raise SystemExit(0 if rest else 2)
+        _end(USAGE, 0 if rest else 2)
     script = rest[0]
     if not module and not os.path.isfile(script):
-        print(f"hybridcomp.run: no such script: {script}\n{USAGE}", end="", file=sys.stderr)
-        raise SystemExit(2)
+        _end(f"hybridcomp.run: no such script: {script}\n{USAGE}", 2)
     hybridcomp.install()
     sys.argv = [script, *launcher, *rest[1:]]
     if module:
@@ -51,6 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # what `python script.py` does: the script's folder, not ours, comes first
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
+
+
+def _end(text: str, status: int) -> NoReturn:
+    """End this rank; the first of its node, whose arguments are the others' too, says why."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, end="", file=sys.stderr)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,21 @@ def write_json(path: Path, state: Mapping[str, Any]) -> None:
     _replace(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
+def filling(path: Path, fill: Callable[[], object]) -> None:
+    """Call ``fill``, which writes ``path``. Raises CheckpointError as ``write`` does."""
+    try:
+        fill()
+    except OSError as error:
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be written ({_first_line(error)}); this checkpoint is not complete: "
+        "make room and save again, or resume from the one before"
+    )
+
+
 def _replace(path: Path, fill: Callable[[Path], object]) -> None:
     part = path.with_name(f"{path.name}.part")
     try:
@@ -51,10 +66,7 @@ def _replace(path: Path, fill: Callable[[Path], object]) -> None:
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"{path} cannot be written ({_first_line(error)}); this checkpoint is not complete: "
-            "make room and save again, or resume from the one before"
-        ) from error
+        raise _unwritten(path, error) from error
 
 
 def read(path: Path) -> dict[str, Any]:

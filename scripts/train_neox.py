@@ -1,109 +1,31 @@
 #!/usr/bin/env python3
-"""Train GPT-NeoX with hybridcomp; nothing of the GPT-NeoX checkout is changed.
+"""GPT-NeoX with hybridcomp, under the path that it had before it came with the package.
 
-In the checkout, where its own train.py would stand:
-
-    ./deepy.py /path/to/hybridcomp/scripts/train_neox.py CONFIG.yml [CONFIG.yml ...]
-
-or the same in one, which also reads the configurations before anything starts:
-
-    GPT_NEOX_HOME=/path/to/gpt-neox scripts/train_neox.py CONFIG.yml [CONFIG.yml ...]
-
-The block stands in the configuration under "deepspeed_extra_args": {"compression": {...}}, or in
-the file that HYBRIDCOMP_CONFIG names. The checkout is GPT_NEOX_HOME, else the current folder.
-HYBRIDCOMP_NEOX_CPU=1 runs on CPUs, for trying out (configs/neox/tiny_cpu.yml).
+What it does is ``hybridcomp/neox/train_neox.py``: ``python -m hybridcomp.neox CONFIG.yml ...``, and
+``./deepy.py $(python -m hybridcomp.neox --path) CONFIG.yml ...`` with GPT-NeoX's own launcher.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import runpy
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
-
-from neox import cpu_shim
-
-NAME = Path(__file__).name
-#: environment variables that the launcher hands on to other machines too
-HANDED_ON = ("GPT_NEOX_HOME", "HYBRIDCOMP_CONFIG", "HYBRIDCOMP_NEOX_CPU")
 
 
-def fail(message: str) -> NoReturn:
-    """One line on stderr, exit code 2."""
-    print(f"{NAME}: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def find_checkout() -> Path:
-    """The GPT-NeoX checkout: GPT_NEOX_HOME, else the current folder."""
-    named = os.environ.get("GPT_NEOX_HOME")
-    folder = Path(named) if named else Path.cwd()
-    for needed in ("train.py", "deepy.py", "megatron/neox_arguments"):
-        if not (folder / needed).exists():
-            where = "GPT_NEOX_HOME" if named else "the current folder"
-            fail(
-                f"{where} is {folder}, which is no GPT-NeoX checkout (no {needed}); start in the "
-                "checkout or set GPT_NEOX_HOME to it"
-            )
-    return folder.resolve()
-
-
-def prepare(checkout: Path) -> None:
-    """Make the checkout importable, on a CPU with what GPT-NeoX asks of CUDA."""
-    sys.path.insert(0, str(checkout))
+def main() -> None:
+    """Say once where it is now, then do as before."""
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            "train_neox.py: this is part of hybridcomp now: python -m hybridcomp.neox, or "
+            "deepy.py $(python -m hybridcomp.neox --path); this file goes on working",
+            file=sys.stderr,
+        )
     try:
-        importlib.import_module("hybridcomp")
+        from hybridcomp.neox import train_neox
     except ImportError as error:
-        fail(f"{error}; install hybridcomp for {sys.executable}")
-    if on_cpu():
-        cpu_shim.install()
-
-
-def on_cpu() -> bool:
-    """Whether this is a trial on CPUs."""
-    return os.environ.get("HYBRIDCOMP_NEOX_CPU") == "1"
-
-
-def work(checkout: Path) -> None:
-    """One rank: GPT-NeoX's own train.py, with the arguments that the launcher gave."""
-    import hybridcomp
-
-    hybridcomp.install()  # before anything of the checkout is imported
-    if on_cpu():
-        cpu_shim.patch()
-    runpy.run_path(str(checkout / "train.py"), run_name="__main__")
-
-
-def launch(checkout: Path, arguments: Sequence[str]) -> None:
-    """GPT-NeoX's own deepy.py, with this file as the script that it launches."""
-    from deepspeed.launcher import runner
-
-    from neox.configuration import Problem, check, find_files
-
-    try:
-        check(find_files(arguments))
-    except Problem as problem:
-        fail(str(problem))
-    runner.EXPORT_ENVS.extend(name for name in HANDED_ON if name in os.environ)
-    sys.argv = [str(checkout / "deepy.py"), str(Path(__file__).resolve()), *arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Worker or launcher: only a launcher gives ``--megatron_config``."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__, end="")
-        raise SystemExit(0 if arguments else 2)
-    checkout = find_checkout()
-    prepare(checkout)
-    if any(argument.startswith("--megatron_config") for argument in arguments):
-        work(checkout)
-    else:
-        launch(checkout, arguments)
+        print(f"train_neox.py: {error}; install hybridcomp for {sys.executable}", file=sys.stderr)
+        raise SystemExit(2) from None
+    train_neox.main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from hybridcomp import cli
+from hybridcomp.channels import checkpoint_note
+from hybridcomp.config import CompressionConfig
 from tests.paths import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -111,6 +113,82 @@ def test_validate_finds_blocks_that_are_elsewhere(
 ) -> None:
     assert cli.main(["validate", write(tmp_path, content)]) == cli.BAD_INPUT
     assert fragment in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "start"),
+    [
+        ({"compression": {"dp": "bf16"}}, "deepspeed --module hybridcomp.run SCRIPT"),
+        ({"deepspeed_extra_args": {"compression": {"dp": "bf16"}}}, "python -m hybridcomp.neox"),
+        ({"dp": "bf16"}, "HYBRIDCOMP_CONFIG="),
+    ],
+)
+def test_validate_ends_with_the_command_that_starts_the_job(
+    content: Any, start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, content)
+    assert cli.main(["validate", path]) == 0
+    _, _, end = capsys.readouterr().out.partition("start with  ")
+    assert start in end and path in end
+    assert end.endswith("started in another way, the job ignores the block without a word\n")
+
+
+def test_validate_tells_files_that_only_deepspeed_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"compression": {"dp": "bf16"} // gradients\n}')
+    assert cli.main(["validate", str(path)]) == 0
+    assert "Hugging Face's Trainer and Accelerate read JSON only" in capsys.readouterr().out
+
+
+def test_validate_says_what_a_resumed_job_takes_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    feedback = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}}
+    folder, other = tmp_path / "run" / "global_step5", tmp_path / "plain"
+    other.mkdir()
+    config = CompressionConfig.parse(feedback)
+    checkpoint_note.write(folder, config, 5, 1, [checkpoint_note.RESIDUALS])
+    (tmp_path / "run" / "latest").write_text("global_step5")
+    words = ["--checkpoint", str(tmp_path / "run")]
+    path = write(tmp_path, {"compression": {**feedback, "min_bytes": 7}})
+    assert cli.main(["validate", path, *words]) == cli.BAD_INPUT
+    assert "no hybridcomp_residuals_rank_00000.pt" in capsys.readouterr().err
+    (folder / "hybridcomp_residuals_rank_00000.pt").touch()
+    assert cli.main(["validate", path, *words]) == 0
+    out = capsys.readouterr().out
+    assert f"checkpoint {folder}: step 5 of 1 ranks" in out
+    assert "note: compression.min_bytes is 7, and was 65536 in that run" in out
+    assert "takes over: what error feedback has left out so far" in out and "WARNING" not in out
+    for content in ({"train_batch_size": 8}, {"compression": {"dp": "bf16"}}):
+        assert cli.main(["validate", write(tmp_path, content), *words]) == 0
+        assert "WARNING" in capsys.readouterr().out
+    assert cli.main(["validate", path, "--checkpoint", str(other)]) == 0
+    assert "residuals start at zero" in capsys.readouterr().out
+    assert cli.main(["validate", path, "--checkpoint", str(tmp_path / "no")]) == cli.BAD_INPUT
+    assert "expected the folder of a checkpoint" in capsys.readouterr().err
+
+
+def test_seams_are_listed_without_deepspeed() -> None:
+    """As on a machine that has it not: its import fails from the first module on."""
+    code = (
+        "import importlib.abc, sys\n"
+        "class Gone(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name.partition('.')[0] == 'deepspeed':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Gone())\n"
+        "from hybridcomp.cli import main\n"
+        "raise SystemExit(main(['seams']))\n"
+    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert "| `offload` |" in found.stdout and "| `tp` |" in found.stdout
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

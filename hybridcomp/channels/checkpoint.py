@@ -1,12 +1,16 @@
-"""Error-feedback residuals and the guard beside a DeepSpeed checkpoint: one file per rank.
+"""What a session keeps beside an engine's checkpoint: one file for the job, one for each rank.
 
-They are no part of upstream's files: client_state is written by one rank only, residuals differ on
-every rank. With another number of ranks, or other nodes under them, their sum is kept.
+``hybridcomp_state.json`` has the step, the loss scale and the groups of the job; older versions
+wrote it for Megatron only. The files of the ranks hold residuals, the guard, and what ``auto``
+found out; they exist where there is any of it. Neither is part of upstream's files: DeepSpeed's
+client_state is written by one rank only, and residuals differ on every rank. With another number
+of ranks, or other nodes under them, their sum is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +18,29 @@ import torch.distributed as dist
 
 from hybridcomp import saved
 from hybridcomp.agreement import tell
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channels, checkpoint_note
 from hybridcomp.channels.error_feedback import HOPS
 from hybridcomp.errors import CheckpointError
+from hybridcomp.log import say
 
-FILES = "hybridcomp_residuals_rank_*.pt"
+#: the file of the job
+STATE = "hybridcomp_state.json"
+FILES = f"{checkpoint_note.RESIDUALS}_rank_*.pt"
 WHAT = "the state of hybridcomp beside the checkpoint"
 TODO = (
     f"Restore the file, or delete every {FILES} of this checkpoint to resume with residuals at "
     "zero; weights and optimizer are not in them"
 )
+
+
+@dataclass(frozen=True)
+class State:
+    """What is the same on all ranks."""
+
+    step: int  # optimizer steps taken
+    loss_scale: float  # that residuals are in units of
+    groups: dict[str, int] = field(default_factory=dict)  # ranks in each, by dimension
+    format: int = saved.FORMAT
 
 
 def _path(folder: Path, rank: int) -> Path:
@@ -37,11 +54,70 @@ def needed(channels: Channels) -> bool:
     return known or any(channel.error_feedback for channel in channels)
 
 
-def save(folder: Path, channels: Channels, loss_scale: float) -> None:
-    """Write this rank's residuals into the checkpoint folder; every rank calls it.
+def save(
+    folder: Path,
+    channels: Channels,
+    loss_scale: float,
+    groups: Mapping[str, int],
+    references: bool = False,
+) -> None:
+    """Write the state of the job and of every rank into ``folder``; a collective.
 
-    Raises CheckpointError, on every rank, where one could not write.
+    ``groups``: ranks in each group whose coordinates stand in the names of parameters;
+    ``references``: whether every rank has written those of deltas there, too. Returns when all
+    files are whole. Raises CheckpointError, on every rank, where one could not write.
     """
+    _, problem = saved.attempt(
+        lambda: _save(folder, channels, State(channels.step, loss_scale, dict(groups)), references)
+    )
+    saved.all_well(problem, WHAT)
+
+
+def _save(folder: Path, channels: Channels, state: State, references: bool) -> None:
+    """Write the files of this rank, and on rank 0 those of the job."""
+    if needed(channels):
+        _save_rank(folder, channels, state.loss_scale)
+    if dist.get_rank() == 0:
+        saved.write_json(folder / STATE, asdict(state))
+        kinds = [checkpoint_note.RESIDUALS] if needed(channels) else []
+        kinds += [checkpoint_note.PARAMETERS] if references else []
+        world_size = dist.get_world_size()
+        saved.filling(
+            folder / checkpoint_note.FILE,
+            lambda: checkpoint_note.write(folder, channels.config, state.step, world_size, kinds),
+        )
+
+
+def read_state(folder: Path) -> State | None:
+    """The state of the job in ``folder``, read by rank 0; None where there is none. A collective.
+
+    The step decides on codecs, so that one rank reads it, and no two can differ. Raises
+    CheckpointError, on every rank, for a damaged file.
+    """
+    found, problem = None, None
+    if dist.get_rank() == 0:
+        found, problem = saved.attempt(lambda: _read_state(folder / STATE))
+    saved.all_well(problem, WHAT)
+    box: list[dict[str, Any] | None] = [found]
+    dist.broadcast_object_list(box, src=0)
+    stored = box[0]
+    if stored is None:
+        return None
+    return State(stored["step"], float(stored["loss_scale"]), dict(stored["groups"]))
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    stored = saved.read_json(path)
+    saved.expect(path, stored, "step", saved.is_count)
+    saved.expect(path, stored, "loss_scale", saved.is_scale)
+    saved.expect(path, stored, "groups", lambda value: isinstance(value, dict))
+    return stored
+
+
+def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
+    """Write what differs on this rank."""
     state = {
         "format": saved.FORMAT,
         "world_size": dist.get_world_size(),
@@ -55,9 +131,7 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
         "offload": channels.host.pace.state(),
         "factors": channels.factors.state_dict(),
     }
-    path = _path(folder, dist.get_rank())
-    _, problem = saved.attempt(lambda: saved.write(path, state))
-    saved.all_well(problem, WHAT)
+    saved.write(_path(folder, dist.get_rank()), state)
 
 
 def load(folder: Path, channels: Channels, loss_scale: float) -> None:
@@ -69,6 +143,8 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
     config = channels.config
     feedback = any(channel.error_feedback for channel in channels)
     choices = channels.guard.watching or config.measured() or config.offload.when == "auto"
+    if not feedback:
+        say(*checkpoint_note.dropped(folder, channels.config))
     if not feedback and not choices:
         return
     own, problem = saved.attempt(lambda: _own(folder))
@@ -82,7 +158,7 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
     if problem is not None:
         raise saved.damaged(_path(folder, 0), f"{problem}. {TODO}")
     if feedback and count is None:
-        say([f"{folder} holds no error-feedback residuals; they start at zero"])
+        say(f"{folder} holds no error-feedback residuals; they start at zero")
     elif feedback and count is not None:
         _restore_residuals(folder, channels, own if same else None, count, loss_scale)
 
@@ -127,11 +203,11 @@ def _restore_choices(channels: Channels, state: Mapping[str, Any]) -> str | None
     """Guard, link and offload go on as they were; what is wrong with ``state``, None if nothing."""
     try:
         if channels.guard.watching:
-            say(channels.resume_guard(state.get("guard", {})))
+            say(*channels.resume_guard(state.get("guard", {})))
         if channels.config.measured():
-            say(channels.resume_link(state.get("link", {})))
+            say(*channels.resume_link(state.get("link", {})))
         if channels.config.offload.when == "auto":
-            say(channels.host.pace.restore(state.get("offload", {})))
+            say(*channels.host.pace.restore(state.get("offload", {})))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         return f"guard, link or offload are not what this version keeps ({error})"
     return None
@@ -156,14 +232,14 @@ def _restore_residuals(
         first = _read(_path(folder, 0), 0)
         nodes = "" if first.get("layout") == channels.layout else " on other nodes"
         world_size = dist.get_world_size()
-        say([f"residuals of {count} ranks{nodes} are summed and shared among {world_size}"])
+        say(f"residuals of {count} ranks{nodes} are summed and shared among {world_size}")
         channels.factors.load({})
         channels.residuals.load_sum(_states(folder, count, channels))
         stored_scale = first["loss_scale"]
     channels.residuals.scale(loss_scale / stored_scale)
     if channels.link.holds_nothing("dp", channels.step) and channels.residuals.nbytes:
         channels.residuals.clear()
-        say(["dp is native now (when: auto): what error feedback still held is dropped"])
+        say("dp is native now (when: auto): what error feedback still held is dropped")
 
 
 def _check_all(folder: Path, count: int) -> None:
@@ -215,9 +291,3 @@ def _are_stretches(by_name: dict[Any, Any]) -> bool:
         and all(map(saved.is_stretch, found))
         for name, found in by_name.items()
     )
-
-
-def say(texts: Sequence[str]) -> None:
-    """Tell the user, on rank 0."""
-    for text in texts if dist.get_rank() == 0 else ():
-        print(f"[hybridcomp] {text}", flush=True)

@@ -25,6 +25,8 @@ from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_copies import HostMoves
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.channels.low_rank import Factors
+from hybridcomp.codecs import poll_payloads
+from hybridcomp.collectives import poll_headers
 from hybridcomp.collectives.wire.clock import HOST, SILENT, Clock
 from hybridcomp.config import CompressionConfig
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
@@ -201,8 +203,11 @@ class Channels:
         """After an optimizer step, with ``step`` counted on: measure what is due, ask the guard.
 
         ``sampled``: whether that step was a ``sampling`` one. A collective. Returns what to tell
-        the user, the same on all ranks.
+        the user, the same on all ranks. Raises CodecError where this rank has heard of a damaged
+        payload or a wrong header; on a GPU that takes a step or two, as nothing waits for it.
         """
+        poll_payloads()
+        poll_headers()
         self.ledger.drain()
         told = self._weigh_seen(device) + self._compare(device)
         if self.guard.flushed("dp", self.step) or self.link.holds_nothing("dp", self.step):

@@ -12,7 +12,8 @@ from hybridcomp.codecs.powersgd import PowerSgd
 from hybridcomp.codecs.radix import Radix
 from hybridcomp.codecs.zfp import Zfp
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import check_payloads
+from hybridcomp.kernels import check_payloads, poll_payloads
+from hybridcomp.kernels.late_read import LateRead
 
 #: every codec that a block may name
 CODECS: dict[str, type[Codec]] = {
@@ -47,6 +48,7 @@ __all__ = [
     "ExpCode",
     "Fp16",
     "Fp8",
+    "LateRead",
     "Mpc",
     "PowerSgd",
     "Radix",
@@ -54,4 +56,5 @@ __all__ = [
     "align",
     "check_payloads",
     "make_codec",
+    "poll_payloads",
 ]

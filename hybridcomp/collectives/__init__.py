@@ -17,7 +17,7 @@ from hybridcomp.collectives.reductions import all_reduce, reduce_scatter
 from hybridcomp.collectives.send_recv import recv, send
 from hybridcomp.collectives.wire.chunks import chunk_ranges
 from hybridcomp.collectives.wire.handle import Handle, ReduceScatterHandle
-from hybridcomp.collectives.wire.headers import check_headers
+from hybridcomp.collectives.wire.headers import check_headers, poll_headers
 from hybridcomp.collectives.wire.meter import Meter
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "chunk_ranges",
     "gather_words",
     "plan_reduction",
+    "poll_headers",
     "recv",
     "reduce_scatter",
     "reduce_to_owners",

@@ -2,6 +2,7 @@
 
 runs        what is compared
 json_lines  trainings from logs in JSON lines and hybridcomp's ledger
+trainer_state  those of Hugging Face's Trainer, from the state that it saves
 wandb_files trainings from W&B's offline folders
 reading     which files, and whether they may be compared
 statistics  one axis for all, gaps and their intervals

@@ -21,9 +21,10 @@ Hold compressed runs against a baseline: a table, a picture, a chart in W&B and 
 
   hybridcomp compare baseline=runs/base recommended=runs/rec
 
-The first run is the baseline. A run is a log (loss.jsonl), a W&B offline run folder, or a folder
-that holds one of these or one for each seed; a glob or commas name several seeds, which are paired
-with the baseline's. LABEL= is optional. Runs with another model, data order or seed are refused.
+The first run is the baseline. A run is a log (loss.jsonl), a W&B offline run folder, an output
+folder of Hugging Face's Trainer (trainer_state.json), or a folder that holds one of these or one
+for each seed; a glob or commas name several seeds, which are paired with the baseline's. LABEL= is
+optional. Runs with another model, data order or seed are refused.
 
   hybridcomp compare --launch --candidate recommended --candidate mine=block.json --seeds 0 1 2 \\
       -- deepspeed --num_gpus 8 train.py --deepspeed_config ds_config.json --seed {seed}

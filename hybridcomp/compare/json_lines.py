@@ -2,7 +2,8 @@
 
 The log is what ``scripts/train_gpt.py --log`` and ``HYBRIDCOMP_RECORD`` write: ``{"run": {..}}``,
 then a record with ``step``, ``loss`` and more (``hybridcomp.metric_names``) for each step, then
-``{"summary": true, ..}``.
+``{"summary": true, ..}``. Between them may stand records of evaluations, as loops with a callback
+of Hugging Face's Trainer write them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from hybridcomp.metric_names import LOSS, SPEED, TOKENS, VALID_LOSS
 
 #: name of the log in the folder of a run
 LOG = "loss.jsonl"
+#: keys of an evaluation's loss; the last one counts
+EVALUATIONS = (VALID_LOSS, "eval_loss", "eval/loss", "validation_loss")
+#: what a record that closes a run of the Trainer holds
+CLOSING = "train_runtime"
 
 
 def read_training(path: Path, ledger: str) -> Training:
@@ -29,10 +34,12 @@ def read_training(path: Path, ledger: str) -> Training:
         if "run" in record:
             header |= record["run"]  # the recorder knows more after some steps
         elif record.get("summary"):
-            valid_loss = record.get(VALID_LOSS)
+            valid_loss = record.get(VALID_LOSS, valid_loss)
         elif {"step", LOSS} <= record.keys():
             records.append(record)
-        else:
+        elif evaluated := [record[key] for key in EVALUATIONS if key in record]:
+            valid_loss = evaluated[0]
+        elif CLOSING not in record:
             raise CompareError(
                 f"{path}: expected records with step and loss, found {sorted(record)}; give the "
                 "file that train_gpt.py --log wrote, or one like it"

@@ -19,6 +19,8 @@ from hybridcomp.compare.runs import CompareError
 
 BASELINE = "baseline"
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
+#: of Hugging Face's Trainer; without a file behind it one of DeepSpeed, which takes no value
+TRAINER_FLAG = "--deepspeed"
 MODULE = "hybridcomp.run"
 #: lines of a failed training's output that are shown
 TAIL = 20
@@ -155,11 +157,12 @@ def config_of(command: Sequence[str]) -> tuple[int, str, str] | None:
     """``(position, what stands before it there, path)`` of the DeepSpeed file; None without."""
     for number, word in enumerate(command):
         flag, equals, path = word.partition("=")
-        if flag in CONFIG_FLAGS:
-            if equals:
-                return number, f"{flag}=", path
-            if number + 1 < len(command):
-                return number + 1, "", command[number + 1]
+        if not equals:
+            path = command[number + 1] if number + 1 < len(command) else ""
+        if not path:
+            continue
+        if flag in CONFIG_FLAGS or (flag == TRAINER_FLAG and path.endswith(".json")):
+            return (number, f"{flag}=", path) if equals else (number + 1, "", path)
     return None
 
 
@@ -173,12 +176,13 @@ def armed(command: Sequence[str]) -> list[str]:
         return words
     place = next((i for i, word in enumerate(words) if i and word.endswith(".py")), None)
     flag = {"deepspeed": "--module", "torchrun": "-m"}.get(Path(words[0]).name, "-m")
-    plain = Path(words[0]).name.startswith("python") or flag == "--module" or "torchrun" in words[0]
+    launchers = ("python", "deepspeed", "torchrun", "accelerate")
+    plain = Path(words[0]).name.startswith(launchers)
     if place is None or not plain or words[place - 1] in ("-m", "--module"):
         raise CompareError(
             f"{' '.join(words)[:80]}: found no place for hybridcomp; write the command with "
-            "--module hybridcomp.run (deepspeed) or -m hybridcomp.run (torchrun, python) before "
-            "the script, or have the script call hybridcomp.install()"
+            "--module hybridcomp.run (deepspeed) or -m hybridcomp.run (torchrun, python, "
+            "accelerate launch) before the script, or have the script call hybridcomp.install()"
         )
     return [*words[:place], flag, MODULE, *words[place:]]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.compare import json_lines, wandb_files
+from hybridcomp.compare import json_lines, trainer_state, wandb_files
 from hybridcomp.compare.runs import CompareError, Run, Training
 
 #: sections of DeepSpeed's settings in which runs of one comparison differ by design
@@ -33,13 +33,15 @@ def split_label(text: str) -> tuple[str, str]:
     if equals:
         return label, paths
     path = Path(text)
-    return (path.parent.name if path.name == json_lines.LOG else path.stem) or text, text
+    own = path.name in (json_lines.LOG, trainer_state.FILE)
+    return (path.parent.name if own else path.stem) or text, text
 
 
 def read_run(label: str, paths: str, ledger: str) -> Run:
     """The trainings at ``paths`` (files, folders and globs, with commas between).
 
-    A folder is a W&B offline run, or holds a log ``loss.jsonl``, or one such folder for each seed.
+    A folder is a W&B offline run, or holds a log ``loss.jsonl`` or the Trainer's
+    ``trainer_state.json``, or one such folder for each seed.
     Raises CompareError.
     """
     found = [place for path in _split_paths(paths) for place in _places(path)]
@@ -79,6 +81,11 @@ def _places(path: Path) -> list[Path]:
         return [path / json_lines.LOG]
     if any(path.glob("*.wandb")):
         return [path]
+    if (state := trainer_state.place_in(path)) is not None:
+        return [state]
+    seeds = [state for folder in _folders(path) if (state := trainer_state.place_in(folder))]
+    if seeds:
+        return seeds
     for pattern in (
         f"*/{json_lines.LOG}",
         "offline-run-*",
@@ -88,9 +95,13 @@ def _places(path: Path) -> list[Path]:
         if found := sorted(path.glob(pattern)):
             return found
     raise CompareError(
-        f"{path}: expected a log {json_lines.LOG} or W&B's offline-run-* in this folder, found "
-        "neither; give the file itself"
+        f"{path}: expected a log {json_lines.LOG}, W&B's offline-run-* or the Trainer's "
+        f"{trainer_state.FILE} in this folder, found none; give the file itself"
     )
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(place for place in path.iterdir() if place.is_dir())
 
 
 def _read(path: Path, ledger: str) -> Training:
@@ -98,6 +109,8 @@ def _read(path: Path, ledger: str) -> Training:
         return wandb_files.read_training(path)
     if path.suffix == ".wandb":
         return wandb_files.read_training(path.parent)
+    if path.suffix == ".json":
+        return trainer_state.read_training(path, ledger)
     return json_lines.read_training(path, ledger)
 
 

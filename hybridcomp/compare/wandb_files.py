@@ -31,18 +31,22 @@ from hybridcomp.metric_names import (
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 BLOCK_NBYTES, RECORD_HEADER = 32768, struct.Struct("<IHB")
 FULL, FIRST, LAST = 1, 2, 4
-#: names of the training loss: ours, a DeepSpeed pipeline's, GPT-NeoX's, Megatron-LM's
-LOSSES = (LOSS, "Train/Samples/train_loss", "train/lm_loss", "lm loss")
-VALID_LOSSES = (VALID_LOSS, "validation/lm_loss", "lm loss validation")
-#: in the configs of GPT-NeoX and of Megatron-LM: what makes the model, what makes the data
+#: the training loss: ours, a DeepSpeed pipeline's, GPT-NeoX's, Megatron-LM's, the Trainer's
+LOSSES = (LOSS, "Train/Samples/train_loss", "train/lm_loss", "lm loss", "train/loss")
+VALID_LOSSES = (VALID_LOSS, "validation/lm_loss", "lm loss validation", "eval/loss")
+#: optimizer steps where W&B numbers the rows itself (Hugging Face's Trainer), and its tokens
+TRAINER_STEP, TRAINER_TOKENS = "train/global_step", "train/num_input_tokens_seen"
+#: in the configs of GPT-NeoX, Megatron-LM and the Trainer: what makes the model, what the data
 MODEL_KEYS = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "intermediate_size",
     "num_query_groups", "num_kv_heads", "vocab_size", "padded_vocab_size", "num_experts",
     "norm", "normalization", "activation", "pos_emb", "position_embedding_type",
+    "model_type", "n_layer", "n_embd", "n_head",
 )  # fmt: skip
 DATA_KEYS = (
     "data_path", "train_data_paths", "train_data_weights", "split", "seq_length",
     "train_batch_size", "global_batch_size", "tokenizer_type", "vocab_file", "dataset_impl",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "data_seed",
 )  # fmt: skip
 BATCHES = ("train_batch_size", "global_batch_size")
 
@@ -60,12 +64,14 @@ def read_training(folder: Path) -> Training:
             f'as "{LOSS}"'
         )
     numbers = next(iter(rows.values()))
-    at = sorted(numbers)
+    counted = _series(history, TRAINER_STEP)
+    last = {counted.get(row, row): row for row in sorted(numbers)}  # a step that was done again
+    at = [last[step] for step in sorted(last)]
     losses = np.array([numbers[step] for step in at], dtype=np.float64)
     header = config.get(CONFIG_RUN) or {}
     tokens = _tokens(history, config, at)
     # the numbers of W&B's steps are what the trainer gave: samples in DeepSpeed's monitors
-    steps = np.arange(1, len(at) + 1) if TOKENS in _names(history) else np.array(at)
+    steps = np.arange(1, len(at) + 1) if TOKENS in _names(history) else np.array(sorted(last))
     seconds = _at(history, "_runtime", at)
     check_curve(folder, steps.astype(np.float64), losses)
     return Training(
@@ -76,7 +82,7 @@ def read_training(folder: Path) -> Training:
         seconds=_elapsed(history, at, seconds),
         speeds=_speeds(history, at, tokens, seconds),
         identity=identity_of(config, header),
-        settings=header.get("deepspeed"),
+        settings=_settings(config, header),
         valid_loss=_last(history, VALID_LOSSES),
         ledger=_ledger(history, config),
         project=about.project,
@@ -146,6 +152,12 @@ def identity_of(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[st
     return found
 
 
+def _settings(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The DeepSpeed settings: of our trainer's header, else what the Trainer was given."""
+    found = header.get("deepspeed", config.get("deepspeed"))
+    return dict(found) if isinstance(found, Mapping) else None
+
+
 def _key(item: Any) -> str:
     return item.key or "/".join(item.nested_key)
 
@@ -185,9 +197,9 @@ def _tokens(
     history: Mapping[int, Mapping[str, Any]], config: Mapping[str, Any], at: list[int]
 ) -> Curve | None:
     """As logged; else iterations times the batch and the length of the trainer's config."""
-    logged = _at(history, TOKENS, at)
-    if logged is not None:
-        return logged
+    for name in (TOKENS, TRAINER_TOKENS):
+        if (logged := _at(history, name, at)) is not None:
+            return logged
     batch = next((config[key] for key in BATCHES if isinstance(config.get(key), int)), None)
     length = config.get("seq_length")
     if batch is None or not isinstance(length, int):

@@ -227,6 +227,12 @@ def check_payloads() -> None:
         kernels.check()
 
 
+def poll_payloads() -> None:
+    """Raise CodecError if a GPU had met a damaged payload by the call before; waits for nothing."""
+    for kernels in _on_cuda.values():
+        kernels.poll()
+
+
 def stores_sizes(kernels: Kernels) -> bool:
     """Whether encoders take the address of a word for the size, and wait for nothing."""
     return bool(getattr(kernels, "STORES_SIZES", False))

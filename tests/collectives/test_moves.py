@@ -260,6 +260,21 @@ def test_headers_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [b"\0", b"\1", b"\2"] and len(unread.waiting) == 1
 
 
+def test_headers_that_are_here_are_compared_after_a_step() -> None:
+    unread, seen = headers.Unread(), list[bytes]()
+    for byte in range(2):
+        unread.add(torch.tensor([byte], dtype=torch.uint8), seen.append)
+    unread.poll()
+    unread.add(torch.tensor([2], dtype=torch.uint8), seen.append)
+    assert seen == []
+    unread.poll()
+    assert seen == [b"\0", b"\1"]
+    unread.check()  # does not wait for the next poll, which then has nothing to compare
+    assert seen == [b"\0", b"\1", b"\2"]
+    unread.poll()
+    assert len(seen) == 3 and not unread.waiting
+
+
 def test_on_a_cpu_every_header_is_read() -> None:
     kind = (0, 1, torch.float32, "x")
     unread = headers.Unread({kind})

@@ -172,7 +172,7 @@ def test_folders_stand_for_their_logs(tmp_path: Path) -> None:
     assert read_run("many", str(tmp_path / "many"), "ledger.jsonl").seeds == [0, 1]
     assert read_run("one", str(tmp_path / "many" / "seed1"), "ledger.jsonl").seeds == [1]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CompareError, match="found neither"):
+    with pytest.raises(CompareError, match="found none"):
         read_run("none", str(tmp_path / "empty"), "ledger.jsonl")
 
 

@@ -99,6 +99,11 @@ def test_a_job_without_deepspeed_gets_its_block_by_the_environment(tmp_path: Pat
 def test_commands() -> None:
     assert config_of(["a", "--deepspeed_config", "b.json"]) == (2, "", "b.json")
     assert config_of(["a", "--deepspeed_config"]) is None
+    trainer = ["accelerate", "launch", "run_clm.py", "--deepspeed", "b.json"]
+    assert config_of(trainer) == (4, "", "b.json")
+    assert config_of(["run_clm.py", "--deepspeed=b.json"]) == (1, "--deepspeed=", "b.json")
+    assert config_of(["x.py", "--deepspeed", "--seed", "1"]) is None
+    assert armed(trainer)[2:5] == ["-m", "hybridcomp.run", "run_clm.py"]
     words = ["deepspeed", "--module", "hybridcomp.run", "x.py"]
     assert armed(words) == words
     for command in (["deepspeed", "--module", "mine"], ["./start.sh", "x.py"]):

@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from hybridcomp import wandb_run
 from hybridcomp.compare import CompareError, Wishes, compared
 from hybridcomp.compare.chart import final_figures
 from hybridcomp.compare.wandb_files import HEADER, payloads, read, read_training
@@ -48,6 +51,28 @@ for step in range(1, 31):
     run.log({"train/lm_loss": 3 + 1 / step, "train/learning_rate": 1.0}, step=step)
     run.log({"x" * 40: "y" * 3000}, step=step)  # larger than a block of the file, together
 run.finish()
+
+# a stand-in for Hugging Face's Trainer: its callback's calls, with the names and config keys that
+# transformers 5.23 gave a run of GPT-2, and the ledger's figures put between them
+from hybridcomp import wandb_run
+os.makedirs(f"{folder}/trainer")
+run = start("trainer", {"seed": 0, "transformers_version": "5.23.0", "model_type": "gpt2",
+                        "vocab_size": 64, "per_device_train_batch_size": 4,
+                        "gradient_accumulation_steps": 1,
+                        "deepspeed": {"zero_optimization": {"stage": 1}}, "train_batch_size": None})
+run.config.update({"codecs": {"dp/forward": "blockint(bits=4)"}})
+run.define_metric("train/global_step")
+run.define_metric("*", step_metric="train/global_step", step_sync=True)
+for step in range(1, 31):
+    if step % 2 == 0:  # more often than the Trainer logs
+        events = {"raw_MB": 4.0, "wire_MB": 1.0 + step / 30, "ratio": 4.0, "error": 0.1}
+        assert wandb_run.log([(f"Train/Compression/dp/{k}", v) for k, v in events.items()], step)
+    if step % 5 == 0:
+        run.log({"train/loss": 3 + 1 / step, "train/epoch": step / 30, "train/global_step": step})
+    if step % 15 == 0:
+        run.log({"eval/loss": 3.5, "eval/runtime": 0.02, "train/global_step": step})
+run.log({"train/train_runtime": 3.0, "train_loss": 3.1, "train/global_step": 30})
+run.finish()
 """
 
 
@@ -83,6 +108,47 @@ def test_run_of_gpt_neox(folder: Path) -> None:
     assert found.tokens is not None and found.tokens[-1] == 30 * 4 * 32
     assert found.losses[-1] == pytest.approx(3 + 1 / 30)
     assert found.seconds is not None and len(found.steps) == 30
+
+
+def test_run_of_the_trainer_with_figures_of_the_ledger(folder: Path) -> None:
+    found = read_training(offline(folder, "trainer"))
+    assert found.steps.tolist() == list(range(5, 31, 5))
+    assert found.losses[-1] == pytest.approx(3 + 1 / 30) and found.valid_loss == 3.5
+    assert found.seed == 0 and found.tokens is None and found.seconds is not None
+    assert found.identity["model"] == {"vocab_size": 64, "model_type": "gpt2"}
+    assert found.identity["data"]["per_device_train_batch_size"] == 4
+    assert found.settings == {"zero_optimization": {"stage": 1}}
+    row = found.ledger["dp"]["forward"]  # of 15 reports, though the Trainer made 9 rows
+    wire = sum(1.0 + step / 30 for step in range(2, 31, 2))
+    assert row["raw_MB"] == 60.0 and row["wire_MB"] == pytest.approx(wire)
+    assert row["ratio"] == pytest.approx(60.0 / wire)
+    (file,) = offline(folder, "trainer").glob("*.wandb")
+    _, _, history = read(file)
+    assert [values["Train/Compression/step"] for values in history.values()
+            if "Train/Compression/step" in values][:3] == [4, 10, 14]  # fmt: skip
+
+
+def test_the_axis_of_the_figures_is_theirs() -> None:
+    defined: dict[str, dict[str, Any]] = {}
+    logged: list[dict[str, float]] = []
+    run = SimpleNamespace(
+        step=0,
+        define_metric=lambda name, **how: defined.update({name: how}),
+        log=lambda values, commit: logged.append({**values, "commit": commit}),
+    )
+    row = wandb_run.OpenRow()
+    events = [("Train/Compression/dp/wire_MB", 2.0), ("Train/Compression/dp/error", 0.5)]
+    with mock.patch.dict(sys.modules, {"wandb": SimpleNamespace(run=None)}):
+        assert not row.log(events, 1)
+    with mock.patch.dict(sys.modules, {"wandb": SimpleNamespace(run=run)}):
+        assert row.log(events, 2) and row.log(events, 4) and not row.log([], 6)
+        run.step = 1
+        assert row.log(events, 8)
+    assert defined["Train/Compression/*"] == {"step_metric": "Train/Compression/step"}
+    assert [values["Train/Compression/dp/wire_MB"] for values in logged] == [2.0, 4.0, 2.0]
+    assert [values["Train/Compression/dp/error"] for values in logged] == [0.5, 0.5, 0.5]
+    assert [values["Train/Compression/step"] for values in logged] == [2, 4, 8]
+    assert not any(values["commit"] for values in logged)
 
 
 def test_wandb_runs_are_compared(folder: Path) -> None:

@@ -14,13 +14,9 @@ from tests.paths import ROOT
 
 yaml = pytest.importorskip("yaml")
 
-SCRIPT = ROOT / "scripts" / "train_neox.py"
+SCRIPT = ROOT / "hybridcomp" / "neox" / "train_neox.py"
+OLD = ROOT / "scripts" / "train_neox.py"
 CONFIGS = sorted((ROOT / "configs" / "neox").glob("*.yml"))
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
 @pytest.fixture
@@ -29,16 +25,20 @@ def checkout(tmp_path: Path) -> Path:
     home = tmp_path / "gpt-neox"
     (home / "megatron" / "neox_arguments").mkdir(parents=True)
     for name in ("train", "deepy"):
-        text = f"import sys\nfrom hybridcomp import patches\nprint('{name}', sys.argv, __name__,"
-        (home / f"{name}.py").write_text(f"{text} patches._armed)\n")
+        text = "import sys\nfrom hybridcomp.patches import registry\n"
+        text += f"print('{name}', sys.argv, __name__, registry._armed)\n"
+        (home / f"{name}.py").write_text(text)
     return home
 
 
-def start(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def start(
+    *arguments: str, cwd: Path, program: tuple[str, ...] = (str(SCRIPT),), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """``program`` of Python on ``arguments``; nothing but the repository is on the path."""
     environment = {k: v for k, v in os.environ.items() if k != "GPT_NEOX_HOME"}
     environment["PYTHONPATH"] = str(ROOT)
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], cwd=cwd, env={**environment, **variables},
+        [sys.executable, *program, *arguments], cwd=cwd, env={**environment, **variables},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -46,7 +46,7 @@ def start(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedP
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_configuration_is_complete_and_its_block_acts(file: Path) -> None:
     from hybridcomp.config import load_config
-    from neox.configuration import check
+    from hybridcomp.neox.configuration import check
 
     check([file])
     read = yaml.safe_load(file.read_text())
@@ -104,7 +104,7 @@ MISTAKES: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[m[-30:] for _, m in MISTAKES])
 def test_mistake_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    from neox.configuration import Problem, check
+    from hybridcomp.neox.configuration import Problem, check
 
     (tmp_path / "job.yml").write_text(text)
     with pytest.raises(Problem) as caught:
@@ -114,7 +114,7 @@ def test_mistake_is_one_line(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_block_is_held_against_all_files_together(tmp_path: Path) -> None:
-    from neox.configuration import Problem, check
+    from hybridcomp.neox.configuration import Problem, check
 
     (tmp_path / "a.yml").write_text('{"pipe-parallel-size": 2, "model_parallel_size": 2}')
     (tmp_path / "b.yml").write_text(
@@ -126,7 +126,7 @@ def test_block_is_held_against_all_files_together(tmp_path: Path) -> None:
 
 
 def test_find_files_as_deepy_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from neox.configuration import find_files
+    from hybridcomp.neox.configuration import find_files
 
     for name in ("a.yml", "b.json"):
         (tmp_path / name).write_text("{}")
@@ -168,3 +168,33 @@ def test_launcher_runs_deepy_with_this_script(checkout: Path, tmp_path: Path) ->
     found = start("job.yml", cwd=tmp_path, GPT_NEOX_HOME=str(checkout), DS_ACCELERATOR="cpu")
     assert found.returncode == 2 and "deepy " not in found.stdout
     assert "train_neox.py: job.yml:" in found.stderr.splitlines()[-1]
+
+
+def test_the_module_launches_the_file_that_deepy_takes(checkout: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    module = ("-m", "hybridcomp.neox")
+    found = start("--path", cwd=tmp_path, program=module)
+    assert (found.returncode, found.stdout) == (0, f"{SCRIPT}\n")
+    (tmp_path / "job.yml").write_text("{}")
+    home = {"GPT_NEOX_HOME": str(checkout), "DS_ACCELERATOR": "cpu"}
+    found = start("job.yml", cwd=tmp_path, program=module, **home)
+    assert found.returncode == 0, found.stderr
+    assert f"deepy {[str(checkout / 'deepy.py'), str(SCRIPT), 'job.yml']} __main__" in found.stdout
+
+
+def test_the_old_path_works_and_says_where_it_is_now(checkout: Path) -> None:
+    arguments = ("--local_rank=1", "--deepspeed_config", "e30=", "--megatron_config", "e30=")
+    for rank in ("0", "1"):
+        found = start(*arguments, cwd=checkout, program=(str(OLD),), RANK=rank)
+        assert found.returncode == 0, found.stderr
+        assert "__main__ True" in found.stdout
+        assert ("part of hybridcomp now: python -m hybridcomp.neox" in found.stderr) == (
+            rank == "0"
+        )
+
+
+def test_modules_beside_the_file_do_not_hide_those_of_the_checkout(checkout: Path) -> None:
+    (checkout / "configuration.py").write_text("print('of the checkout')")
+    (checkout / "train.py").write_text("import configuration")
+    found = start("--megatron_config", "e30=", cwd=checkout)
+    assert (found.returncode, found.stdout) == (0, "of the checkout\n"), found.stderr

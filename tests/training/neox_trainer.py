@@ -19,8 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.paths import ROOT
-
 LENGTH, MICRO_BATCH, WIDTH, LAYERS = 32, 2, 64, 2
 #: elements of an activation
 HIDDEN = LENGTH * MICRO_BATCH * WIDTH
@@ -87,7 +85,6 @@ def settings_of(job: Job, data: str) -> dict[str, Any]:
 
 def write_data(folder: str) -> str:
     """A small dataset of sequences that a model can learn; returns its prefix."""
-    sys.path.insert(0, str(ROOT / "scripts"))
     from gpt.indexed import IndexedWriter
 
     prefix = Path(folder, "counting")
@@ -102,9 +99,9 @@ def write_data(folder: str) -> str:
 
 def run(jobs: list[Job], home: str, folder: str) -> list[Outcome]:
     """Train every job on this rank, one after the other."""
-    sys.path[:0] = [home, str(ROOT / "scripts")]
+    sys.path.insert(0, home)
     os.chdir(folder)
-    from neox import cpu_shim
+    from hybridcomp.neox import cpu_shim
 
     cpu_shim.install()
     import deepspeed

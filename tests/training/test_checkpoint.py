@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,34 @@ def test_restart_is_bit_identical(tmp_path: Path, stage: int, zero: str) -> None
     for whole, resumed, residual in run_ranks(2, broken_run, str(tmp_path), stage, block):
         assert residual > 0
         assert resumed == whole
+
+
+def resumed_without(folder: str) -> list[str]:
+    """What rank 0 is told when a checkpoint with residuals meets jobs that have none."""
+    import contextlib
+    import io
+
+    engine = make_engine(1)
+    train(engine, 0, 2, 0)
+    engine.save_checkpoint(folder)
+    told = []
+    for block in ({"enabled": False}, {"codec": "bf16"}):
+        settings = block if "enabled" in block else {"dp": block}
+        other = make_engine(1, block=settings)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            path, _ = other.load_checkpoint(folder)
+        assert path is not None
+        told.append(out.getvalue())
+    return told
+
+
+def test_a_job_that_drops_residuals_is_told(tmp_path: Path) -> None:
+    (without, other), (silent, quiet) = run_ranks(2, resumed_without, str(tmp_path))
+    assert "this job has no block: dropped are hybridcomp_residuals_rank_*.pt" in without
+    assert "this job's block has no error feedback under dp" in other
+    assert "WARNING" not in silent + quiet  # rank 1
+    note = json.loads((tmp_path / "global_step2" / "hybridcomp_checkpoint.json").read_text())
+    assert note["step"] == 2 and note["world_size"] == 2 and note["error_feedback"] is True
 
 
 def low_rank_runs(folder: str) -> list[tuple[Any, ...]]:

@@ -135,7 +135,14 @@ def test_a_job_that_silences_deepspeed_still_sees_the_ledger(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("every", "steps_per_print", "expected"),
-    [(None, 7, 7), (None, None, 0), (None, math.inf, 10), (4, math.inf, 4), (4, 7, 4)],
+    [
+        (None, 7, 7),
+        (None, None, 10),
+        (None, 0, 10),
+        (None, math.inf, 10),
+        (4, math.inf, 4),
+        (4, 7, 4),
+    ],
 )
 def test_how_often_the_ledger_reports(
     every: int | None, steps_per_print: float | None, expected: int

@@ -21,6 +21,7 @@ from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda.fused import FusedBlockInt, blockint_image
 from hybridcomp.kernels.cuda.launcher import DTYPES, THREADS, WARPS, WHOLE, Launcher, ceil_div
 from hybridcomp.kernels.cuda.table import EachBlockInt
+from hybridcomp.kernels.late_read import LateRead
 
 FORMATS = ("e4m3", "e5m2")
 ALIGN = 16
@@ -39,6 +40,7 @@ class CudaKernels:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
+        self._late = LateRead()
 
     @cached_property
     def _damage(self) -> Tensor:
@@ -49,7 +51,18 @@ class CudaKernels:
         """Wait for the device; raise CodecError if a payload was damaged since the last check."""
         if int(self._damage):
             self._damage.zero_()
-            raise CodecError("a payload decoded on the GPU since the last check is damaged")
+            raise CodecError(
+                "a payload decoded on the GPU since the last check is damaged, and so is what this "
+                "rank computed from it; go on from the last checkpoint"
+            )
+
+    def poll(self) -> None:
+        """Raise as ``check`` does, by what the call before asked for; waits for nothing."""
+        found = self._late.take()
+        if found is not None and int(found):
+            self.check()  # which may have told of it already
+        if not self._late.pending:
+            self._late.start(self._damage)
 
     def blockint_encode(
         self, setting: int, dtype: int, values: int, numel: int, out: int, nbytes: int,

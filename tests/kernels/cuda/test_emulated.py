@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from hybridcomp import kernels
+from hybridcomp.channels import Channels
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
+from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels
 from tests.codecs import arrays, guarded
@@ -160,3 +162,22 @@ def test_the_ledgers_report_is_where_damage_is_told(monkeypatch: pytest.MonkeyPa
     with pytest.raises(CodecError, match="damaged"):
         kernels.check_payloads()
     kernels.check_payloads()
+
+
+def test_damage_is_told_without_waiting_and_without_a_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is asked for after one step is looked at after the next."""
+    codec, values = make_codec("radix"), arrays.make("normal", 5000, 1)
+    broken = payload_of(codec, values)
+    broken[0] ^= 1
+    monkeypatch.setitem(kernels._on_cuda, 0, KERNELS)
+    channels = Channels(CompressionConfig.parse({"dp": "bf16"}))
+    channels.close_step(False, torch.device("cpu"))
+    with kernels_replaced(KERNELS):
+        codec.decode(broken, torch.empty_like(values))
+    channels.close_step(False, torch.device("cpu"))  # of the state before: nothing was damaged
+    with pytest.raises(CodecError, match="go on from the last checkpoint"):
+        channels.close_step(False, torch.device("cpu"))
+    for _ in range(3):  # told once
+        channels.close_step(False, torch.device("cpu"))

@@ -119,7 +119,7 @@ def channels_of(block: dict[str, Any]) -> Channels:
 def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     channels = channels_of({"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}})
     process.use(channels)
-    monkeypatch.setattr(process, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("hybridcomp.session.default_device", lambda: torch.device("cpu"))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)  # of the guard
     monkeypatch.setattr(Optimizer, "inner", attach.make_step(Optimizer.inner))
     monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
@@ -148,8 +148,13 @@ def report(jsonl: str) -> tuple[list[dict[str, float]], dict[str, Any], int]:
     import torch.distributed as dist
 
     logged: list[dict[str, float]] = []
-    run = SimpleNamespace(config=Config()) if dist.get_rank() == 1 else None
-    fake: Any = SimpleNamespace(run=run, log=lambda values, commit: logged.append(values))
+    run = SimpleNamespace(
+        config=Config(),
+        step=0,
+        define_metric=lambda name, **how: None,
+        log=lambda values, commit: logged.append(values),
+    )
+    fake: Any = SimpleNamespace(run=run if dist.get_rank() == 1 else None)
     sys.modules["wandb"] = fake
     process.configure({**BLOCK, "ledger": {"jsonl": jsonl, "every": EVERY}})
     channels = process.current()
@@ -159,7 +164,7 @@ def report(jsonl: str) -> tuple[list[dict[str, float]], dict[str, Any], int]:
     step = attach.make_step(Optimizer.outer)
     for _ in range(EVERY):
         step(optimizer)
-    return logged, run.config if run else {}, channels.step
+    return logged, run.config if dist.get_rank() == 1 else {}, channels.step
 
 
 def test_reports_go_to_the_file_and_to_the_rank_with_the_run(tmp_path: Path) -> None:

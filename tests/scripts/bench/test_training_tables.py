@@ -16,6 +16,7 @@ from bench.training_bench import (
     report,
 )
 from studies import project_scale
+from studies.projection import chapter as projection
 from tests.scripts.bench.made_rows import loss_row, record, rows
 
 
@@ -109,7 +110,7 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps(rows()))
     assert project_scale.main([str(file), "--out", str(source)]) == 0
-    assert "| held out | 6 | 6 |" in chapter(source, out)
+    assert "| held out | 6 | 6 |" in projection.chapter(source, out)
 
 
 def test_what_was_not_measured_anew_stays_in_the_chapter(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""``hybridcomp_checkpoint.json``: what a checkpoint of a compressed run says about itself.
+
+A job without hybridcomp loads such a checkpoint and says nothing: it does not know our files. So
+the folder itself says what they are, to whoever looks into it and to ``hybridcomp validate FILE
+--checkpoint FOLDER``; a job that has hybridcomp and no block is told when it loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+
+FILE = "hybridcomp_checkpoint.json"
+FORMAT = 1
+#: kind of file, one for each rank -> what its files hold
+RESIDUALS, PARAMETERS = "hybridcomp_residuals", "hybridcomp_parameters"
+HOLDS = {
+    RESIDUALS: "what error feedback has left out so far, and what guard and when: auto decided",
+    PARAMETERS: "the parameters that deltas (zero.delta) are added to",
+}
+SELF_CONTAINED = (
+    "Saved by a training whose communication hybridcomp compresses. Weights and optimizer states "
+    "are exact and need nothing of hybridcomp to be loaded."
+)
+NEEDS_US = (
+    "Saved by a training whose communication hybridcomp compresses. Weights and optimizer states "
+    "are exact and load without it, but the files named below belong to the state of the run: a "
+    "job that is resumed without hybridcomp drops them without a word, and goes on uncompressed. "
+    "Resume with the block below in the DeepSpeed file and `deepspeed --module hybridcomp.run "
+    "SCRIPT ...` (or hybridcomp.install() first), with megatron-core hybridcomp.load_state(FOLDER);"
+    " check with `hybridcomp validate DS_CONFIG --checkpoint FOLDER`."
+)
+
+
+def write(
+    folder: Path, config: CompressionConfig, step: int, world_size: int, kinds: Sequence[str]
+) -> None:
+    """Write the note into the folder of a checkpoint; one rank calls it.
+
+    ``kinds``: of ``HOLDS``, those of which every rank writes a file there.
+    """
+    note = {
+        "README": NEEDS_US if kinds else SELF_CONTAINED,
+        "format": FORMAT,
+        "hybridcomp": _version(),
+        "step": step,
+        "world_size": world_size,
+        "files": {f"{kind}_rank_*.pt": HOLDS[kind] for kind in kinds},
+        "error_feedback": config.error_feedback("dp"),
+        "digest": config.digest(),
+        "compression": config.model_dump(mode="json", by_alias=True, exclude_unset=True),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The note in ``folder``, None where there is none. Raises ConfigError for a damaged one."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), str(error), "expected JSON; remove or restore it") from None
+    if not isinstance(note, dict) or not isinstance(note.get("files"), Mapping):
+        raise ConfigError(str(path), "no note", "expected what hybridcomp saved; remove it")
+    return note
+
+
+def folder_of(place: Path) -> Path:
+    """The folder of one checkpoint: ``place``, or the one that its file ``latest`` names.
+
+    Raises ConfigError where neither is there.
+    """
+    if (latest := place / "latest").is_file():
+        place = place / latest.read_text(encoding="utf-8").strip()
+    if not place.is_dir():
+        raise ConfigError("--checkpoint", str(place), "expected the folder of a checkpoint")
+    return place
+
+
+def missing(folder: Path, note: Mapping[str, Any]) -> list[str]:
+    """Names of files that the note promises and the folder lacks."""
+    names = [
+        pattern.replace("*", f"{rank:05d}")
+        for pattern in note["files"]
+        for rank in range(int(note.get("world_size", 0)))
+    ]
+    return [name for name in names if not (folder / name).is_file()]
+
+
+def dropped(folder: Path, block: CompressionConfig | None) -> list[str]:
+    """What a job with ``block`` (None: without one) leaves behind in ``folder``, in a sentence.
+
+    Empty where it takes over everything, and for checkpoints without a note.
+    """
+    try:
+        note = read(folder)
+    except ConfigError as error:
+        return [f"WARNING: {error}"]  # the checkpoint itself may be sound
+    if note is None or not note["files"]:
+        return []
+    if block is None:
+        lost = "; ".join(f"{pattern}: {what}" for pattern, what in note["files"].items())
+        whose = "this job has no block"
+    elif note.get("error_feedback") and not block.error_feedback("dp"):
+        lost, whose = HOLDS[RESIDUALS], "this job's block has no error feedback under dp"
+    else:
+        return []
+    return [
+        f"WARNING: {folder} is of a compressed run, and {whose}: dropped are {lost}. To take them "
+        f"over, resume with the block that {FILE} holds"
+    ]
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("hybridcomp")
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,81 @@
+"""Trainings of Hugging Face's Trainer, from the ``trainer_state.json`` that it saves.
+
+Its ``log_history`` has a record every ``logging_steps`` optimizer steps, whose ``loss`` is the mean
+since the record before, others of evaluations (``eval_loss``), and one that closes the run. A
+resumed run carries on the history of the run before. Nothing tells the seed or the clock: for these
+the Trainer's W&B run is the better source.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridcomp.compare.json_lines import read_ledger
+from hybridcomp.compare.runs import CompareError, Curve, Training, check_curve
+
+#: name of the file, in the output folder and in each of its checkpoints
+FILE = "trainer_state.json"
+LOSS, EVALUATION, TOKENS = "loss", "eval_loss", "num_input_tokens_seen"
+
+
+def place_in(folder: Path) -> Path | None:
+    """The file of ``folder``, else that of its last checkpoint; None where there is neither."""
+    if (folder / FILE).is_file():
+        return folder / FILE
+    found = {
+        int(number[1]): path
+        for path in folder.glob(f"checkpoint-*/{FILE}")
+        if (number := re.fullmatch(r"checkpoint-(\d+)", path.parent.name))
+    }
+    return found[max(found)] if found else None
+
+
+def read_training(path: Path, ledger: str) -> Training:
+    """One run, with the file ``ledger`` beside it or beside its checkpoints.
+
+    Raises CompareError.
+    """
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        history = [dict(record) for record in state["log_history"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CompareError(f"{path}: expected a log_history of the Trainer ({error})") from None
+    records = {record["step"]: record for record in history if {"step", LOSS} <= record.keys()}
+    at = sorted(records)
+    steps = np.array(at, dtype=np.float64)
+    losses = np.array([records[step][LOSS] for step in at], dtype=np.float64)
+    check_curve(path, steps, losses)
+    evaluations = [record[EVALUATION] for record in history if EVALUATION in record]
+    beside = next(
+        (place / ledger for place in (path.parent, path.parent.parent) if _owns(place, ledger)),
+        None,
+    )
+    batch = state.get("train_batch_size")
+    return Training(
+        source=path,
+        steps=steps,
+        losses=losses,
+        tokens=_tokens([records[step] for step in at]),
+        seconds=None,
+        speeds=None,
+        identity={"data": {} if batch is None else {"train_batch_size": batch}},
+        valid_loss=float(evaluations[-1]) if evaluations else None,
+        ledger={} if beside is None else read_ledger(beside),
+    )
+
+
+def _owns(folder: Path, ledger: str) -> bool:
+    """Whether ``folder`` is one of this run, and has a ledger."""
+    own = (folder / FILE).is_file() or any(folder.glob(f"checkpoint-*/{FILE}"))
+    return own and (folder / ledger).is_file()
+
+
+def _tokens(records: list[dict[str, Any]]) -> Curve | None:
+    """What was trained on until then, where the Trainer was asked to count it."""
+    found = np.array([record.get(TOKENS, 0) for record in records], dtype=np.float64)
+    return found if (np.diff(found, prepend=0.0) > 0).all() else None

@@ -1,0 +1,84 @@
+"""The example configurations that come with the package: ``hybridcomp configs``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridcomp.errors import ConfigError
+
+#: where they lie: beside the package's modules, in a checkout as in site-packages
+FOLDER = Path(__file__).resolve().parents[1] / "configs"
+#: what is a configuration; the schema and the page about them lie there too
+SUFFIXES = (".json", ".yml")
+
+DESCRIPTION = """\
+List the example configurations that come with hybridcomp, or copy some of them:
+
+    hybridcomp configs                                  what there is
+    hybridcomp configs ds_zero1_recommended --to .      copies ds_zero1_recommended.json
+    hybridcomp configs neox/20B.yml --to configs/       copies 20B.yml, for GPT-NeoX
+"""
+
+
+def names() -> list[str]:
+    """Every configuration, relative to ``FOLDER``: those of DeepSpeed first, then GPT-NeoX's."""
+    files = [file for file in FOLDER.rglob("*") if file.suffix in SUFFIXES]
+    listed = [str(file.relative_to(FOLDER)) for file in files if ".schema." not in file.name]
+    return sorted(listed, key=lambda name: ("/" in name, name))
+
+
+def find(name: str) -> Path:
+    """The file of a configuration, its suffix left out or not.
+
+    Raises:
+        ConfigError: There is no such configuration.
+    """
+    for listed in names():
+        if name in (listed, str(Path(listed).with_suffix(""))):
+            return FOLDER / listed
+    near = difflib.get_close_matches(Path(name).stem, [Path(listed).stem for listed in names()], 1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError("NAME", name, f"`hybridcomp configs` lists the examples{meant}")
+
+
+def copy(chosen: Sequence[str], folder: Path) -> list[Path]:
+    """Copy the configurations of these names into ``folder``, which is made where it is missing.
+
+    Raises:
+        ConfigError: There is no such configuration, or the folder has another file of its name;
+            then nothing was copied.
+    """
+    found = [find(name) for name in chosen]
+    for file in found:
+        target = folder / file.name
+        if target.exists() and target.read_bytes() != file.read_bytes():
+            raise ConfigError("--to", str(target), "another file of that name is there; move it")
+    folder.mkdir(parents=True, exist_ok=True)
+    return [Path(shutil.copyfile(file, folder / file.name)) for file in found]
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``configs`` to the commands of the command line."""
+    parser = commands.add_parser(
+        "configs",
+        help="list the example configurations, or copy some",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which to copy")
+    parser.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="where to")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """``hybridcomp configs``; returns the exit status."""
+    if options.names:
+        for file in copy(options.names, options.to):
+            print(file)
+    else:
+        print("\n".join(names()))
+    return 0

@@ -1,0 +1,277 @@
+"""``hybridcomp pays``: up to which speed of the link a block makes a job faster.
+
+The cost model is that of ``docs/results/projection.md``, with constants that were measured before a
+user has measured anything of his own:
+
+    native  = bytes / rate
+    encoded = fewer bytes / rate + CODING * (coded bytes / speed of the codec) + overhead * messages
+
+Compression pays below the rate at which both are equal. With the compute of a step,
+
+    step = compute + max(0, bytes / rate - OVERLAP * compute) + what encoding costs
+
+What is not in it: latency, links that other jobs use, copies inside a node. ``"when": "auto"``
+measures on the real links what this only estimates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.config import BLOCK, CompressionConfig, read_source
+from hybridcomp.config.presets import PRESETS
+from hybridcomp.errors import ConfigError
+from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY, Dimension, Direction
+
+#: share of the compute behind which messages hide (the fit of docs/results/projection.json)
+OVERLAP = 0.1
+#: share of a codec's seconds that lengthens the step (the same fit)
+CODING = 0.7
+#: bits a value of lossless codecs, whose size varies, for fp32 and bf16: what trainings sent
+TYPICAL_BITS: Mapping[str, tuple[float, float]] = {"expcode": (27.2, 11.2), "mpc": (29.0, 12.4)}
+#: radix at an error bound of 0.01, and bits for each factor of ten below it
+RADIX_BITS, RADIX_SLOPE = 6.0, 3.3
+#: values that a ratio is stated for
+NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """What runs the codecs."""
+
+    what: str
+    #: native bytes a second (1e9) that are encoded, or decoded, by codec; bounds: "radix"
+    speeds: Mapping[str, float]
+    message_s: float  # what an encoded message costs beside its bytes
+
+    def speed(self, codec: Codec) -> float:
+        """Native bytes a second. Raises ConfigError where no speed is known."""
+        name = "radix" if codec.bounded else codec.name
+        if name not in self.speeds:
+            raise ConfigError("codec", name, "its speed is not known here; give --codec-gbs")
+        return 1e9 * self.speeds[name]
+
+
+DEVICES: Mapping[str, Device] = {
+    # seconds of the ledger in the trainings of docs/results/speed.json, bf16; expcode and the
+    # casts beside mpc and blockint as scripts/bench_codecs.py has them; overhead: the fit
+    "cpu": Device(
+        "one core of a CPU",
+        {"blockint": 1.1, "zfp": 0.22, "mpc": 0.36, "radix": 0.41, "expcode": 0.8, "fp8": 0.5,
+         "bf16": 1.3, "fp16": 1.3},
+        0.83e-3,
+    ),
+    # seconds of the ledger in the training of docs/results/gpu.md, for blockint; the others in
+    # the proportions of docs/results/gpu_codecs.md; overhead: a whole all-reduce of 1 MB
+    "gpu": Device(
+        "an H100 that two ranks share",
+        {"blockint": 150.0, "zfp": 70.0, "mpc": 115.0, "radix": 100.0, "expcode": 130.0,
+         "fp8": 150.0, "bf16": 160.0, "fp16": 160.0},
+        0.15e-3,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """The group of ranks that a message is for, and how upstream sends it."""
+
+    ranks: int = 2
+    stage: int = 1  # of ZeRO
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one message of a dimension, for one rank."""
+
+    native_nbytes: float
+    wire_nbytes: float
+    coding_s: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.native_nbytes + other.native_nbytes, self.wire_nbytes + other.wire_nbytes,
+            self.coding_s + other.coding_s,
+        )  # fmt: skip
+
+    @property
+    def pays_below(self) -> float:
+        """Bits a second of a rank's link; 0: at none."""
+        saved = 8 * (self.native_nbytes - self.wire_nbytes)
+        if saved <= 0:
+            return 0.0
+        return saved / self.coding_s if self.coding_s else math.inf
+
+    def speed_up(self, rate: float, compute_s: float) -> float:
+        """Of a step with this compute whose messages are these, over ``rate`` bits a second."""
+        hidden = OVERLAP * compute_s
+        native = compute_s + max(0.0, 8 * self.native_nbytes / rate - hidden)
+        encoded = compute_s + max(0.0, 8 * self.wire_nbytes / rate - hidden) + self.coding_s
+        return native / encoded
+
+
+def bits(codec: Codec, dtype: torch.dtype) -> float:
+    """Bits that a value takes in an encoded message; typical ones where the size varies."""
+    width = 8.0 * dtype.itemsize
+    if codec.name in TYPICAL_BITS:
+        return TYPICAL_BITS[codec.name][dtype != torch.float32]
+    bound = getattr(codec, "error_bound", None)
+    if bound is not None:
+        lossless = TYPICAL_BITS["expcode"][dtype != torch.float32]
+        return min(lossless, max(1.0, RADIX_BITS - RADIX_SLOPE * math.log10(bound / 0.01)))
+    return min(width, 8.0 * codec.wire_nbytes(NUMEL, dtype) / NUMEL)
+
+
+def cost(
+    dimension: Dimension, codec: Codec, numel: float, job: Job, device: Device, messages: int = 1
+) -> Cost:
+    """What ``messages`` of together ``numel`` values cost.
+
+    Steps: (1) shares of ``numel`` that a rank sends natively and encoded, that it encodes and that
+    it decodes; (2) bytes; (3) seconds of coding and overhead.
+    """
+    other = (job.ranks - 1) / job.ranks
+    # 1.
+    if dimension == "zero":
+        native, sent, encoded, decoded, hops = other, other, 1 / job.ranks, other, 1
+    elif dimension == "pp":
+        native, sent, encoded, decoded, hops = 1.0, 1.0, 1.0, 1.0, 1
+    elif dimension in ("ep", "cp") or (dimension == "dp" and job.stage == 3):
+        native, sent, encoded, decoded, hops = other, other, other, other, 1
+    elif dimension == "dp" and job.stage in (1, 2):
+        # DeepSpeed all-reduces a bucket of which each rank keeps its part: only that is sent
+        native, sent, encoded, decoded, hops = 2 * other, other, other, other, 1
+    elif job.ranks == 2:  # two ranks swap whole values
+        native, sent, encoded, decoded, hops = 1.0, 1.0, 1.0, 1.0, 1
+    else:
+        native, sent, encoded, decoded, hops = 2 * other, 2 * other, 1.0, 2 * other, 2
+    # 2.
+    nbytes = numel * job.dtype.itemsize
+    ratio = bits(codec, job.dtype) / (8 * job.dtype.itemsize)
+    # 3.
+    passes = (encoded + decoded) * nbytes
+    coding = CODING * passes / device.speed(codec) + hops * messages * device.message_s
+    return Cost(native * nbytes, sent * nbytes * ratio, coding)
+
+
+def codecs_of(config: CompressionConfig) -> dict[tuple[Dimension, Direction], Codec]:
+    """The codecs whose speed-up can be estimated, by dimension and direction.
+
+    Left out: native dimensions, ``offload`` (its link is the bus), low rank (its bytes depend on
+    the matrices).
+    """
+    left_out = config.policy().low_rank
+    found = config.codecs()
+    return {
+        (name, way): codec
+        for name in BETWEEN_RANKS
+        for way in (DIRECTIONS if name not in ONE_WAY else DIRECTIONS[:1])
+        if (codec := found.get((name, way))) is not None and name not in left_out
+    }
+
+
+def step_cost(
+    config: CompressionConfig, parameters: float, job: Job, device: Device, micro_batches: int = 1
+) -> Cost:
+    """Of all messages of ``dp`` and ``zero`` in one step, in buckets as DeepSpeed makes them.
+
+    ZeRO 2 and 3 reduce in every micro-batch, ZeRO 3 gathers before the forward pass and before the
+    backward pass of each. A native dimension costs its bytes.
+    """
+    times: dict[Dimension, int] = {"dp": micro_batches if job.stage >= 2 else 1}
+    if job.stage:
+        times["zero"] = 2 * micro_batches if job.stage == 3 else 1
+    codecs, total = config.codecs(), Cost(0.0, 0.0, 0.0)
+    for name, count in times.items():
+        codec = codecs[name, "forward"]
+        buckets = max(1, math.ceil(parameters / 5e8))
+        shape = native_cost(name, count * parameters, job)
+        if codec is not None and name not in config.policy().low_rank:
+            shape = cost(name, codec, count * parameters, job, device, count * buckets)
+        total += shape
+    return total
+
+
+def native_cost(dimension: Dimension, numel: float, job: Job) -> Cost:
+    """Of a dimension that is not compressed."""
+    other = (job.ranks - 1) / job.ranks
+    twice = dimension == "dp" and job.stage != 3
+    nbytes = (2 if twice else 1) * other * numel * job.dtype.itemsize
+    return Cost(nbytes, nbytes, 0.0)
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: bytes of the messages that the table is printed for
+MESSAGES = (0.25e6, 4e6, 64e6)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table, and what becomes of a step where its figures are given."""
+    config = _block(options.block)
+    job = Job(options.ranks, options.stage, DTYPES[options.dtype])
+    if job.ranks < 2:
+        raise ConfigError("--ranks", job.ranks, "one rank sends nothing; expected 2 or more")
+    device = DEVICES[options.device]
+    if options.codec_gbs is not None:
+        speeds = dict.fromkeys(device.speeds, options.codec_gbs)
+        device = replace(device, what=f"{options.codec_gbs:g} GB/s", speeds=speeds)
+    for line in table(config, job, device):
+        print(line)
+    wanted = (options.parameters, options.compute, options.link)
+    if None not in wanted:
+        print(step_line(config, job, device, options))
+    elif any(value is not None for value in wanted):
+        todo = "a step is estimated from --parameters, --compute and --link together; give all"
+        raise ConfigError("--parameters", options.parameters, todo)
+    return 0
+
+
+def _block(text: str) -> CompressionConfig:
+    """The block of a preset, of a file with a block, or of a ds_config. Raises ConfigError."""
+    if text in PRESETS:
+        return CompressionConfig.parse({"preset": text})
+    source = read_source(text)
+    return CompressionConfig.parse(source.get(BLOCK, source))
+
+
+def table(config: CompressionConfig, job: Job, device: Device) -> Iterator[str]:
+    """Up to which speed of a rank's link each dimension pays, for messages of several sizes."""
+    kind = next(name for name, dtype in DTYPES.items() if dtype == job.dtype)
+    yield (
+        f"{kind} messages among {job.ranks} ranks, ZeRO {job.stage}, codecs on {device.what}: "
+        "compression pays below"
+    )
+    sizes = "".join(f"{f'{nbytes / 1e6:g} MB':>12}" for nbytes in MESSAGES)
+    yield f"{'dimension':13} {'codec':26} {'bits':>5} {sizes}   Gb/s of a rank's link"
+    codecs = codecs_of(config)
+    for (name, way), codec in codecs.items():
+        same = codecs.get((name, "forward")) == codecs.get((name, "backward"))
+        if same and way == "backward":
+            continue
+        told = name if same or name in ONE_WAY else f"{name} {way}"
+        cells = ""
+        for nbytes in MESSAGES:
+            found = cost(name, codec, nbytes / job.dtype.itemsize, job, device)
+            below = "native" if nbytes < config.min_bytes else f"{found.pays_below / 1e9:.3g}"
+            cells += f"{below:>12}"
+        yield f"{told:13} {codec.spec[:26]:26} {bits(codec, job.dtype):5.1f} {cells}"
+
+
+def step_line(config: CompressionConfig, job: Job, device: Device, options: Any) -> str:
+    """What becomes of a step whose gradients and parameters are compressed."""
+    found = step_cost(config, options.parameters, job, device, options.micro_batches)
+    faster = found.speed_up(1e9 * options.link, options.compute)
+    return (
+        f"A step of {options.compute:g} s of compute sends {found.native_nbytes / 1e6:.5g} MB of "
+        f"gradients and parameters natively and {found.wire_nbytes / 1e6:.5g} MB encoded, whose "
+        f"coding takes {1e3 * found.coding_s:.4g} ms: over {options.link:g} Gb/s it runs "
+        f"{faster:.2f} times as fast as natively (an estimate; measure with hybridcomp compare)"
+    )

@@ -1,0 +1,158 @@
+"""``hybridcomp validate``: whether a block can act, what it does, and how such a job starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridcomp.channels import checkpoint_note
+from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
+from hybridcomp.errors import ConfigError
+from hybridcomp.rules import ds_check as check
+from hybridcomp.rules import neox as rules
+
+SILENT = "started in another way, the job ignores the block without a word"
+DEEPSPEED_START = """\
+start with  deepspeed --module hybridcomp.run SCRIPT ... --deepspeed_config {file}
+        or  torchrun ... -m hybridcomp.run SCRIPT ... (accelerate launch likewise)
+        or  hybridcomp.install() in the script, before DeepSpeed's engine is built;
+            {silent}"""
+NEOX_START = """\
+start with  GPT_NEOX_HOME=CHECKOUT python -m hybridcomp.neox {file}
+            in the place of GPT-NeoX's deepy.py train.py;
+            {silent}"""
+BARE_START = """\
+start with  HYBRIDCOMP_CONFIG={file} torchrun ... -m hybridcomp.run SCRIPT ...
+        or  hybridcomp.install("{file}") in the script, before the model is wrapped;
+        or  as "{block}" in the DeepSpeed file;
+            {silent}"""
+
+
+def lines(
+    file: Path,
+    facts: Mapping[str, bool | None],
+    world_size: int | None = None,
+    checkpoint: Path | None = None,
+) -> Iterator[str]:
+    """What there is to say about ``file``: a ds_config, a GPT-NeoX configuration, or a bare block.
+
+    Args:
+        file: JSON, Hjson or YAML.
+        facts: ``pipeline`` and ``moe``, what the model is; None where that is not known.
+        world_size: ranks of the job.
+        checkpoint: folder of a checkpoint that the job is to resume.
+
+    Raises ConfigError where the block cannot act, or the checkpoint cannot be resumed.
+    """
+    source = read_source(file)
+    bare, neox = _is_bare(source), BLOCK not in source and rules.EXTRA in source
+    known: dict[str, Any] = dict(facts)
+    if bare:
+        source = {BLOCK: source}
+    elif neox:
+        written = {key: value for key, value in known.items() if value is not None}
+        known = {**rules.facts(source), **written, "neox": source}
+        source = rules.ds_settings(source)
+    block = CompressionConfig.parse(source[BLOCK]) if bare else load_config(source)
+    if block is None or not block.enabled:
+        _refuse_elsewhere(source)
+        why = "the block is not enabled" if BLOCK in source else f'there is no "{BLOCK}" block'
+        yield f"{file}: {why}; everything stays native"
+        if checkpoint is not None:
+            yield from _resumed(None, checkpoint)
+        return
+    notes = [] if bare else block.notes(_dtype(source))
+    if not bare:
+        notes += check.check(block, source, **known, world_size=world_size)
+    if not neox and not _is_strict(file):
+        notes.append(_NOT_STRICT)
+    yield f"{file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}"
+    yield from (f"  {line}" for line in block.describe())
+    yield from (f"  note: {note}" for note in notes)
+    if checkpoint is not None:
+        yield from _resumed(block, checkpoint)
+    start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
+    yield start.format(file=file, block=BLOCK, silent=SILENT)
+
+
+_NOT_STRICT = (
+    "this is Hjson (comments, commas): DeepSpeed reads it, Hugging Face's Trainer and Accelerate "
+    "read JSON only"
+)
+
+
+def _is_strict(file: Path) -> bool:
+    """Whether the file is JSON to everybody."""
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
+
+
+def _resumed(block: CompressionConfig | None, place: Path) -> Iterator[str]:
+    """What a job with ``block`` takes over from a checkpoint. Raises ConfigError."""
+    folder = checkpoint_note.folder_of(place)
+    note = checkpoint_note.read(folder)
+    if note is None:
+        older = any(folder.glob(f"{checkpoint_note.RESIDUALS}_rank_*.pt"))
+        saved = "an older hybridcomp saved residuals there" if older else "no run of hybridcomp's"
+        yield f"checkpoint {folder}: {saved}" + ("" if older else "; residuals start at zero")
+        return
+    yield (
+        f"checkpoint {folder}: step {note.get('step')} of {note.get('world_size')} ranks, saved by "
+        f"hybridcomp {note.get('hybridcomp')}"
+    )
+    lacking = checkpoint_note.missing(folder, note)
+    if lacking and block is not None:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        todo = "which was saved there; restore it, or remove all of its kind to begin without"
+        raise ConfigError(str(folder), f"no {lacking[0]}{more}", todo)
+    lost = checkpoint_note.dropped(folder, block)
+    yield from (f"  {text}" for text in lost)
+    if block is not None:
+        yield from (f"  {text}" for text in _differences(block, note))
+        taken = [what for what in note["files"].values() if not lost]
+        yield from (f"  takes over: {what}" for what in taken)
+
+
+def _differences(block: CompressionConfig, note: Mapping[str, Any]) -> Iterator[str]:
+    """The settings that the checkpoint's run had otherwise."""
+    if note.get("digest") == block.digest():
+        return
+    before, now = CompressionConfig.parse(note.get(BLOCK)).flat(), block.flat()
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
+            yield f"note: {key} is {now.get(key)!r}, and was {before.get(key)!r} in that run"
+
+
+def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
+    """Raise ConfigError for a block where nobody reads it."""
+    for key, value in source.items():
+        if not isinstance(value, Mapping):
+            continue
+        if key == BLOCK and path:
+            raise ConfigError(
+                f"{path}{key}", "a block where nothing reads it",
+                f"expected it at the top level of the file (GPT-NeoX: in {rules.EXTRA!r}); move it "
+                "there",
+            )  # fmt: skip
+        _refuse_elsewhere(value, f"{path}{key}.")
+
+
+def _is_bare(source: Mapping[str, Any]) -> bool:
+    """Whether a file holds a block and not a ds_config; DeepSpeed has none of these keys."""
+    return BLOCK not in source and not CompressionConfig.model_fields.keys().isdisjoint(source)
+
+
+def _dtype(ds_json: Mapping[str, Any]) -> torch.dtype:
+    dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+    for name, dtype in dtypes.items():
+        section = ds_json.get(name)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            return dtype
+    return torch.float32

@@ -1,0 +1,116 @@
+"""docs/block.md: every key of the block, from its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridcomp.config import schema
+from hybridcomp.config.block import BLOCK, CompressionConfig
+from hybridcomp.policy import DIMENSIONS
+
+Schema = Mapping[str, Any]
+HEAD = f"""\
+# The block, key by key
+
+This page is made from the schema by `scripts/make_docs.py`; `hybridcomp schema` prints the schema
+itself, and `configs/compression.schema.json` is the file for editors. The block stands in the
+DeepSpeed file under `"{BLOCK}"`, for jobs without one in [a file of its own](engines/megatron.md).
+An unknown key, a wrong type or a setting that cannot act is an error in one line that names the key
+([errors](errors.md)).
+
+A dimension is an object, or the bare name of a codec: `"zero": "mpc"` is short for
+`"zero": {{"codec": "mpc"}}`. Beside a `preset`, a dimension that is written with a codec (or with
+an `error_bound`) replaces the preset's; one without changes only the settings that it names. The
+same holds for `forward` and `backward` inside a dimension.
+"""
+#: sections behind the block's own keys: title, model of the schema, what stands above the table
+PARTS = (
+    ("ledger", "LedgerConfig", 'What is written down: `"ledger": {"jsonl": "ledger.jsonl"}`.'),
+    ("guard", "GuardConfig",
+     'When a dimension gives up: `"guard": {"error": 0.5}`; `"none"` for no limits.'),
+    ("ramp", "RampConfig",
+     'A mild beginning: `"ramp": {"from": 8, "steps": 1000}`. Both keys are needed.'),
+)  # fmt: skip
+
+
+def page() -> str:
+    """The whole page in Markdown."""
+    whole = schema()
+    models: Schema = whole["$defs"]
+    block = models[CompressionConfig.__name__]["properties"]
+    common = models["DirectionConfig"]["properties"]
+    lines = [HEAD, "## Keys of the block", "", *table(block), ""]
+    lines += [
+        "## Codec settings", "",
+        "Every dimension takes these, and so do its directions `forward` and `backward`. Which "
+        "codec takes which setting is said at its start; a setting that the codec does not have is "
+        "an error. [Codecs](codecs.md) says what each of them is for.", "", *table(common), "",
+    ]  # fmt: skip
+    for name in DIMENSIONS:
+        lines += [*dimension(name, block[name], models, common), ""]
+    for title, model, words in PARTS:
+        lines += [f"## {title}", "", words, "", *table(models[model]["properties"]), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def dimension(name: str, entry: Schema, models: Schema, common: Schema) -> Iterator[str]:
+    """A section: what the dimension is, its codecs, and the keys that it has beside the common."""
+    model = models[_reference(entry)]["properties"]
+    names = next(part["enum"] for part in entry["anyOf"] if "enum" in part)
+    yield f"## {name}"
+    yield ""
+    yield entry["description"]
+    yield ""
+    yield f"Codecs: {', '.join(f'`{codec}`' for codec in names)}."
+    yield ""
+    yield from table({key: part for key, part in model.items() if key not in common})
+
+
+def table(properties: Schema) -> Iterator[str]:
+    """One row for each key."""
+    yield "| key | value | default | meaning |"
+    yield "|---|---|---|---|"
+    for key, entry in properties.items():
+        words = " ".join(str(entry.get("description", "")).split()).replace("|", "\\|")
+        yield f"| `{key}` | {kind(key, entry)} | {default(entry)} | {words} |"
+
+
+def kind(key: str, entry: Schema) -> str:
+    """What may stand there, in words."""
+    for section in (*DIMENSIONS, *(title for title, _, _ in PARTS)):
+        if key == section:
+            return f"[see below](#{section})"
+    if key in ("forward", "backward"):
+        return "[codec settings](#codec-settings)"
+    if "enum" in entry:
+        return ", ".join(_code(value) for value in entry["enum"] if value is not None)
+    ways = [part for part in entry.get("anyOf", (entry,)) if part.get("type") != "null"]
+    return " or ".join(_kind(part) for part in ways)
+
+
+def _kind(part: Schema) -> str:
+    if "enum" in part:
+        return ", ".join(_code(value) for value in part["enum"])
+    found = {"integer": "whole number", "boolean": "`true`, `false`"}.get(
+        str(part.get("type")), str(part.get("type"))
+    )
+    limits = {"minimum": "from {:g}", "exclusiveMinimum": "above {:g}"}
+    return ", ".join([found, *(text.format(part[k]) for k, text in limits.items() if k in part)])
+
+
+def default(entry: Schema) -> str:
+    """The default; of whole dimensions it is to be native."""
+    found = entry.get("default")
+    if isinstance(found, Mapping):
+        return "native" if found.get("codec") == "none" else "as below"
+    return "" if found is None else _code(found)
+
+
+def _code(value: Any) -> str:
+    text = {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
+    return f"`{text}`"
+
+
+def _reference(entry: Schema) -> str:
+    return next(str(part["$ref"]).rpartition("/")[2] for part in entry["anyOf"] if "$ref" in part)

@@ -1,0 +1,93 @@
+"""Parts of pages about the package itself: its public names, its errors, its wire formats."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import hybridcomp
+from hybridcomp import errors
+
+FORMATS = Path(hybridcomp.__file__).resolve().parent / "kernels" / "formats"
+#: headers that hold a format, in the order of the page; the others are shared parts
+HEADERS = ("blockint.h", "casts.h", "zfp.h", "mpc.h", "expcode.h", "radix.h")
+
+
+def api() -> str:
+    """Every public name of the package, with its signature and what its docstring says."""
+    parts = []
+    for name in hybridcomp.__all__:
+        if not name.startswith("__"):
+            parts.append("\n".join(_entry(name, getattr(hybridcomp, name))))
+    return "\n\n".join(parts)
+
+
+def _entry(name: str, found: object) -> Iterator[str]:
+    yield f"## `hybridcomp.{name}`"
+    yield ""
+    if inspect.isfunction(found):
+        yield "```python"
+        yield f"{name}{inspect.signature(found)}".replace("'", "")  # annotations are strings
+        yield "```"
+        yield ""
+    yield _markdown(inspect.getdoc(found) or "")
+    if inspect.isclass(found):
+        yield ""
+        yield "| method | |"
+        yield "|---|---|"
+        for key, value in vars(found).items():
+            function = getattr(value, "__func__", value)
+            if not key.startswith("_") and inspect.isfunction(function) and _ours(function):
+                first = (inspect.getdoc(function) or "").partition("\n\n")[0]
+                yield f"| `{key}` | {' '.join(first.replace('``', '`').split())} |"
+
+
+def _ours(function: object) -> bool:
+    """Whether it is written here and not what pydantic adds to a model."""
+    return str(getattr(function, "__module__", "")).startswith("hybridcomp")
+
+
+def _markdown(doc: str) -> str:
+    """A docstring as Markdown: its list of arguments becomes a list."""
+    lines: list[str] = []
+    inside = False
+    for line in doc.replace("``", "`").splitlines():
+        if line.strip() in ("Args:", "Raises:"):
+            lines += ["", f"{line.strip()}", ""]
+            inside = True
+        elif inside and line.startswith("    ") and not line.startswith("        "):
+            name, colon, rest = line.strip().partition(":")
+            lines.append(f"* `{name}`{colon}{rest}")
+        elif inside and line.startswith("        "):
+            lines.append(f"  {line.strip()}")
+        else:
+            inside = inside and not line.strip()
+            lines.append(line)
+    return "\n".join(lines).strip()
+
+
+def error_classes() -> str:
+    """One row for each error that hybridcomp raises on purpose."""
+    rows = ["| error | also a | raised when |", "|---|---|---|"]
+    for name, found in vars(errors).items():
+        if inspect.isclass(found) and issubclass(found, errors.HybridcompError):
+            bases = [base.__name__ for base in found.__bases__ if base.__module__ == "builtins"]
+            words = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split())
+            rows.append(f"| `{name}` | `{', '.join(bases)}` | {words} |")
+    return "\n".join(rows)
+
+
+def formats() -> str:
+    """What stands at the top of the headers of the formats, as it stands there."""
+    parts = []
+    for name in HEADERS:
+        lines = (FORMATS / name).read_text("utf-8").splitlines()
+        top = []
+        for line in lines:
+            if not line.startswith("//"):
+                break
+            top.append(line.removeprefix("//").removeprefix(" "))
+        title = top[0].partition(":")[0]
+        parts.append(f"## {title}\n\n```text\n" + "\n".join(top) + "\n```")
+    return "\n\n".join(parts)

@@ -1,0 +1,72 @@
+"""Tables inside hand-written pages: presets, what is supported, what does not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hybridcomp.config import CompressionConfig
+from hybridcomp.config.presets import PRESETS
+from hybridcomp.patches import registry
+from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY
+from hybridcomp.rules import ds_check, mcore, neox
+from hybridcomp.rules.engine import Rule
+
+#: verdict -> what it means for the user
+VERDICTS = {
+    "refuse": "always an error",
+    "bypass": "an error, or native",
+    "absent": "an error where you wrote it",
+    "note": "acts, and is said",
+}
+
+
+def presets() -> str:
+    """One row for each preset, one column for each dimension."""
+    lines = [
+        f"| preset | {' | '.join(f'`{name}`' for name in BETWEEN_RANKS)} |",
+        "|---" * (len(BETWEEN_RANKS) + 1) + "|",
+    ]
+    for preset in PRESETS:
+        config = CompressionConfig.parse({"preset": preset})
+        cells = [_cell(config, name) for name in BETWEEN_RANKS]
+        lines.append(f"| `{preset}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(config: CompressionConfig, name: str) -> str:
+    """The codec of a dimension of a preset, in both directions where they differ."""
+    found = config.codecs()
+    ways = [way for way in DIRECTIONS if way == "forward" or name not in ONE_WAY]
+    specs = dict.fromkeys(
+        codec.spec if codec else "native"
+        for way in ways
+        for codec in [found[name, way]]  # type: ignore[index]
+    )
+    feedback = ", error feedback" if name == "dp" and config.error_feedback("dp") else ""
+    return " / ".join(specs) + feedback
+
+
+def support_matrix() -> str:
+    """What ``hybridcomp seams`` prints."""
+    return registry.support_matrix()
+
+
+def deepspeed_rules() -> str:
+    """Settings of DeepSpeed and GPT-NeoX that concern the block."""
+    return "\n".join(_rows([*ds_check.TABLES, *neox.RULES]))
+
+
+def megatron_rules() -> str:
+    """Settings of megatron-core that concern the block."""
+    return "\n".join(_rows(mcore.RULES))
+
+
+def _rows(table: Sequence[Rule[Any]]) -> Iterator[str]:
+    yield "| found | dimensions | what happens | why | what to do |"
+    yield "|---|---|---|---|---|"
+    for rule in table:
+        names = ", ".join(f"`{name}`" for name in rule.dimensions)
+        yield (
+            f"| {rule.found} | {names} | {VERDICTS[rule.verdict]} | {rule.reason} | {rule.todo} |"
+        )

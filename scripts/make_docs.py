@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Write what in docs/ is made from the code, or build the site.
+
+make_docs.py                    write docs/block.md and the tables inside other pages
+make_docs.py --check            say what is not current; the exit status is 1 then
+make_docs.py --build FOLDER     build the site there, strictly (pip install 'hybridcomp[docs]')
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from doc_pages import block, inside, parts
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+CONFIG = DOCS / "mkdocs" / "mkdocs.yml"
+#: pages that are made as a whole
+PAGES: Mapping[str, Callable[[], str]] = {"block.md": block.page}
+#: page, name of the part between `<!-- NAME -->` and `<!-- /NAME -->`, what makes it
+PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
+    ("presets.md", "presets", parts.presets),
+    ("support.md", "support-matrix", parts.support_matrix),
+    ("unsupported.md", "deepspeed-rules", parts.deepspeed_rules),
+    ("unsupported.md", "megatron-rules", parts.megatron_rules),
+    ("api.md", "api", inside.api),
+    ("api.md", "errors", inside.error_classes),
+    ("wire_formats.md", "formats", inside.formats),
+)
+
+
+def made() -> dict[Path, str]:
+    """What the pages that are made from the code should hold. Raises ValueError without a mark."""
+    pages = {DOCS / name: make() for name, make in PAGES.items()}
+    for name, mark, make in PARTS:
+        path = DOCS / name
+        text = pages.get(path) or path.read_text("utf-8")
+        pages[path] = _with_part(text, mark, make(), name)
+    return pages
+
+
+def _with_part(text: str, mark: str, part: str, name: str) -> str:
+    """``text`` with ``part`` between the marks."""
+    pattern = re.compile(f"(<!-- {mark}[^>]*-->\n).*?(<!-- /{mark} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"docs/{name}: expected <!-- {mark} --> and <!-- /{mark} -->")
+    return pattern.sub(lambda match: f"{match[1]}\n{part}\n\n{match[2]}", text, count=1)
+
+
+def stale() -> list[Path]:
+    """Pages that are not what the code makes of them."""
+    return [
+        path for path, text in made().items()
+        if not path.is_file() or path.read_text("utf-8") != text
+    ]  # fmt: skip
+
+
+def build(folder: Path) -> int:
+    """Build the site into ``folder``; returns the exit status of mkdocs."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(CONFIG)]
+    # the theme says at length on every build until when it gets fixes
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run([*command, "-d", str(folder.resolve())], env=environment, check=False)
+    return result.returncode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--build", type=Path, metavar="FOLDER", help="of the site")
+    options = parser.parse_args(arguments)
+    if options.build:
+        return build(options.build)
+    for path in (old := stale()):
+        print(f"{path.relative_to(ROOT)}: {'not current' if options.check else 'written'}")
+        if not options.check:
+            path.write_text(made()[path], encoding="utf-8")
+    return int(bool(old) and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

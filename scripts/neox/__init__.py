@@ -1,1 +1,0 @@
-"""Parts of train_neox.py."""

@@ -1,0 +1,85 @@
+"""What stands in the documents: pages, their fences, links and anchors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.paths import ROOT
+
+DOCS = ROOT / "docs"
+#: hand-written pages and pages with parts that are made from the code
+PAGES = sorted(
+    [
+        *(path for path in DOCS.rglob("*.md")),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/README.md")),
+        ROOT / "tests" / "README.md",
+    ]
+)
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<body>.*?)^ *```$", re.DOTALL | re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Fence:
+    """One fenced example of a page."""
+
+    page: Path
+    kind: str  # json, python, diff, ...; empty for commands and output
+    body: str
+
+    @property
+    def place(self) -> str:
+        """The page and the first line, for messages."""
+        return f"{self.page.relative_to(ROOT)}: {self.body.strip().splitlines()[0]}"
+
+
+def text_of(page: Path) -> str:
+    """The page as it is."""
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page: Path) -> str:
+    """The page without its fences, where a bracket is no link."""
+    return _FENCE.sub("", text_of(page))
+
+
+def fences(*kinds: str) -> Iterator[Fence]:
+    """All fences of these kinds, in all pages, without the indentation of lists."""
+    for page in PAGES:
+        for match in _FENCE.finditer(text_of(page)):
+            if match["kind"] in kinds:
+                indent = len(match["indent"])
+                lines = [line[indent:] for line in match["body"].splitlines()]
+                yield Fence(page, match["kind"], "\n".join(lines) + "\n")
+
+
+def commands() -> Iterator[tuple[Fence, str]]:
+    """Every line of a fence that a shell would take, continued lines joined."""
+    for fence in fences("", "bash", "diff"):
+        joined = re.sub(r"\\\n\s*", " ", fence.body)
+        for line in joined.splitlines():
+            yield fence, line.removeprefix("+").strip()
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    """Target and anchor (or "") of every link and picture that leads into the repository."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            yield path, anchor
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the site and GitHub make them."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
+    return {slug(heading) for heading in headings}
+
+
+def slug(heading: str) -> str:
+    """What Python-Markdown makes of a heading."""
+    plain = re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "]", heading)).strip().lower()
+    return re.sub(r"[-\s]+", "-", plain)

@@ -1,0 +1,132 @@
+"""Examples in the documents: blocks are blocks, commands exist and print what is shown."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hybridcomp import cli
+from hybridcomp.config import BLOCK, CompressionConfig, load_config
+from hybridcomp.rules import ds_check as check
+from tests.docs.pages import Fence, commands, fences, prose_of
+from tests.paths import ROOT
+
+JSON = list(fences("json"))
+
+
+def test_there_are_examples() -> None:
+    assert len(JSON) > 15 and len(list(commands())) > 50
+
+
+@pytest.mark.parametrize("fence", JSON, ids=lambda fence: fence.place)
+def test_blocks_parse(fence: Fence) -> None:
+    """Plain JSON, as files that other readers take have to be; a block, or a file with one."""
+    found = json.loads(fence.body)
+    if BLOCK in found:
+        block = load_config(found)
+        assert block is not None
+        check.check(block, found)  # acts beside the rest of the file
+    else:
+        CompressionConfig.parse(found)
+
+
+def test_no_sample_has_comments() -> None:
+    """What is meant to be copied has to be JSON: HfTrainerDeepSpeedConfig reads no comments."""
+    assert not list(fences("jsonc", "json5", "hjson"))
+
+
+@pytest.mark.parametrize("fence", list(fences("yaml")), ids=lambda fence: fence.place)
+def test_yaml_parses(fence: Fence) -> None:
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load(fence.body)
+    if "deepspeed_extra_args" in found:
+        CompressionConfig.parse(found["deepspeed_extra_args"][BLOCK])
+
+
+@pytest.mark.parametrize("fence", list(fences("python")), ids=lambda fence: fence.place)
+def test_python_parses(fence: Fence) -> None:
+    if not re.match(r"\w+\(.*->", fence.body, re.DOTALL):  # a signature of the interface
+        ast.parse(fence.body)
+
+
+def test_blocks_in_words_parse() -> None:
+    """`{"preset": ...}` and `"dp": {...}` in a sentence, where they are whole."""
+    tried = 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        for text in re.findall(r"`(\{\"(?:preset|dp|zero)\".*?\})`", prose_of(page)):
+            CompressionConfig.parse(json.loads(text))
+            tried += 1
+        for text in re.findall(r"`(\{\"(?:codec|error_bound)\".*?\}+)`", prose_of(page)):
+            CompressionConfig.parse({"zero": json.loads(text)})
+            tried += 1
+    assert tried >= 4
+
+
+def hybridcomp_commands() -> list[list[str]]:
+    """Arguments of every `hybridcomp X` in commands and sentences."""
+    lines = [line for _, line in commands() if line.startswith("hybridcomp ")]
+    pages = (ROOT / "docs").rglob("*.md")
+    for page in (*pages, ROOT / "README.md"):
+        lines += re.findall(r"`(hybridcomp [a-z].*?)`", prose_of(page))
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands and the options in front of `--` are those of the command line."""
+    wanted: dict[str, set[str]] = {}
+    for command, *rest in hybridcomp_commands():
+        own = rest[: rest.index("--")] if "--" in rest else rest
+        wanted.setdefault(command, set()).update(word for word in own if word.startswith("--"))
+    assert {"validate", "doctor", "compare", "pays", "schema", "seams"} <= wanted.keys()
+    for command, options in wanted.items():
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        assert ended.value.code == 0, command
+        text = capsys.readouterr().out
+        for option in options:
+            assert option in text, f"hybridcomp {command} {option}"
+
+
+def test_what_pays_prints_is_what_the_page_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = ROOT / "docs" / "pays.md"
+    own = [fence for fence in fences("") if fence.page == page]
+    tried = 0
+    for command, output in zip(own, own[1:], strict=False):
+        if command.body.startswith("hybridcomp pays"):
+            assert cli.main(shlex.split(command.body)[1:]) == 0
+            printed = " ".join(capsys.readouterr().out.split())
+            shown = " ".join(output.body.removesuffix("...\n").split())
+            assert shown in printed, command.body
+            tried += 1
+    assert tried == 3
+
+
+def test_launcher_lines_name_the_module() -> None:
+    """Every launcher line with a block or with hybridcomp's files arms the patches."""
+    for fence, line in commands():
+        if "baseline" in line or line.startswith("-"):
+            continue
+        if re.match(r"(deepspeed|torchrun|srun torchrun|accelerate launch) ", line):
+            kept = "hybridcomp.run" in line or "compare --launch" in fence.body
+            assert kept, f"{fence.place}: {line}"
+
+
+def test_environment_variables_are_known() -> None:
+    sources = [
+        path.read_text(encoding="utf-8", errors="replace")
+        for folder in ("hybridcomp", "patches", "scripts", "tests")
+        for path in Path(ROOT / folder).rglob("*")
+        if path.is_file() and (path.suffix == ".py" or not path.suffix)
+    ]
+    whole = "\n".join(sources)
+    for page in (ROOT / "docs").rglob("*.md"):
+        for name in re.findall(r"\b(HYBRIDCOMP_[A-Z_]+)", page.read_text(encoding="utf-8")):
+            assert name in whole, name

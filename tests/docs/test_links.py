@@ -1,0 +1,43 @@
+"""Links, anchors, pictures and paths in the documents lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, PAGES, anchors, commands, links, prose_of, text_of
+from tests.paths import ROOT, SCRIPTS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_anchors(page: Path) -> None:
+    for path, anchor in links(page):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{path} is not there"
+        assert target.is_relative_to(ROOT), f"{path} leads out of the repository"
+        if anchor:
+            assert anchor in anchors(target), f"{path}#{anchor}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_in_words_exist(page: Path) -> None:
+    rooms = "scripts|configs|tests|patches|docs|hybridcomp"
+    for path in re.findall(rf"`((?:{rooms})/[\w./-]+)`", prose_of(page)):
+        assert (ROOT / path).exists(), path
+    for name in re.findall(r"`((?:bench|train)_\w+\.py)`", prose_of(page)):
+        if not name.startswith(("train_hf", "train_accelerate")):  # of the reader
+            assert list(SCRIPTS.rglob(name)), name
+
+
+def test_paths_in_commands_exist() -> None:
+    for fence, line in commands():
+        for path in re.findall(r"(?:^|[\s=])((?:scripts|configs)/[\w./-]+)", line):
+            known = (ROOT / path).exists() or "gpt-neox" in fence.body or "deepy.py" in line
+            assert known, f"{fence.place}: {path}"
+
+
+def test_every_page_of_the_site_is_in_its_navigation() -> None:
+    listed = re.findall(r"([\w/]+\.md)", text_of(DOCS / "mkdocs" / "mkdocs.yml"))
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
