@@ -88,6 +88,7 @@ def tell(
 
 def _await_all(store: Store, speakers: Sequence[int], what: str) -> None:
     missing = list(speakers)
+    patience = min(PATIENCE_S, store.timeout.total_seconds())
     started = time.monotonic()
     noticed = False
     while missing:
@@ -103,7 +104,7 @@ def _await_all(store: Store, speakers: Sequence[int], what: str) -> None:
                 f"waiting for rank(s) {_ranks(missing)} to state their {what}; a rank that was not "
                 "started with hybridcomp never will"
             )
-        if missing and time.monotonic() - started > PATIENCE_S:
+        if missing and time.monotonic() - started > patience:
             raise AgreementError(
                 f"{what}: rank(s) {_ranks(missing)} never stated theirs; start every rank with "
                 "`--module hybridcomp.run`, or call hybridcomp.install() in every one"
