@@ -12,7 +12,6 @@ from typing import Literal, get_args
 
 import torch
 
-from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 
 #: gradient reduction, ZeRO parameter gather, tensor, pipeline, expert, context parallel; copies
@@ -29,6 +28,8 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
 #: dimensions that can be measured, and stay native where the link is faster than their codec
 MEASURED: tuple[Dimension, ...] = ("dp", "zero", "tp", "pp")
+#: dimensions that sum, so that a value may be quantized twice; the others only move
+SUMMED: tuple[Dimension, ...] = ("dp", "tp")
 #: dimensions whose messages go from rank to rank
 BETWEEN_RANKS: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name != "offload")
 
@@ -47,13 +48,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the guard of one dimension; None: not looked at."""
+    """The limits that the guard holds one dimension to; one that is None is not looked at."""
 
     error: float | None  # relative L2 error of one encoding
     residual: float | None  # norm of the residuals over the norm of the values
 
     @property
     def any(self) -> bool:
+        """Whether the guard looks at anything."""
         return self.error is not None or self.residual is not None
 
 
@@ -79,7 +81,7 @@ class Policy:
     def low_rank(self) -> frozenset[Dimension]:
         """Dimensions whose messages are summed as factors, natively over all ranks."""
         return frozenset(
-            name for (name, _), codec in self.codecs.items() if isinstance(codec, PowerSgd)
+            name for (name, _), codec in self.codecs.items() if codec and codec.low_rank
         )
 
     def choose(self, traffic: Traffic) -> Codec | None:

@@ -29,7 +29,7 @@ from hybridcomp.channels import NAME, Channels, Sent, checkpoint
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
-from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, notes
 from hybridcomp.log import Once
 from hybridcomp.policy import Dimension
 from hybridcomp.reporter import Event, Reporter, describe_run
@@ -131,7 +131,7 @@ class EngineSession:
             describe_run(None)
             return None
         session = cls(Channels(block), device, **options)
-        session.say(*block.describe(absent))
+        session.say(*describe(block, absent))
         session.open_reporter()
         return session
 
@@ -170,9 +170,10 @@ class EngineSession:
         return [Piece(getattr(p, NAME), 0, p.numel()) for p in parameters]
 
     def warn(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Tell the user what the block's codecs cannot save on messages of these dtypes."""
+        """Tell the user where the block compresses nothing, or saves nothing on these dtypes."""
         config = self.channels.config
-        self.say(*(note for dtype in dtypes for note in config.notes(dtype)))
+        self.say(*idle_notes(config))
+        self.say(*(note for dtype in dtypes for note in notes(config, dtype)))
 
     def place(self, groups: Iterable[Ranks | dist.ProcessGroup]) -> None:
         """Find the nodes, and make the two levels of ``hierarchy``; a collective.

@@ -14,14 +14,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
 
 from hybridcomp.agreement import tell
-from hybridcomp.collectives import Levels
+from hybridcomp.collectives import Group, Levels
 from hybridcomp.errors import ConfigError
 
 #: ``auto``, ``none``, or the number of consecutive ranks that share a node
@@ -35,14 +34,6 @@ _made: dict[Ranks, dist.ProcessGroup] = {}
 _made_in: list[dist.ProcessGroup | None] = [None]  # the default group that they belong to
 
 
-@dataclass(frozen=True)
-class Reach:
-    """How a group lies to the node of this rank."""
-
-    remote: frozenset[int]  # group ranks on other nodes
-    ring: float  # share of a ring's bytes that this rank sends to another node: 0 or 1
-
-
 class Nodes:
     """Where every rank of the job is, and the two levels of the groups that span nodes."""
 
@@ -51,7 +42,6 @@ class Nodes:
         self.of_rank = tuple(of_rank)
         self.source = source
         self._levels: dict[Ranks, Levels] = {}
-        self._reach: dict[Ranks, Reach] = {}
         self._deep = False
 
     @property
@@ -59,21 +49,12 @@ class Nodes:
         """Whether any group of the job has two levels."""
         return self._deep
 
-    def levels(self, group: dist.ProcessGroup | None) -> Levels | None:
-        """The levels of a group that was prepared; None: its messages take the flat way."""
-        return self._levels.get(ranks_of(group)) if self._levels else None
-
-    def reach(self, group: dist.ProcessGroup | None) -> Reach:
-        """Which ranks of ``group`` are on other nodes."""
-        ranks = ranks_of(group)
-        if ranks not in self._reach:
-            here, me = self.of_rank[dist.get_rank()], ranks.index(dist.get_rank())
-            far = [self.of_rank[rank] != here for rank in ranks]
-            self._reach[ranks] = Reach(
-                frozenset(index for index, remote in enumerate(far) if remote),
-                float(far[(me + 1) % len(ranks)]),
-            )
-        return self._reach[ranks]
+    def group(self, group: dist.ProcessGroup | None, *, two_levels: bool) -> Group:
+        """A group as it lies to the nodes; with ``two_levels`` it has those it was prepared for."""
+        ranks, me = ranks_of(group), dist.get_rank()
+        far = [self.of_rank[rank] != self.of_rank[me] for rank in ranks]
+        remote = frozenset(index for index, is_far in enumerate(far) if is_far)
+        return Group.of(group, remote, self._levels.get(ranks) if two_levels else None)
 
     def prepare(self, groups: Iterable[Ranks]) -> list[str]:
         """Make the subgroups of all groups of the job that have two levels; a collective.
@@ -114,7 +95,10 @@ class Nodes:
             me = ranks.index(dist.get_rank())
             node = next(index for index, row in enumerate(grid) if me in row)
             local = grid[node].index(me)
-            self._levels[ranks] = Levels(grid, node, local, inner[node], outer[local])
+            others = frozenset(range(len(grid))) - {node}
+            self._levels[ranks] = Levels(
+                grid, node, local, Group.of(inner[node]), Group.of(outer[local], others)
+            )
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:

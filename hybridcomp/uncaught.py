@@ -66,7 +66,8 @@ def tell(text: str) -> None:
     if _is_first(text):
         rank = os.environ.get("RANK")
         where = "" if rank in (None, "0") else f" (told by rank {rank})"
-        print(f"{text}{where}", file=sys.stderr, flush=True)
+        # torch.distributed puts a buffer in the place of sys.stderr around hooks older than its own
+        print(f"{text}{where}", file=sys.__stderr__ or sys.stderr, flush=True)
     if _names:
         time.sleep(LINGER_S)
 

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from hybridcomp.channels import checkpoint_note
-from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
+from hybridcomp.config import (
+    BLOCK,
+    CompressionConfig,
+    describe,
+    idle_notes,
+    load_config,
+    read_source,
+)
+from hybridcomp.config import notes as dtype_notes
 from hybridcomp.errors import ConfigError
 from hybridcomp.rules import ds_check as check
 from hybridcomp.rules import neox as rules
@@ -65,13 +73,14 @@ def lines(
         if checkpoint is not None:
             yield from _resumed(None, checkpoint)
         return
-    notes = [] if bare else block.notes(_dtype(source))
+    notes = idle_notes(block)
     if not bare:
+        notes += dtype_notes(block, _dtype(source))
         notes += check.check(block, source, **known, world_size=world_size)
     if not neox and not _is_strict(file):
         notes.append(_NOT_STRICT)
     yield f"{file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}"
-    yield from (f"  {line}" for line in block.describe())
+    yield from (f"  {line}" for line in describe(block))
     yield from (f"  note: {note}" for note in notes)
     if checkpoint is not None:
         yield from _resumed(block, checkpoint)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives.native_nbytes import all_reduce_nbytes
+from hybridcomp.channels import native_nbytes
 from hybridcomp.patching import Seam
 from hybridcomp.routing.routes import flat, route
 
@@ -35,7 +35,7 @@ def make_average(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def average(gradient: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         world_size = dist.get_world_size(group)
-        raw_nbytes = all_reduce_nbytes(gradient.numel(), gradient.dtype, world_size)
+        raw_nbytes = native_nbytes.all_reduce_nbytes(gradient.numel(), gradient.dtype, world_size)
         found = route("dp", gradient.numel(), gradient.dtype, group, raw_nbytes)
         if found is None:  # no block, one rank, or native: then it is written down already
             return original(gradient, group)

@@ -49,14 +49,15 @@ class Seen:
     """The messages of dimensions that are not judged yet."""
 
     def __init__(self, dimensions: Iterable[Dimension]) -> None:
-        self._counts: dict[Dimension, Counter[Kind]] = {name: Counter() for name in dimensions}
+        #: messages by dimension that has no verdict yet
+        self.counts: dict[Dimension, Counter[Kind]] = {name: Counter() for name in dimensions}
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
         self._steps = 0
 
     @property
     def waiting(self) -> tuple[Dimension, ...]:
         """Dimensions without a verdict."""
-        return tuple(self._counts)
+        return tuple(self.counts)
 
     def note(
         self,
@@ -74,7 +75,7 @@ class Seen:
         """
         ranks = ranks_of(group) if hop is None else hop
         self._groups[ranks] = group
-        self._counts[dimension][Kind(ranks, hop is not None, direction, dtype, numel, codec)] += 1
+        self.counts[dimension][Kind(ranks, hop is not None, direction, dtype, numel, codec)] += 1
 
     def is_due(self) -> bool:
         """After each step: whether to look now. Later and later, as there may never be any."""
@@ -83,14 +84,14 @@ class Seen:
 
     def forget(self, dimension: Dimension) -> None:
         """It has a verdict."""
-        self._counts.pop(dimension, None)
+        self.counts.pop(dimension, None)
 
     def plans(self) -> dict[Dimension, tuple[list[Planned], int]]:
         """By dimension that any rank has seen messages of: what to time, bytes of the largest.
 
         A collective over the job. 0 bytes: there are messages, but none that its ranks agree on.
         """
-        own = {name: _heaviest(counts) for name, counts in self._counts.items()}
+        own = {name: _heaviest(counts) for name, counts in self.counts.items()}
         said = tell(
             {
                 name: {kind.stated: [len(kind.ranks), kind.nbytes] for kind in kinds}

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from hybridcomp import collectives
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
-from hybridcomp.collectives.hierarchical import two_levels as hierarchy
+from hybridcomp.collectives import Group, Meter, OwnedRange, Reduction, Transfer, chunk_ranges
 from hybridcomp.collectives.wire.transport import all_gather_single
 
 #: runs collectives to their end
@@ -44,10 +43,9 @@ class Planned:
 
 @dataclass(frozen=True)
 class Place:
-    """Whose messages are timed, over which of the two levels, and of what they are made."""
+    """Whose messages are timed, and of what they are made."""
 
-    group: dist.ProcessGroup | None
-    levels: Levels | None
+    group: Group
     dtype: torch.dtype
     device: torch.device
 
@@ -92,15 +90,15 @@ def reductions(codec: Codec, feedback: bool, place: Place) -> Callable[[Sent], t
     """Trials of sums of gradients; with ``feedback`` residuals are kept, too."""
 
     def trial(sent: Sent) -> tuple[Run, Run]:
-        longest, world_size = max(sent.numels), dist.get_world_size(place.group)
+        longest, world_size = max(sent.numels), place.group.size
         values = place.values(longest)
-        kept = _residuals(sent.numels, place) if feedback else None
+        kept = _residuals(sent, place) if feedback else None
         chosen = [codec.for_message(numel, place.dtype, world_size) for numel in sent.numels]
         reduce = _Reduce(sent, place)
 
         def coded() -> None:
             for index, (numel, one) in enumerate(zip(sent.numels, chosen, strict=True)):
-                held = (None, None) if kept is None else _cut_residuals(kept, numel, place)
+                held = (None, None) if kept is None else _cut_residuals(kept, numel, sent, place)
                 reduce.coded(values[:numel], one, held, index)
                 values[:numel].mul_(0.5)  # sums of sums must not overflow
 
@@ -123,12 +121,12 @@ class _Reduce:
 
     def native(self, values: torch.Tensor) -> None:
         group = self.place.group
-        share = values.numel() // dist.get_world_size(group)
+        share = values.numel() // group.size
         if self.sent.how == "scatter" and share:
-            whole = values[: share * dist.get_world_size(group)]
-            _reduce_scatter(values.new_empty(share), whole, group=group)
+            whole = values[: share * group.size]
+            _reduce_scatter(values.new_empty(share), whole, group=group.process_group)
         else:
-            dist.all_reduce(values, group=group)
+            dist.all_reduce(values, group=group.process_group)
 
     def coded(
         self,
@@ -137,30 +135,21 @@ class _Reduce:
         held: tuple[torch.Tensor | None, torch.Tensor | None],
         index: int,
     ) -> None:
-        group, levels, meter = self.place.group, self.place.levels, Meter()
-        residual, owner = held
-        if levels is not None:
-            hierarchy.all_reduce(
-                values, codec, levels, meter=meter, residual=residual, owner_residual=owner
-            )
-        elif self.sent.how == "own":
-            collectives.reduce_to_owners(
-                values, self._owners(index), codec, group,
-                meter=meter, residual=residual, owner_residual=owner,
-            )  # fmt: skip
+        group, (residual, owner) = self.place.group, held
+        how = Reduction(codec, group, Meter(), (), residual, owner)
+        if self.sent.how == "own":
+            collectives.reduce_to_owners(values, self._owners(index), how)
         elif self.sent.how == "scatter":
-            ranges = chunk_ranges(values.numel(), dist.get_world_size(group))
-            shards = [values[start:stop] for start, stop in ranges]
-            rows = None if residual is None else [residual[start:stop] for start, stop in ranges]
-            collectives.reduce_scatter(shards, codec, group, meter=meter, residuals=rows).wait()
+            shards = [values[slice(*edges)] for edges in chunk_ranges(values.numel(), group.size)]
+            lengths = [shards[rank].numel() for rank in group.receivers]
+            rows = None if residual is None else torch.split(residual, lengths)
+            collectives.reduce_scatter(shards, Reduction(codec, group, Meter()), rows).wait()
         else:
-            collectives.all_reduce(
-                values, codec, group, meter=meter, residual=residual, owner_residual=owner
-            )
+            collectives.all_reduce(values, how)
 
     def _owners(self, index: int) -> list[OwnedRange]:
         """Of message ``index``: every rank owns one stretch of what a step sums."""
-        world_size = dist.get_world_size(self.place.group)
+        world_size = self.place.group.size
         first, numel = sum(self.sent.numels[:index]), self.sent.numels[index]
         return [
             OwnedRange(max(start, first) - first, min(stop, first + numel) - first, (rank,))
@@ -169,35 +158,38 @@ class _Reduce:
         ]
 
 
-def _residual_lengths(numel: int, place: Place) -> tuple[int, int]:
+def _residual_lengths(numel: int, sent: Sent, place: Place) -> tuple[int, int]:
     """Of what this rank encodes of a message, and of its chunk of it."""
-    group, levels = place.group, place.levels
-    low, high = (0, numel) if levels is None else hierarchy.stretch(numel, levels)
-    encoders = dist.get_world_size(group) if levels is None else levels.nodes
-    index = dist.get_rank(group) if levels is None else levels.node
-    start, stop = chunk_ranges(high - low, encoders)[index]
+    group = place.group
+    if sent.how == "scatter":
+        edges = chunk_ranges(numel, group.size)
+        return sum(edges[rank][1] - edges[rank][0] for rank in group.receivers), 0
+    low, high = chunk_ranges(numel, group.width)[group.local]
+    start, stop = chunk_ranges(high - low, group.encoders)[group.index]
     return high - low, stop - start
 
 
-def _residuals(numels: Sequence[int], place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def _residuals(sent: Sent, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros as long as the longest residuals of messages of these lengths."""
-    sender, owner = map(max, zip(*(_residual_lengths(n, place) for n in set(numels)), strict=True))
+    sender, owner = map(
+        max, zip(*(_residual_lengths(n, sent, place) for n in set(sent.numels)), strict=True)
+    )
     return torch.zeros(sender, device=place.device), torch.zeros(owner, device=place.device)
 
 
 def _cut_residuals(
-    kept: tuple[torch.Tensor, torch.Tensor], numel: int, place: Place
+    kept: tuple[torch.Tensor, torch.Tensor], numel: int, sent: Sent, place: Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    sender, owner = _residual_lengths(numel, place)
+    sender, owner = _residual_lengths(numel, sent, place)
     return kept[0][:sender], kept[1][:owner]
 
 
 def gathers(codec: Codec, place: Place) -> Callable[[Sent], tuple[Run, Run]]:
     """Trials of all-gathers of parameters; sizes are those of what is gathered."""
-    group, levels = place.group, place.levels
+    group = place.group
 
     def trial(sent: Sent) -> tuple[Run, Run]:
-        world_size = dist.get_world_size(group)
+        world_size = group.size
         lengths = [-(-numel // world_size) for numel in sent.numels]
         values = place.values(max(lengths))
         room = values.new_empty(world_size * (sum(lengths) if sent.together else max(lengths)))
@@ -213,22 +205,17 @@ def gathers(codec: Codec, place: Place) -> Callable[[Sent], tuple[Run, Run]]:
         def coded() -> None:
             handles: list[Any] = []
             for (shard, out), one in zip(messages, chosen, strict=True):
-                ahead = sent.together and levels is None and one.fixed_size
-                if levels is not None:
-                    hierarchy.all_gather(shard, out, one, levels, meter=Meter())
-                else:
-                    handles.append(
-                        collectives.all_gather(
-                            shard, out, one, group, meter=Meter(), async_op=ahead
-                        )
-                    )
+                ahead = sent.together and group.levels is None and one.fixed_size
+                via = Transfer(one, group, Meter())
+                handles.append(collectives.all_gather(shard, out, via, async_op=ahead))
             for handle in handles:
                 handle.wait()
 
         def native() -> None:
             works: list[Any] = []
+            pg = group.process_group
             for shard, out in messages:
-                works.append(all_gather_single(out, shard, group=group, async_op=sent.together))
+                works.append(all_gather_single(out, shard, group=pg, async_op=sent.together))
             for work in works if sent.together else ():
                 work.wait()
 
@@ -291,6 +278,7 @@ def messages(planned: Sequence[Planned], device: torch.device) -> tuple[Run, Run
     for each other; none of them is no trial, which takes no time.
     """
     values = [_values(one.numel, one.dtype, device) for one in planned]
+    groups = [Group.of(one.group) for one in planned]
 
     def native() -> None:
         for one, tensor in zip(planned, values, strict=True):
@@ -303,13 +291,14 @@ def messages(planned: Sequence[Planned], device: torch.device) -> tuple[Run, Run
                 dist.recv(tensor, one.hop[0], group=one.group)
 
     def coded() -> None:
-        for one, tensor in zip(planned, values, strict=True):
+        for one, group, tensor in zip(planned, groups, values, strict=True):
+            how = one.codec, group, Meter()
             if one.hop is None:
-                collectives.all_reduce(tensor, one.codec, one.group, meter=Meter())
+                collectives.all_reduce(tensor, Reduction(*how))
                 tensor.mul_(0.5)
             elif one.hop[0] == dist.get_rank():
-                collectives.send(tensor, one.hop[1], one.codec, one.group, meter=Meter())
+                collectives.send(tensor, one.hop[1], Transfer(*how))
             else:
-                collectives.recv(tensor, one.hop[0], one.codec, one.group, meter=Meter())
+                collectives.recv(tensor, one.hop[0], Transfer(*how))
 
     return native, coded

@@ -3,84 +3,87 @@
 A patch asks ``channel.codec(...)`` first. ``None`` means native: the patch reports the message with
 ``channel.native(...)`` and calls upstream's original, so that ``none`` is bit-identical.
 Otherwise it hands the tensors over with that codec; the channel adds error feedback, calls the
-collective and writes the ledger.
+collective and writes the ledger. Sums are in here, what is only moved is in ``moves``.
+
+In two levels what is encoded is the sum of a node, cut into a stretch for each of its ranks. So a
+residual covers only this rank's stretch, and a sum of residuals that was loaded from another job is
+shared among the nodes, not among all ranks. ``Group`` says which stretch that is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hybridcomp import collectives
-from hybridcomp.channels import reductions
-from hybridcomp.channels.codec_choice import Choice
-from hybridcomp.channels.error_feedback import Piece
-from hybridcomp.channels.error_samples import Samples
+from hybridcomp.channels import low_rank
+from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
+from hybridcomp.channels.error_feedback import Piece, borders, cut
+from hybridcomp.channels.low_rank import Factored
+from hybridcomp.channels.moves import Moves
 from hybridcomp.channels.replicated import Exact, stretches_of
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Handle, Levels, OwnedRange, ReduceScatterHandle
-from hybridcomp.collectives.hierarchical import two_levels
-from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives import (
+    Group,
+    Handle,
+    OwnedRange,
+    Probe,
+    ReduceScatterHandle,
+    Reduction,
+    Transfer,
+    all_reduce_codecs,
+    chunk_ranges,
+    owner_hops,
+)
 from hybridcomp.policy import Dimension, Direction
-from hybridcomp.topology import Reach
 
-if TYPE_CHECKING:
-    from hybridcomp.channels.engine_channels import Channels
-
-H = TypeVar("H", Handle, ReduceScatterHandle)
-
-#: dimensions whose groups are seen as nodes times local ranks
-TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
-#: where nothing is known of nodes
-NOWHERE = Reach(frozenset(), 0.0)
+#: what error feedback holds of a sender's values and of an owner's sum
+Residuals = tuple[Tensor | None, Tensor | None]
 
 
-class Channel(Choice):
+def channel_of(obj: Any, dimension: Dimension) -> Channel | None:
+    """The channel of an attached engine, or of what it was tagged to; None where there is none."""
+    channels = getattr(obj, ATTRIBUTE, None)
+    if channels is None:
+        return None
+    channel: Channel = channels.by_dimension[dimension]
+    return channel
+
+
+class Channel(Moves):
     """One dimension: policy, ledger and residuals around the collectives."""
 
-    def __init__(self, dimension: Dimension, channels: Channels) -> None:
-        super().__init__(dimension, channels)
-        self.delta = dimension == "zero" and channels.config.zero.delta
-        self.samples = Samples(dimension, channels)
+    def __init__(self, dimension: Dimension, state: EngineState) -> None:
+        super().__init__(dimension, state)
+        #: whether parameters travel as what changed since the last gather
+        self.delta = dimension == "zero" and state.config.zero.delta
 
     @property
     def step(self) -> int:
         """Optimizer steps taken."""
-        return self._channels.step
+        return self._state.step
 
     @property
     def generation(self) -> int:
         """Of the references of deltas; see ``Channels.resync``."""
-        return self._channels.generation
+        return self._state.generation
 
     @property
     def exact_step(self) -> bool:
         """Whether parameter deltas start anew in this step, by ``resync_every``."""
-        every = self._channels.config.zero.resync_every
+        every = self._state.config.zero.resync_every
         return every > 0 and self.step % every == 0
-
-    def native(self, raw_nbytes: int, direction: Direction = "forward") -> None:
-        """Write down a message that upstream sends itself; a group of one sends nothing."""
-        if raw_nbytes:
-            self._channels.ledger.record_native((self.dimension, direction), raw_nbytes)
-
-    def gather_words(self, words: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
-        """The int64 ``words`` of all ranks, sent beside a message of upstream; waits for them."""
-        meter = self.meter(words.device, self._reach(group).remote)
-        rows = collectives.gather_words(words, group, meter)
-        self._channels.ledger.record_extra((self.dimension, "forward"), meter)
-        return rows
 
     def all_reduce(
         self,
         tensor: Tensor,
         codec: Codec,
-        group: dist.ProcessGroup | None,
+        group: ProcessGroup | None,
         *,
         raw_nbytes: int,
         pieces: Sequence[Piece] | None = None,
@@ -88,19 +91,28 @@ class Channel(Choice):
         async_op: bool = False,
     ) -> Handle:
         """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``."""
-        spot = self._spot(codec, group, direction, tensor.device)
-        exact = self._take([tensor], None if pieces is None else [pieces], codec, group)
-        handle, meter = reductions.all_reduce(tensor, codec, spot, pieces, async_op)
+        known, meter = self.group(group), self.meter(tensor.device)
+        exact = self._take([tensor], None if pieces is None else [pieces], codec, known)
+        if codec.low_rank is not None:
+            via, factors = Transfer(codec, known, meter), self._low_rank(direction)
+            handle = low_rank.all_reduce(tensor, via, factors, pieces, async_op)
+        else:
+            cuts = self._cuts(codec, pieces, known)
+            codecs = all_reduce_codecs(codec, tensor.dtype, known.encoders, tensor.device, cuts)
+            left = self._residuals(pieces, known, tensor, len(codecs))
+            probe = self._probe(codecs[0], direction) if self.sampling else None
+            how = Reduction(codec, known, meter, cuts, *left, probe)
+            handle = collectives.all_reduce(tensor, how, async_op)
         if exact is not None:
-            exact.count(meter, self._reach(group).ring)
+            exact.count(meter)
             handle.then(lambda: exact.put(tensor))
-        return self._recorded(handle, meter, raw_nbytes, direction, self._reach(group).ring)
+        return self._recorded(handle, meter, raw_nbytes, direction, known.ring)
 
     def reduce_scatter(
         self,
         shards: Sequence[Tensor],
         codec: Codec,
-        group: dist.ProcessGroup | None,
+        group: ProcessGroup | None,
         *,
         raw_nbytes: int,
         pieces: Sequence[Sequence[Piece]] | None = None,
@@ -111,154 +123,90 @@ class Channel(Choice):
 
         ``wait()`` of the handle gives the sum, a new fp32 tensor.
         """
-        spot = self._spot(codec, group, direction, shards[0].device)
-        exact = self._take(shards, pieces, codec, group)
-        handle, meter = reductions.reduce_scatter(shards, codec, spot, pieces, async_op)
+        known, meter = self.group(group), self.meter(shards[0].device)
+        exact = self._take(shards, pieces, codec, known)
+        if codec.low_rank is not None:
+            via, factors = Transfer(codec, known, meter), self._low_rank(direction)
+            handle = low_rank.reduce_scatter(shards, via, factors, pieces, async_op)
+        else:
+            handle = self._scatter(
+                shards, Reduction(codec, known, meter), pieces, direction, async_op
+            )
         if exact is not None:
-            exact.count(meter, self._reach(group).ring)
-            handle.then(lambda: exact.put(handle.wait(), dist.get_rank(group)))
-        return self._recorded(handle, meter, raw_nbytes, direction, self._reach(group).ring)
+            exact.count(meter)
+            handle.then(lambda: exact.put(handle.wait(), known.rank))
+        return self._recorded(handle, meter, raw_nbytes, direction, known.ring)
+
+    def _scatter(
+        self,
+        shards: Sequence[Tensor],
+        how: Reduction,
+        pieces: Sequence[Sequence[Piece]] | None,
+        direction: Direction,
+        async_op: bool,
+    ) -> ReduceScatterHandle:
+        """A reduce-scatter of encoded shards, with residuals for those that this rank encodes."""
+        group, encoded = how.group, how.group.receivers
+        cuts = residuals = None
+        if pieces is not None and self._separates(how.codec):
+            cuts = [borders(pieces[rank]) for rank in encoded]
+        if pieces is not None and self.error_feedback:
+            flat = [piece for rank in encoded for piece in pieces[rank]]
+            held = self._state.residuals.get("sender", flat, group.encoders, shards[0], last=True)
+            residuals = torch.split(held, [shards[rank].numel() for rank in encoded])
+        if self.sampling:
+            (first,) = how.codec.hops(1, group.encoders, exact=1)
+            how.probe = self._probe(first, direction)
+        return collectives.reduce_scatter(shards, how, residuals, cuts, async_op)
 
     def reduce_to_owners(
         self,
         tensor: Tensor,
         ranges: Sequence[OwnedRange],
         codec: Codec,
-        group: dist.ProcessGroup | None,
+        group: ProcessGroup | None,
         *,
         raw_nbytes: int,
         pieces: Sequence[Piece] | None = None,
     ) -> list[Tensor]:
         """The fp32 sums over ``group`` of the ranges of ``tensor`` that this rank owns."""
-        spot = self._spot(codec, group, "forward", tensor.device)
-        exact = self._take([tensor], None if pieces is None else [pieces], codec, group)
-        found, meter = reductions.reduce_to_owners(tensor, ranges, codec, spot, pieces)
-        if exact is not None:
-            exact.count(meter, self._reach(group).ring)
-            rank = dist.get_rank(group)
-            owned = [part for part in ranges if rank in part.ranks]
-            for part, total in zip(owned, found, strict=True):
-                exact.put(total, start=part.start)
-        self._record(meter, raw_nbytes, "forward", self._reach(group).ring)
-        return found
-
-    def all_gather(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        codec: Codec,
-        group: dist.ProcessGroup | None,
-        *,
-        raw_nbytes: int,
-        direction: Direction = "forward",
-        cuts: Sequence[int] = (),
-        async_op: bool = False,
-        relative_to: Tensor | None = None,
-    ) -> Handle:
-        """Gather the shards of all ranks into ``out``; every rank decodes the same bytes.
-
-        ``cuts``: see ``collectives.all_gather``. ``relative_to``: what the sampled error is stated
-        for, where ``shard`` is a part of it.
-        """
-        (only,) = codec.hops(1, 1, result=shard.dtype)
-        self.samples.take(shard, only, direction, cuts, relative_to)
-        levels, reach = self._levels(group), self._reach(group)
-        if levels is not None:
-            meter = self.meter(shard.device, frozenset(range(levels.nodes)))
-            handle = two_levels.all_gather(
-                shard, out, codec, levels, meter=meter, cuts=cuts, async_op=async_op
-            )
+        known, meter = self.group(group), self.meter(tensor.device)
+        exact = self._take([tensor], None if pieces is None else [pieces], codec, known)
+        if codec.low_rank is not None:
+            via, factors = Transfer(codec, known, meter), self._low_rank("forward")
+            sums = low_rank.reduce_to_owners(tensor, ranges, via, factors, pieces)
         else:
-            meter = self.meter(shard.device, reach.remote)
-            handle = collectives.all_gather(
-                shard, out, codec, group, meter=meter, cuts=cuts, async_op=async_op
-            )
-        return self._recorded(handle, meter, raw_nbytes, direction, reach.ring)
-
-    def all_to_all(
-        self,
-        out: Tensor,
-        values: Tensor,
-        codec: Codec,
-        group: dist.ProcessGroup | None,
-        *,
-        raw_nbytes: int,
-        out_splits: Sequence[int] | None = None,
-        in_splits: Sequence[int] | None = None,
-        direction: Direction = "forward",
-        async_op: bool = False,
-    ) -> Handle:
-        """Exchange parts of ``values`` between all ranks; splits in elements."""
-        self.samples.take(values, codec.hops(1, 1, result=values.dtype)[0], direction)
-        remote = self._reach(group).remote
-        meter = self.meter(values.device, remote)
-        handle = collectives.all_to_all(
-            out,
-            values,
-            codec,
-            group,
-            meter=meter,
-            out_splits=out_splits,
-            in_splits=in_splits,
-            async_op=async_op,
-        )
-        share = len(remote) / max(1, dist.get_world_size(group) - 1)
-        return self._recorded(handle, meter, raw_nbytes, direction, share)
-
-    def send(
-        self,
-        tensor: Tensor,
-        dst: int,
-        codec: Codec,
-        group: dist.ProcessGroup | None,
-        *,
-        raw_nbytes: int,
-        direction: Direction = "forward",
-    ) -> None:
-        """Send ``tensor`` (1-D, contiguous) to the global rank ``dst``; blocking."""
-        self.samples.take(tensor, codec.hops(1, 1, result=tensor.dtype)[0], direction)
-        meter = self.meter(tensor.device)
-        collectives.send(tensor, dst, codec, group, meter=meter)
-        nodes = self._channels.nodes
-        crosses = nodes is not None and nodes.of_rank[dst] != nodes.of_rank[dist.get_rank()]
-        meter.inter_nbytes = crosses * meter.wire_nbytes
-        self._record(meter, raw_nbytes, direction, float(crosses))
-
-    def recv(
-        self,
-        tensor: Tensor,
-        src: int,
-        codec: Codec,
-        group: dist.ProcessGroup | None,
-        *,
-        direction: Direction = "forward",
-    ) -> None:
-        """Receive into ``tensor`` (1-D, contiguous) from the global rank ``src``; blocking.
-
-        The sender counts the bytes; the receiver only adds its time.
-        """
-        meter = self.meter(tensor.device)
-        collectives.recv(tensor, src, codec, group, meter=meter)
-        self._channels.ledger.record_time((self.dimension, direction), meter)
-
-    def posts_once(self, codec: Codec, group: dist.ProcessGroup | None) -> bool:
-        """Whether the handle of an ``all_gather`` sends nothing in ``wait()``."""
-        return codec.fixed_size and self._levels(group) is None
+            hops = owner_hops(ranges, tensor.numel(), known)
+            cuts = self._cuts(codec, pieces, known)
+            left = self._residuals(pieces, known, tensor, hops)
+            probe = None
+            if self.sampling:
+                probe = self._probe(codec.hops(hops, known.encoders, exact=1)[0], "forward")
+            how = Reduction(codec, known, meter, cuts, *left, probe)
+            sums = collectives.reduce_to_owners(tensor, ranges, how)
+        if exact is not None:
+            exact.count(meter)
+            owned = [part for part in ranges if known.rank in part.ranks]
+            for part, total in zip(owned, sums, strict=True):
+                exact.put(total, start=part.start)
+        self._record(meter, raw_nbytes, "forward", known.ring)
+        return sums
 
     def _take(
         self,
         tensors: Sequence[Tensor],
         pieces: Sequence[Sequence[Piece]] | None,
         codec: Codec,
-        group: dist.ProcessGroup | None,
+        group: Group,
     ) -> Exact | None:
         """Take what has to be summed exactly out of a message; None where it is nothing."""
-        names = self._channels.common
+        names = self._state.common
         if pieces is None or codec.lossless or not names:
             return None
         stretches = stretches_of(pieces, names)
         return Exact(tensors, stretches, group) if stretches else None
 
+<<<<<<< HEAD
     def meter(self, device: torch.device, remote: frozenset[int] = frozenset()) -> Meter:
         """Of a message on ``device``; ``remote``: ranks of its group on other nodes."""
         return Meter(remote=remote, clock=self._channels.clock(device), where=self._where)
@@ -289,20 +237,45 @@ class Channel(Choice):
             clock=self._channels.clock(device),
             where=self._where,
         )
+=======
+    def _separates(self, codec: Codec) -> bool:
+        """Whether what is made of a parameter must not depend on its neighbours in the message."""
+        return codec.bounded or (bool(self._state.common) and not codec.lossless)
 
-    def _levels(self, group: dist.ProcessGroup | None) -> Levels | None:
-        nodes = self._channels.nodes
-        return nodes.levels(group) if nodes is not None and self.dimension in TWO_LEVELS else None
+    def _cuts(self, codec: Codec, pieces: Sequence[Piece] | None, group: Group) -> Sequence[int]:
+        """Where ``codec`` may not reach across, in what this rank encodes."""
+        if pieces is None or not self._separates(codec):
+            return ()
+        return borders(_encoded(pieces, group))
+>>>>>>> main
 
-    def _reach(self, group: dist.ProcessGroup | None) -> Reach:
-        nodes = self._channels.nodes
-        return nodes.reach(group) if nodes is not None else NOWHERE
+    def _residuals(
+        self, pieces: Sequence[Piece] | None, group: Group, like: Tensor, hops: int
+    ) -> Residuals:
+        """Those of the sender and, of two hops, of the owner; None without error feedback."""
+        if pieces is None or not self.error_feedback:
+            return None, None
+        held, ranks, own = self._state.residuals, group.encoders, _encoded(pieces, group)
+        sender = held.get("sender", own, ranks, like, last=hops == 1)
+        if hops == 1:
+            return sender, None
+        chunk = cut(own, *chunk_ranges(sender.numel(), ranks)[group.index])
+        return sender, held.get("owner", chunk, ranks, like)
 
-    def _record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
-        self._channels.ledger.record((self.dimension, direction), raw_nbytes, meter, inter)
+    def _probe(self, first: Codec, direction: Direction) -> Probe:
+        """Samples what the first quantization, with the codec ``first``, leaves out."""
 
-    def _recorded(
-        self, handle: H, meter: Meter, raw_nbytes: int, direction: Direction, inter: float
-    ) -> H:
-        handle.then(lambda: self._record(meter, raw_nbytes, direction, inter))
-        return handle
+        def probe(values: Tensor, cuts: Sequence[int], residual: Tensor | None) -> None:
+            self.sample(values, first, direction, cuts, residual=residual)
+
+        return probe
+
+    def _low_rank(self, direction: Direction) -> Factored:
+        measure = partial(self._samples.factors, direction) if self.sampling else None
+        return Factored(self._state.residuals, self._state.factors, measure)
+
+
+def _encoded(pieces: Sequence[Piece], group: Group) -> Sequence[Piece]:
+    """What this rank encodes of a message that consists of ``pieces``."""
+    numel = sum(piece.numel for piece in pieces)
+    return cut(pieces, *chunk_ranges(numel, group.width)[group.local])

@@ -6,41 +6,50 @@ step, and what the ranks have agreed on, such as a measured link or a guard that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from hybridcomp.channels.engine_state import EngineState
+from hybridcomp.channels.error_samples import Samples
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Group, Meter
+from hybridcomp.collectives.wire import HOST
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import DIRECTIONS, ONE_WAY, Dimension, Direction, Traffic
+from hybridcomp.topology import Nodes
 
-if TYPE_CHECKING:
-    from hybridcomp.channels.engine_channels import Channels
+#: dimensions whose groups are seen as nodes times local ranks
+TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
 
 
 class Choice:
-    """One dimension of one engine, as far as its codecs go."""
+    """One dimension of one engine, as far as codecs, groups and observers of its messages go."""
 
-    def __init__(self, dimension: Dimension, channels: Channels) -> None:
+    def __init__(self, dimension: Dimension, state: EngineState) -> None:
         self.dimension = dimension
-        self._channels = channels
-        self.error_feedback = channels.config.error_feedback(dimension)
+        self._state = state
+        self.error_feedback = state.config.error_feedback(dimension)
         self.is_suspended = False
+        self._samples = Samples(dimension, state)
+        self._groups: dict[ProcessGroup | None, Group] = {}
+        self._placed: Nodes | None = None  # the nodes that ``_groups`` know
 
     @property
     def active(self) -> bool:
         """Whether any direction of this dimension has a codec."""
-        codecs = self._channels.policy.codecs
+        codecs = self._state.policy.codecs
         return any(codecs.get((self.dimension, way)) is not None for way in DIRECTIONS)
 
     def codec(
         self,
         numel: int,
         dtype: torch.dtype,
-        group: dist.ProcessGroup | None,
+        group: ProcessGroup | None,
         direction: Direction = "forward",
         hop: tuple[int, int] | None = None,
     ) -> Codec | None:
@@ -49,16 +58,16 @@ class Choice:
         Depends on nothing that differs between the ranks of ``group``, or of ``hop``: the global
         ranks of sender and receiver, where the message has only those two.
         """
-        codec = self._choose(numel, dtype, dist.get_world_size(group), direction)
-        if codec is not None and self.dimension in self._channels.seen.waiting:
-            self._channels.seen.note(self.dimension, codec, numel, dtype, group, direction, hop)
+        codec = self._choose(numel, dtype, self.group(group).size, direction)
+        if codec is not None and self.dimension in self._state.seen.counts:
+            self._state.seen.note(self.dimension, codec, numel, dtype, group, direction, hop)
             return None
         return codec
 
     def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
         """The codec of a copy between this rank's device and its host, None for native."""
-        start = self._channels.policy.start_step
-        if not self._channels.host.pace.encodes(direction, self._channels.step, start):
+        start = self._state.policy.start_step
+        if not self._state.pace.encodes(direction, self._state.step, start):
             return None
         return self._choose(numel, dtype, 2, direction)  # two ends
 
@@ -67,8 +76,8 @@ class Choice:
     ) -> Codec | None:
         if self.is_suspended:
             return None
-        step, guard = self._channels.step, self._channels.guard
-        codec = self._channels.policy.choose(
+        step, guard, link = self._state.step, self._state.guard, self._state.link
+        codec = self._state.policy.choose(
             Traffic(
                 dimension=self.dimension,
                 direction=direction,
@@ -80,8 +89,10 @@ class Choice:
         )
         if codec is None:
             return None
-        too_fast, flushes = self._too_fast(step), self._channels.link.flushes(self.dimension, step)
-        if guard.native(self.dimension, step):
+        too_fast, flushes = self._too_fast(step), False
+        if link.verdicts:
+            flushes = link.flushes(self.dimension, step)
+        if guard.trips and guard.native(self.dimension, step):
             return guard.flush(self.dimension, step) if self.error_feedback else None
         if too_fast:
             return guard.lossless if self.error_feedback and flushes else None
@@ -90,23 +101,23 @@ class Choice:
     def _too_fast(self, step: int) -> bool:
         """Whether the link was found to be faster than the codec. Raises ConfigError where it
         should have been measured before the first message and was not."""
-        channels, name = self._channels, self.dimension
-        if not channels.is_weighed and name in ONE_WAY and name in channels.config.measured():
+        state, name = self._state, self.dimension
+        if not state.is_weighed and name in ONE_WAY and name in state.config.measured():
             todo = (
                 "nothing was measured, as this job makes its groups in a way of its own; write "
                 '"always"'
             )
             raise ConfigError(f"compression.{name}.when", "auto", todo)
-        return channels.link.native(name, step)
+        return bool(state.link.verdicts) and state.link.native(name, step)
 
     @property
     def pauses(self) -> bool:
         """Whether a message of this step that stays native comes between encoded ones."""
-        return self._channels.link.comparing(self._channels.step)
+        return self._state.link.comparing(self._state.step)
 
     def wants_pieces(self, codec: Codec) -> bool:
         """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""
-        common = bool(self._channels.common) and not codec.lossless
+        common = bool(self._state.common) and not codec.lossless
         return self.error_feedback or codec.bounded or common
 
     @contextmanager
@@ -117,3 +128,53 @@ class Choice:
             yield
         finally:
             self.is_suspended = False
+
+    def group(self, group: ProcessGroup | None) -> Group:
+        """What this dimension knows of a process group: rank, size, nodes, levels."""
+        nodes = self._state.nodes
+        if nodes is not self._placed:
+            self._groups.clear()
+            self._placed = nodes
+        key = dist.group.WORLD if group is None else group
+        found = self._groups.get(key)
+        if found is None:
+            if nodes is None:
+                found = Group.of(group)
+            else:
+                found = nodes.group(group, two_levels=self.dimension in TWO_LEVELS)
+            self._groups[key] = found
+        return found
+
+    @property
+    def sampling(self) -> bool:
+        """Whether messages of this step have their error measured."""
+        every = self._state.config.ledger.sample_every
+        if not every or self._state.step % every:
+            return False
+        return not self._state.link.comparing(self._state.step)  # it would be in what is timed
+
+    def sample(
+        self,
+        values: Tensor,
+        codec: Codec,
+        direction: Direction,
+        cuts: Sequence[int] = (),
+        relative_to: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Measure, in a sampling step, what one encoding of ``values`` leaves out (``Samples``)."""
+        if self.sampling:
+            self._samples.take(values, codec, direction, cuts, relative_to, residual)
+
+    def meter(self, device: torch.device) -> Meter:
+        """Of a message on ``device``."""
+        return Meter(clock=HOST if device.type == "cpu" else self._state.clock(device))
+
+    def native(self, raw_nbytes: int, direction: Direction = "forward") -> None:
+        """Write down a message that upstream sends itself; a group of one sends nothing."""
+        if raw_nbytes:
+            self._state.ledger.record_native((self.dimension, direction), raw_nbytes)
+
+    def _record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
+        """Write down an encoded message; ``inter``: the share of native's that crosses nodes."""
+        self._state.ledger.record((self.dimension, direction), raw_nbytes, meter, inter)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.autotune.observed import Seen
 from hybridcomp.autotune.trials import (
     Place,
     Sent,
@@ -18,22 +17,20 @@ from hybridcomp.autotune.trials import (
     messages,
     reductions,
 )
-from hybridcomp.autotune.verdicts import WARM, Link, judge, judge_seen
-from hybridcomp.channels.channel import TWO_LEVELS, Channel
-from hybridcomp.channels.error_feedback import Residuals
+from hybridcomp.autotune.verdicts import WARM, judge, judge_seen
+from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.codec_choice import TWO_LEVELS
+from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for
 from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_copies import HostMoves
+from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
-from hybridcomp.channels.low_rank import Factors
 from hybridcomp.codecs import poll_payloads
 from hybridcomp.collectives import poll_headers
-from hybridcomp.collectives.wire.clock import HOST, SILENT, Clock
 from hybridcomp.config import CompressionConfig
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
-from hybridcomp.topology import Nodes, Ranks, discover
+from hybridcomp.topology import Ranks, discover
 
-#: attribute that an attached engine, its optimizer and its parameters carry
-ATTRIBUTE = "_hybridcomp_channels"
 #: of parameters that do not exist yet: no fewer than any trial is made of
 UNKNOWN = 1 << 62
 #: attribute of a parameter: its dotted name, unique in the job
@@ -46,34 +43,27 @@ def channels_of(obj: Any) -> Channels | None:
     return found
 
 
-class Channels:
+class Channels(EngineState):
     """All dimensions of one engine, with the state that they share."""
 
     def __init__(self, config: CompressionConfig) -> None:
-        self.config = config
-        self.policy = config.policy()
-        self.step = 0  # optimizer steps taken
-        codecs = {key: codec.spec for key, codec in self.policy.codecs.items() if codec}
-        self.ledger = Ledger(codecs=codecs)
-        self.residuals = Residuals()
-        self.guard = Guard(config.limits())
-        self.factors = Factors()
-        self.link = Link()  # with ``when: auto``
-        self.is_weighed = False  # whether what is known before the first step was measured
-        self._feedback_nbytes = 0  # that error feedback would take at most; 0: not known
-        self.seen = Seen(name for name in config.measured() if name not in ONE_WAY)
-        self.nodes: Nodes | None = None  # with hierarchy, once the groups of the job are known
-        #: names of small parameters that tensor-parallel ranks have in common; see ``common``
-        self.common: frozenset[str] = frozenset()
-        self.generation = 0  # of the references that parameter deltas are added to
-        self._by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
-        self.host = HostMoves(self)  # of dimension offload
+        policy = config.policy()
+        super().__init__(
+            config=config,
+            policy=policy,
+            ledger=Ledger(codecs=specs_of(policy)),
+            guard=Guard(config.limits()),
+            seen=waiting_for(config),
+            pace=Pace.of(config, policy),
+        )
+        self.by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
+        self.host = HostMoves(self, self.by_dimension["offload"])
 
     def __getitem__(self, dimension: Dimension) -> Channel:
-        return self._by_dimension[dimension]
+        return self.by_dimension[dimension]
 
     def __iter__(self) -> Iterator[Channel]:
-        return iter(self._by_dimension.values())
+        return iter(self.by_dimension.values())
 
     def lossy(self, dimension: Dimension) -> bool:
         """Whether forward messages of this step change values: not on a fast link."""
@@ -113,11 +103,10 @@ class Channels:
         names = [name for name in self.config.measured() if name in ONE_WAY]
         if not names or dist.get_world_size(group) < 2:
             return []
-        levels = self.nodes.levels(group) if self.nodes is not None else None
-        place = Place(group, levels, dtype, device)
+        place = Place(self["dp"].group(group), dtype, device)
         common = torch.tensor(numel, device=device)
         dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
-        self._feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32
+        self.feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32
         for name in names:
             known = (sent or {}).get(name)
             whole = agree_on(known, group, device)
@@ -167,14 +156,14 @@ class Channels:
         """
         if not self.link.verdicts or self.step < self.config.start_step + WARM:
             return []
-        if self.host.pace.is_measuring:
+        if self.pace.is_measuring:
             return []  # steps of this time differ in what offload does
         without, told = set(self.guard.trips), []
         allocates = self.link.begins("dp") and self.link.native("dp", self.step)
         allocates = allocates and self.config.error_feedback("dp")
-        if allocates and not has_room(self._feedback_nbytes, device):
+        if allocates and not has_room(self.feedback_nbytes, device):
             without.add("dp")
-            needed = f"{self._feedback_nbytes / 1e9:.3g} GB for error feedback"
+            needed = f"{self.feedback_nbytes / 1e9:.3g} GB for error feedback"
             told.append(f"dp: stays native: to compare steps, {needed} would be needed")
         told += self.link.compare(self.step, without, device)
         self._note_link()
@@ -235,26 +224,6 @@ class Channels:
         self.generation += 1
 
     @property
-    def timing(self) -> bool:
-        """Whether the device's time is taken in this step.
-
-        Half-way between two samples of the error: their extra encodings are no part of it, and
-        neither is the first step, which loads kernels.
-        """
-        every = self.config.ledger.sample_every
-        return every > 0 and self.step % every == every // 2
-
-    def clock(self, device: torch.device) -> Clock:
-        """What times a message on ``device`` in this step."""
-        if device.type != "cuda":
-            return HOST
-        if not self.timing or torch.cuda.is_current_stream_capturing():
-            return SILENT
-        return self.ledger.device_clock(device)
-
-    @property
     def sampling(self) -> bool:
         """Whether messages of this step have their error measured."""
-        every = self.config.ledger.sample_every
-        due = every > 0 and self.step % every == 0
-        return due and not self.link.comparing(self.step)  # it would be in the time that counts
+        return self.by_dimension["dp"].sampling

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs import Radix
+from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire.chunks import stretches
+from hybridcomp.collectives.wire import stretches
 from hybridcomp.policy import Dimension, Direction
-
-if TYPE_CHECKING:
-    from hybridcomp.channels.engine_channels import Channels
 
 #: elements of a message that the sampled error looks at
 SAMPLE_NUMEL = 65536
@@ -24,9 +20,9 @@ SAMPLE_NUMEL = 65536
 class Samples:
     """The samples of one dimension of one engine, on their way to the ledger and the guard."""
 
-    def __init__(self, dimension: Dimension, channels: Channels) -> None:
+    def __init__(self, dimension: Dimension, state: EngineState) -> None:
         self._dimension = dimension
-        self._channels = channels
+        self._state = state
 
     def take(
         self,
@@ -37,13 +33,14 @@ class Samples:
         relative_to: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        """Measure the error of one encoding of the head of ``values`` on sampling steps.
+        """Measure the error of one encoding of the head of ``values``.
 
-        ``codec``: the one of the first quantization, ``cuts``: where it may not reach across. Of
-        radix every sampled value is held against its bound. ``relative_to``: what the error is
-        relative to, None for ``values``; ``residual``: what error feedback holds for them.
+        ``codec``: the one of the first quantization, ``cuts``: where it may not reach across.
+        Every sampled value is held against the bound of a codec that has one. ``relative_to``: what
+        the error is relative to, None for ``values``; ``residual``: what error feedback holds for
+        them.
         """
-        if codec.lossless or not self._channels.sampling or not values.numel():
+        if codec.lossless or not values.numel():
             return
         found = encode_once(values, codec, cuts, relative_to, residual)
         self._write(direction, *found)
@@ -64,8 +61,8 @@ class Samples:
             return  # an overflow step tells nothing
         error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite
         key = (self._dimension, direction)
-        self._channels.ledger.record_error(key, error_sq, value_sq, outside)
-        self._channels.guard.sample(key, error_sq, value_sq, held)
+        self._state.ledger.record_error(key, error_sq, value_sq, outside)
+        self._state.guard.sample(key, error_sq, value_sq, held)
 
 
 def encode_once(
@@ -92,22 +89,10 @@ def encode_once(
     for low, high in stretches(0, head.numel(), cuts):
         used = codec.encode(head[low:high], payload)
         codec.decode(payload[:used], decoded[low:high])
-        if isinstance(codec, Radix):
-            outside += beyond(codec, exact[low:high], decoded[low:high])
+        outside += codec.beyond(exact[low:high], decoded[low:high])
     whole = exact if relative_to is None else relative_to.detach().reshape(-1)[:SAMPLE_NUMEL]
     held = 0.0 if residual is None else _square(residual[: head.numel()])
     return _square(decoded - exact), _square(whole), held, outside
-
-
-def beyond(codec: Radix, values: Tensor, decoded: Tensor) -> int:
-    """How many of the fp32 ``values`` are further from ``decoded`` than their segment allows."""
-    error = (decoded.double() - values.double()).abs()
-    if codec.mode == "abs":
-        return int((error > codec.error_bound).sum())
-    pad = -values.numel() % codec.segment
-    rows = torch.nn.functional.pad(values.double().abs(), (0, pad)).view(-1, codec.segment)
-    limits = rows.amax(1).repeat_interleave(codec.segment)[: values.numel()] * codec.error_bound
-    return int((error > limits).sum())
 
 
 def _square(values: Tensor) -> float:

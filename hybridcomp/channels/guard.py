@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.codecs import make_codec
-from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction, Limits
 
 Key = tuple[Dimension, Direction]
@@ -52,7 +51,6 @@ class Guard:
         self._limits = {name: found for name, found in limits.items() if found.any}
         self.trips: dict[Dimension, Trip] = {}
         self._samples = torch.zeros(len(KEYS), 3, dtype=torch.float64)
-        self._flush: Codec | None = None
 
     @property
     def watching(self) -> bool:
@@ -93,9 +91,7 @@ class Guard:
     @property
     def lossless(self) -> Codec:
         """What takes residuals along, with nothing left out."""
-        if self._flush is None:
-            self._flush = make_codec("expcode")
-        return self._flush
+        return LOSSLESS
 
     def flushed(self, dimension: Dimension, step: int) -> bool:
         """Whether no message will take residuals of ``dimension`` any more."""

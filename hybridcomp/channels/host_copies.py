@@ -18,12 +18,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from hybridcomp.channels.codec_choice import Choice
+from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.channels.error_samples import SAMPLE_NUMEL
 from hybridcomp.channels.host_landing import (
     CHUNK_NUMEL,
@@ -35,12 +37,8 @@ from hybridcomp.channels.host_landing import (
 )
 from hybridcomp.channels.host_pace import Pace
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire.buffers import POOL
-from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives.wire import POOL, Meter
 from hybridcomp.policy import Direction
-
-if TYPE_CHECKING:
-    from hybridcomp.channels.engine_channels import Channels
 
 #: payloads that may be on their way to the device
 UPLOADS = 4
@@ -73,12 +71,18 @@ class HostMoves:
 
     _all: ClassVar[WeakSet[HostMoves]] = WeakSet()
 
-    def __init__(self, channels: Channels) -> None:
-        self._channels = channels
+    def __init__(self, state: EngineState, channel: Choice) -> None:
+        """``channel``: dimension ``offload`` of the engine whose state that is."""
+        self._state = state
+        self._channel = channel
         self._landing = Landing()
         self._uploads: deque[tuple[Any, Tensor]] = deque()  # events, and what they are copied from
-        self.pace = Pace.of(channels.config, channels.policy)
         self._all.add(self)
+
+    @property
+    def pace(self) -> Pace:
+        """Whether copies are encoded in a step, ``"when": "auto"``."""
+        return self._state.pace
 
     def to_host(
         self,
@@ -138,7 +142,7 @@ class HostMoves:
     def _ship(self, values: Tensor, codec: Codec, raw_nbytes: int, size: int) -> list[Payload]:
         values = values.detach()
         (only,) = codec.hops(1, 1, result=values.dtype)
-        self._channels["offload"].samples.take(values, only, "backward")
+        self._channel.sample(values, only, "backward")
         meter = Meter()
         meter.use(only.spec)
         parts = torch.split(values, size) if values.numel() else ()
@@ -153,9 +157,9 @@ class HostMoves:
 
     def note(self) -> None:
         """Have the ledger show a dimension that was found to be faster natively."""
-        since = self._channels.ledger.native_since
-        if self.pace.is_native:
-            since.setdefault("offload", self.pace.verdict_step)
+        since = self._state.ledger.native_since
+        if self._state.pace.is_native:
+            since.setdefault("offload", self._state.pace.verdict_step)
 
     def when_complete(self, call: Callable[[], None], *, on: torch.device) -> None:
         """Call when everything that was copied to the host before is there."""
@@ -176,7 +180,7 @@ class HostMoves:
 
     @property
     def _entry(self) -> Any:
-        return self._channels.ledger.interval["offload", "backward"]
+        return self._state.ledger.interval["offload", "backward"]
 
     def finish(self) -> None:
         """Wait until everything that was copied to the host is there.
@@ -205,7 +209,7 @@ class HostMoves:
         """
         values, out = values.detach(), out.detach()
         (only,) = codec.hops(1, 1, result=out.dtype)
-        self._channels["offload"].samples.take(values[:SAMPLE_NUMEL].to(out.dtype), only, "forward")
+        self._channel.sample(values[:SAMPLE_NUMEL].to(out.dtype), only, "forward")
         meter = Meter()
         meter.use(only.spec)
         for part, place in _chunks(values, out):
@@ -238,7 +242,7 @@ class HostMoves:
         return used
 
     def _record(self, meter: Meter, raw_nbytes: int, direction: Direction) -> None:
-        self._channels.ledger.record(("offload", direction), raw_nbytes, meter)
+        self._state.ledger.record(("offload", direction), raw_nbytes, meter)
 
 
 def square_of(values: Tensor) -> Tensor:

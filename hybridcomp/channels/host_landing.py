@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire.buffers import POOL
-from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives.wire import POOL, Meter
 
 #: elements of one payload that will be added to others: a multiple of every codec's block and
 #: segment, and with 8 bits a little less than the 4 MiB that pinned memory comes in. In fp32 1.3 MB

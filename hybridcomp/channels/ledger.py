@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from hybridcomp.collectives.wire.clock import DeviceClock
-from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives import Meter
+from hybridcomp.collectives.wire.device_clock import DeviceClock
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension, Direction
 
 Key = tuple[Dimension, Direction]

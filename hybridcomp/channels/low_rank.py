@@ -13,15 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels.error_feedback import Piece, Residuals
-from hybridcomp.codecs import PowerSgd
-from hybridcomp.collectives import Handle, Meter, OwnedRange, ReduceScatterHandle
-from hybridcomp.collectives.low_rank import Matrix, Measure, low_rank_sum
-from hybridcomp.collectives.wire.clock import HOST, Clock
-from hybridcomp.collectives.wire.handle import Pending, Steps
+from hybridcomp.codecs.low_rank import LowRank
+from hybridcomp.collectives import Handle, OwnedRange, ReduceScatterHandle, Reduction, Transfer
+from hybridcomp.collectives.low_rank import Factoring, Matrix, Measure, low_rank_sum
+from hybridcomp.collectives.wire import Pending, Steps
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Factors:
         if len(shape) >= 2:
             self.shapes[name] = (shape[0], math.prod(shape[1:]))
 
-    def matrices(self, pieces: Sequence[Piece], codec: PowerSgd) -> list[Matrix]:
+    def matrices(self, pieces: Sequence[Piece], low_rank: LowRank) -> list[Matrix]:
         """The matrices in the flat tensor that ``pieces`` cover, as far as factors are smaller.
 
         Of a parameter that was cut the whole rows are one; what is left of others is in none.
@@ -49,7 +47,7 @@ class Factors:
             if columns:
                 low = -(-piece.offset // columns)
                 rows = (piece.offset + piece.numel) // columns - low
-                if rows > 0 and codec.worthwhile(rows, columns):
+                if rows > 0 and low_rank.worthwhile(rows, columns):
                     start = position + low * columns - piece.offset
                     found.append(Matrix(f"{piece.name}[{low}:{low + rows}]", start, rows, columns))
             position += piece.numel
@@ -65,93 +63,108 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a low-rank reduction takes place, and with what."""
+class Factored:
+    """What the low-rank sums of one engine begin with, and who is told of them.
 
-    group: dist.ProcessGroup | None
-    remote: frozenset[int]  # group ranks on other nodes
+    ``measure``: None where this step takes no sample.
+    """
+
     residuals: Residuals
     factors: Factors
     measure: Measure | None = None
+<<<<<<< HEAD
     clock: Clock = HOST
     where: str = ""  # as of ``sums.Spot``
 
     def meter(self) -> Meter:
         """Of a message."""
         return Meter(remote=self.remote, clock=self.clock, where=self.where)
+=======
+>>>>>>> main
 
     def sum(
         self,
         values: Tensor,
-        codec: PowerSgd,
+        via: Transfer,
         pieces: Sequence[Piece] | None,
-        meter: Meter,
         needed: Sequence[tuple[int, int]] | None = None,
     ) -> Steps[Tensor]:
         """``low_rank_sum`` of what ``pieces`` cover; exact where they are not known."""
-        known = pieces or [Piece("", 0, values.numel())]
-        world_size = dist.get_world_size(self.group)
-        meter.use(codec.spec)
+        kind, known = via.codec.low_rank, pieces or [Piece("", 0, values.numel())]
+        assert kind is not None, "a codec that is not of low rank"
+        via.meter.use(kind.spec)
+        residual = self.residuals.get("sender", known, via.group.size, values, last=True)
+        matrices = self.factors.matrices(known, kind)
         return low_rank_sum(
             values,
-            self.factors.matrices(known, codec),
-            codec.rank,
-            self.group,
-            meter=meter,
-            residual=self.residuals.get("sender", known, world_size, values, last=True),
-            warm=self.factors.warm,
-            needed=needed,
-            measure=self.measure,
+            Factoring(matrices, kind.rank, self.factors.warm, needed, self.measure),
+            Reduction(via.codec, via.group, via.meter, residual=residual),
         )
 
 
 def all_reduce(
-    tensor: Tensor, codec: PowerSgd, place: Place, pieces: Sequence[Piece] | None, async_op: bool
-) -> tuple[Handle, Meter]:
+    tensor: Tensor,
+    via: Transfer,
+    factored: Factored,
+    pieces: Sequence[Piece] | None,
+    async_op: bool,
+) -> Handle:
     """Sum ``tensor`` (1-D, contiguous) in place."""
+<<<<<<< HEAD
     meter = place.meter()
+=======
+>>>>>>> main
 
     def steps() -> Steps[None]:
-        tensor.copy_((yield from place.sum(tensor, codec, pieces, meter)))
+        tensor.copy_((yield from factored.sum(tensor, via, pieces)))
 
-    return Handle(steps(), meter, async_op), meter
+    return Handle(steps(), via.meter, async_op)
 
 
 def reduce_scatter(
     shards: Sequence[Tensor],
-    codec: PowerSgd,
-    place: Place,
+    via: Transfer,
+    factored: Factored,
     pieces: Sequence[Sequence[Piece]] | None,
     async_op: bool,
-) -> tuple[ReduceScatterHandle, Meter]:
+) -> ReduceScatterHandle:
     """The sum of the shard of this rank; matrices may reach over several shards."""
+<<<<<<< HEAD
     meter = place.meter()
+=======
+>>>>>>> main
     flat = None if pieces is None else [piece for shard in pieces for piece in shard]
-    rank = dist.get_rank(place.group)
+    rank = via.group.rank
     start = sum(shard.numel() for shard in shards[:rank])
     stop = start + shards[rank].numel()
 
     def steps() -> Steps[Tensor]:
         values = torch.cat(list(shards))
-        total = yield from place.sum(values, codec, flat, meter, [(start, stop)])
+        total = yield from factored.sum(values, via, flat, [(start, stop)])
         return total[start:stop].clone()
 
-    return ReduceScatterHandle(steps(), meter, async_op), meter
+    return ReduceScatterHandle(steps(), via.meter, async_op)
 
 
 def reduce_to_owners(
     tensor: Tensor,
     ranges: Sequence[OwnedRange],
-    codec: PowerSgd,
-    place: Place,
+    via: Transfer,
+    factored: Factored,
     pieces: Sequence[Piece] | None,
-) -> tuple[list[Tensor], Meter]:
+) -> list[Tensor]:
     """The sums of the ranges that this rank owns: all ranks get the factors, owners multiply."""
+<<<<<<< HEAD
     meter = place.meter()
     rank = dist.get_rank(place.group)
     own = [(part.start, part.stop) for part in ranges if rank in part.ranks]
     total = Pending(place.sum(tensor, codec, pieces, meter, own), meter, False).wait()
     return [total[start:stop] for start, stop in own], meter
+=======
+    own = [(part.start, part.stop) for part in ranges if via.group.rank in part.ranks]
+    total = Pending(factored.sum(tensor, via, pieces, own), via.meter, False).wait()
+    return [total[start:stop] for start, stop in own]
+>>>>>>> main
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:

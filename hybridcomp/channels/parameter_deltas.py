@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channel
+from hybridcomp.channels.channel import Channel
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
-from hybridcomp.collectives.wire.buffers import POOL
+from hybridcomp.collectives.wire import POOL
 from hybridcomp.log import say
 
 #: attribute of a buffer that is gathered by deltas: its Reference

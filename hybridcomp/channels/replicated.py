@@ -6,7 +6,7 @@ bucket lie pieces of cut parameters, other ones on every rank: the copies would 
 (measured: norms of two tensor ranks differ after three steps at 4 bits). So their gradients, about
 a thousandth of all, leave the message, are summed natively beside it, and zeros take their place.
 Matrices that are not cut (AutoTP's embeddings) are too large for that: where there are common
-parameters every parameter is encoded by itself (``sums.Spot.apart``), and equal values come out
+parameters every parameter is encoded by itself (``Channel._separates``), and equal values come out
 equal.
 """
 
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.native_nbytes import all_reduce_nbytes
-from hybridcomp.collectives.wire.meter import Meter
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Exact:
         self,
         tensors: Sequence[Tensor],
         stretches: Sequence[Stretch],
-        group: dist.ProcessGroup | None,
+        group: Group,
     ) -> None:
         self._stretches = stretches
         parts = [tensors[s.index][s.low : s.high] for s in stretches]
@@ -64,14 +64,12 @@ class Exact:
         for part in parts:
             part.zero_()
         self._group = group
-        self._work = dist.all_reduce(self._sums, group=group, async_op=True)
+        self._work = dist.all_reduce(self._sums, group=group.process_group, async_op=True)
 
-    def count(self, meter: Meter, inter: float) -> None:
-        """Write down what was sent; ``inter``: the share of it that crosses nodes."""
-        world_size = dist.get_world_size(self._group)
-        nbytes = all_reduce_nbytes(self._sums.numel(), torch.float32, world_size)
-        meter.sent(nbytes)
-        meter.inter_nbytes += int(nbytes * inter)
+    def count(self, meter: Meter) -> None:
+        """Write down what was sent."""
+        nbytes = all_reduce_nbytes(self._sums.numel(), torch.float32, self._group.size)
+        meter.sent(nbytes, int(nbytes * self._group.ring))
 
     def put(self, out: Tensor, index: int = 0, start: int = 0) -> None:
         """Write the sums into ``out``, elements from ``start`` on of tensor ``index``."""

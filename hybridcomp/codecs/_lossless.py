@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs._checks import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.codecs._variable import VariableCodec
+from hybridcomp.codecs.base import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES
 
@@ -18,6 +19,7 @@ class LosslessCodec(VariableCodec):
     """Runs a pair of kernels; what they compute is up to the subclass."""
 
     lossless = True
+    about: ClassVar[str] = "lossless, variable size"
 
     @abstractmethod
     def _kernels(self, device: torch.device) -> tuple[Callable[..., int], Callable[..., None]]:

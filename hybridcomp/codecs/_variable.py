@@ -6,8 +6,7 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from hybridcomp.codecs._checks import check_size
-from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.base import Codec, check_size
 from hybridcomp.kernels import kernels_of, stores_sizes
 
 

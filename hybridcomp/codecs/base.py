@@ -7,11 +7,19 @@ collective owns the wire buffers, so that one buffer holds the payloads for all 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+from hybridcomp.codecs.capabilities import Capabilities
+from hybridcomp.codecs.launches import Each, Fused
+from hybridcomp.errors import CodecError
+from hybridcomp.kernels import DTYPE_CODES, FixedDecode, FixedEncode
+
+__all__ = [
+    "PAYLOAD_ALIGN", "VALUE_DTYPES", "Codec", "Each", "FixedCodec", "Fused", "align", "check_add",
+    "check_decode", "check_dtype", "check_encode", "check_payload", "check_size",
+]  # fmt: skip
 
 #: dtypes that a codec accepts as values; everything else travels native
 VALUE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,94 +28,21 @@ VALUE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.fl
 #: ``wire_nbytes`` is a multiple of it, so that kernels may use aligned vector loads
 PAYLOAD_ALIGN = 16
 
+#: values of the message that ratios are stated for: 4 MiB of fp32
+TYPICAL_NUMEL = 1 << 20
+
 
 def align(nbytes: int) -> int:
     """Round ``nbytes`` up to ``PAYLOAD_ALIGN``."""
     return -(-nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
 
 
-class Fused(Protocol):
-    """Kernels that take all chunks of a reduction at once; payloads are those of the codec.
-
-    Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``; the payloads of the chunks, without
-    that of ``skip``, follow each other ``slot`` bytes apart, the size of a whole chunk's.
-    """
-
-    def encode(
-        self,
-        values: Tensor,
-        chunk: int,
-        slot: int,
-        skip: int,
-        out: Tensor,
-        residual: Tensor | None = None,
-    ) -> None:
-        """Every chunk but ``skip`` into ``out``.
-
-        With a ``residual`` (fp32, as long as ``values``) ``values + residual`` is sent, and outside
-        of ``skip`` the residual becomes what the encoding left out, 0 where that is not finite.
-        """
-
-    def reduce(
-        self,
-        payloads: Tensor,
-        own: Tensor,
-        ranks: int,
-        me: int,
-        out: Tensor,
-        residual: Tensor | None = None,
-        owner_residual: Tensor | None = None,
-    ) -> None:
-        """Encode the fp32 sum, in rank order, of ``own`` (exact) and the others' ``payloads``.
-
-        A 16-bit result that would overflow becomes Inf in the sum, as natively. ``residual`` (fp32,
-        as long as ``own``) is added to ``own`` and becomes 0. ``owner_residual`` is what the sum
-        begins with; it becomes what decoding to the dtype of ``own`` leaves out.
-        """
-
-    def sum(
-        self,
-        payloads: Tensor,
-        own: Tensor,
-        ranks: int,
-        me: int,
-        out: Tensor,
-        residual: Tensor | None = None,
-    ) -> None:
-        """The fp32 sum, in rank order, into ``out``; ``own`` and ``residual`` as in ``reduce``."""
-
-    def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:
-        """All chunks into ``out``."""
-
-
-class Each(Protocol):
-    """Kernels that take several tensors of one dtype in one launch; payloads are the codec's.
-
-    Arguments are as ``encode`` and ``decode`` of a codec want them, and are not checked again.
-    """
-
-    def encode(
-        self,
-        values: Sequence[Tensor],
-        out: Sequence[Tensor],
-        residuals: Sequence[Tensor] | None = None,
-    ) -> None:
-        """Each of ``values`` into its ``out``.
-
-        With ``residuals`` (fp32) ``values + residual`` is sent, and the residual becomes what the
-        encoding left out, 0 where that is not finite.
-        """
-
-    def decode(
-        self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
-    ) -> None:
-        """Each of ``payloads`` into its ``out``; ``add``: onto what is there, in fp32."""
-
-
-class Codec(ABC):
+class Codec(Capabilities, ABC):
     """One codec with its settings fixed. Instances are immutable and may be shared.
 
-    Contracts that every codec keeps (DESIGN section 3):
+    What it can do stands in ``Capabilities``; here is what it does.
+
+    Contracts that every codec keeps (``codecs/testing.py`` checks them):
 
     * bytes depend on the values only: same values, same bytes, on every device and thread count;
     * a NaN or Inf that is encoded decodes to a non-finite value at the same element, or at
@@ -118,20 +53,6 @@ class Codec(ABC):
       are equal. Payloads, and what a lossless codec decodes, have the bits of NaNs as well;
     * ``numel == 0`` is legal and costs 0 bytes.
     """
-
-    #: name in the block
-    name: ClassVar[str]
-    #: decoding (without adding) gives back exactly the encoded values, bits of NaNs included
-    lossless: bool
-    #: ``encode`` always writes ``wire_nbytes`` bytes, so no size has to be exchanged
-    fixed_size: bool
-    #: ``element_bound`` takes the absmax of aligned stretches of this many values
-    span: ClassVar[int] = 1
-    #: codecs of variable size: aligned stretches of this many values decode to the same wherever a
-    #: message is cut between them
-    segment: int = 1
-    #: limits the error of whole collectives, whose messages are then cut at parameters' borders
-    bounded: ClassVar[bool] = False
 
     @abstractmethod
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -225,6 +146,21 @@ class Codec(ABC):
     def spec(self) -> str:
         """Name and settings, for example ``blockint(bits=4)``; equal specs mean equal bytes."""
 
+    def bits_per_value(self, dtype: torch.dtype) -> float:
+        """Bits a value in a typical message of ``dtype``; the worst case when the size varies."""
+        return self.wire_nbytes(TYPICAL_NUMEL, dtype) * 8 / TYPICAL_NUMEL
+
+    def figures(self, *, summed: bool) -> str:
+        """What it costs, for the line at start-up; ``summed``: messages are sums."""
+        if not self.fixed_size:
+            lossless = ", lossless" if self.lossless else ""
+            return f"{self.spec}{lossless}, size varies with the values"
+        wide, narrow = self.bits_per_value(torch.float32), self.bits_per_value(torch.bfloat16)
+        return (
+            f"{self.spec}, {wide:.4g} bits a value: {32 / wide:.3g}x less than fp32, "
+            f"{16 / narrow:.3g}x less than bf16"
+        )
+
     def __repr__(self) -> str:
         return self.spec
 
@@ -233,3 +169,117 @@ class Codec(ABC):
 
     def __hash__(self) -> int:
         return hash(self.spec)
+
+
+class FixedCodec(Codec):
+    """A lossy codec of fixed size whose kernels take one integer setting, up to the subclass."""
+
+    lossless = False
+    fixed_size = True
+
+    @abstractmethod
+    def _encode_kernel(self, device: torch.device) -> FixedEncode:
+        """The kernel that writes payloads. Raises CodecError if the device has none."""
+
+    @abstractmethod
+    def _decode_kernel(self, device: torch.device) -> FixedDecode:
+        """The kernel that reads payloads. Raises CodecError if the device has none."""
+
+    @property
+    @abstractmethod
+    def _setting(self) -> int:
+        """What the kernels take as their setting."""
+
+    def encode(self, values: Tensor, out: Tensor) -> int:
+        nbytes = self.wire_nbytes(values.numel(), values.dtype)
+        check_encode(self.spec, values, out, nbytes)
+        self._encode_kernel(values.device)(
+            self._setting,
+            DTYPE_CODES[values.dtype],
+            values.data_ptr(),
+            values.numel(),
+            out.data_ptr(),
+            nbytes,
+            torch.get_num_threads(),
+        )
+        return nbytes
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        self._decode(payload, out, add=False)
+
+    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+        check_add(self.spec, out, dtype)
+        self._decode(payload, out, add=True)
+
+    def _decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
+        nbytes = self.wire_nbytes(out.numel(), out.dtype)
+        check_decode(self.spec, payload, out, nbytes)
+        self._decode_kernel(out.device)(
+            self._setting,
+            DTYPE_CODES[out.dtype],
+            payload.data_ptr(),
+            nbytes,
+            out.data_ptr(),
+            out.numel(),
+            add,
+            torch.get_num_threads(),
+        )
+
+
+def check_dtype(spec: str, dtype: torch.dtype) -> None:
+    """Raise CodecError unless ``dtype`` is one that codecs accept as values."""
+    if dtype not in VALUE_DTYPES:
+        raise CodecError(f"{spec}: dtype {dtype} cannot be encoded; expected one of {VALUE_DTYPES}")
+
+
+def _check_flat(spec: str, what: str, tensor: Tensor) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise CodecError(
+            f"{spec}: {what} must be 1-D and contiguous, "
+            f"found shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
+
+
+def check_encode(spec: str, values: Tensor, out: Tensor, wire_nbytes: int) -> None:
+    """Raise CodecError unless ``values`` can be encoded into ``out``."""
+    check_dtype(spec, values.dtype)
+    _check_flat(spec, "values", values)
+    check_payload(spec, out, wire_nbytes, values.device, "out")
+
+
+def check_decode(spec: str, payload: Tensor, out: Tensor, wire_nbytes: int) -> None:
+    """Raise CodecError unless ``payload`` is long enough to decode into ``out``."""
+    check_dtype(spec, out.dtype)
+    _check_flat(spec, "out", out)
+    check_payload(spec, payload, wire_nbytes, out.device, "payload")
+
+
+def check_add(spec: str, out: Tensor, dtype: torch.dtype) -> None:
+    """Raise CodecError unless ``out`` can accumulate values that were encoded from ``dtype``."""
+    check_dtype(spec, dtype)
+    if out.dtype != torch.float32:
+        raise CodecError(f"{spec}: decode_add accumulates into float32, found {out.dtype}")
+
+
+def check_payload(
+    spec: str, payload: Tensor, wire_nbytes: int, device: torch.device, what: str = "payload"
+) -> None:
+    """Raise CodecError unless ``payload`` holds ``wire_nbytes`` bytes on ``device``."""
+    if payload.dtype != torch.uint8:
+        raise CodecError(f"{spec}: {what} must be uint8, found {payload.dtype}")
+    _check_flat(spec, what, payload)
+    if payload.device != device:
+        raise CodecError(f"{spec}: {what} is on {payload.device}, the values are on {device}")
+    if payload.numel() < wire_nbytes:
+        raise CodecError(
+            f"{spec}: {what} is too short: {payload.numel()} bytes, expected at least {wire_nbytes}"
+        )
+
+
+def check_size(spec: str, size: Tensor, device: torch.device) -> None:
+    """Raise CodecError unless ``size`` can take the bytes used."""
+    if size.dtype != torch.int64 or size.numel() != 1 or size.device != device:
+        raise CodecError(
+            f"{spec}: size must be one torch.int64 on {device}, found {size.numel()} {size.dtype} "
+            f"on {size.device}"
+        )

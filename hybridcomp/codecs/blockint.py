@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 
-from hybridcomp.codecs._checks import check_dtype
-from hybridcomp.codecs._fixed import FixedCodec
-from hybridcomp.codecs.base import Each, Fused, align
+from hybridcomp.codecs.base import Each, FixedCodec, Fused, align, check_dtype
+from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of
 
@@ -30,6 +29,26 @@ GAUSSIAN_BITS = 4
 
 #: how the levels of a block are spaced
 Levels = Literal["uniform", "gaussian"]
+
+SETTINGS = (
+    Setting(
+        "bits", int,
+        "blockint: bits of one value, 2 to 8 (default). More: smaller error, larger messages.",
+        least=2, most=8, ramp_step=1,
+    ),
+    Setting(
+        "rotate", bool,
+        "blockint, at 4 bits and fewer: rotate every 64 values (Walsh-Hadamard) before they are "
+        "encoded, so that outliers, such as large channels of activations, spread over their "
+        "neighbours. Half the speed; default false.",
+        no_bound="spreads errors over 64 values and keeps no bound",
+    ),
+    Setting(
+        "levels", Levels,
+        "blockint at 4 bits: gaussian puts the 16 levels where Gaussian values gather, for errors "
+        "a sixth smaller; zeros beside other values become small numbers. Default uniform.",
+    ),
+)  # fmt: skip
 
 
 class BlockInt(FixedCodec):
@@ -54,20 +73,17 @@ class BlockInt(FixedCodec):
     """
 
     name: ClassVar[str] = "blockint"
+    about: ClassVar[str] = "integers of `bits` bits with a scale for every 32 values, fixed size"
+    settings: ClassVar[tuple[Setting, ...]] = SETTINGS
     span: ClassVar[int] = TILE
 
     def __init__(self, bits: int = 8, rotate: bool = False, levels: Levels = "uniform") -> None:
-        if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
-            raise CodecError(f"blockint: bits must be an integer from 2 to 8, found {bits!r}")
-        if not isinstance(rotate, bool):
-            raise CodecError(f"blockint: rotate must be true or false, found {rotate!r}")
+        self.check_settings(bits=bits, rotate=rotate, levels=levels)
         if rotate and bits > ROTATION_BITS:
             raise CodecError(
                 f"blockint: rotate gains only at {ROTATION_BITS} bits and fewer and the message "
                 f"has {bits}; remove it, found True"
             )
-        if levels not in get_args(Levels):
-            raise CodecError(f"blockint: levels must be one of {get_args(Levels)}, found {levels}")
         if levels == "gaussian" and bits != GAUSSIAN_BITS:
             raise CodecError(
                 f"blockint: levels gaussian are {2**GAUSSIAN_BITS}, for {GAUSSIAN_BITS} bits and "
@@ -82,6 +98,10 @@ class BlockInt(FixedCodec):
         rotate = ", rotate=True" if self.rotate else ""
         levels = f", levels={self.levels}" if self.levels != "uniform" else ""
         return f"blockint(bits={self.bits}{rotate}{levels})"
+
+    @classmethod
+    def ladder(cls) -> tuple[BlockInt, ...]:
+        return tuple(cls(bits) for bits in range(2, 9))
 
     @property
     def _setting(self) -> int:

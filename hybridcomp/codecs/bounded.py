@@ -39,24 +39,31 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.blockint import BlockInt
-from hybridcomp.codecs.budget import FLOOR, ROUNDING, of_moved, shares, worst_ratio
-from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
-from hybridcomp.codecs.expcode import ExpCode
-from hybridcomp.codecs.radix import BLOCK, LARGEST_SEGMENT, SMALLEST_SEGMENT, Mode, Radix
-from hybridcomp.codecs.zfp import Zfp
+from hybridcomp.codecs.budget import (
+    FLOOR,
+    LARGEST_SEGMENT,
+    ROUNDING,
+    SEGMENT_STEP,
+    SMALLEST_SEGMENT,
+    Mode,
+    best_bound,
+    of_moved,
+    shares,
+    worst_ratio,
+)
+from hybridcomp.codecs.capabilities import Shortfall
+from hybridcomp.codecs.registry import (
+    ANY_BOUND,
+    AUTO,
+    KEEPS_EVERY_BOUND,
+    LOSSLESS,
+    SMALL,
+    ladder_of,
+    make_codec,
+)
+from hybridcomp.codecs.words import DTYPE_NAMES, used_for
 from hybridcomp.errors import CodecError
 
-AUTO, RADIX = "auto", "radix"
-#: settings of the fixed-size codecs, cheapest first
-LADDERS: Mapping[str, tuple[Codec, ...]] = {
-    "blockint": tuple(BlockInt(bits) for bits in range(2, 9)),
-    "zfp": tuple(Zfp(quarter / 4) for quarter in range(10, 129)),
-    "fp8": (Fp8(),),
-    "bf16": (Bf16(),),
-    "fp16": (Fp16(),),
-}
-FAMILIES = (AUTO, RADIX, *LADDERS)
 #: error of one encoding below which expcode needs fewer bits than radix, from 2^20 Gaussian values:
 #: fp32 27.2 bits, where radix takes 21 at 5e-7 and keeps blocks raw from 2.4e-7 down; bf16 11.2,
 #: radix 11.1 at 5e-4; fp16 14.2, radix 13.5 at 1e-4
@@ -71,8 +78,6 @@ LOSSLESS_BELOW: Mapping[torch.dtype, float] = {
 #: the host waits for the sizes as well: ``scripts/bench/bench_gpu.py`` prints what it should be
 SMALL_NUMEL = 1 << 18
 
-_LOSSLESS = ExpCode()
-
 
 class Bounded(Codec):
     """An error bound for results of collectives, and the codecs that keep it.
@@ -83,8 +88,8 @@ class Bounded(Codec):
         error_bound: relative to the segment's absmax, below 1; absolute with ``mode="abs"``.
         mode: "rel" or "abs".
         segment: values of a segment, a multiple of 16 from 64 to 4096.
-        family: "auto", "radix" or a fixed-size codec, whose smallest setting is taken that keeps
-            the bound. Where it has none that does, messages are lossless.
+        family: "auto", "radix" or a codec with a ``ladder``, whose smallest setting is taken that
+            keeps the bound. Where it has none that does, messages are lossless.
         fixed: of a fixed-size codec: this setting or, where it does not keep the bound, lossless.
         inner: fp32 additions that every encoded value has behind it.
         rounding: what rounding the result afterwards costs, relative.
@@ -114,12 +119,12 @@ class Bounded(Codec):
             raise CodecError(
                 f"error_bound must be from 2^-100 to below {limit:g}, found {error_bound!r}"
             )
-        if segment % BLOCK or not SMALLEST_SEGMENT <= segment <= LARGEST_SEGMENT:
+        if segment % SEGMENT_STEP or not SMALLEST_SEGMENT <= segment <= LARGEST_SEGMENT:
             raise CodecError(
-                f"segment must be a multiple of {BLOCK} from {SMALLEST_SEGMENT} to "
+                f"segment must be a multiple of {SEGMENT_STEP} from {SMALLEST_SEGMENT} to "
                 f"{LARGEST_SEGMENT}, found {segment!r}"
             )
-        assert family in FAMILIES
+        assert family in (AUTO, ANY_BOUND.name) or ladder_of(family)
         self.error_bound = float(error_bound)
         self.mode: Mode = mode
         self.segment = segment
@@ -127,12 +132,12 @@ class Bounded(Codec):
         self.fixed = fixed
         self.inner = inner
         self.rounding = rounding
-        self.ladder = (fixed,) if fixed else LADDERS.get(family, ())
-        ladder = self.ladder
+        self.choices = (fixed,) if fixed else ladder_of(family)
+        ladder = self.choices
         if ladder and mode == "abs":
             raise CodecError(
                 f"error_bound_mode must be rel for {family}, whose error grows with the values; "
-                "radix keeps absolute bounds, found 'abs'"
+                f"{ANY_BOUND.name} keeps absolute bounds, found 'abs'"
             )
         if ladder and segment % ladder[0].span:
             raise CodecError(
@@ -165,7 +170,9 @@ class Bounded(Codec):
 
     def for_message(self, numel: int, dtype: torch.dtype, world_size: int) -> Codec:
         """``auto`` resolved: lossless, blockint or radix; see the constants above."""
-        return self if self.family == RADIX else _resolved(self, dtype, numel < SMALL_NUMEL)
+        return (
+            self if self.family == ANY_BOUND.name else _resolved(self, dtype, numel < SMALL_NUMEL)
+        )
 
     def within(self, error_bound: float) -> Bounded:
         """The same promise with another bound."""
@@ -176,6 +183,38 @@ class Bounded(Codec):
     def summing(self, ranks: int, result: torch.dtype = torch.float32) -> Bounded:
         """See ``Codec.summing``."""
         return _summing(self, ranks - 1, ROUNDING[result])
+
+    def figures(self, *, summed: bool) -> str:
+        """What is used for messages of each dtype, for the line at start-up."""
+        kinds: dict[str, list[str]] = {}
+        for dtype in ROUNDING:
+            small = self.for_message(0, dtype, 2)
+            found = self.for_message(1 << 30, dtype, 2)
+            used = [used_for(found, summed, dtype)]
+            if small != found:
+                used.append(f"under {SMALL_NUMEL} values {used_for(small, summed, dtype)}")
+            kinds.setdefault(", ".join(used), []).append(DTYPE_NAMES[dtype])
+        listed = "; ".join(f"{' '.join(names)} {used}" for used, names in kinds.items())
+        unit = " of the largest" if self.mode == "rel" else ""
+        return f"error within {self.error_bound:g}{unit} in {self.segment} values: {listed}"
+
+    def shortfall(self, *, summed: bool) -> Shortfall | None:
+        """See ``Capabilities.shortfall``; ``auto`` and radix keep every bound."""
+        if not self.choices:
+            return None
+        count = 2 if summed else 1
+        least = best_bound(self.choices, count)
+        if least <= self.error_bound:
+            return None
+        over = "the two quantizations of a sum" if summed else "one quantization"
+        what = self.fixed.spec if self.fixed else f"{self.family} at its finest"
+        finest = ladder_of(self.family)
+        more = ""
+        if self.fixed and best_bound(finest, count) <= self.error_bound:
+            fit = next(c for c in finest if best_bound((c,), count) <= self.error_bound)
+            more = f"leave its setting out to get {fit.spec}, or "
+        todo = f"{what} guarantees {least:.3g} over {over}; {more}{KEEPS_EVERY_BOUND}"
+        return Shortfall(self.error_bound, todo)
 
     def _moved(self, dtype: torch.dtype) -> Codec:
         return self.hops(1, 1, result=dtype)[0]
@@ -211,7 +250,7 @@ def _summing(bound: Bounded, inner: int, rounding: float) -> Bounded:
 def _hops(
     bound: Bounded, count: int, world_size: int, result: torch.dtype, exact: int
 ) -> tuple[Codec, ...]:
-    ladder = bound.ladder
+    ladder = bound.choices
     moved = count == 1 and world_size == 1
     # radix checks what it decodes to a message's own dtype; the others' rounding comes on top
     rounding = 0.0 if moved and not ladder else max(ROUNDING[result], bound.rounding)
@@ -221,26 +260,26 @@ def _hops(
         errors = (of_moved(errors[0], bound.error_bound, result),)
     found = tuple(_member(bound, ladder, error, result) for error in errors)
     # a lossless one beside a lossy one would take bits for an accuracy that nobody sees
-    return (_LOSSLESS,) * count if _LOSSLESS in found else found
+    return (LOSSLESS,) * count if LOSSLESS in found else found
 
 
 def _member(bound: Bounded, ladder: tuple[Codec, ...], error: float, dtype: torch.dtype) -> Codec:
     """The cheapest codec that keeps ``error`` for one encoding."""
     if ladder:
         fitting = (c for c in ladder if worst_ratio(c, torch.float32, FLOOR) <= error)
-        return next(fitting, _LOSSLESS)
+        return next(fitting, LOSSLESS)
     least = LOSSLESS_BELOW[dtype] if bound.family == AUTO and bound.mode == "rel" else 2.0**-126
     if error < least:
-        return _LOSSLESS
-    return Radix(error, bound.segment, bound.mode)
+        return LOSSLESS
+    return ANY_BOUND(error, bound.segment, bound.mode)
 
 
 @lru_cache(maxsize=4096)
 def _resolved(bound: Bounded, dtype: torch.dtype, small: bool) -> Codec:
-    if bound.ladder:  # what is moved as bytes of a fixed size has to be
-        return bound if bound._moved(dtype).fixed_size else _LOSSLESS
+    if bound.choices:  # what is moved as bytes of a fixed size has to be
+        return bound if bound._moved(dtype).fixed_size else LOSSLESS
     if bound.mode == "rel" and bound.error_bound < LOSSLESS_BELOW[dtype]:
-        return _LOSSLESS
+        return LOSSLESS
     if small and dtype == torch.float16 and bound.mode == "rel":
         fixed = _for_fp16(bound)
         if fixed is not None:
@@ -253,10 +292,10 @@ def _for_fp16(bound: Bounded) -> Bounded | None:
     smallest = 2.0**-24
     two_hops = shares(bound.error_bound, "rel", 2, 64, 66, ROUNDING[torch.float16])[0]
     error = of_moved(two_hops, bound.error_bound, torch.float16)
-    for codec in LADDERS["blockint"]:
+    for codec in ladder_of(SMALL.name):
         fits = bound.segment % codec.span == 0
         if fits and worst_ratio(codec, torch.float16, smallest) <= error:
-            return Bounded(bound.error_bound, "rel", bound.segment, "blockint", codec)
+            return Bounded(bound.error_bound, "rel", bound.segment, SMALL.name, codec)
     return None
 
 
@@ -266,8 +305,5 @@ def make_bounded(family: str, settings: Mapping[str, Any], promise: Mapping[str,
     Raises:
         CodecError: a setting is out of range.
     """
-    makers: Mapping[str, type[Codec]] = {
-        "blockint": BlockInt, "zfp": Zfp, "fp8": Fp8, "bf16": Bf16, "fp16": Fp16,
-    }  # fmt: skip
-    fixed = makers[family](**settings) if settings else None
+    fixed = make_codec(family, **settings) if settings else None
     return Bounded(**promise, family=family, fixed=fixed)

@@ -31,11 +31,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.radix import Mode
+
+#: what a bound is relative to: the largest magnitude of a segment, or nothing
+Mode = Literal["rel", "abs"]
+#: values of a segment are a multiple of the first, from the second to the third
+SEGMENT_STEP, SMALLEST_SEGMENT, LARGEST_SEGMENT = 16, 64, 4096
 
 #: magnitudes below count as this where a fixed-size codec carries them
 FLOOR = 2.0**-72

@@ -8,21 +8,32 @@ so a NaN or an Inf in what was decoded was there before. The formats are in
 from __future__ import annotations
 
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs._checks import check_add, check_decode, check_dtype, check_encode
-from hybridcomp.codecs._fixed import FixedCodec
-from hybridcomp.codecs.base import Codec, align
-from hybridcomp.errors import CodecError
+from hybridcomp.codecs.base import (
+    Codec,
+    FixedCodec,
+    align,
+    check_add,
+    check_decode,
+    check_dtype,
+    check_encode,
+)
+from hybridcomp.codecs.setting import Setting
 from hybridcomp.kernels import DTYPE_CODES, FixedDecode, FixedEncode, kernels_of
+
+ABOUT = "casts"
+#: 8-bit floats: bits of exponent and mantissa
+Format = Literal["e4m3", "e5m2"]
 
 
 class Cast(Codec):
     """Values as they are in another dtype; exact if they are encoded from that dtype."""
 
+    about: ClassVar[str] = ABOUT
     lossless = False
     fixed_size = True
     _dtype: ClassVar[torch.dtype]
@@ -78,6 +89,10 @@ class Bf16(Cast):
     name: ClassVar[str] = "bf16"
     _dtype = torch.bfloat16
 
+    @classmethod
+    def ladder(cls) -> tuple[Bf16, ...]:
+        return (cls(),)
+
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         check_dtype(self.spec, dtype)
         return 0.0 if dtype == torch.bfloat16 else max(absmax * 2.0**-8, 2.0**-134)
@@ -88,6 +103,10 @@ class Fp16(Cast):
 
     name: ClassVar[str] = "fp16"
     _dtype = torch.float16
+
+    @classmethod
+    def ladder(cls) -> tuple[Fp16, ...]:
+        return (cls(),)
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         check_dtype(self.spec, dtype)
@@ -109,14 +128,24 @@ class Fp8(FixedCodec):
     """
 
     name: ClassVar[str] = "fp8"
-    FORMATS: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")
+    about: ClassVar[str] = ABOUT
+    settings: ClassVar[tuple[Setting, ...]] = (
+        Setting(
+            "format",
+            Format,
+            "fp8: e4m3 (default; more mantissa) or e5m2 (more range within a block).",
+        ),
+    )
     BLOCK: ClassVar[int] = 4096
     span: ClassVar[int] = BLOCK
 
-    def __init__(self, format: str = "e4m3") -> None:
-        if format not in self.FORMATS:
-            raise CodecError(f"fp8: format must be one of {self.FORMATS}, found {format!r}")
+    def __init__(self, format: Format = "e4m3") -> None:
+        self.check_settings(format=format)
         self.format = format
+
+    @classmethod
+    def ladder(cls) -> tuple[Fp8, ...]:
+        return (cls(),)
 
     @cached_property
     def spec(self) -> str:
@@ -124,7 +153,7 @@ class Fp8(FixedCodec):
 
     @property
     def _setting(self) -> int:
-        return self.FORMATS.index(self.format)
+        return get_args(Format).index(self.format)
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         check_dtype(self.spec, dtype)
@@ -142,3 +171,7 @@ class Fp8(FixedCodec):
         # half a unit of the top binade: 16 of 448, 4096 of 57344
         half_unit = 1.0001 / (28 if self.format == "e4m3" else 14)
         return half_unit * max(absmax, 2.0**-90)
+
+
+#: the codec that keeps values of a dtype as they are, for those dtypes that have one
+CAST_TO: dict[torch.dtype, Codec] = {torch.bfloat16: Bf16(), torch.float16: Fp16()}

@@ -10,9 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from hybridcomp.codecs._checks import check_dtype
 from hybridcomp.codecs._lossless import LosslessCodec
-from hybridcomp.codecs.base import align
+from hybridcomp.codecs.base import align, check_dtype
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import kernels_of
 
@@ -34,6 +33,7 @@ class ExpCode(LosslessCodec):
     """
 
     name: ClassVar[str] = "expcode"
+    remark: ClassVar[str] = "expcode saves more"
 
     @property
     def spec(self) -> str:

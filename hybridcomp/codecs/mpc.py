@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from hybridcomp.codecs._checks import check_dtype
 from hybridcomp.codecs._lossless import LosslessCodec
-from hybridcomp.codecs.base import align
+from hybridcomp.codecs.base import align, check_dtype
+from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import kernels_of
 
@@ -34,10 +34,19 @@ class Mpc(LosslessCodec):
     """
 
     name: ClassVar[str] = "mpc"
+    settings: ClassVar[tuple[Setting, ...]] = (
+        Setting(
+            "dim",
+            int,
+            "mpc: stride of the differences in 32-bit words, 1 (default) to 32: the number of "
+            "fields where records are interleaved.",
+            least=1,
+            most=32,
+        ),
+    )
 
     def __init__(self, dim: int = 1) -> None:
-        if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= 32:
-            raise CodecError(f"mpc: dim must be an integer from 1 to 32, found {dim!r}")
+        self.check_settings(dim=dim)
         self.dim = dim
 
     @cached_property

@@ -1,8 +1,8 @@
-"""powersgd: the settings of a low-rank reduction, and its stand-in where there are no matrices.
+"""powersgd: a low-rank reduction in the place of a codec, and what is sent where it cannot be.
 
-What makes it low rank is a reduction of its own, ``collectives/low_rank.py``, which knows rows and
-columns. A flat tensor has none, so as a codec it is fp32: whatever cannot be a product of two thin
-matrices is sent as it is.
+It is a way to reduce gradients and no encoding: ``low_rank`` says so, and the reduction itself,
+which knows rows and columns, is ``collectives/low_rank.py``. As a codec it is what the rest of such
+a message travels as: a flat tensor has no rows, so it is sent as it is, in fp32.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from typing import ClassVar
 
 import torch
 
-from hybridcomp.codecs._checks import check_dtype
+from hybridcomp.codecs.base import check_dtype
 from hybridcomp.codecs.casts import Cast
-from hybridcomp.errors import CodecError
-
-#: a matrix of n x m values is sent as factors when n * m is at least this many times their
-#: rank * (n + m) values; below, the error buys too little (torch's hook: min_compression_rate)
-LEAST_SAVING = 2.0
+from hybridcomp.codecs.low_rank import LowRank
+from hybridcomp.codecs.setting import Setting
 
 
 class PowerSgd(Cast):
@@ -34,20 +31,36 @@ class PowerSgd(Cast):
     """
 
     name: ClassVar[str] = "powersgd"
+    about: ClassVar[str] = (
+        "matrices as products of two thin ones of `rank` columns; its error has no bound, and what "
+        "it leaves out comes with the next step"
+    )
+    settings: ClassVar[tuple[Setting, ...]] = (
+        Setting(
+            "rank",
+            int,
+            "powersgd: columns of the two factors of a matrix, 1 or more, default 4. More: "
+            "smaller error, larger messages.",
+            least=1,
+        ),
+    )
+    gradients_only: ClassVar[bool] = True
     _dtype = torch.float32
 
     def __init__(self, rank: int = 4) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise CodecError(f"powersgd: rank must be an integer from 1 up, found {rank!r}")
+        self.check_settings(rank=rank)
         self.rank = rank
+        self.low_rank = LowRank(rank, self.spec)
 
     @cached_property
     def spec(self) -> str:
         return f"powersgd(rank={self.rank})"
 
-    def worthwhile(self, rows: int, columns: int) -> bool:
-        """Whether a matrix is sent as factors; otherwise its values are sent."""
-        return self.rank * (rows + columns) * LEAST_SAVING <= rows * columns
+    def figures(self, *, summed: bool) -> str:
+        return (
+            f"{self.spec}, r(n+m)/nm of the fp32 bytes of an n x m gradient, no bound on the "
+            "error, vectors and small matrices exact"
+        )
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """0.0, of a flat tensor; the low-rank reduction of matrices has no bound."""

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs._checks import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.codecs._variable import VariableCodec
-from hybridcomp.codecs.base import align
+from hybridcomp.codecs.base import align, check_add, check_decode, check_dtype, check_encode
+from hybridcomp.codecs.budget import LARGEST_SEGMENT, SEGMENT_STEP, SMALLEST_SEGMENT, Mode
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, kernels_of
 
-Mode = Literal["rel", "abs"]
-BLOCK = 16
+BLOCK = SEGMENT_STEP
 HEADER, TILE_HEADER, TAIL = 32, 8, 8
-SMALLEST_SEGMENT, LARGEST_SEGMENT = 64, 4096
 
 
 def _floor_float32(value: float) -> float:
@@ -62,10 +60,13 @@ class Radix(VariableCodec):
     """
 
     name: ClassVar[str] = "radix"
+    about: ClassVar[str] = "fewest bits for an `error_bound`, variable size"
     lossless = False
     fixed_size = False
 
-    def __init__(self, error_bound: float = 1e-2, segment: int = 4096, mode: Mode = "rel") -> None:
+    def __init__(
+        self, error_bound: float = 1e-2, segment: int = LARGEST_SEGMENT, mode: Mode = "rel"
+    ) -> None:
         if mode not in get_args(Mode):
             raise CodecError(f"radix: mode must be one of {get_args(Mode)}, found {mode!r}")
         limit = 1.0 if mode == "rel" else math.inf
@@ -154,3 +155,13 @@ class Radix(VariableCodec):
         """
         check_dtype(self.spec, dtype)
         return self.error_bound * (absmax if self.mode == "rel" else 1.0)
+
+    def beyond(self, values: Tensor, decoded: Tensor) -> int:
+        """How many of ``values`` are further from ``decoded`` than their segment allows."""
+        error = (decoded.double() - values.double()).abs()
+        if self.mode == "abs":
+            return int((error > self.error_bound).sum())
+        pad = -values.numel() % self.segment
+        rows = torch.nn.functional.pad(values.double().abs(), (0, pad)).view(-1, self.segment)
+        limits = rows.amax(1).repeat_interleave(self.segment)[: values.numel()] * self.error_bound
+        return int((error > limits).sum())

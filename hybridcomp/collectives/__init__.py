@@ -1,31 +1,46 @@
 """Collectives that carry encoded payloads over torch.distributed, as ``uint8``.
 
+A ``Transfer`` says how values travel (codec, group, meter, cuts), a ``Reduction`` how they are
+summed. A ``Group`` knows whether it is seen as one level or as two, which is decided in here.
+
 Values are 1-D contiguous fp32, bf16 or fp16 tensors. Reductions only sum, in fp32 and in rank
 order, and never divide: whoever calls divides as upstream does. Every call fills in a ``Meter``.
-``group=None`` is the default group. Calls, and the ``wait()`` of asynchronous ``all_reduce``
+Calls, and the ``wait()`` of asynchronous ``all_reduce``
 handles, must come in the same order on every rank of a group.
 """
 
 from __future__ import annotations
 
-from hybridcomp.collectives.hierarchical.node_grid import Levels
+from hybridcomp.collectives import native_nbytes
 from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
 from hybridcomp.collectives.owner_plan import OwnedRange, plan_reduction
-from hybridcomp.collectives.owners import reduce_to_owners
-from hybridcomp.collectives.quantizations import all_reduce_codecs
-from hybridcomp.collectives.reductions import all_reduce, reduce_scatter
+from hybridcomp.collectives.owner_reduction import owner_hops, reduce_to_owners
+from hybridcomp.collectives.reductions import all_reduce, all_reduce_codecs
+from hybridcomp.collectives.scatter_reduction import reduce_scatter
 from hybridcomp.collectives.send_recv import recv, send
-from hybridcomp.collectives.wire.chunks import chunk_ranges
-from hybridcomp.collectives.wire.handle import Handle, ReduceScatterHandle
+from hybridcomp.collectives.wire import (
+    Group,
+    Handle,
+    Levels,
+    Meter,
+    Probe,
+    ReduceScatterHandle,
+    Reduction,
+    Transfer,
+    chunk_ranges,
+)
 from hybridcomp.collectives.wire.headers import check_headers, poll_headers
-from hybridcomp.collectives.wire.meter import Meter
 
 __all__ = [
+    "Group",
     "Handle",
     "Levels",
     "Meter",
     "OwnedRange",
+    "Probe",
     "ReduceScatterHandle",
+    "Reduction",
+    "Transfer",
     "all_gather",
     "all_reduce",
     "all_reduce_codecs",
@@ -33,6 +48,8 @@ __all__ = [
     "check_headers",
     "chunk_ranges",
     "gather_words",
+    "native_nbytes",
+    "owner_hops",
     "plan_reduction",
     "poll_headers",
     "recv",

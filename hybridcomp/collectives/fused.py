@@ -8,15 +8,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from hybridcomp.codecs.base import Codec, Fused
-from hybridcomp.collectives.wire import transport
-from hybridcomp.collectives.wire.buffers import POOL, first
-from hybridcomp.collectives.wire.chunks import chunk_ranges
-from hybridcomp.collectives.wire.handle import Steps
-from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.collectives.wire.ranks import resolved
+from hybridcomp.collectives.wire import POOL, Reduction, Steps, chunk_ranges, first, transport
 
 
 @dataclass(frozen=True)
@@ -44,37 +38,30 @@ def _chunks(numel: int, world_size: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in chunk_ranges(numel, world_size))
 
 
-def fused_all_reduce(
-    tensor: Tensor,
-    codec: Codec,
-    fused: Fused,
-    group: ProcessGroup | None,
-    meter: Meter,
-    residual: Tensor | None = None,
-    owner_residual: Tensor | None = None,
-) -> Steps[None]:
+def fused_all_reduce(tensor: Tensor, codec: Codec, fused: Fused, how: Reduction) -> Steps[None]:
     """Sum ``tensor`` over ``group`` in place: the bytes and bits of ``reductions.all_reduce``.
 
     1 encode every chunk but my own, 2 all-to-all, 3 sum in rank order and encode, without a trip of
     the sum through memory, 4 all-gather, 5 decode all chunks.
     """
-    pg = resolved(group)
-    me, world_size = pg.rank(), pg.size()
+    group, meter, residual = how.group, how.meter, how.residual
+    me, world_size = group.rank, group.size
     numels = _chunks(tensor.numel(), world_size)
     plan = _planned(codec, tensor.dtype, numels, me)
     # 1, 2
-    sent, arrived, received = yield from _scatter(tensor, plan, me, fused, group, meter, residual)
+    sent, arrived, received = yield from _scatter(tensor, plan, fused, how)
     # 3
     payload = POOL.take(plan.slot, tensor.device)
     start, stop = me * plan.chunk, me * plan.chunk + numels[me]
     left = None if residual is None else residual[start:stop]
     with meter.coding():
-        fused.reduce(received, tensor[start:stop], world_size, me, payload, left, owner_residual)
+        fused.reduce(
+            received, tensor[start:stop], world_size, me, payload, left, how.owner_residual
+        )
     # 4
     gathered = POOL.take(world_size * plan.slot, tensor.device)
-    meter.sent_around(plan.slot, me, world_size)
     wire = first(gathered, world_size * plan.slot)
-    yield from transport.all_gather(wire, first(payload, plan.slot), group)
+    yield from transport.all_gather(wire, first(payload, plan.slot), group, meter)
     # 5
     with meter.coding():
         fused.decode(gathered, plan.chunk, plan.slot, tensor)
@@ -82,53 +69,39 @@ def fused_all_reduce(
 
 
 def fused_reduce_scatter(
-    flat: Tensor,
-    lengths: Sequence[int],
-    total: Tensor,
-    codec: Codec,
-    fused: Fused,
-    group: ProcessGroup | None,
-    meter: Meter,
-    residual: Tensor | None = None,
+    flat: Tensor, lengths: Sequence[int], total: Tensor, fused: Fused, how: Reduction
 ) -> Steps[None]:
-    """Sum my shard over ``group`` into ``total``: bytes and bits of ``reductions.reduce_scatter``.
+    """Sum my shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
 
-    ``flat`` and ``residual``: the shards of all ranks one after the other (``adjacent``).
+    ``flat`` and the residual: the shards of all ranks one after the other (``adjacent``).
 
     1 encode every shard but my own, 2 all-to-all, 3 sum in rank order.
     """
-    me = resolved(group).rank()
-    plan = _planned(codec, flat.dtype, tuple(lengths), me)
+    me, residual = how.group.rank, how.residual
+    plan = _planned(how.codec, flat.dtype, tuple(lengths), me)
     # 1, 2
-    sent, arrived, received = yield from _scatter(flat, plan, me, fused, group, meter, residual)
+    sent, arrived, received = yield from _scatter(flat, plan, fused, how)
     # 3
     start, stop = me * plan.chunk, me * plan.chunk + lengths[me]
     left = None if residual is None else residual[start:stop]
-    with meter.coding():
+    with how.meter.coding():
         fused.sum(received, flat[start:stop], len(lengths), me, total, left)
     POOL.give(sent, arrived)
 
 
 def _scatter(
-    flat: Tensor,
-    plan: _Plan,
-    me: int,
-    fused: Fused,
-    group: ProcessGroup | None,
-    meter: Meter,
-    residual: Tensor | None,
+    flat: Tensor, plan: _Plan, fused: Fused, how: Reduction
 ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
     """1 encode, 2 all-to-all: ``(two buffers to give back, the payloads for this rank)``."""
     # 1
-    given, taken = plan.given, plan.taken
+    group, given, taken = how.group, plan.given, plan.taken
     sent = POOL.take(given, flat.device)
-    with meter.coding():
-        fused.encode(flat, plan.chunk, plan.slot, me, sent, residual)
+    with how.meter.coding():
+        fused.encode(flat, plan.chunk, plan.slot, group.rank, sent, how.residual)
     # 2
     arrived = POOL.take(taken, flat.device)
-    meter.sent_each(plan.gives)
-    received = first(arrived, taken)
-    yield from transport.all_to_all(received, first(sent, given), plan.takes, plan.gives, group)
+    received, source = first(arrived, taken), first(sent, given)
+    yield from transport.all_to_all(received, source, plan.takes, plan.gives, group, how.meter)
     return sent, arrived, received
 
 

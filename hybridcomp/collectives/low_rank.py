@@ -19,18 +19,20 @@ by the size of the group, and its residuals can neither follow a parameter nor a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_rank, get_world_size
 
-from hybridcomp.collectives import native_nbytes
-from hybridcomp.collectives.wire import transport
-from hybridcomp.collectives.wire.encoding import check_residual, check_values, settle
-from hybridcomp.collectives.wire.handle import Steps
-from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives.wire import (
+    Reduction,
+    Steps,
+    check_residual,
+    check_values,
+    settle,
+    transport,
+)
 
 
 @dataclass(frozen=True)
@@ -57,19 +59,40 @@ WarmStarts = MutableMapping[str, Tensor]
 Measure = Callable[[float, float, float], None]
 
 
-def low_rank_sum(
-    values: Tensor,
-    matrices: Sequence[Matrix],
-    rank: int,
-    group: ProcessGroup | None,
-    *,
-    meter: Meter,
-    residual: Tensor,
-    warm: WarmStarts,
-    needed: Sequence[tuple[int, int]] | None = None,
-    measure: Measure | None = None,
-) -> Steps[Tensor]:
-    """Sum ``values`` over ``group``: matrices to ``rank``, everything else exactly.
+@dataclass(frozen=True)
+class Factoring:
+    """What a flat tensor is made of, and with which factors its sum begins.
+
+    Attributes:
+        matrices: stretches of the tensor in order, without overlap; the same on all ranks.
+        rank: of the factors, the same on all ranks.
+        warm: right factors, the same on all ranks; updated.
+        needed: ``[start, stop)`` stretches that the caller reads; None: all of it.
+        measure: is told squared norms, if this step takes a sample.
+    """
+
+    matrices: Sequence[Matrix]
+    rank: int
+    warm: WarmStarts
+    needed: Sequence[tuple[int, int]] | None = None
+    measure: Measure | None = None
+
+    def is_needed(self, matrix: Matrix) -> bool:
+        """Whether the caller reads any of it."""
+        if self.needed is None:
+            return True
+        return any(start < matrix.stop and matrix.start < stop for start, stop in self.needed)
+
+    def between(self, numel: int) -> list[tuple[int, int]]:
+        """The stretches of a tensor of ``numel`` elements that are in no matrix."""
+        edges = [0, *(edge for m in self.matrices for edge in (m.start, m.stop)), numel]
+        pairs = list(zip(edges[::2], edges[1::2], strict=True))
+        assert all(start <= stop for start, stop in pairs), "matrices overlap"
+        return [(start, stop) for start, stop in pairs if start < stop]
+
+
+def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[Tensor]:
+    """Sum ``values`` over a group: matrices to a rank, everything else exactly.
 
     1 what is to be sent is the values and the residual
     2 left factors, with the values outside of matrices behind them: one all-reduce
@@ -80,62 +103,79 @@ def low_rank_sum(
 
     Args:
         values: 1-D contiguous fp32/bf16/fp16, not modified.
-        matrices: stretches of ``values`` in order, without overlap; the same on all ranks, as rank.
-        residual: fp32, as long as ``values``: updated, and 0 outside of matrices.
-        warm: right factors, the same on all ranks; updated.
-        needed: ``[start, stop)`` stretches that the caller reads; None: all of it.
+        how: group, meter and residual; that is fp32, as long as ``values``, updated, and 0 outside
+            of matrices.
 
     Returns the fp32 sum, undefined in matrices that are not needed at all.
     """
-    values = values.detach()
+    values, residual, meter, matrices = values.detach(), how.residual, how.meter, factoring.matrices
+    assert residual is not None, "low rank without error feedback"
     check_values("values", values)
     check_residual("residual", residual, values.numel())
-    me, world_size, device = get_rank(group), get_world_size(group), values.device
-    rest = _between(matrices, values.numel())
+    rest = factoring.between(values.numel())
     # 1
     with meter.coding():
         total = residual.add_(values)
-        sent_sq = _squared(total) if measure else 0.0
+        sent_sq = _squared(total) if factoring.measure else 0.0
         # 2
-        starts = [_warm_start(warm, matrix, rank, device) for matrix in matrices]
-        lefts = [m.of(total) @ start for m, start in zip(matrices, starts, strict=True)]
-        first = torch.cat([*(left.view(-1) for left in lefts), *(total[a:b] for a, b in rest)])
-    nbytes = native_nbytes.all_reduce_nbytes(first.numel(), first.dtype, world_size)
-    meter.sent_ring(nbytes, me, world_size)
-    yield from transport.all_reduce(first, group)
+        lefts, first = _left_factors(total, factoring, rest)
+    yield from transport.all_reduce(first, how.group, meter)
     # 3
     with meter.coding():
         *lefts_flat, outside = _split(first, [left.numel() for left in lefts])
-        bases = [
-            _orthonormal(flat.view(left.shape))
-            for flat, left in zip(lefts_flat, lefts, strict=True)
-        ]
+        summed = [f.view(left.shape) for f, left in zip(lefts_flat, lefts, strict=True)]
+        bases = [_orthonormal(left) for left in summed]
         rights = [m.of(total).T @ basis for m, basis in zip(matrices, bases, strict=True)]
         second = torch.cat([first[:0], *(right.reshape(-1) for right in rights)])
-        for matrix, basis, right in zip(matrices, bases, rights, strict=True):
-            settle(matrix.of(residual), basis @ right.T)
-        for start, stop in rest:
-            residual[start:stop] = 0
-        if measure:
-            measure(_squared(residual), sent_sq, _squared(values))
+        carried = (basis @ right.T for basis, right in zip(bases, rights, strict=True))
+        _leave(residual, matrices, carried, rest)
+        if factoring.measure:
+            factoring.measure(_squared(residual), sent_sq, _squared(values))
     if matrices:
-        nbytes = native_nbytes.all_reduce_nbytes(second.numel(), second.dtype, world_size)
-        meter.sent_ring(nbytes, me, world_size)
-        yield from transport.all_reduce(second, group)
+        yield from transport.all_reduce(second, how.group, meter)
     # 4
     with meter.coding():
+        *flat, _ = _split(second, [right.numel() for right in rights])
+        summed = [f.view(right.shape) for f, right in zip(flat, rights, strict=True)]
         result = torch.empty_like(residual)
-        position = 0
-        for start, stop in rest:
-            result[start:stop] = outside[position : position + stop - start]
-            position += stop - start
-        *rights_flat, _ = _split(second, [right.numel() for right in rights])
-        for matrix, basis, right, flat in zip(matrices, bases, rights, rights_flat, strict=True):
-            summed = flat.view(right.shape)
-            if needed is None or any(a < matrix.stop and matrix.start < b for a, b in needed):
-                torch.mm(basis, summed.T, out=matrix.of(result))
-            follow(warm, matrix.key, summed)
+        _put(result, rest, outside)
+        for matrix, basis, right in zip(matrices, bases, summed, strict=True):
+            if factoring.is_needed(matrix):
+                torch.mm(basis, right.T, out=matrix.of(result))
+            follow(factoring.warm, matrix.key, right)
     return result
+
+
+def _left_factors(
+    total: Tensor, factoring: Factoring, rest: Sequence[tuple[int, int]]
+) -> tuple[list[Tensor], Tensor]:
+    """``(left factors, the message: all of them, then what is in no matrix)``."""
+    matrices, device = factoring.matrices, total.device
+    starts = [_warm_start(factoring.warm, matrix, factoring.rank, device) for matrix in matrices]
+    lefts = [matrix.of(total) @ start for matrix, start in zip(matrices, starts, strict=True)]
+    parts = [left.view(-1) for left in lefts] + [total[start:stop] for start, stop in rest]
+    return lefts, torch.cat(parts)
+
+
+def _leave(
+    residual: Tensor,
+    matrices: Sequence[Matrix],
+    carried: Iterable[Tensor],
+    rest: Sequence[tuple[int, int]],
+) -> None:
+    """Take out of ``residual`` what the factors carry, and all that is in no matrix."""
+    for matrix, delivered in zip(matrices, carried, strict=True):
+        settle(matrix.of(residual), delivered)
+    for start, stop in rest:
+        residual[start:stop] = 0
+
+
+def _put(result: Tensor, rest: Sequence[tuple[int, int]], outside: Tensor) -> None:
+    """Write what is in no matrix to its place."""
+    position = 0
+    for start, stop in rest:
+        result[start:stop] = outside[position : position + stop - start]
+        position += stop - start
 
 
 def follow(warm: WarmStarts, key: str, right: Tensor) -> None:
@@ -162,14 +202,6 @@ def _orthonormal(columns: Tensor) -> Tensor:
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis.contiguous()
-
-
-def _between(matrices: Sequence[Matrix], numel: int) -> list[tuple[int, int]]:
-    """The stretches that are in no matrix."""
-    edges = [0, *(edge for m in matrices for edge in (m.start, m.stop)), numel]
-    pairs = list(zip(edges[::2], edges[1::2], strict=True))
-    assert all(start <= stop for start, stop in pairs), "matrices overlap"
-    return [(start, stop) for start, stop in pairs if start < stop]
 
 
 def _squared(values: Tensor) -> float:

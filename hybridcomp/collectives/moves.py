@@ -7,124 +7,132 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_rank, get_world_size
 
-from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire import transport
-from hybridcomp.collectives.wire.buffers import POOL
-from hybridcomp.collectives.wire.chunks import stretches
-from hybridcomp.collectives.wire.encoding import Job, check_values, decode_all, encode_all
-from hybridcomp.collectives.wire.exchange import exchange, gather, gather_room
-from hybridcomp.collectives.wire.handle import Handle, Steps
-from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.collectives.wire.pipelining import Range, overlapped, segments
+from hybridcomp.collectives.hierarchical.inside import gather_inside
+from hybridcomp.collectives.wire import (
+    POOL,
+    Group,
+    Handle,
+    Job,
+    Meter,
+    Range,
+    Steps,
+    Transfer,
+    check_values,
+    decode_all,
+    encode_all,
+    exchange,
+    gather,
+    gather_room,
+    overlapped,
+    segments,
+    stretches,
+    transport,
+)
 from hybridcomp.errors import CodecError
 
 
-def all_gather(
-    shard: Tensor,
-    out: Tensor,
-    codec: Codec,
-    group: ProcessGroup | None,
-    *,
-    meter: Meter,
-    cuts: Sequence[int] = (),
-    async_op: bool = False,
-) -> Handle:
+def all_gather(shard: Tensor, out: Tensor, via: Transfer, async_op: bool = False) -> Handle:
     """Gather the shards of all ranks into ``out``, by group rank; the same bits on all ranks.
 
-    This rank's own shard is decoded from the bytes that the others get, too.
+    This rank's own shard is decoded from the bytes that the others get, too. In two levels
+    ``wait()`` posts a second message, so handles must be waited for in one order on all ranks.
 
     Args:
         shard: 1-D contiguous fp32/bf16/fp16, equally long on all ranks; may be its own place in
             ``out``. Read before the call returns.
-        out: same dtype, ``world_size * shard.numel()`` elements; not to be touched before
+        out: same dtype, ``group.size * shard.numel()`` elements; not to be touched before
             ``wait()``.
-        cuts: ascending elements of ``shard`` where no codec block may reach across, equal on all
-            ranks. What lies between two of them comes out as it would in a message of its own.
-        codec, group, meter, async_op: as for ``all_reduce``.
+        via: codec, group and meter. Between two of its cuts, which are those of ``shard`` and equal
+            on all ranks, values come out as they would in a message of their own.
+        async_op: as for ``all_reduce``.
 
     Raises CodecError on other tensors.
     """
     shard, out = shard.detach(), out.detach()
     check_values("shard", shard)
     check_values("out", out)
-    world_size = get_world_size(group)
-    if out.dtype != shard.dtype or out.numel() != world_size * shard.numel():
+    expected = via.group.size * shard.numel()
+    if out.dtype != shard.dtype or out.numel() != expected:
         raise CodecError(
-            f"out: expected {world_size * shard.numel()} elements of {shard.dtype}, found "
+            f"out: expected {expected} elements of {shard.dtype}, found "
             f"{out.numel()} of {out.dtype}"
         )
-    return Handle(_all_gather(shard, out, codec, group, meter, cuts), meter, async_op)
+    steps = _all_gather if via.group.levels is None else _in_two_levels
+    return Handle(steps(shard, out, via), via.meter, async_op)
 
 
-def _all_gather(
-    shard: Tensor,
-    out: Tensor,
-    codec: Codec,
-    group: ProcessGroup | None,
-    meter: Meter,
-    cuts: Sequence[int],
-) -> Steps[None]:
+def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
+    """1 gather my column of the grid between nodes, encoded, 2 gather the columns inside.
+
+    A ring over all ranks carries every payload into N nodes, the way here into N - 1: what is
+    saved between the nodes is 1/N. Every rank decodes N shards instead of N * L.
+    """
+    levels, numel = via.group.levels, shard.numel()
+    assert levels is not None
+    if not numel:
+        return
+    # 1
+    column = shard.new_empty(levels.nodes * numel)
+    yield from _all_gather(shard, column, Transfer(via.codec, levels.outer, via.meter, via.cuts))
+    # 2
+    lengths = [column.numel()] * levels.width
+    wire, columns = yield from gather_inside(column, lengths, levels, via.meter)
+    places = out.view(-1, numel)
+    for local, gathered in enumerate(columns):
+        for row, values in zip(levels.grid, torch.split(gathered, numel), strict=True):
+            places[row[local]].copy_(values)
+    POOL.give(wire)
+
+
+def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     """Cut into segments, then all of them side by side; all are encoded before the first wait."""
-    world_size, numel = get_world_size(group), shard.numel()
-    if world_size == 1 or numel == 0:
+    group, numel = via.group, shard.numel()
+    if group.size == 1 or numel == 0:
         out.copy_(shard)
         return
-    (codec,) = codec.hops(1, 1, result=shard.dtype)
-    meter.use(codec.spec)
+    (codec,) = via.codec.hops(1, 1, result=shard.dtype)
+    via.meter.use(codec.spec)
+    only = Transfer(codec, group, via.meter)
     places = torch.split(out, numel)
-    yield from overlapped(
-        _gather_segment(shard, places, row, codec, group, meter)
-        for (row,) in segments([stretches(0, numel, cuts)], (codec,), shard.device, group)
-        if row
-    )
+    cut = segments([stretches(0, numel, via.cuts)], (codec,), shard.device, group)
+    yield from overlapped(_gather_segment(shard, places, row, only) for (row,) in cut if row)
 
 
 def _gather_segment(
-    shard: Tensor,
-    places: Sequence[Tensor],
-    row: Sequence[Range],
-    codec: Codec,
-    group: ProcessGroup | None,
-    meter: Meter,
+    shard: Tensor, places: Sequence[Tensor], row: Sequence[Range], via: Transfer
 ) -> Steps[None]:
     """1 encode stretches ``row`` of the shard, 2 all-gather, 3 decode to ``places``, by rank."""
     # 1
     dtype, lengths = shard.dtype, [stop - start for start, stop in row]
     numels = [lengths] * len(places)
-    own = gather_room(codec, dtype, numels, shard.device, group)
-    with meter.coding():
-        encode_all(codec, [shard[start:stop] for start, stop in row], own, dtype)
+    own = gather_room(numels, dtype, shard.device, via)
+    with via.meter.coding():
+        encode_all(via.codec, [shard[start:stop] for start, stop in row], own, dtype)
     # 2
-    payloads, gathered = yield from gather(codec, dtype, own, numels, group, meter)
+    payloads, gathered = yield from gather(own, numels, dtype, via)
     # 3
-    with meter.coding():
+    with via.meter.coding():
         whole = lengths == [places[0].numel()]
         out = [p if whole else p[start:stop] for p in places for start, stop in row]
-        decode_all(codec, list(chain(*payloads)), out)
+        decode_all(via.codec, list(chain(*payloads)), out)
     POOL.give(own.buffer, gathered)
 
 
-def gather_words(words: Tensor, group: ProcessGroup | None, meter: Meter) -> list[list[int]]:
+def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:
     """The int64 ``words`` (1-D, equally many) of all ranks, by group rank; waits for them."""
-    world_size = get_world_size(group)
-    out = words.new_empty(world_size * words.numel())
-    meter.sent_around(words.numel() * words.itemsize, get_rank(group), world_size)
-    Handle(transport.all_gather(out, words, group), meter, async_op=False)
-    rows: list[list[int]] = out.view(world_size, -1).tolist()
+    out = words.new_empty(group.size * words.numel())
+    Handle(transport.all_gather(out, words, group, meter), meter, async_op=False)
+    rows: list[list[int]] = out.view(group.size, -1).tolist()
     return rows
 
 
 def all_to_all(
     out: Tensor,
     values: Tensor,
-    codec: Codec,
-    group: ProcessGroup | None,
-    *,
+    via: Transfer,
     out_splits: Sequence[int] | None = None,
     in_splits: Sequence[int] | None = None,
-    meter: Meter,
     async_op: bool = False,
 ) -> Handle:
     """Send the r-th part of ``values`` to group rank r and fill ``out`` with what comes.
@@ -135,8 +143,9 @@ def all_to_all(
         out: 1-D contiguous fp32/bf16/fp16, apart from ``values``; not to be touched before
             ``wait()``.
         values: the same dtype. Not modified. Must not change before ``wait()``.
+        via: codec, group and meter.
         out_splits, in_splits: elements from and to each group rank; None cuts evenly.
-        codec, group, meter, async_op: as for ``all_reduce``.
+        async_op: as for ``all_reduce``.
 
     Raises CodecError on other tensors or splits that do not add up.
     """
@@ -145,13 +154,13 @@ def all_to_all(
     check_values("values", values)
     if out.dtype != values.dtype:
         raise CodecError(f"out: expected {values.dtype} as in values, found {out.dtype}")
-    world_size = get_world_size(group)
+    me, world_size = via.group.rank, via.group.size
     takes = _splits("out_splits", out_splits, out.numel(), world_size)
     gives = _splits("in_splits", in_splits, values.numel(), world_size)
-    me = get_rank(group)
     if takes[me] != gives[me]:
         raise CodecError(f"splits of rank {me} to itself: sends {gives[me]}, takes {takes[me]}")
-    return Handle(_all_to_all(out, values, takes, gives, codec, group, meter), meter, async_op)
+    places, sources = torch.split(out, takes), torch.split(values, gives)
+    return Handle(_all_to_all(places, sources, via), via.meter, async_op)
 
 
 def _splits(name: str, splits: Sequence[int] | None, numel: int, world_size: int) -> list[int]:
@@ -168,36 +177,24 @@ def _splits(name: str, splits: Sequence[int] | None, numel: int, world_size: int
     return list(splits)
 
 
-def _all_to_all(
-    out: Tensor,
-    values: Tensor,
-    out_splits: Sequence[int],
-    in_splits: Sequence[int],
-    codec: Codec,
-    group: ProcessGroup | None,
-    meter: Meter,
-) -> Steps[None]:
-    """1 encode and exchange, 2 decode."""
-    me = get_rank(group)
-    places = torch.split(out, list(out_splits))
-    sources = torch.split(values, list(in_splits))
-    places[me].copy_(sources[me])
+def _all_to_all(places: Sequence[Tensor], sources: Sequence[Tensor], via: Transfer) -> Steps[None]:
+    """1 encode and exchange, 2 decode; by group rank."""
+    me, own = via.group.rank, sources[via.group.rank]
+    places[me].copy_(own)
     if len(places) == 1:
         return
     # 1
-    (codec,) = codec.hops(1, 1, result=values.dtype)
-    meter.use(codec.spec)
+    (codec,) = via.codec.hops(1, 1, result=own.dtype)
+    via.meter.use(codec.spec)
     payloads = yield from exchange(
-        codec,
-        values.dtype,
         [[Job(s)] if s.numel() and rank != me else [] for rank, s in enumerate(sources)],
         [[p.numel()] if p.numel() and rank != me else [] for rank, p in enumerate(places)],
-        values.device,
-        group,
-        meter,
+        own.dtype,
+        own.device,
+        Transfer(codec, via.group, via.meter),
     )
     # 2
-    with meter.coding():
+    with via.meter.coding():
         others = [place for place, row in zip(places, payloads.received, strict=True) if row]
         decode_all(codec, list(chain(*payloads.received)), others)
     payloads.release()

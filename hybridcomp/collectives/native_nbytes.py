@@ -1,29 +1,36 @@
 """Bytes that one rank would have sent to other ranks if a message had been left native.
 
 Bandwidth-optimal algorithms, as in NCCL's own accounting (nccl-tests, PERFORMANCE.md): a ring sends
-``(W-1)/W`` of the buffer for a reduce-scatter and again for the all-gather of an all-reduce.
+``(W-1)/W`` of the buffer for a reduce-scatter and again for the all-gather of an all-reduce. Every
+message asks, and messages have few sizes.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 
+@lru_cache(maxsize=4096)
 def all_reduce_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
     """``numel`` elements on every rank."""
     return 2 * (world_size - 1) * numel * dtype.itemsize // world_size
 
 
+@lru_cache(maxsize=4096)
 def reduce_scatter_nbytes(total_numel: int, dtype: torch.dtype, world_size: int) -> int:
     """``total_numel``: elements over all shards of one rank."""
     return (world_size - 1) * total_numel * dtype.itemsize // world_size
 
 
+@lru_cache(maxsize=4096)
 def all_gather_nbytes(shard_numel: int, dtype: torch.dtype, world_size: int) -> int:
     """``shard_numel``: elements of this rank's shard."""
     return (world_size - 1) * shard_numel * dtype.itemsize
 
 
+@lru_cache(maxsize=4096)
 def all_to_all_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
     """``numel``: elements of this rank's input, spread evenly over the ranks.
 
@@ -32,6 +39,7 @@ def all_to_all_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
     return (world_size - 1) * numel * dtype.itemsize // world_size
 
 
+@lru_cache(maxsize=4096)
 def send_nbytes(numel: int, dtype: torch.dtype) -> int:
     """``numel`` elements to one other rank."""
     return numel * dtype.itemsize

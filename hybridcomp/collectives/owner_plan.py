@@ -1,15 +1,20 @@
-"""Which rank sums and which ranks receive what, when the ranges of a bucket have owners."""
+"""Which rank sums and which ranks receive what, when the ranges of a bucket have owners.
+
+Buckets come back every step, so what follows from their ranges alone is worked out once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
-from hybridcomp.collectives.wire.chunks import chunk_ranges
+from hybridcomp.collectives.wire import Range, chunk_ranges, cut_rows, stretches
+from hybridcomp.errors import CodecError
 
 Plan = Literal["direct", "balanced"]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -40,28 +45,79 @@ class Piece:
         return self.ranks == (self.source,)
 
 
-def plan_reduction(ranges: Sequence[OwnedRange], world_size: int) -> Plan:
-    """How to reduce: by the largest number of elements that any rank must send or receive.
+@dataclass(frozen=True)
+class OwnerPlan:
+    """How the ranges of one bucket are reduced.
 
-    ``direct``: everyone sends to the owners. ``balanced``: split evenly, sum, send the sums on to
-    the owners. One rank that owns a whole bucket would receive ``W - 1`` times its length
-    directly, but at most twice its length by the balanced way. Ties are direct: it quantizes once.
+    Attributes:
+        kind: ``direct``, everyone sends to the owners, or ``balanced``: split evenly, sum, send the
+            sums on to the owners.
+        numel: elements of the bucket.
+        runs: neighbours with the same owners as one range, empty ones left out.
+        even: the chunks of the ranks, as ranges.
+        longest: elements of the longest row of a message: what one set of owners owns, a chunk,
+            what one rank sends on to one set of owners.
     """
-    return _plan(tuple(ranges), world_size)
+
+    kind: Plan
+    numel: int
+    runs: tuple[OwnedRange, ...]
+    even: tuple[OwnedRange, ...]
+    longest: tuple[int, int, int]
 
 
-@lru_cache(maxsize=4096)  # buckets come back every step; a plan costs ranges * ranks
-def _plan(ranges: tuple[OwnedRange, ...], world_size: int) -> Plan:
-    direct = _busiest(_direct_traffic(ranges, world_size))
-    numel = max((owned.stop for owned in ranges), default=0)
-    first = _busiest(_direct_traffic(even_ranges(numel, world_size), world_size))
+@lru_cache(maxsize=4096)
+def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
+    """The plan for ``ranges``, the same on all ranks.
+
+    The rule is the largest number of elements that any rank must send or receive. One rank that
+    owns a whole bucket would receive ``W - 1`` times its length directly, but at most twice its
+    length by the balanced way. Ties are direct: it quantizes once.
+
+    Raises CodecError unless the ranges follow each other from 0 and have distinct known owners.
+    """
+    _check_ranges(ranges, world_size)
+    numel = ranges[-1].stop if ranges else 0
+    even = even_ranges(numel, world_size)
     traffic = [[0, 0] for _ in range(world_size)]
     for piece in cut_at_chunks(ranges, world_size):
         for rank in piece.ranks:
             if rank != piece.source:
                 traffic[piece.source][0] += piece.numel
                 traffic[rank][1] += piece.numel
-    return "direct" if direct <= first + _busiest(traffic) else "balanced"
+    balanced = _busiest(_direct_traffic(even, world_size)) + _busiest(traffic)
+    direct = _busiest(_direct_traffic(ranges, world_size))
+    runs = merge_neighbours([owned for owned in ranges if owned.start < owned.stop])
+    pieces = cut_at_chunks(runs, world_size)
+    return OwnerPlan(
+        "direct" if direct <= balanced else "balanced",
+        numel,
+        tuple(runs),
+        tuple(even),
+        (
+            _longest([(run.ranks, run.stop - run.start) for run in runs]),
+            max(owned.stop - owned.start for owned in even),
+            _longest([((piece.source, piece.ranks), piece.numel) for piece in pieces]),
+        ),
+    )
+
+
+def plan_reduction(ranges: Sequence[OwnedRange], world_size: int) -> Plan:
+    """How ``ranges`` are reduced; see ``plan_of``."""
+    return plan_of(tuple(ranges), world_size).kind
+
+
+def _check_ranges(ranges: Sequence[OwnedRange], world_size: int) -> None:
+    position = 0
+    for owned in ranges:
+        if owned.start != position or owned.stop < owned.start:
+            raise CodecError(f"ranges: expected a range from {position}, found {owned}")
+        known = all(0 <= rank < world_size for rank in owned.ranks)
+        if not owned.ranks or not known or len(set(owned.ranks)) != len(owned.ranks):
+            raise CodecError(
+                f"ranges: expected distinct group ranks below {world_size}, found {owned}"
+            )
+        position = owned.stop
 
 
 def even_ranges(numel: int, world_size: int) -> list[OwnedRange]:
@@ -96,6 +152,13 @@ def _busiest(traffic: Sequence[Sequence[int]]) -> int:
     return max(max(row) for row in traffic)
 
 
+def _longest(lengths: Sequence[tuple[Key, int]]) -> int:
+    totals: dict[Key, int] = {}
+    for key, numel in lengths:
+        totals[key] = totals.get(key, 0) + numel
+    return max(totals.values(), default=0)
+
+
 def merge_neighbours(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
     """Neighbours with the same owners as one range: fewer calls of the codec."""
     runs: list[OwnedRange] = []
@@ -105,3 +168,45 @@ def merge_neighbours(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
         else:
             runs.append(owned)
     return runs
+
+
+@lru_cache(maxsize=4096)
+def range_segments(
+    ranges: tuple[OwnedRange, ...], cuts: tuple[int, ...], count: int
+) -> list[list[OwnedRange]]:
+    """``ranges`` cut at ``cuts`` and into segments, in which every owner has its share."""
+    rows: dict[tuple[int, ...], list[Range]] = {}
+    for owned in ranges:
+        rows.setdefault(owned.ranks, []).extend(stretches(owned.start, owned.stop, cuts))
+    return [
+        sorted(
+            (OwnedRange(*edges, ranks) for ranks, row in zip(rows, shares, strict=True)
+             for edges in row),
+            key=lambda owned: owned.start,
+        )
+        for shares in cut_rows(list(rows.values()), count)
+    ]  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def piece_segments(
+    ranges: tuple[OwnedRange, ...], cuts: tuple[int, ...], world_size: int, count: int
+) -> list[list[Piece]]:
+    """The pieces of ``ranges``, cut at ``cuts``, in segments with a share of every way from a
+    source to its owners."""
+    rows: dict[tuple[int, tuple[int, ...]], list[Range]] = {}
+    cut = [
+        OwnedRange(low, high, owned.ranks)
+        for owned in ranges
+        for low, high in stretches(owned.start, owned.stop, cuts)
+    ]
+    for piece in cut_at_chunks(cut, world_size):
+        rows.setdefault((piece.source, piece.ranks), []).append((piece.start, piece.stop))
+    return [
+        sorted(
+            (Piece(*edges, ranks, source)
+             for (source, ranks), row in zip(rows, shares, strict=True) for edges in row),
+            key=lambda piece: piece.start,
+        )
+        for shares in cut_rows(list(rows.values()), count)
+    ]  # fmt: skip

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_rank, get_world_size
 
 from hybridcomp.codecs.base import Codec, Each
-from hybridcomp.collectives.wire.encoding import Job, add_values, decode_fp32, sent_dtype
-from hybridcomp.collectives.wire.exchange import exchange
-from hybridcomp.collectives.wire.handle import Steps
-from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives.wire import (
+    Job,
+    Steps,
+    Transfer,
+    add_values,
+    decode_fp32,
+    exchange,
+    sent_dtype,
+)
 
 
 @dataclass
@@ -39,120 +43,120 @@ class Part:
         return self.owners == (rank,)
 
 
-def sum_parts(
-    parts: Sequence[Part], codec: Codec, group: ProcessGroup | None, meter: Meter
-) -> Steps[None]:
+def sum_parts(parts: Sequence[Part], via: Transfer) -> Steps[None]:
     """Fill in ``out`` of the parts that this rank owns; update the residuals.
 
     1 encode each part for its owners, 2 exchange, 3 sum in fp32 in rank order.
     """
-    me, world_size = get_rank(group), get_world_size(group)
-    wide = parts[0].residual is not None
-    dtype = sent_dtype(codec, parts[0].values.dtype, wide)
+    me, ranks, device = via.group.rank, range(via.group.size), parts[0].values.device
+    dtype = sent_dtype(via.codec, parts[0].values.dtype, wide=parts[0].residual is not None)
     filled = [part for part in parts if part.values.numel()]
     # 1, 2
     jobs = [None if p.exact_on(me) else Job(p.values, p.residual) for p in filled]
+    outgoing = [
+        [job for part, job in zip(filled, jobs, strict=True) if job and rank in part.owners]
+        if rank != me
+        else []
+        for rank in ranks
+    ]
     owned = [(part, job) for part, job in zip(filled, jobs, strict=True) if me in part.owners]
     numels = [part.values.numel() for part, _ in owned]
-    payloads = yield from exchange(
-        codec,
-        dtype,
-        [
-            [j for p, j in zip(filled, jobs, strict=True) if j and rank in p.owners and rank != me]
-            for rank in range(world_size)
-        ],
-        [numels if rank != me else [] for rank in range(world_size)],
-        parts[0].values.device,
-        group,
-        meter,
-    )
+    incoming = [numels if rank != me else [] for rank in ranks]
+    payloads = yield from exchange(outgoing, incoming, dtype, device, via)
     # 3
-    with meter.coding():
+    with via.meter.coding():
         rows: list[list[Tensor | None]] = [
             [*row] if row else [None] * len(owned) for row in payloads.received
         ]
         rows[me] = [payloads.encoded[job] if job else None for _, job in owned]
-        _sum([part for part, _ in owned], rows, codec, dtype)
+        sums = [_Sum.of(part, exact=job is None) for part, job in owned]
+        _add_rows(sums, rows, via.codec, dtype)
+        for total in sums:
+            total.settle()
     payloads.release()
 
 
-def _sum(
-    parts: Sequence[Part],
+@dataclass
+class _Sum:
+    """The sum of one part on an owner, on its way.
+
+    Attributes:
+        out: fp32, the sum so far.
+        own: what this rank adds where its values are exact; None: they stand in ``out`` already.
+        residual: that of this rank, where ``own`` has taken it along; 0 in the end.
+        fresh: whether ``out`` holds nothing yet.
+    """
+
+    out: Tensor
+    own: Tensor | None
+    residual: Tensor | None
+    fresh: bool
+
+    @classmethod
+    def of(cls, part: Part, exact: bool) -> _Sum:
+        """Begin the sum; ``exact``: of this rank's values, which take the residual along."""
+        assert part.out is not None, "this rank does not own the part"
+        in_place, residual = part.out is part.values, part.residual if exact else None
+        own = part.values
+        if residual is not None:
+            add_values(residual, part.values)
+            own = residual
+            if in_place:
+                part.values.copy_(residual)
+        return cls(part.out, None if in_place else own, residual, part.fresh and not in_place)
+
+    def add_own(self) -> None:
+        """Add this rank's exact values."""
+        if self.own is None:
+            return
+        if self.fresh:
+            self.out.copy_(self.own)
+        else:
+            add_values(self.out, self.own)
+
+    def settle(self) -> None:
+        """What the exact values have taken along is left out no more."""
+        if self.residual is not None:
+            self.residual.zero_()
+
+
+def _add_rows(
+    sums: Sequence[_Sum],
     rows: Sequence[Sequence[Tensor | None]],
     codec: Codec,
     dtype: torch.dtype,
 ) -> None:
-    """Sum ``parts`` in rank order: for each rank a row with the payload of every part.
+    """Add up in rank order: for each rank a row with the payload of every sum.
 
-    None stands for the own exact values. A launch for a row where the codec has that; else part by
-    part, while a sum is in the cache.
+    None stands for the own exact values. A launch for a row where the codec has that; else sum by
+    sum, while it is in the cache.
     """
-    each = codec.each(parts[0].values.device) if len(parts) > 1 else None
-    columns = list(zip(*rows, strict=True))
-    owns = [_own(part, None in column) for part, column in zip(parts, columns, strict=True)]
+    each = codec.each(sums[0].out.device) if len(sums) > 1 else None
     if each is not None:
-        _sum_rows(parts, owns, rows, each)
-    else:
-        for part, own, column in zip(parts, owns, columns, strict=True):
-            fresh = _is_fresh(part)
-            for payload in column:
-                if payload is None:
-                    _add_own(part, own, fresh)
-                elif fresh:
-                    decode_fp32(codec, payload, _out(part), dtype)
-                else:
-                    codec.decode_add(payload, _out(part), dtype)
-                fresh = False
-    for part, own in zip(parts, owns, strict=True):
-        if own is part.residual:
-            own.zero_()
-
-
-def _sum_rows(
-    parts: Sequence[Part],
-    owns: Sequence[Tensor],
-    rows: Sequence[Sequence[Tensor | None]],
-    each: Each,
-) -> None:
-    fresh = [_is_fresh(part) for part in parts]
-    for row in rows:
-        for add in (False, True):
-            chosen = [
-                (payload, _out(part))
-                for payload, part, new in zip(row, parts, fresh, strict=True)
-                if payload is not None and new is not add
-            ]
-            each.decode([payload for payload, _ in chosen], [out for _, out in chosen], add=add)
-        for payload, part, own, new in zip(row, parts, owns, fresh, strict=True):
+        for row in rows:
+            _add_row(sums, row, each)
+        return
+    for total, column in zip(sums, zip(*rows, strict=True), strict=True):
+        for payload in column:
             if payload is None:
-                _add_own(part, own, new)
-        fresh = [False] * len(parts)
+                total.add_own()
+            elif total.fresh:
+                decode_fp32(codec, payload, total.out, dtype)
+            else:
+                codec.decode_add(payload, total.out, dtype)
+            total.fresh = False
 
 
-def _out(part: Part) -> Tensor:
-    assert part.out is not None, "this rank does not own the part"
-    return part.out
-
-
-def _is_fresh(part: Part) -> bool:
-    return part.fresh and part.out is not part.values
-
-
-def _own(part: Part, exact: bool) -> Tensor:
-    """What this rank adds where it adds its ``exact`` values: with the residual, which stands for
-    the sum until it is zeroed."""
-    if part.residual is None or not exact:
-        return part.values
-    add_values(part.residual, part.values)
-    if part.out is part.values:
-        part.values.copy_(part.residual)
-    return part.residual
-
-
-def _add_own(part: Part, own: Tensor, fresh: bool) -> None:
-    if part.out is part.values:
-        return  # they stand there already
-    if fresh:
-        _out(part).copy_(own)
-    else:
-        add_values(_out(part), own)
+def _add_row(sums: Sequence[_Sum], row: Sequence[Tensor | None], each: Each) -> None:
+    """Add what one rank has sent for every sum, those that are begun and those that are not."""
+    for begun in (False, True):
+        chosen = [
+            (payload, total.out)
+            for payload, total in zip(row, sums, strict=True)
+            if payload is not None and total.fresh is not begun
+        ]
+        each.decode([payload for payload, _ in chosen], [out for _, out in chosen], add=begun)
+    for payload, total in zip(row, sums, strict=True):
+        if payload is None:
+            total.add_own()
+        total.fresh = False

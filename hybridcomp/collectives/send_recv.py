@@ -14,15 +14,20 @@ from functools import cache, lru_cache, partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.collectives.wire import payload_sizes, transport
-from hybridcomp.collectives.wire.buffers import POOL
-from hybridcomp.collectives.wire.encoding import Slots, check_values, encode_all
-from hybridcomp.collectives.wire.handle import Pending, Steps
+from hybridcomp.collectives.wire import (
+    POOL,
+    Pending,
+    Slots,
+    Steps,
+    Transfer,
+    check_values,
+    encode_all,
+    payload_sizes,
+    transport,
+)
 from hybridcomp.collectives.wire.headers import UNREAD
-from hybridcomp.collectives.wire.meter import Meter
 from hybridcomp.errors import CodecError
 
 MAGIC = b"HYCP"
@@ -77,29 +82,24 @@ def _packed(header: Header, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(device)
 
 
-def send(
-    tensor: Tensor, dst: int, codec: Codec, group: ProcessGroup | None, *, meter: Meter
-) -> None:
+def send(tensor: Tensor, dst: int, via: Transfer) -> None:
     """Send ``tensor`` to the global rank ``dst``; blocking, to be met by ``recv``.
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16.
-        dst: global rank, member of ``group``.
-        codec: the same on both sides.
-        group: None is the default group.
-        meter: filled in; this side counts the bytes.
+        dst: global rank, member of the group.
+        via: codec, the same on both sides, group and meter; this side counts the bytes.
 
     Raises CodecError on other tensors.
     """
     tensor = tensor.detach()
     check_values("tensor", tensor)
-    Pending(_send(tensor, dst, codec, group, meter), meter, async_op=False)
+    Pending(_send(tensor, dst, via), via.meter, async_op=False)
 
 
-def _send(
-    tensor: Tensor, dst: int, codec: Codec, group: ProcessGroup | None, meter: Meter
-) -> Steps[None]:
-    (codec,) = codec.hops(1, 1, result=tensor.dtype)
+def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
+    group, meter = via.group, via.meter
+    (codec,) = via.codec.hops(1, 1, result=tensor.dtype)
     meter.use(codec.spec)
     payload = POOL.take(codec.wire_nbytes(tensor.numel(), tensor.dtype), tensor.device)
     with meter.coding():
@@ -112,20 +112,16 @@ def _send(
     if own.words is not None and used:
         packed, arrival = packed.clone(), payload_sizes.SIZES.copied(own.words)
         packed[_SIZE_AT].copy_(own.words.view(torch.uint8))
-    meter.sent(HEADER_NBYTES)
-    yield from transport.send(packed, dst, group)
+    yield from transport.send(packed, dst, group, meter)
     if arrival is not None:  # the receiver has its header already
         yield arrival
         (used,) = arrival.sizes()
     if used:
-        meter.sent(used)
-        yield from transport.send(payload[:used], dst, group)
+        yield from transport.send(payload[:used], dst, group, meter)
     POOL.give(payload)
 
 
-def recv(
-    tensor: Tensor, src: int, codec: Codec, group: ProcessGroup | None, *, meter: Meter
-) -> None:
+def recv(tensor: Tensor, src: int, via: Transfer) -> None:
     """Receive into ``tensor`` what the global rank ``src`` sent with ``send``; blocking.
 
     Decodes to the dtype that was sent, then casts into ``tensor`` if its dtype differs (an error
@@ -135,21 +131,19 @@ def recv(
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16 of as many elements as were sent.
-        src: global rank, member of ``group``.
-        codec, group: as for ``send``.
-        meter: its times are filled in, no bytes.
+        src: global rank, member of the group.
+        via: codec, group and meter; that has its times filled in, no bytes.
 
     Raises CodecError that names both sides when codec or length differ; the payload has been taken
     off the wire then, so the sender does not hang.
     """
     tensor = tensor.detach()
     check_values("tensor", tensor)
-    Pending(_recv(tensor, src, codec, group, meter), meter, async_op=False)
+    Pending(_recv(tensor, src, via), via.meter, async_op=False)
 
 
-def _recv(
-    tensor: Tensor, src: int, codec: Codec, group: ProcessGroup | None, meter: Meter
-) -> Steps[None]:
+def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
+    codec, group, meter = via.codec, via.group, via.meter
     packed = torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=tensor.device)
     yield from transport.recv(packed, src, group)
     kind = (src, tensor.numel(), tensor.dtype, codec.spec)

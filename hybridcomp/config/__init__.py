@@ -23,6 +23,7 @@ from hybridcomp.config.error_messages import near_key, show
 from hybridcomp.config.json_schema import schema
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.config.sources import read_source
+from hybridcomp.config.summary import describe, idle_notes, notes
 from hybridcomp.errors import ConfigError
 
 __all__ = [
@@ -38,7 +39,10 @@ __all__ = [
     "ParameterConfig",
     "PipelineConfig",
     "TensorConfig",
+    "describe",
+    "idle_notes",
     "load_config",
+    "notes",
     "read_source",
     "schema",
 ]

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config import summary
+from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config.bounds import check_kept
 from hybridcomp.config.codec_settings import NONE, Strict
 from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
@@ -26,8 +25,8 @@ from hybridcomp.config.directional import (
     PipelineConfig,
     TensorConfig,
 )
-from hybridcomp.config.error_messages import NOTHING, near_key, problem, translate
-from hybridcomp.config.presets import PRESETS, overridden
+from hybridcomp.config.error_messages import NOTHING, problem, translate
+from hybridcomp.config.presets import NATIVE, PRESETS, merged
 from hybridcomp.policy import (
     DIMENSIONS,
     DIRECTIONS,
@@ -151,31 +150,26 @@ class CompressionConfig(Strict):
     ) -> CompressionConfig:
         if not isinstance(data, Mapping):
             raise problem("", data, 'expected an object, such as {"preset": "recommended"}')
-        merged = dict(data)
-        preset = data.get("preset")
-        if preset is not None:
-            if not isinstance(preset, str) or preset not in PRESETS:
-                near = near_key(PRESETS, preset) if isinstance(preset, str) else None
-                hint = f"did you mean {near!r}? " if near else ""
-                raise problem("preset", preset, f"{hint}expected one of {', '.join(PRESETS)}")
-            for name, settings in PRESETS[preset].items():
-                merged[name] = overridden(settings, data[name]) if name in data else settings
-        config = handler(merged)
+        config = handler(merged(data))
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
-        if preset is None and not config._explicit:
+        if data.get("preset") is None and not config._explicit and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
-            raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)}")
+            meant = f'("preset": "{NATIVE}" where that is meant)'
+            raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)} {meant}")
         config._check_samples(data)
-        if data.get("hierarchy", "none") != "none" and not (
-            config.active("dp") or config.active("zero")
-        ):
-            todo = "only dp and zero have two levels, and neither is compressed; remove it"
-            raise problem("hierarchy", config.hierarchy, todo)
-        low_rank = config.policy().low_rank and not config.active("zero")
-        if low_rank and data.get("hierarchy", "none") != "none":
-            todo = "powersgd sums its factors natively over all ranks, in one level; remove it"
-            raise problem("hierarchy", config.hierarchy, todo)
+        if data.get("hierarchy", "none") != "none":
+            config._check_hierarchy()
         return config
+
+    def _check_hierarchy(self) -> None:
+        """Refuse two levels where nothing has two."""
+        if not (self.active("dp") or self.active("zero")):
+            todo = "only dp and zero have two levels, and neither is compressed; remove it"
+            raise problem("hierarchy", self.hierarchy, todo)
+        reduction = self.codecs()["dp", "forward"]
+        if reduction and reduction.low_rank and not self.active("zero"):
+            why = f"{reduction.name} sums its factors natively over all ranks, in one level"
+            raise problem("hierarchy", self.hierarchy, f"{why}; remove it")
 
     @model_validator(mode="after")
     def _keeps_bounds(self) -> CompressionConfig:
@@ -258,22 +252,19 @@ class CompressionConfig(Strict):
         for name, limits in self.limits().items():
             settings[f"{BLOCK}.{name}.guard"] = [limits.error, limits.residual]
             settings[f"{BLOCK}.ledger.sample_every"] = self.ledger.sample_every
+        for name in sorted(self._named()):
+            if (origin := CODECS.origin(name)) is not None:
+                settings[f"{BLOCK}.codec.{name}"] = origin  # of another package, with its version
         return settings
+
+    def _named(self) -> set[str]:
+        """The names of all codecs that messages may take."""
+        ways = (getattr(self, name).settings(way) for name, way in self.codecs())
+        return {settings["codec"] for settings in ways if "codec" in settings}
 
     def digest(self) -> str:
         """SHA-256 of ``flat()`` as 64 hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.flat(), sort_keys=True).encode()).hexdigest()
-
-    def describe(self, absent: Collection[Dimension] = ()) -> list[str]:
-        """One line for each compressed dimension (and direction, where they differ).
-
-        ``absent``: dimensions without traffic in this job; they are only listed.
-        """
-        return summary.lines(self, absent)
-
-    def notes(self, dtype: torch.dtype) -> list[str]:
-        """Warnings about codecs that save nothing on messages of ``dtype``."""
-        return summary.notes(self, dtype)
 
     def ramps(self) -> dict[tuple[Dimension, Direction], tuple[Rung, ...]]:
         """The steps of every ramp, by dimension and direction."""

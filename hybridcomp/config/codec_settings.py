@@ -1,36 +1,83 @@
-"""Which codec, with which settings: the part that directions and dimensions share."""
+"""Which codec, with which settings: the part that directions and dimensions share.
+
+The fields are those that the codecs declare (``codecs.setting``), so that a codec's settings stand
+in its own module, and those of a codec that another package brings are keys of the block, too.
+"""
 
 from __future__ import annotations
 
 import difflib
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from hybridcomp.codecs import CODECS, PowerSgd, make_codec
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.bounded import AUTO, FAMILIES, LADDERS
+from hybridcomp.codecs.registry import AUTO, CODECS, families, ladder_of, make_codec
+from hybridcomp.codecs.setting import Setting
 from hybridcomp.config.bounds import build_bounded, check_unbounded
 from hybridcomp.config.error_messages import NOTHING, problem
 from hybridcomp.errors import CodecError
 
 NONE = "none"
-#: zfp loses so much below this rate that error feedback runs away: over random and adversarial
-#: blocks of four the norm of the error reached 4x the norm of the values at rate 4, 1.9x at 5.5,
-#: 0.8x at 6 (below 1x the residual stays bounded)
-ZFP_FEEDBACK_RATE = 6.0
+#: keys of a dimension that no codec may have for a setting
+DIMENSION_KEYS = frozenset(
+    {
+        "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
+        "error_feedback", "delta", "resync_every", "forward", "backward", "scatter_gather", "sums",
+    }
+)  # fmt: skip
+#: names that mean something else to the models
+ATTRIBUTES = frozenset(
+    {*dir(BaseModel), "more", "settings", "given", "limits", "rungs_of", "codec_of", "feeds_back"}
+)
 
 
-#: codecs of gradients only: they need matrices that come back every step
-GRADIENTS = (PowerSgd.name,)
+def _refuse_taken_keys() -> None:
+    """Take codecs of other packages out whose settings are called as other keys of the block."""
+    for name, codec in tuple(CODECS.outside.items()):
+        taken = [s.name for s in codec.settings if s.name in DIMENSION_KEYS | ATTRIBUTES]
+        if taken:
+            CODECS.refuse(name, f"its setting {taken[0]!r} has a name that the block uses itself")
 
 
-def codec_names(*, gradients: bool = False) -> list[str]:
-    """Every name that ``codec`` may have in this version; ``gradients``: under dp."""
-    hidden = () if gradients else GRADIENTS
-    return [NONE, *sorted({*CODECS, *FAMILIES}.difference(hidden))]
+_refuse_taken_keys()
+
+
+@lru_cache(maxsize=2)
+def codec_names(*, gradients: bool = False) -> tuple[str, ...]:
+    """Every name that ``codec`` may have here; ``gradients``: under dp."""
+    known = {name for name, codec in CODECS.items() if gradients or not codec.gradients_only}
+    return (NONE, *sorted(known.union(families())))
+
+
+def settings_of(*, gradients_only: bool) -> dict[str, tuple[Setting, ...]]:
+    """The settings of all codecs by key, of those for gradients alone or of the others.
+
+    Those that decide how many bits a value takes, and which a ramp may move, come first.
+    """
+    codecs = [codec for codec in CODECS.values() if codec.gradients_only == gradients_only]
+    codecs.sort(key=lambda codec: all(s.ramp_step is None for s in codec.settings))
+    found: dict[str, tuple[Setting, ...]] = {}
+    for setting in (setting for codec in codecs for setting in codec.settings):
+        found[setting.name] = (*found.get(setting.name, ()), setting)
+    return found
+
+
+def with_settings(
+    base: type[BaseModel], settings: Mapping[str, Sequence[Setting]]
+) -> type[BaseModel]:
+    """``base`` with an optional field for each of ``settings``."""
+    fields: dict[str, Any] = {}
+    for key, declared in settings.items():
+        annotation: Any = None
+        for setting in declared:
+            annotation = setting.type if annotation is None else annotation | setting.type
+        text = " ".join(setting.help for setting in declared)
+        fields[key] = (annotation | None, Field(None, description=text))
+    return create_model(f"{base.__name__}Settings", __base__=base, **fields)
 
 
 class Strict(BaseModel):
@@ -39,71 +86,53 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def _codec_schema(schema: dict[str, Any]) -> None:
-    schema.clear()
-    schema.update({"type": "string", "enum": codec_names(), "description": _CODEC})
+def _explained(codecs: Iterable[type[Codec]]) -> str:
+    """A sentence for each codec, or for neighbours that are about the same."""
+    sentences = []
+    for about, group in groupby(codecs, key=lambda codec: codec.about):
+        alike = list(group)
+        words = [about or "see its package", *(c.remark for c in alike if c.remark)]
+        sentences.append(f"{', '.join(c.name for c in alike)}: {'; '.join(words)}.")
+    return " ".join(sentences)
 
 
 _CODEC = (
-    "How messages are encoded. none: native. bf16, fp16, fp8: casts. blockint: integers of `bits` "
-    "bits with a scale for every 32 values, fixed size. zfp: 1-D fixed rate, bit-exact with the "
-    "zfp library. radix: fewest bits for an `error_bound`, variable size. mpc, expcode: lossless, "
-    "variable size; expcode saves more. auto (default with an `error_bound`): the cheapest of them "
-    "that keeps it."
+    "How messages are encoded. none: native. "
+    f"{_explained(codec for codec in CODECS.values() if not codec.gradients_only)} {AUTO} (default "
+    "with an `error_bound`): the cheapest of them that keeps it."
 )
-
-
 GRADIENT_CODEC = (
-    f"{_CODEC} powersgd: matrices as products of two thin ones of `rank` columns; its error has no "
-    "bound, and what it leaves out comes with the next step."
+    f"{_CODEC} {_explained(codec for codec in CODECS.values() if codec.gradients_only)}"
 )
 
 
-def gradient_codec_schema(schema: dict[str, Any]) -> None:
-    """The JSON schema of ``codec`` under dp."""
-    schema.clear()
-    names = codec_names(gradients=True)
-    schema.update({"type": "string", "enum": names, "description": GRADIENT_CODEC})
+def codec_schema(text: str, *, gradients: bool = False) -> Callable[[dict[str, Any]], None]:
+    """What makes the JSON schema of ``codec``, with ``text`` for its description."""
+
+    def change(schema: dict[str, Any]) -> None:
+        schema.clear()
+        names = list(codec_names(gradients=gradients))
+        schema.update({"type": "string", "enum": names, "description": text})
+
+    return change
 
 
-class CodecSettings(Strict):
+class _Named(Strict):
+    codec: str | None = Field(None, description=_CODEC, json_schema_extra=codec_schema(_CODEC))
+
+
+if TYPE_CHECKING:
+    _Declared = _Named
+else:
+    _Declared = with_settings(_Named, settings_of(gradients_only=False))
+
+
+class CodecSettings(_Declared):
     """A codec and its settings; written as an object, or as the bare name of the codec."""
 
     #: codec settings that only this dimension has
     more: ClassVar[tuple[str, ...]] = ()
 
-    codec: str | None = Field(None, description=_CODEC, json_schema_extra=_codec_schema)
-    bits: int | None = Field(
-        None,
-        description="blockint: bits of one value, 2 to 8 (default). More: smaller error, larger "
-        "messages.",
-    )
-    rotate: bool | None = Field(
-        None,
-        description="blockint, at 4 bits and fewer: rotate every 64 values (Walsh-Hadamard) before "
-        "they are encoded, so that outliers, such as large channels of activations, spread over "
-        "their neighbours. Half the speed; default false.",
-    )
-    levels: Literal["uniform", "gaussian"] | None = Field(
-        None,
-        description="blockint at 4 bits: gaussian puts the 16 levels where Gaussian values gather, "
-        "for errors a sixth smaller; zeros beside other values become small numbers. Default "
-        "uniform.",
-    )
-    rate: float | None = Field(
-        None,
-        description="zfp: bits of one value, 2.5 to 32, default 16. Higher: smaller error, larger "
-        "messages.",
-    )
-    format: Literal["e4m3", "e5m2"] | None = Field(
-        None,
-        description="fp8: e4m3 (default; more mantissa) or e5m2 (more range within a block).",
-    )
-    dim: int | None = Field(
-        None,
-        description="mpc: stride of the differences in 32-bit words, 1 (default) to 32: the number "
-        "of fields where records are interleaved.",
-    )
     error_bound: float | None = Field(
         None,
         gt=0,
@@ -161,34 +190,36 @@ def build_codec(
     if name is None:
         raise problem("codec", NOTHING, f"expected one of {', '.join(names)}; name one")
     settings = {key: value for key, value in given.items() if key != "codec"}
-    if name not in names:
-        raise problem(at("codec"), name, _unknown_codec(name, names))
-    if name in FAMILIES and (name not in LADDERS or "error_bound" in settings):
+    if name not in names or name in CODECS.refused:
+        raise problem(at("codec"), name, _unusable_codec(name, names))
+    if name in families() and (not ladder_of(name) or "error_bound" in settings):
         return build_bounded(name, settings, at)
     check_unbounded(name, settings, at)
-    accepted = {} if name == NONE else dict(inspect.signature(CODECS[name]).parameters)
+    accepted = [] if name == NONE else [setting.name for setting in CODECS[name].settings]
     for key, value in settings.items():
         if key not in accepted:
             takes = f"takes {' and '.join(accepted)}" if accepted else "has no settings"
             raise problem(at(key), value, f"{name} {takes}; remove {key} or name another codec")
-    for key, parameter in accepted.items():
-        if parameter.default is inspect.Parameter.empty and key not in settings:
-            field = f"{prefix}.{key}" if own and "codec" in own else key
-            raise problem(field, NOTHING, f"{name} needs {key}; write it")
-    if name == NONE:
-        return None
+    return None if name == NONE else _built(name, settings, at)
+
+
+def _built(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> Codec:
+    """The codec, or the error that its constructor raises, at the key that it is about."""
     try:
         return make_codec(name, **settings)
     except CodecError as error:
         named = [key for key in settings if key in str(error)] or list(settings) or ["codec"]
         named.sort(key=str(error).find)  # what is wrong comes first
         said = str(error).partition(", found ")[0]  # what was found stands in front already
-        raise problem(at(named[0]), given[named[0]], f"{said}; correct it") from None
+        raise problem(at(named[0]), settings.get(named[0], name), f"{said}; correct it") from None
 
 
-def _unknown_codec(name: str, names: Sequence[str]) -> str:
+def _unusable_codec(name: str, names: Sequence[str]) -> str:
+    """What is wrong with a codec that cannot stand here, and what to do."""
+    if name in CODECS.refused:
+        return CODECS.refused[name]
     listed = ", ".join(names)
-    if name in GRADIENTS:
+    if name in CODECS:
         return f"{name} reduces the gradients of matrices; only dp can have it: use one of {listed}"
     near = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config.codec_settings import (
     GRADIENT_CODEC,
     NONE,
-    ZFP_FEEDBACK_RATE,
     CodecSettings,
     Strict,
     build_codec,
-    gradient_codec_schema,
+    codec_schema,
+    settings_of,
+    with_settings,
 )
 from hybridcomp.config.error_messages import problem
-from hybridcomp.config.ramp import RampConfig, moving, rungs
+from hybridcomp.config.ramp import RampConfig, movable, moving, rungs
 from hybridcomp.policy import DIRECTIONS, Direction, Limits, Rung
 
 
@@ -86,7 +87,9 @@ class DimensionConfig(CodecSettings):
         self._check_codecs()
         ramps = [self.rungs_of(way) for way in DIRECTIONS]  # either may be wrong
         if self.ramp is not None and not any(ramps):
-            todo = "moves error_bound, bits or rate, and none of them is written; write one"
+            *first, last = movable()
+            listed = f"{', '.join(first)} or {last}"
+            todo = f"moves {listed}, and none of them is written; write one"
             raise problem("ramp", self.ramp.model_dump(by_alias=True), todo)
         if "guard" in self.model_fields_set:
             self._check_guard()
@@ -119,13 +122,9 @@ class DimensionConfig(CodecSettings):
 
     def _check_converges(self, codec: Codec, key: str) -> None:
         """Refuse what loses more than it is given, where the next message makes up for it."""
-        if codec.name == "zfp" and self.rate is not None and self.rate < ZFP_FEEDBACK_RATE:
-            raise problem(
-                key,
-                True,
-                f"diverges with zfp below rate {ZFP_FEEDBACK_RATE:g}, and the rate is "
-                f"{self.rate:g}; raise it, or use blockint, which converges at every setting",
-            )
+        why = codec.diverges()
+        if why is not None:
+            raise problem(key, True, f"diverges {why}")
 
 
 class MeasuredConfig(DimensionConfig):
@@ -145,33 +144,48 @@ class MeasuredConfig(DimensionConfig):
             return
         if codec is None:
             raise problem("when", self.when, "none is native anyway; remove it, or name a codec")
-        if isinstance(codec, PowerSgd):
-            todo = "what powersgd takes depends on the matrices and is not measured; remove it"
+        if codec.gradients_only:
+            why = f"what {codec.name} takes depends on the matrices and is not measured"
+            todo = f"{why}; remove it"
             raise problem("when", self.when, todo)
 
 
-class GradientConfig(MeasuredConfig):
+#: settings of what reduces gradients in a way of its own
+_REDUCTIONS = settings_of(gradients_only=True)
+_ALWAYS = " ".join(
+    f"{name} always does so." for name, codec in CODECS.items() if codec.gradients_only
+)
+if TYPE_CHECKING:
+    _Declared = MeasuredConfig
+else:
+    _Declared = with_settings(MeasuredConfig, _REDUCTIONS)
+
+
+class GradientConfig(_Declared):
     """Gradient reduction over the data-parallel group."""
 
-    more: ClassVar[tuple[str, ...]] = ("rank",)
+    more: ClassVar[tuple[str, ...]] = tuple(_REDUCTIONS)
 
     codec: str | None = Field(
-        None, description=GRADIENT_CODEC, json_schema_extra=gradient_codec_schema
-    )
-    rank: int | None = Field(
         None,
-        description="powersgd: columns of the two factors of a matrix, 1 or more, default 4. More: "
-        "smaller error, larger messages.",
+        description=GRADIENT_CODEC,
+        json_schema_extra=codec_schema(GRADIENT_CODEC, gradients=True),
     )
     error_feedback: bool = Field(
         False,
         description="Add what one reduction left out to the next one. Costs one fp32 value a "
-        "gradient element of memory; makes 4 bits and fewer usable. powersgd always does so.",
+        f"gradient element of memory; makes 4 bits and fewer usable. {_ALWAYS}",
     )
 
     def _feedback(self) -> bool:
         """Whether residuals are kept."""
-        return self.error_feedback or self.codec == PowerSgd.name
+        return self.error_feedback or self._reduces
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether gradients are reduced in a way of its own instead of being encoded."""
+        codec = CODECS.get(self.codec) if self.codec is not None else None
+        return codec is not None and codec.gradients_only
 
     @property
     def feeds_back(self) -> bool:
@@ -181,7 +195,7 @@ class GradientConfig(MeasuredConfig):
     def limits(self) -> Limits:
         """What the guard looks at; residuals of a low rank are many gradients, unless limited."""
         found = super().limits()
-        if self.codec == PowerSgd.name and "residual" not in self.guard.model_fields_set:
+        if self._reduces and "residual" not in self.guard.model_fields_set:
             return Limits(found.error, None)
         return found
 
@@ -193,8 +207,8 @@ class GradientConfig(MeasuredConfig):
         codec = build_codec(self.given(), "", gradients=True)
         self._check_measured(codec)
         refused = "error_feedback" in self.model_fields_set and not self.error_feedback
-        if refused and isinstance(codec, PowerSgd):
-            todo = "powersgd does not converge without; remove it, or name another codec"
+        if refused and codec is not None and codec.gradients_only:
+            todo = f"{codec.name} does not converge without; remove it, or name another codec"
             raise problem("error_feedback", False, todo)
         if not self.error_feedback:
             return

@@ -55,6 +55,6 @@ def _with_shorthand(node: Any) -> Any:
     name = str(found.get("$ref", "")).removeprefix("#/$defs/")
     if name in SHORTHAND:
         reference = {"$ref": found.pop("$ref")}
-        names = codec_names(gradients=name == GradientConfig.__name__)
+        names = list(codec_names(gradients=name == GradientConfig.__name__))
         found["anyOf"] = [{"type": "string", "enum": names}, reference]
     return found

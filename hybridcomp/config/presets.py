@@ -4,7 +4,7 @@
 messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended`` is ours, from
 a rate-distortion study of training tensors: a transform gains nothing on them, so plain integers,
 and 4 bits only where error feedback gives back what is left out. None names ``offload``, which
-takes time of the host, too.
+takes time of the host, too. ``none`` compresses nothing, for a baseline that is counted as well.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybridcomp.config.error_messages import near_key, problem
 from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, Dimension
 
+#: the preset that compresses nothing: everything is native, and counted
+NATIVE = "none"
 Settings = dict[str, Any]
 _MODEL: tuple[Dimension, ...] = (
     "zero",
@@ -39,7 +42,26 @@ PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
         "dp": {**_blockint(4), "error_feedback": True},
         **{name: _blockint(8) for name in BETWEEN_RANKS if name != "dp"},
     },
+    NATIVE: {},
 }
+#: those whose messages are meant to be fp32
+PAPER = frozenset({"naive-zfp", "naive-mpc", "mzhybrid", "zhybrid"})
+
+
+def merged(written: Mapping[str, Any]) -> dict[str, Any]:
+    """A block with its preset's dimensions in it. Raises the error that pydantic turns into a
+    ValidationError, at ``preset``."""
+    found = dict(written)
+    preset = written.get("preset")
+    if preset is None:
+        return found
+    if not isinstance(preset, str) or preset not in PRESETS:
+        near = near_key(PRESETS, preset) if isinstance(preset, str) else None
+        hint = f"did you mean {near!r}? " if near else ""
+        raise problem("preset", preset, f"{hint}expected one of {', '.join(PRESETS)}")
+    for name, settings in PRESETS[preset].items():
+        found[name] = overridden(settings, written[name]) if name in written else settings
+    return found
 
 
 def overridden(preset: Mapping[str, Any], written: Any) -> Any:

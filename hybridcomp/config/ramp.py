@@ -9,16 +9,26 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.registry import CODECS
+from hybridcomp.codecs.setting import Setting
 from hybridcomp.config.codec_settings import Strict
 from hybridcomp.config.error_messages import problem
 from hybridcomp.policy import Rung
 
 #: most values that a ramp takes before its end: ranks and readers see few codecs
 LEVELS = 8
-#: settings that can move; the first that a codec has. True: larger is milder
-MOVES: tuple[tuple[str, bool], ...] = (("error_bound", False), ("bits", True), ("rate", True))
-#: zfp takes whole bits for a block of 4 values
-RATE_STEP = 0.25
+#: the setting that every ramp may move; smaller is milder. Of the settings of codecs larger is
+BOUND = "error_bound"
+
+
+def _of_codecs() -> str:
+    """The settings that move, with their codecs."""
+    return " or ".join(
+        f"`{setting.name}` of {codec.name}"
+        for codec in CODECS.values()
+        for setting in codec.settings
+        if setting.ramp_step is not None
+    )
 
 
 class RampConfig(Strict):
@@ -28,26 +38,46 @@ class RampConfig(Strict):
         alias="from",
         gt=0,
         allow_inf_nan=False,
-        description="What `error_bound` (smaller), or `bits` of blockint or `rate` of zfp "
-        "(larger), is at first. At most 8 levels: bounds in equal ratios, the others evenly.",
+        description=f"What `error_bound` (smaller), or {_of_codecs()} (larger), is at first. At "
+        f"most {LEVELS} levels: bounds in equal ratios, the others evenly.",
     )
     steps: int = Field(
         ge=1, description="Optimizer steps after `start_step` until the setting has its value."
     )
 
 
+def movable() -> tuple[str, ...]:
+    """Every setting that a ramp may move."""
+    declared = (setting for codec in CODECS.values() for setting in codec.settings)
+    return tuple(dict.fromkeys([BOUND, *(s.name for s in declared if s.ramp_step is not None)]))
+
+
 def moving(settings: Mapping[str, Any]) -> str | None:
     """The setting of a codec that a ramp moves, None where it has none written."""
-    return next((name for name, _ in MOVES if name in settings), None)
+    if BOUND in settings:
+        return BOUND
+    codec = CODECS.get(settings.get("codec", ""))
+    declared = () if codec is None else codec.settings
+    movable = (s.name for s in declared if s.ramp_step is not None)
+    return next((name for name in movable if name in settings), None)
 
 
-def values(name: str, start: float, end: float) -> list[float]:
-    """What a ramp takes before ``end``, mildest first: bounds in equal ratios, others evenly."""
-    if name == "error_bound":
+def _declared(settings: Mapping[str, Any], name: str) -> Setting | None:
+    """The setting ``name`` of the codec that is written, None for a bound."""
+    if name == BOUND:
+        return None
+    return next(s for s in CODECS[settings["codec"]].settings if s.name == name)
+
+
+def values(start: float, end: float, step: float | None) -> list[float]:
+    """What a ramp takes before ``end``, mildest first, in multiples of ``step``.
+
+    None is for bounds, which move in equal ratios.
+    """
+    if step is None:
         return [float(f"{start * (end / start) ** (i / LEVELS):.3g}") for i in range(LEVELS)]
-    unit = 1.0 if name == "bits" else RATE_STEP
-    levels = min(LEVELS, round((start - end) / unit))
-    return [start - round(i * (start - end) / levels / unit) * unit for i in range(levels)]
+    levels = min(LEVELS, round((start - end) / step))
+    return [start - round(i * (start - end) / levels / step) * step for i in range(levels)]
 
 
 def rungs(
@@ -63,17 +93,15 @@ def rungs(
     """
     name = moving(settings)
     assert name is not None
-    end, larger = settings[name], dict(MOVES)[name]
-    if start == end or (start > end) != larger:
-        side = "above" if larger else "below"
-        todo = f"a ramp starts mild: expected a number {side} {name}, which is {end:g}; correct it"
-        raise problem("ramp.from", start, todo)
-    if name == "bits" and start != int(start):
-        raise problem("ramp.from", start, "bits are whole; correct it")
-    taken = values(name, start, end)
+    setting = _declared(settings, name)
+    whole = setting is not None and setting.type is int
+    _check_start(name, start, settings[name], larger=setting is not None)
+    if whole and start != int(start):
+        raise problem("ramp.from", start, f"{name} are whole; correct it")
+    taken = values(start, settings[name], None if setting is None else setting.ramp_step)
     found = []
     for index, value in enumerate(taken):
-        one = int(value) if name == "bits" else value
+        one = int(value) if whole else value
         try:
             codec = build({**settings, name: one})
         except PydanticCustomError as error:
@@ -82,3 +110,11 @@ def rungs(
         assert codec is not None
         found.append(Rung(-(-steps * (index + 1) // len(taken)), codec))
     return tuple(found)
+
+
+def _check_start(name: str, start: float, end: float, *, larger: bool) -> None:
+    """Refuse a ramp that does not start mild; ``larger``: that is above ``end``."""
+    if start == end or (start > end) != larger:
+        side = "above" if larger else "below"
+        todo = f"a ramp starts mild: expected a number {side} {name}, which is {end:g}; correct it"
+        raise problem("ramp.from", start, todo)

@@ -2,60 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.bounded import Bounded
-from hybridcomp.config.bounds import figures
+from hybridcomp.config.block import CompressionConfig
 from hybridcomp.config.codec_settings import NONE
-from hybridcomp.config.presets import PRESETS
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension
+from hybridcomp.config.presets import NATIVE, PAPER
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, SUMMED, Dimension
 
-if TYPE_CHECKING:
-    from hybridcomp.config.block import CompressionConfig
-
-#: values of the message that ratios are stated for: 4 MiB of fp32
-TYPICAL_NUMEL = 1 << 20
-#: presets whose messages are meant to be fp32
-PAPER = frozenset(PRESETS) - {"recommended"}
+#: bytes that few messages reach: gradients are reduced in buckets, of 5e8 values in DeepSpeed and
+#: 4e7 in megatron-core unless the job says otherwise, and models with fewer values have less
+SELDOM_NBYTES = 1 << 28
+#: steps that few jobs reach
+SELDOM_STEPS = 1_000_000
 
 
-def lines(config: CompressionConfig, absent: Collection[Dimension]) -> list[str]:
-    """One line for each compressed dimension (and direction, where they differ).
+def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> list[str]:
+    """One line for each compressed dimension (and direction, where they differ), then the rest.
 
     ``absent``: dimensions without traffic in this job; they are only listed.
     """
-    codecs, lines, native = config.codecs(), [], []
-    for name in DIMENSIONS:
-        if name in absent:
-            continue
-        ways = {way: codecs[name, way] for way in DIRECTIONS if (name, way) in codecs}
-        shared = ", cut among tensor ranks" if name == "pp" and config.pp.scatter_gather else ""
-        if not any(ways.values()):
-            native.append(f"{name}{shared}")
-        elif len(set(ways.values())) == 1:
-            feedback = ", error feedback" if config.error_feedback(name) else ""
-            deltas = _deltas(config) if name == "zero" else ""
-            codec = _figures(name, codecs[name, "forward"])
-            lines.append(f"{name:13} {codec}{feedback}{shared}{deltas}")
-        else:
-            lines += [
-                f"{f'{name} {way}':13} {_figures(name, codec)}{shared}"
-                for way, codec in ways.items()
-            ]
+    here = [name for name in DIMENSIONS if name not in absent]
+    lines = [line for name in here for line in _encoded(config, name)]
+    native = [f"{name}{_shared(config, name)}" for name in here if not config.active(name)]
     if native:
         lines.append(f"{'native':13} {', '.join(native)}")
     if absent:
         lines.append(f"{'not here':13} {', '.join(n for n in DIMENSIONS if n in absent)}")
-    for (name, way), rungs in config.ramps().items():
-        told = name if name in ONE_WAY else f"{name} {way}"
-        first, last = rungs[0].codec.spec, rungs[-1].stop + config.start_step
-        levels = f"{len(rungs)} levels" if len(rungs) > 1 else "1 level"
-        lines.append(f"{'ramp':13} {told}: from {first} in {levels}, as written from step {last}")
+    lines += _ramps(config)
     lines += _measured(config)
     lines += _guarded(config)
     if isinstance(config.hierarchy, int):
@@ -63,6 +39,34 @@ def lines(config: CompressionConfig, absent: Collection[Dimension]) -> list[str]
     start = f"; all messages before step {config.start_step}" if config.start_step else ""
     lines.append(f"{'also native':13} messages under {config.min_bytes} bytes{start}")
     return lines
+
+
+def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
+    """The lines of one dimension; none where it is native."""
+    codecs = config.codecs()
+    ways = {way: codecs[name, way] for way in DIRECTIONS if (name, way) in codecs}
+    shared = _shared(config, name)
+    if not any(ways.values()):
+        return
+    if len(set(ways.values())) > 1:
+        for way, codec in ways.items():
+            yield f"{f'{name} {way}':13} {_figures(name, codec)}{shared}"
+        return
+    feedback = ", error feedback" if config.error_feedback(name) else ""
+    deltas = _deltas(config) if name == "zero" else ""
+    yield f"{name:13} {_figures(name, codecs[name, 'forward'])}{feedback}{shared}{deltas}"
+
+
+def _shared(config: CompressionConfig, name: Dimension) -> str:
+    return ", cut among tensor ranks" if name == "pp" and config.pp.scatter_gather else ""
+
+
+def _ramps(config: CompressionConfig) -> Iterator[str]:
+    for (name, way), rungs in config.ramps().items():
+        told = name if name in ONE_WAY else f"{name} {way}"
+        first, last = rungs[0].codec.spec, rungs[-1].stop + config.start_step
+        levels = f"{len(rungs)} levels" if len(rungs) > 1 else "1 level"
+        yield f"{'ramp':13} {told}: from {first} in {levels}, as written from step {last}"
 
 
 def _deltas(config: CompressionConfig) -> str:
@@ -101,43 +105,47 @@ def notes(config: CompressionConfig, dtype: torch.dtype) -> list[str]:
     """Warnings about codecs that save nothing on messages of ``dtype``."""
     useless: dict[Codec, list[str]] = {}
     for (name, _), codec in config.codecs().items():
-        if (
-            codec
-            and codec.fixed_size
-            and not codec.bounded
-            and not isinstance(codec, PowerSgd)
-            and _bits(codec, dtype) >= 8 * dtype.itemsize
-        ):
+        if codec and _saves_nothing(codec, dtype):
             names = useless.setdefault(codec, [])
             names += [name] if name not in names else []
     advice = f"preset {config.preset} is made for fp32; " if config.preset in PAPER else ""
     return [
-        f"{', '.join(names)}: {codec.spec} takes {_bits(codec, dtype):.4g} bits a value and "
-        f"saves nothing on {str(dtype).removeprefix('torch.')} messages; {advice}"
+        f"{', '.join(names)}: {codec.spec} takes {codec.bits_per_value(dtype):.4g} bits a value "
+        f"and saves nothing on {str(dtype).removeprefix('torch.')} messages; {advice}"
         'use fewer bits, or preset "recommended"'
         for codec, names in useless.items()
     ]
 
 
-def _bits(codec: Codec, dtype: torch.dtype) -> float:
-    """Bits a value in a typical message; the worst case when the size varies."""
-    return codec.wire_nbytes(TYPICAL_NUMEL, dtype) * 8 / TYPICAL_NUMEL
+def idle_notes(config: CompressionConfig, largest_nbytes: int | None = None) -> list[str]:
+    """Warnings about a block that compresses nothing; none where its preset says that it should.
+
+    ``largest_nbytes``: of the largest message of the job, where that is known.
+    """
+    active = any(config.active(name) for name in DIMENSIONS)
+    if not active and config.preset == NATIVE:
+        return []
+    if not active:
+        meant = f'name a codec, or write "preset": "{NATIVE}" where that is meant'
+        return [f"no dimension has a codec, so nothing is compressed; {meant}"]
+    found = []
+    if largest_nbytes is not None and config.min_bytes > largest_nbytes:
+        why = f"the largest message of this job has {largest_nbytes}, so nothing is compressed"
+        found.append(f"min_bytes is {config.min_bytes} and {why}; lower it")
+    elif largest_nbytes is None and config.min_bytes > SELDOM_NBYTES:
+        why = "few messages of any job have as many, so nothing may be compressed"
+        found.append(f"min_bytes is {config.min_bytes}: {why}; lower it (default 65536)")
+    if config.start_step >= SELDOM_STEPS:
+        why = "everything is native before, which may be the whole run"
+        found.append(f"start_step is {config.start_step}: {why}; lower it")
+    return found
+
+
+def _saves_nothing(codec: Codec, dtype: torch.dtype) -> bool:
+    """Whether every message of ``dtype`` is as long encoded as it is."""
+    known = codec.fixed_size and not codec.bounded and codec.low_rank is None
+    return known and codec.bits_per_value(dtype) >= 8 * dtype.itemsize
 
 
 def _figures(dimension: Dimension, codec: Codec | None) -> str:
-    if codec is None:
-        return NONE
-    if isinstance(codec, Bounded):
-        return figures(dimension, codec)
-    if isinstance(codec, PowerSgd):
-        return (
-            f"{codec.spec}, r(n+m)/nm of the fp32 bytes of an n x m gradient, no bound on the "
-            "error, vectors and small matrices exact"
-        )
-    if not codec.fixed_size:
-        return f"{codec.spec}{', lossless' if codec.lossless else ''}, size varies with the values"
-    wide, narrow = _bits(codec, torch.float32), _bits(codec, torch.bfloat16)
-    return (
-        f"{codec.spec}, {wide:.4g} bits a value: {32 / wide:.3g}x less than fp32, "
-        f"{16 / narrow:.3g}x less than bf16"
-    )
+    return NONE if codec is None else codec.figures(summed=dimension in SUMMED)

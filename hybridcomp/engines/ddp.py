@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp.autotune.trials import Sent
 from hybridcomp.channels import NAME
 from hybridcomp.channels.error_feedback import Piece
-from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, native_nbytes
 from hybridcomp.engines import rules, steps
@@ -167,7 +166,7 @@ class Reducer:
         """Send the first message of a bucket."""
         layout, message = None, gradients
         # low rank wants whole matrices, and takes each by itself anyway
-        if not codec.lossless and codec.name != PowerSgd.name:
+        if not codec.lossless and codec.low_rank is None:
             layout = self._layout(bucket)
             message = layout.pack(gradients)
         pieces = None

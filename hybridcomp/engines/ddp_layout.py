@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridcomp.channels.error_feedback import Piece
-from hybridcomp.collectives.wire.chunks import CHUNK_ALIGN
+from hybridcomp.collectives.wire.cuts import CHUNK_ALIGN
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from hybridcomp import process
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import Channels
-from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.config import BLOCK, CompressionConfig, describe
 from hybridcomp.log import say_once
 from hybridcomp.policy import Dimension
 from hybridcomp.reporter import Reporter, describe_run
@@ -54,7 +54,7 @@ def session_of(
     their ledger into ``name.2.jsonl`` and so on.
     """
     found = EngineSession(Channels(block), device, kept_in="torch.distributed.checkpoint")
-    say(*block.describe(absent))
+    say(*describe(block, absent))
     path = block.ledger.jsonl
     if path:
         _writers[path] += 1

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import importlib
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
 from hybridcomp.errors import CodecError
-
-if TYPE_CHECKING:
-    from hybridcomp.kernels.cuda import CudaKernels
 
 #: dtype codes of the kernels (kernels/cpu/cpu.h, Dtype)
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -186,6 +183,16 @@ class Kernels(Protocol):
         """``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
 
 
+class DeviceKernels(Kernels, Protocol):
+    """A back end whose decoders tell later of a damaged payload, as nobody waits for them."""
+
+    def check(self) -> None:
+        """Raise CodecError if one was met since the last check; waits for the device."""
+
+    def poll(self) -> None:
+        """Raise CodecError if one had been met by the call before; waits for nothing."""
+
+
 @lru_cache(maxsize=1)
 def _cpu_kernels() -> Kernels:
     try:
@@ -206,7 +213,7 @@ def _cpu_kernels() -> Kernels:
 
 
 #: by index of the device, once a codec has run there
-_on_cuda: dict[int, CudaKernels] = {}
+_on_cuda: dict[int, DeviceKernels] = {}
 
 
 def _cuda_kernels(index: int) -> Kernels:

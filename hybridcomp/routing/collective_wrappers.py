@@ -16,13 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives.native_nbytes import (
-    all_gather_nbytes,
-    all_reduce_nbytes,
-    all_to_all_nbytes,
-    reduce_scatter_nbytes,
-    send_nbytes,
-)
+from hybridcomp.channels import native_nbytes
 from hybridcomp.routing.routes import Layers, flat
 
 Collective = Callable[..., Any]
@@ -43,7 +37,9 @@ def make_all_reduce(layers: Layers) -> Maker:
             group: dist.ProcessGroup | None = None,
             async_op: bool = False,
         ) -> Any:
-            raw = all_reduce_nbytes(tensor.numel(), tensor.dtype, dist.get_world_size(group))
+            raw = native_nbytes.all_reduce_nbytes(
+                tensor.numel(), tensor.dtype, dist.get_world_size(group)
+            )
             found = (
                 layers.route(tensor.numel(), tensor.dtype, group, raw)
                 if op == dist.ReduceOp.SUM
@@ -81,7 +77,7 @@ def make_all_gather_into_tensor(layers: Layers) -> Maker:
             async_op: bool = False,
         ) -> Any:
             numel, dtype = input_tensor.numel(), input_tensor.dtype
-            raw = all_gather_nbytes(numel, dtype, dist.get_world_size(group))
+            raw = native_nbytes.all_gather_nbytes(numel, dtype, dist.get_world_size(group))
             found = layers.route(numel, dtype, group, raw)
             if found is None:
                 return original(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -113,7 +109,9 @@ def make_reduce_scatter_tensor(layers: Layers) -> Maker:
             group: dist.ProcessGroup | None = None,
             async_op: bool = False,
         ) -> Any:
-            raw = reduce_scatter_nbytes(input.numel(), input.dtype, dist.get_world_size(group))
+            raw = native_nbytes.reduce_scatter_nbytes(
+                input.numel(), input.dtype, dist.get_world_size(group)
+            )
             found = (
                 layers.route(input.numel(), input.dtype, group, raw)
                 if op == dist.ReduceOp.SUM
@@ -148,7 +146,7 @@ def make_all_gather_list(layers: Layers) -> Maker:
             world_size, me = len(tensor_list), dist.get_rank(group)
             longest = max(part.numel() for part in tensor_list)
             mean = sum(part.numel() for part in tensor_list) // world_size
-            raw = all_gather_nbytes(tensor.numel(), tensor.dtype, world_size)
+            raw = native_nbytes.all_gather_nbytes(tensor.numel(), tensor.dtype, world_size)
             found = None if async_op else layers.route(mean, tensor.dtype, group, raw)
             if found is None:
                 return original(tensor_list, tensor, group=group, async_op=async_op)
@@ -185,7 +183,7 @@ def make_reduce_scatter_list(layers: Layers) -> Maker:
             async_op: bool = False,
         ) -> Any:
             total, dtype = sum(part.numel() for part in input_list), output.dtype
-            raw = reduce_scatter_nbytes(total, dtype, len(input_list))
+            raw = native_nbytes.reduce_scatter_nbytes(total, dtype, len(input_list))
             plain = op == dist.ReduceOp.SUM and not async_op
             found = layers.route(total, dtype, group, raw) if plain else None
             if found is None:
@@ -220,9 +218,13 @@ def make_all_to_all_single(layers: Layers) -> Maker:
             takes = _elements(output, output_split_sizes)
             uneven = gives is not None or takes is not None
             raw = (
-                all_to_all_nbytes(input.numel(), input.dtype, dist.get_world_size(group))
+                native_nbytes.all_to_all_nbytes(
+                    input.numel(), input.dtype, dist.get_world_size(group)
+                )
                 if gives is None
-                else send_nbytes(sum(gives) - gives[dist.get_rank(group)], input.dtype)
+                else native_nbytes.send_nbytes(
+                    sum(gives) - gives[dist.get_rank(group)], input.dtype
+                )
             )
             found = None
             if uneven and input.dim() < 2:

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channel, Channels
+from hybridcomp.channels import Channel, Channels, ReduceScatterHandle
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import ReduceScatterHandle
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
 from hybridcomp.process import current

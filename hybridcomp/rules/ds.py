@@ -53,7 +53,7 @@ RULES: tuple[Rule[Job], ...] = (
         "refuse", ("dp",), "powersgd with ZeRO stage 3",
         "gradients are cut for their owners before they are reduced, and a piece of a matrix has "
         "no rows and columns", "use stage 0, 1 or 2, or another codec",
-        lambda job: job.stage == 3, settings=lambda block: block.dp.codec == "powersgd",
+        lambda job: job.stage == 3, settings=lambda block: "dp" in block.policy().low_rank,
     ),
     Rule(
         "bypass", ("dp",), '"compile.deepcompile": true',

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hybridcomp import process, wandb_run
 from hybridcomp.channels import ATTRIBUTE, Channels, channels_of, checkpoint_note
-from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, load_config
+from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
 from hybridcomp.log import say
 from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.reporter import Event, describe_run, report_interval
@@ -123,7 +123,7 @@ def _plan(block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]) -> l
     named = (given.get(name) for name in ("model", "mpu", "mesh_device"))
     job = job_facts.facts(*named)
     notes = ds_check.check(block, ds_json, **job, neox=neox.settings_of(given.get("args")))
-    return [*block.describe(ds_check.absent(ds_json, **job)), *notes]
+    return [*describe(block, ds_check.absent(ds_json, **job)), *notes]
 
 
 def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of
-from hybridcomp.collectives import native_nbytes
+from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of, native_nbytes
 from hybridcomp.errors import ConfigError
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction

@@ -33,9 +33,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of, parameter_deltas
+from hybridcomp.channels import (
+    ATTRIBUTE,
+    Channel,
+    Channels,
+    channels_of,
+    native_nbytes,
+    parameter_deltas,
+)  # fmt: skip
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import native_nbytes
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"

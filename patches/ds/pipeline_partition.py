@@ -24,8 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridcomp.channels import channels_of
-from hybridcomp.collectives.native_nbytes import all_gather_nbytes
+from hybridcomp.channels import channels_of, native_nbytes
 from hybridcomp.patches.ds.pipeline import REQUIREMENT, running
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
@@ -44,7 +43,7 @@ def make_full(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(self, device)
         channel, piece = channels["tp"], self.local_data
         way, numel = direction(engine, piece), prod(self.full_size())
-        raw = all_gather_nbytes(piece.numel(), piece.dtype, self.num_parts)
+        raw = native_nbytes.all_gather_nbytes(piece.numel(), piece.dtype, self.num_parts)
         codec = None
         if numel == piece.numel() * self.num_parts:
             codec = channel.codec(piece.numel(), piece.dtype, self.group, way)

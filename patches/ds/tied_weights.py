@@ -26,10 +26,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, Channel, Channels, channels_of
+from hybridcomp.channels import NAME, Channel, Channels, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece
-from hybridcomp.collectives import native_nbytes
-from hybridcomp.collectives.wire.meter import Meter
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -151,7 +149,7 @@ def _sliced(engine: Any) -> bool:
 def synchronize(engine: Any, channels: Channels) -> None:
     """Broadcast the first replica of every tied weight (mutates the others)."""
     for weight, group in engine.module.get_tied_weights_and_groups():
-        meter = Meter()
+        meter = channels["dp"].meter(weight.device)
         if dist.get_rank(group) == 0:
             meter.sent((dist.get_world_size(group) - 1) * weight.nbytes)
         channels.ledger.record(("dp", "forward"), 0, meter)

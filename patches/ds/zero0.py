@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, Channel, channels_of
+from hybridcomp.channels import NAME, Channel, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import native_nbytes
 from hybridcomp.errors import SeamError
 from hybridcomp.patching import Seam
 

@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, Channel, channels_of
+from hybridcomp.channels import NAME, OwnedRange, channel_of, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece, cut
-from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import OwnedRange, native_nbytes
 from hybridcomp.errors import ConfigError
 from hybridcomp.patching import Seam
 
@@ -110,9 +108,9 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
         dtype = torch.float32 if self.sequence_parallel_size > 1 else communication_data_type
         slices = sorted(map(_slice, bucket), key=lambda part: part.values.storage_offset())
         numel = sum(part.values.numel() for part in slices)
-        channels = channels_of(self)
-        codec = None if channels is None else channels["dp"].codec(numel, dtype, group)
-        if channels is None or codec is None:
+        channel = channel_of(self, "dp")
+        codec = None if channel is None else channel.codec(numel, dtype, group)
+        if channel is None or codec is None:
             token = _declined.set(True)
             try:
                 original(
@@ -135,8 +133,12 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
         if divide and self.gradient_average:
             flat = flat / (dist.get_world_size(group) / float(self.sequence_parallel_size))
         # 2
-        sums = _reduce(
-            channels["dp"], flat, slices, codec, group, dtype, self, communication_data_type
+        raw_nbytes = native_nbytes.all_reduce_nbytes(numel, dtype, dist.get_world_size(group))
+        ranges, pieces = _ranges(slices), None
+        if channel.wants_pieces(codec):
+            pieces = _pieces(self, communication_data_type, slices)
+        sums = channel.reduce_to_owners(
+            flat, ranges, codec, group, raw_nbytes=raw_nbytes, pieces=pieces
         )
         # 3
         rank = dist.get_rank(group)
@@ -151,25 +153,13 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
     return allreduce_and_scatter
 
 
-def _reduce(
-    channel: Channel,
-    flat: Tensor,
-    slices: Sequence[Slice],
-    codec: Codec,
-    group: Any,
-    dtype: torch.dtype,
-    optimizer: Any,
-    bucket_dtype: torch.dtype,
-) -> list[Tensor]:
+def _ranges(slices: Sequence[Slice]) -> list[OwnedRange]:
+    """Where the slices lie in the tensor that they make together."""
     ranges, position = [], 0
     for part in slices:
         ranges.append(OwnedRange(position, position + part.values.numel(), part.ranks))
         position += part.values.numel()
-    raw_nbytes = native_nbytes.all_reduce_nbytes(flat.numel(), dtype, dist.get_world_size(group))
-    pieces = _pieces(optimizer, bucket_dtype, slices) if channel.wants_pieces(codec) else None
-    return channel.reduce_to_owners(
-        flat, ranges, codec, group, raw_nbytes=raw_nbytes, pieces=pieces
-    )
+    return ranges
 
 
 def _slice(element: Sequence[Any]) -> Slice:

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, Channel, channels_of
+from hybridcomp.channels import NAME, Channel, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import native_nbytes
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"

@@ -26,11 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp import process
-from hybridcomp.collectives.native_nbytes import (
-    all_gather_nbytes,
-    all_reduce_nbytes,
-    reduce_scatter_nbytes,
-)
+from hybridcomp.channels import native_nbytes
 from hybridcomp.patches.mcore import check
 from hybridcomp.patching import Seam
 from hybridcomp.process import current
@@ -192,7 +188,9 @@ def make_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         native = functools.partial(original, tensor, op=op, group=group, async_op=async_op)
-        raw = all_reduce_nbytes(tensor.numel(), tensor.dtype, dist.get_world_size(group))
+        raw = native_nbytes.all_reduce_nbytes(
+            tensor.numel(), tensor.dtype, dist.get_world_size(group)
+        )
         batch = _collect("all_reduce", native, tensor, tensor, op, raw)
         return native() if batch is None else batch
 
@@ -211,7 +209,9 @@ def make_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., An
         async_op: bool = False,
     ) -> Any:
         native = functools.partial(original, output, input, op=op, group=group, async_op=async_op)
-        raw = reduce_scatter_nbytes(input.numel(), input.dtype, dist.get_world_size(group))
+        raw = native_nbytes.reduce_scatter_nbytes(
+            input.numel(), input.dtype, dist.get_world_size(group)
+        )
         batch = _collect("reduce_scatter", native, output, input, op, raw)
         return native() if batch is None else batch
 
@@ -229,7 +229,7 @@ def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., A
             original, output_tensor, input_tensor, group=group, async_op=async_op
         )
         numel, dtype = input_tensor.numel(), input_tensor.dtype
-        raw = all_gather_nbytes(numel, dtype, dist.get_world_size(group))
+        raw = native_nbytes.all_gather_nbytes(numel, dtype, dist.get_world_size(group))
         sum_op = dist.ReduceOp.SUM  # a gather has none
         batch = _collect("all_gather", native, output_tensor, input_tensor, sum_op, raw)
         return native() if batch is None else batch
@@ -246,7 +246,7 @@ def _gather_list(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         channels = current()
         if channels is not None:
-            raw = all_gather_nbytes(tensor.numel(), tensor.dtype, len(tensor_list))
+            raw = native_nbytes.all_gather_nbytes(tensor.numel(), tensor.dtype, len(tensor_list))
             channels["zero"].native(raw)
         return original(tensor_list, tensor, group=group, async_op=async_op)
 

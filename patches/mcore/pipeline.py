@@ -32,10 +32,11 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor
 
+from hybridcomp.channels import Posted
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.mcore.pipeline_message import Incoming, Outgoing, link
+from hybridcomp.patches.mcore.pipeline_message import link
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
 from hybridcomp.process import current
@@ -110,8 +111,7 @@ def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
         config = getattr(_local, "config", None)
         if batched:
             _refuse_two_stages(config, group)
-        outgoing: dict[str, Outgoing] = {}
-        incoming: dict[str, Incoming] = {}
+        posted: dict[str, Posted] = {}
         payloads: dict[str, Tensor | None] = {}
         for slot, key, way in SLOTS:
             tensor = payloads[slot] = kwargs[slot]
@@ -123,17 +123,15 @@ def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
             if found is None:
                 if key.startswith("send"):
                     channels["pp"].native(tensor.numel() * tensor.element_size(), way)
-            elif key.startswith("send"):
-                outgoing[key] = found.send(tensor)
-                payloads[slot] = outgoing[key].message
             else:
-                incoming[key] = found.recv(tensor, hop[0])
-                payloads[slot] = incoming[key].message
-        if not outgoing and not incoming:
+                sends = key.startswith("send")
+                posted[key] = found.send(tensor) if sends else found.recv(tensor, hop[0])
+                payloads[slot] = posted[key].message
+        if not posted:
             return original(**kwargs)
         rest = {name: value for name, value in kwargs.items() if name not in payloads}
         requests = original(**payloads, **rest)
-        return _with_decoding(requests, payloads, outgoing, incoming)
+        return _with_decoding(requests, payloads, posted)
 
     return operations
 
@@ -141,18 +139,16 @@ def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
 class Request:
     """An upstream request whose ``wait()`` covers decoding."""
 
-    def __init__(self, request: Any, sent: list[Outgoing], received: list[Incoming]) -> None:
+    def __init__(self, request: Any, sent: list[Posted], received: list[Posted]) -> None:
         self._request, self._sent, self._received = request, sent, received
 
     def wait(self) -> None:
         """Wait, then decode what has arrived; harmless when called twice."""
-        parts: list[Outgoing | Incoming] = [*self._sent, *self._received]
+        parts = [*self._sent, *self._received]
         with parts[0].meter.waiting() if parts else nullcontext():
             self._request.wait()
-        for outgoing in self._sent:
-            outgoing.done()
-        for incoming in self._received:
-            incoming.decode()
+        for part in parts:
+            part.done()
         self._sent, self._received = [], []
 
     def is_completed(self) -> bool:
@@ -161,14 +157,12 @@ class Request:
 
 
 def _with_decoding(
-    requests: Any,
-    payloads: dict[str, Tensor | None],
-    outgoing: dict[str, Outgoing],
-    incoming: dict[str, Incoming],
+    requests: Any, payloads: dict[str, Tensor | None], posted: dict[str, Posted]
 ) -> Any:
     def request(upstream: Any, keys: list[str]) -> Request:
-        sent = [outgoing[key] for key in keys if key in outgoing]
-        return Request(upstream, sent, [incoming[key] for key in keys if key in incoming])
+        sent = [posted[key] for key in keys if key in posted and key.startswith("send")]
+        received = [posted[key] for key in keys if key in posted and key.startswith("recv")]
+        return Request(upstream, sent, received)
 
     if isinstance(requests, dict):
         return {key: request(upstream, [key]) for key, upstream in requests.items()}

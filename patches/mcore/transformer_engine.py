@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridcomp.collectives.native_nbytes import all_gather_nbytes
+from hybridcomp.channels import native_nbytes
 from hybridcomp.errors import SeamError
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
@@ -133,7 +133,7 @@ def plain(make: Maker) -> Maker:
             group = kwargs.get("group")
             if len(args) > 1:  # gathers: output, input
                 world_size = dist.get_world_size(group)
-                nbytes = all_gather_nbytes(args[1].numel(), args[1].dtype, world_size)
+                nbytes = native_nbytes.all_gather_nbytes(args[1].numel(), args[1].dtype, world_size)
                 GATHERED.leave_native(group, nbytes)
             return original(*args, **kwargs)
 

@@ -48,8 +48,8 @@ def rank_main(megabytes: int, rounds: int, sizes: Sequence[int]) -> None:
     import torch.distributed as dist
 
     from hybridcomp.codecs import make_codec
-    from hybridcomp.collectives import Meter, all_reduce, native_nbytes
-    from hybridcomp.collectives.wire import pipelining
+    from hybridcomp.collectives import Group, Meter, Reduction, all_reduce, native_nbytes
+    from hybridcomp.collectives.wire import exchanges
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -59,13 +59,14 @@ def rank_main(megabytes: int, rounds: int, sizes: Sequence[int]) -> None:
             values.numel(), values.dtype, dist.get_world_size()
         )
     }
-    usual = pipelining.SEGMENT, pipelining.HALF
+    group = Group.of(None)
+    usual = exchanges.SEGMENT, exchanges.HALF
     runs: dict[str, Callable[[], object]] = {"native": lambda: dist.all_reduce(values)}
 
     def compressed(name: str, bits: int, size: int) -> None:
         meter = Meter()
-        pipelining.SEGMENT, pipelining.HALF = (size, size) if size else usual
-        all_reduce(values, make_codec("blockint", bits=bits), None, meter=meter)
+        exchanges.SEGMENT, exchanges.HALF = (size, size) if size else usual
+        all_reduce(values, Reduction(make_codec("blockint", bits=bits), group, meter))
         wire[name] = meter.wire_nbytes
         coding[name].append(meter.codec_s)
 

@@ -17,6 +17,7 @@ from hybridcomp.autotune import trials
 from hybridcomp.autotune import verdicts as link
 from hybridcomp.channels import Channel, Channels, Sent, channels_of
 from hybridcomp.codecs import make_codec
+from hybridcomp.collectives import Group
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from tests.ranks import RankPool
@@ -237,7 +238,7 @@ def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any
     scattered = Sent((2000, 7, 1), "scatter")
     with clock(*times):
         runs = trials.reductions(
-            make_codec("blockint", bits=8), True, trials.Place(None, None, torch.bfloat16, CPU)
+            make_codec("blockint", bits=8), True, trials.Place(Group.of(None), torch.bfloat16, CPU)
         )
         for run in runs(scattered):
             run()

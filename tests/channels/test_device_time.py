@@ -9,8 +9,9 @@ import torch
 
 from hybridcomp.channels import Channels
 from hybridcomp.channels.ledger import Key, Ledger, entries_of, line
-from hybridcomp.collectives.wire.clock import HOST, SILENT, DeviceClock
-from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives import Meter
+from hybridcomp.collectives.wire import HOST
+from hybridcomp.collectives.wire.device_clock import SILENT, DeviceClock
 from hybridcomp.config import CompressionConfig
 from hybridcomp.reporter import events_of
 from tests.stand_ins.device_events import Device

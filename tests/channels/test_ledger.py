@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridcomp.channels.ledger import KEYS, JsonLines, Ledger, entries_of, line
-from hybridcomp.collectives.wire.meter import Meter
+from hybridcomp.collectives import Meter
 from hybridcomp.config import CompressionConfig
 from hybridcomp.reporter import events_of
 

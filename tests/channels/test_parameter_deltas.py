@@ -94,7 +94,7 @@ def follow(
         exact = replica.target()
         held.append(bits(replica.buffer))
         errors.append(float((replica.buffer - exact).norm() / exact.norm()))
-        codec = replica.channel._channels.policy.codecs["zero", "forward"]
+        codec = replica.channel._state.policy.codecs["zero", "forward"]
         if deltas[-1] and codec is not None and codec.lossless:
             assert torch.equal(replica.buffer, exact.to(dtype))
     return held, errors, deltas

@@ -11,12 +11,20 @@ from hypothesis import strategies as st
 
 from hybridcomp.codecs import Bf16, BlockInt, Bounded, ExpCode, Fp8, Radix, Zfp
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.codecs.bounded import LADDERS, LOSSLESS_BELOW, SMALL_NUMEL, make_bounded
-from hybridcomp.codecs.budget import FLOOR, ROUNDING, best_bound, shares, worst_ratio
-from hybridcomp.codecs.radix import LARGEST_SEGMENT
+from hybridcomp.codecs.bounded import LOSSLESS_BELOW, SMALL_NUMEL, make_bounded
+from hybridcomp.codecs.budget import (
+    FLOOR,
+    LARGEST_SEGMENT,
+    ROUNDING,
+    best_bound,
+    shares,
+    worst_ratio,
+)
+from hybridcomp.codecs.registry import BUILT_IN, LOSSLESS, families, ladder_of
 from hybridcomp.errors import CodecError
 
 BIG = 1 << 30
+LADDERS = {codec.name: codec.ladder() for codec in BUILT_IN if codec.ladder()}
 
 
 @given(
@@ -223,3 +231,11 @@ def test_the_grid_of_fp16_counts_where_values_are_subnormal(
         absmax = message.double().abs().view(-1, LARGEST_SEGMENT).amax(1, keepdim=True)
         error = (found.double() - message.double()).abs().view(-1, LARGEST_SEGMENT)
         assert bool((error <= error_bound * absmax).all()), f"2^{exponent}"
+
+
+def test_ladders_are_what_a_bound_may_pick_from() -> None:
+    assert families() == ("auto", "radix", *LADDERS)
+    assert not ladder_of("mpc") and not ladder_of("powersgd") and not ladder_of("zstd")
+    for ladder in LADDERS.values():
+        assert all(codec.fixed_size and codec.span == ladder[0].span for codec in ladder)
+    assert LOSSLESS.lossless

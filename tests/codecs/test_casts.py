@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridcomp.codecs import Bf16, Codec, Fp8, Fp16
+from hybridcomp.codecs import Bf16, Codec, Fp16, make_codec
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays
 
@@ -61,7 +61,7 @@ def test_every_16_bit_pattern_widens_as_torch_does() -> None:
 @given(values=arrays.tensors(), name=st.sampled_from(list(FLOAT8)))
 @settings(max_examples=200, deadline=None)
 def test_fp8_is_torchs_on_scaled_blocks(values: Tensor, name: str) -> None:
-    codec, numel = Fp8(format=name), values.numel()
+    codec, numel = make_codec("fp8", format=name), values.numel()
     payload = encoded(codec, values)
     levels = payload[:numel].view(FLOAT8[name])
     blocks = -(-numel // 4096)
@@ -87,4 +87,4 @@ def test_fp8_is_torchs_on_scaled_blocks(values: Tensor, name: str) -> None:
 
 def test_an_unknown_fp8_format_is_refused() -> None:
     with pytest.raises(CodecError, match="format"):
-        Fp8(format="e3m4")
+        make_codec("fp8", format="e3m4")

@@ -19,9 +19,11 @@ from hybridcomp.codecs import (
     Codec,
     Radix,
     make_codec,
+    testing,
 )
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays, guarded
+from tests.stand_ins.raw_codec import Raw
 
 ALL: list[Codec] = [
     make_codec("bf16"),
@@ -259,6 +261,33 @@ def test_specs_identify_codecs(codec: Codec) -> None:
     assert [other for other in ALL if other == codec] == [codec]
     assert repr(codec) == codec.spec and codec.spec.startswith(codec.name)
     assert CODECS[codec.name] is type(codec)
+
+
+@pytest.mark.parametrize("codec", ALL, ids=str)
+def test_what_other_packages_check_theirs_with(codec: Codec) -> None:
+    testing.check(codec)
+
+
+class _Careless(Raw):
+    """Says that it loses nothing, and forgets the sign of zero."""
+
+    name = "careless"
+
+    @property
+    def spec(self) -> str:
+        return "careless"
+
+    def encode(self, values: Tensor, out: Tensor) -> int:
+        return super().encode(values + 0.0, out)
+
+
+def test_a_promise_that_is_broken_is_named() -> None:
+    with pytest.raises(AssertionError, match="raw encodes float64 without a CodecError"):
+        testing.check(Raw())
+    values = torch.tensor([-0.0, 1.0])
+    with pytest.raises(AssertionError, match="lossless, and decodes other bits"):
+        testing.check_message(_Careless(), values)
+    testing.check_message(Raw(), values)
 
 
 def test_make_codec_refuses_what_it_does_not_know() -> None:

@@ -15,20 +15,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hybridcomp.codecs import Codec
-from hybridcomp.collectives import (
-    Meter,
-    OwnedRange,
+from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges
+from hybridcomp.collectives.wire import payload_sizes
+from tests.collectives.calls import (
     all_gather,
     all_reduce,
     all_to_all,
-    chunk_ranges,
     recv,
     reduce_scatter,
     reduce_to_owners,
     send,
 )
-from hybridcomp.collectives.hierarchical import owners, two_levels
-from hybridcomp.collectives.wire import payload_sizes
 from tests.collectives.common import digest, values_of
 from tests.collectives.hierarchical.test_two_levels import levels_of
 
@@ -149,22 +146,21 @@ class Sums:
     def nodes(self, step: int, meter: Meter) -> list[Tensor]:
         """The reductions in two levels; four ranks."""
         levels, values = levels_of(2), self.values(step)
-        meter.remote = frozenset(range(levels.nodes))
-        low, high = two_levels.stretch(NUMEL, levels)
+        low, high = chunk_ranges(NUMEL, levels.width)[levels.local]
         start, stop = chunk_ranges(high - low, levels.nodes)[levels.node]
-        two_levels.all_reduce(
+        all_reduce(
             values, self.codec, levels, meter=meter, cuts=cuts_of(high - low),
             residual=self.residual("node", high - low),
             owner_residual=self.residual("node own", stop - start),
         ).wait()  # fmt: skip
         gathered = values.new_empty(4 * NUMEL)
-        two_levels.all_gather(values, gathered, self.codec, levels, meter=meter).wait()
+        all_gather(values, gathered, self.codec, levels, meter=meter).wait()
         lengths = [5000, 1, 4000, 0]
-        total = two_levels.reduce_scatter(
+        total = reduce_scatter(
             list(torch.split(self.values(step), lengths)), self.codec, levels, meter=meter
         ).wait()
         ranges = [OwnedRange(0, 3000, (0, 3)), OwnedRange(3000, NUMEL, (1,))]
-        owned = owners.reduce_to_owners(self.values(step), ranges, self.codec, levels, meter=meter)
+        owned = reduce_to_owners(self.values(step), ranges, self.codec, levels, meter=meter)
         return [values, gathered, total, *owned]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,23 +14,18 @@ from torch import Tensor
 
 from hybridcomp.codecs import Bounded
 from hybridcomp.codecs.base import VALUE_DTYPES
-from hybridcomp.codecs.budget import FLOOR
-from hybridcomp.codecs.radix import Mode
-from hybridcomp.collectives import (
-    Levels,
-    Meter,
-    OwnedRange,
+from hybridcomp.codecs.budget import FLOOR, Mode
+from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges, plan_reduction
+from tests.collectives.calls import (
     all_gather,
     all_reduce,
     all_to_all,
-    chunk_ranges,
-    plan_reduction,
+    group_of,
     recv,
     reduce_scatter,
     reduce_to_owners,
     send,
 )
-from hybridcomp.collectives.hierarchical import two_levels
 from tests.collectives.oracle import Promise, check
 from tests.stand_ins import thread_groups
 
@@ -337,15 +332,15 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dt
             grid,
             node,
             local,
-            cast(Any, thread_groups.Member(inner[node], local)),
-            cast(Any, thread_groups.Member(outer[local], node)),
+            group_of(thread_groups.Member(inner[node], local)),
+            group_of(thread_groups.Member(outer[local], node)),
         )
         tensor = values[rank].clone()
         chosen = codec.for_message(numel, dtype, ranks)
-        two_levels.all_reduce(tensor, chosen, levels, meter=Meter())
+        all_reduce(tensor, chosen, levels, meter=Meter())
         own = torch.split(shards[rank], numels)
         chosen = codec.for_message(sum(numels), dtype, ranks)
-        return tensor, two_levels.reduce_scatter(own, chosen, levels, meter=Meter()).wait()
+        return tensor, reduce_scatter(own, chosen, levels, meter=Meter()).wait()
 
     results = thread_groups.run(ranks, one, [*inner, *outer])
     assert all(same_bits(tensor, results[0][0]) for tensor, _ in results)

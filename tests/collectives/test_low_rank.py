@@ -13,16 +13,17 @@ from torch import Tensor
 
 from hybridcomp.channels.error_feedback import Piece, Residuals
 from hybridcomp.channels.low_rank import (
+    Factored,
     Factors,
-    Place,
     all_reduce,
     reduce_scatter,
     reduce_to_owners,
 )
 from hybridcomp.codecs import PowerSgd
-from hybridcomp.collectives import Meter, OwnedRange
-from hybridcomp.collectives.low_rank import Matrix, low_rank_sum
-from hybridcomp.collectives.wire.handle import Pending
+from hybridcomp.collectives import Group, Meter, OwnedRange, Transfer
+from hybridcomp.collectives.low_rank import Matrix
+from hybridcomp.collectives.wire import Pending
+from tests.collectives.calls import low_rank_sum
 from tests.collectives.common import digest, values_of
 from tests.ranks import RunRanks
 
@@ -165,32 +166,36 @@ PIECES = (
 )
 
 
-def place_of(shapes: dict[str, tuple[int, ...]]) -> Place:
+def place_of(shapes: dict[str, tuple[int, ...]]) -> Factored:
     factors = Factors()
     for name, shape in shapes.items():
         factors.learn(name, shape)
-    return Place(None, frozenset(), Residuals(), factors)
+    return Factored(Residuals(), factors)
 
 
-def _place() -> Place:
+def via() -> Transfer:
+    return Transfer(PowerSgd(RANK), Group.of(None), Meter())
+
+
+def _place() -> Factored:
     return place_of({"v": (5,), "a": (12, 4, 5), "u": (3,), "b": (30, 9)})
 
 
 def _three_ways(dtype: torch.dtype) -> tuple[Tensor, list[Tensor], Tensor]:
-    me, codec = dist.get_rank(), PowerSgd(RANK)
+    me = dist.get_rank()
     values = values_of(me, NUMEL, dtype)
     whole = values.clone()
-    all_reduce(whole, codec, _place(), PIECES, False)[0].wait()
+    all_reduce(whole, via(), _place(), PIECES, False).wait()
     ranges = [OwnedRange(0, 100, (0,)), OwnedRange(100, 300, (1, 2)), OwnedRange(300, 525, (2,))]
     cut = [Piece("v", 0, 5), Piece("a", 0, 95), Piece("a", 95, 145), *PIECES[2:]]
-    owned, _ = reduce_to_owners(values, ranges, codec, _place(), cut)
+    owned = reduce_to_owners(values, ranges, via(), _place(), cut)
     shards = torch.split(values, [200, 200, 125])
     of_shards = [
         [Piece("v", 0, 5), Piece("a", 0, 195)],
         [Piece("a", 195, 45), Piece("u", 0, 3), Piece("b", 0, 152)],
         [Piece("b", 152, 118), Piece("", 0, 7)],
     ]
-    scattered = reduce_scatter(shards, codec, _place(), of_shards, True)[0].wait()
+    scattered = reduce_scatter(shards, via(), _place(), of_shards, True).wait()
     return whole, owned, scattered
 
 
@@ -208,7 +213,7 @@ def test_owners_and_shards_get_the_same_bits(on_ranks: RunRanks, dtype: torch.dt
 
 
 def _resumed(stop_at: int | None) -> tuple[str, float]:
-    me, codec, place = dist.get_rank(), PowerSgd(RANK), _place()
+    me, place = dist.get_rank(), _place()
     outputs = []
     for step in range(STEPS):
         if step == stop_at:
@@ -217,7 +222,7 @@ def _resumed(stop_at: int | None) -> tuple[str, float]:
             place.residuals.load(residuals)
             place.factors.load(factors)
         values = values_of(me, NUMEL, seed=step)
-        all_reduce(values, codec, place, PIECES, False)[0].wait()
+        all_reduce(values, via(), place, PIECES, False).wait()
         outputs.append(values)
     return digest(*outputs), place.residuals.norm()
 
@@ -232,13 +237,15 @@ def test_cut_parameters_are_matrices_as_far_as_their_rows_are_whole() -> None:
         Piece("v", 0, 100), Piece("w", 130, 200), Piece("w", 330, 1000), Piece("small", 0, 15),
         Piece("w", 0, 130), Piece("w", 1330, 670),
     ]  # fmt: skip
-    assert factors.matrices(pieces, PowerSgd(1)) == [
+    one, many = PowerSgd(1).low_rank, PowerSgd(20).low_rank
+    assert one is not None and many is not None
+    assert factors.matrices(pieces, one) == [
         # elements 150 to 1300 of w: rows 3 to 25
         Matrix("w[3:26]", 120, 23, 50),
         # small is not worth it; 0 to 100, rows 0 and 1, neither; 1350 to 2000
         Matrix("w[27:40]", 100 + 1200 + 15 + 130 + 20, 13, 50),
     ]
-    assert factors.matrices(pieces, PowerSgd(20)) == []
+    assert factors.matrices(pieces, many) == []
 
 
 def test_without_pieces_everything_is_exact(on_ranks: RunRanks) -> None:
@@ -249,5 +256,5 @@ def test_without_pieces_everything_is_exact(on_ranks: RunRanks) -> None:
 
 def _unknown() -> Tensor:
     values = values_of(dist.get_rank(), NUMEL)
-    all_reduce(values, PowerSgd(RANK), _place(), None, False)[0].wait()
+    all_reduce(values, via(), _place(), None, False).wait()
     return values

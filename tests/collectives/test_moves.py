@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Meter, all_gather, all_to_all, recv, send, send_recv
+from hybridcomp.collectives import Meter, send_recv
 from hybridcomp.collectives.send_recv import spec_digest
 from hybridcomp.collectives.wire import headers
 from hybridcomp.errors import CodecError
+from tests.collectives.calls import all_gather, all_to_all, recv, send
 from tests.collectives.common import CODECS, DTYPES, bound, digest, values_of
 from tests.ranks import RunRanks
 from tests.stand_ins.plain_codecs import Identity, Int8

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from hybridcomp.collectives import Meter, all_gather, all_reduce, all_to_all, native_nbytes
-from hybridcomp.collectives import reduce_scatter as our_reduce_scatter
+from hybridcomp.collectives import Meter, native_nbytes
+from tests.collectives.calls import all_gather, all_reduce, all_to_all
+from tests.collectives.calls import reduce_scatter as our_reduce_scatter
 from tests.collectives.common import values_of
 from tests.ranks import RunRanks
 from tests.stand_ins.plain_codecs import Identity

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, plan_reduction, reduce_to_owners
+from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, plan_reduction
 from hybridcomp.errors import CodecError
+from tests.collectives.calls import reduce_to_owners
 from tests.collectives.common import CODECS, DTYPES, bound, digest, rank_order_sum, values_of
 from tests.ranks import RunRanks
 

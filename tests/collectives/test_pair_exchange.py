@@ -13,13 +13,15 @@ from torch import Tensor
 
 from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.collectives import Meter, all_reduce, all_reduce_codecs, chunk_ranges
-from hybridcomp.collectives.wire import pipelining
+from hybridcomp.collectives import Meter, all_reduce_codecs, chunk_ranges
+from hybridcomp.collectives.wire import exchanges
+from hybridcomp.collectives.wire.cuts import SEGMENT_ALIGN as ALIGN
+from tests.collectives.calls import all_reduce
 from tests.collectives.common import CODECS, LOSSY, bound, rank_order_sum, values_of
 from tests.stand_ins import thread_groups
 
 CPU = torch.device("cpu")
-NUMEL = 3 * pipelining.ALIGN + 777
+NUMEL = 3 * ALIGN + 777
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,14 +99,14 @@ def test_what_was_given_is_delivered_or_held(codec: Codec, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
-@pytest.mark.parametrize("cuts", [[], [1000, pipelining.ALIGN + 5, 2 * pipelining.ALIGN]], ids=str)
+@pytest.mark.parametrize("cuts", [[], [1000, ALIGN + 5, 2 * ALIGN]], ids=str)
 def test_segments_change_nothing(
     cuts: list[int], feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec, found = make_codec("blockint", bits=4), []
-    for longest in (pipelining.ALIGN, 10 * NUMEL):
-        monkeypatch.setattr(pipelining, "SEGMENT", longest)
-        monkeypatch.setattr(pipelining, "HALF", longest)
+    for longest in (ALIGN, 10 * NUMEL):
+        monkeypatch.setattr(exchanges, "SEGMENT", longest)
+        monkeypatch.setattr(exchanges, "HALF", longest)
         left = [values_of(rank + 7, NUMEL) for rank in range(2)] if feedback else []
         kept = [{"residual": each} for each in left] or [{}, {}]
         results, meter = summed(codec, torch.bfloat16, kept, cuts=cuts)

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Meter, all_reduce, chunk_ranges, reduce_scatter
+from hybridcomp.collectives import Meter, chunk_ranges
 from hybridcomp.errors import CodecError
+from tests.collectives.calls import all_reduce, reduce_scatter
 from tests.collectives.common import (
     CODECS,
     DTYPES,

@@ -12,14 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import (
-    Meter,
-    OwnedRange,
-    all_reduce,
-    chunk_ranges,
-    reduce_scatter,
-    reduce_to_owners,
-)
+from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges
+from tests.collectives.calls import all_reduce, reduce_scatter, reduce_to_owners
 from tests.collectives.common import CODECS, DTYPES, values_of
 from tests.ranks import RunRanks
 

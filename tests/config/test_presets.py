@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hybridcomp.codecs import BlockInt, Codec, Mpc, Zfp
+from hybridcomp.config import describe, load_config
 from tests.config.common import parse
 
 
@@ -43,3 +44,14 @@ def test_preset_with_overrides() -> None:
 )
 def test_presets_are_the_papers(preset: str, dimension: Any, codec: Codec) -> None:
     assert parse({"preset": preset}).policy().codecs[dimension, "forward"] == codec
+
+
+def test_the_preset_that_compresses_nothing() -> None:
+    config = parse({"preset": "none"})
+    assert config.enabled and not any(config.policy().codecs.values())
+    native = dict.fromkeys(("dp", "zero", "tp", "pp", "ep", "cp", "offload"), "none")
+    assert config.digest() == parse(native).digest()
+    assert describe(config)[0] == "native        dp, zero, tp, pp, ep, cp, offload"
+    assert parse({"preset": "none", "dp": "bf16"}).active("dp")
+    assert load_config({"compression": {"preset": "none"}}) is not None
+    assert load_config({"compression": {"enabled": False}}) is None

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hybridcomp.config import describe
 from hybridcomp.policy import DIRECTIONS, Traffic
 from tests.config.common import parse
 
@@ -33,7 +34,7 @@ def test_ramp_of_bits_and_rates() -> None:
     levels = [[2, "blockint(bits=8)"], [4, "blockint(bits=7)"], [6, "blockint(bits=6)"]]
     assert config.flat()["compression.dp.forward.ramp"] == [*levels, [8, "blockint(bits=5)"]]
     assert config.digest() != parse({"dp": {"codec": "blockint", "bits": 4}}).digest()
-    (line,) = [line for line in config.describe() if line.startswith("ramp")]
+    (line,) = [line for line in describe(config) if line.startswith("ramp")]
     assert line.endswith("dp: from blockint(bits=8) in 4 levels, as written from step 8")
 
 

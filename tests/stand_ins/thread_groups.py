@@ -19,15 +19,7 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.distributed import Work
 
-from hybridcomp.collectives import (
-    moves,
-    owner_scatter,
-    owners,
-    pair_exchange,
-    reduce_parts,
-    reductions,
-)
-from hybridcomp.collectives.wire import exchange, gloo_pairs, transport
+from hybridcomp.collectives.wire import transport
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -125,11 +117,8 @@ def in_process() -> Iterator[None]:
     patches: list[Any] = [
         patch.object(transport, "dist", dist),
         patch.object(transport, "all_gather_single", _all_gather_single),
-        patch.object(gloo_pairs, "suits", lambda device, group: False),
+        patch.object(transport, "over_gloo", lambda device, group: False),
     ]
-    names = {"get_rank": lambda group: group.rank, "get_world_size": lambda g: g.board.size}
-    for module in (exchange, moves, owners, pair_exchange, reductions, owner_scatter, reduce_parts):
-        patches += [patch.object(module, k, f) for k, f in names.items() if hasattr(module, k)]
     for one in patches:
         one.start()
     try:

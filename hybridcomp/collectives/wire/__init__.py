@@ -1,4 +1,84 @@
 """The wire: what collectives have in common between a codec and torch.distributed.
 
-Only ``transport`` (and ``gloo_pairs`` below it) calls torch.distributed for messages.
+group          the ranks of a message, how values travel between them and how they are summed
+handle         steps of a collective, the handle that drives them, the meter of what they cost
+cuts           chunks of ranks, stretches between parameters, segments
+encoding       values into payloads and back, error feedback, buffers
+exchanges      all-to-all of payloads, and in how many segments a message goes
+gathers        all-gather of payloads
+payload_sizes  of payloads whose size varies
+transport      bytes between ranks; only this calls torch.distributed for messages
+device_clock   the time that a GPU takes
+
+Operations above import from here, not from its parts.
 """
+
+from __future__ import annotations
+
+from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire.cuts import Range, chunk_ranges, cut_rows, stretches
+from hybridcomp.collectives.wire.encoding import (
+    POOL,
+    Job,
+    add_values,
+    check_residual,
+    check_values,
+    decode_fp32,
+    first,
+    sent_dtype,
+    settle,
+    show_overflow,
+)
+from hybridcomp.collectives.wire.exchanges import exchange, segment_count, segments
+from hybridcomp.collectives.wire.gathers import Slots, decode_all, encode_all, gather, gather_room
+from hybridcomp.collectives.wire.group import Group, Levels, Probe, Reduction, Transfer
+from hybridcomp.collectives.wire.handle import (
+    HOST,
+    Clock,
+    Handle,
+    Meter,
+    Pending,
+    ReduceScatterHandle,
+    Steps,
+    overlapped,
+)
+
+__all__ = [
+    "HOST",
+    "POOL",
+    "Clock",
+    "Group",
+    "Handle",
+    "Job",
+    "Levels",
+    "Meter",
+    "Pending",
+    "Probe",
+    "Range",
+    "ReduceScatterHandle",
+    "Reduction",
+    "Slots",
+    "Steps",
+    "Transfer",
+    "add_values",
+    "check_residual",
+    "check_values",
+    "chunk_ranges",
+    "cut_rows",
+    "decode_all",
+    "decode_fp32",
+    "encode_all",
+    "exchange",
+    "first",
+    "gather",
+    "gather_room",
+    "overlapped",
+    "payload_sizes",
+    "segment_count",
+    "segments",
+    "sent_dtype",
+    "settle",
+    "show_overflow",
+    "stretches",
+    "transport",
+]

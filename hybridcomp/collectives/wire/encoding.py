@@ -1,22 +1,78 @@
-"""Values into payloads and back: what is encoded as which dtype, error feedback, and fp32 sums."""
+"""Values into payloads and back: what is encoded as which dtype, error feedback, and fp32 sums.
+
+The pool keeps scratch and wire buffers between calls. A fresh 32 MiB buffer on a CPU costs 8192
+page faults, more than the codec that fills it. On a GPU torch's caching allocator does the same
+job, and knows the streams, so only CPU buffers are kept.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec
-from hybridcomp.collectives.wire import payload_sizes
-from hybridcomp.collectives.wire.buffers import POOL
+from hybridcomp.codecs.casts import CAST_TO
 from hybridcomp.errors import CodecError
 
-#: what reads 16-bit values as they lie in memory; a payload of so many is of PAYLOAD_ALIGN bytes
-WIDEN = {torch.bfloat16: make_codec("bf16"), torch.float16: make_codec("fp16")}
+#: 16-bit values as they lie in memory are a payload of their cast; of so many it has PAYLOAD_ALIGN
+#: bytes
 CAST_STEP = PAYLOAD_ALIGN // 2
+
+
+class Pool:
+    """Free uint8 CPU buffers.
+
+    A buffer that was taken belongs to one call until it is given back, so that any number of calls
+    may be in flight; as many buffers exist as were ever in use at once. A buffer that is never
+    given back (its call failed) is simply freed.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # by size, smallest first
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """A 1-D uint8 tensor of at least ``nbytes`` bytes, contents undefined."""
+        if device.type == "cpu":
+            with self._lock:
+                for index, buffer in enumerate(self._free):
+                    if buffer.numel() >= nbytes:
+                        return self._free.pop(index)
+                if self._free:
+                    self._free.pop()  # too small for today's messages: the new one replaces it
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def take_fp32(self, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``(buffer, view)``: give the buffer back, use the view of ``numel`` fp32 elements."""
+        buffer = self.take(4 * numel, device)
+        return buffer, buffer[: 4 * numel].view(torch.float32)
+
+    def give(self, *buffers: Tensor | None) -> None:
+        """Give buffers back; nothing may read or write them any more. None is skipped."""
+        kept = [b for b in buffers if b is not None and not b.is_cuda and b.device.type == "cpu"]
+        if not kept:
+            return
+        with self._lock:
+            self._free.extend(kept)
+            self._free.sort(key=Tensor.numel)
+
+    def clear(self) -> None:
+        """Free every buffer that is not in use."""
+        with self._lock:
+            self._free.clear()
+
+
+def first(buffer: Tensor, nbytes: int) -> Tensor:
+    """The first ``nbytes`` bytes; no new view (1 us) where that is all of it, as on a GPU."""
+    return buffer if buffer.numel() == nbytes else buffer[:nbytes]
+
+
+#: the pool of this process
+POOL = Pool()
 
 
 @dataclass(eq=False)
@@ -81,7 +137,7 @@ def add_values(total: Tensor, values: Tensor) -> None:
     if values.dtype == torch.float32 or values.is_cuda:
         whole = 0
     if whole:
-        cast = WIDEN[values.dtype]
+        cast = CAST_TO[values.dtype]
         cast.decode_add(values[:whole].view(torch.uint8), total[:whole], torch.float32)
     if whole < values.numel():
         total[whole:].add_(values[whole:])
@@ -109,7 +165,7 @@ def encode_job(
     if residual is not None and job.values is not residual:
         add_values(residual, job.values)
     values = job.values if residual is None else residual
-    used = _encode_values(codec, values.to(dtype), out, word)
+    used = encode_values(codec, values.to(dtype), out, word)
     if residual is not None and decoded is None:
         buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
     if decoded is not None:
@@ -120,44 +176,11 @@ def encode_job(
     return used
 
 
-def _encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None) -> int:
+def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None) -> int:
     if word is None:
         return codec.encode(values, out)
     codec.encode_into(values, out, word)
     return out.numel()
-
-
-@dataclass
-class Slots:
-    """Payloads in slots that follow each other in ``buffer``, behind ``head`` bytes.
-
-    Slots are as long as their payloads, or as these could be at most where ``words`` (int64, one
-    for each, on the device) says how long they are.
-    """
-
-    buffer: Tensor
-    nbytes: list[int]
-    words: Tensor | None = None
-    head: int = 0
-
-
-def encode_all(codec: Codec, stretches: Sequence[Tensor], room: Slots, dtype: torch.dtype) -> None:
-    """Encode ``stretches`` as ``dtype`` into the empty ``room``, one after the other."""
-    each = codec.each(room.buffer.device) if len(stretches) > 1 else None
-    if each is not None:
-        room.nbytes = [codec.wire_nbytes(values.numel(), dtype) for values in stretches]
-        slots = torch.split(room.buffer[room.head : room.head + sum(room.nbytes)], room.nbytes)
-        each.encode([values.to(dtype) for values in stretches], slots)
-        return
-    if payload_sizes.SIZES.stay(codec, room.buffer.device):
-        room.words = room.buffer.new_empty(len(stretches), dtype=torch.int64)
-    position = room.head
-    for index, values in enumerate(stretches):
-        most = codec.wire_nbytes(values.numel(), dtype)
-        word = None if room.words is None else room.words[index : index + 1]
-        slot = room.buffer[position : position + most]
-        room.nbytes.append(_encode_values(codec, values.to(dtype), slot, word))
-        position += room.nbytes[-1]
 
 
 def encode_jobs(
@@ -179,16 +202,6 @@ def encode_jobs(
         return False
     each.encode([job.values for job in jobs], slots, residuals)
     return True
-
-
-def decode_all(codec: Codec, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Decode each of ``payloads`` into its ``out``; all of these are of one dtype."""
-    each = codec.each(out[0].device) if len(out) > 1 else None
-    if each is not None:
-        each.decode(payloads, out)
-        return
-    for payload, values in zip(payloads, out, strict=True):
-        codec.decode(payload, values)
 
 
 def show_overflow(total: Tensor, dtype: torch.dtype) -> None:

@@ -1,27 +1,138 @@
-"""Handles: a collective is a generator that yields what it waits for.
+"""A call of a collective: its steps, the handle that drives them, the meter of what they cost.
 
 A collective such as all_reduce has local work between and after its messages. Written as a
-generator it keeps its numbered steps in one body; a handle runs it up to its first message when
-it is made and drives the rest in ``wait()``.
+generator that yields what it waits for it keeps its numbered steps in one body; a handle runs it
+up to its first message when it is made and drives the rest in ``wait()``. Of a long message several
+segments run side by side (``overlapped``), so that coding one overlaps with the wire of the others.
+
+Seconds are the host's on a CPU. On a GPU they are the device's (``device_clock``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
 
 from torch import Tensor
 from torch.distributed import Work
 
+<<<<<<< HEAD
 from hybridcomp import presence
 from hybridcomp.collectives.wire.meter import Meter
 
+=======
+>>>>>>> main
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
 #: the steps of a collective: yields the works to wait for, returns the result
 Steps = Generator[Work, None, T]
+#: what is timed: encoding and decoding, or waiting for the wire
+Kind = Literal["codec", "wait"]
+
+
+class Timed(Protocol):
+    """What collects the seconds of one collective."""
+
+    codec_s: float
+    wait_s: float
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a stream's work between two events."""
+
+    kind: Kind
+    start: Any
+    stop: Any
+
+
+class Clock(Protocol):
+    """How the seconds of a collective are taken."""
+
+    on_device: bool
+
+    def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
+        """Times the ``with`` body for ``timed``."""
+        ...
+
+
+class _HostTime:
+    """A ``with`` body whose host seconds are added up; not a generator, which takes 1 us more."""
+
+    __slots__ = ("_kind", "_start", "_timed")
+
+    def __init__(self, timed: Timed, kind: Kind) -> None:
+        self._timed, self._kind = timed, kind
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._start
+        if self._kind == "codec":
+            self._timed.codec_s += seconds
+        else:
+            self._timed.wait_s += seconds
+
+
+class HostClock:
+    """Seconds of this process, at once."""
+
+    on_device = False
+
+    def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
+        """Adds the time of the ``with`` body to ``timed``."""
+        return _HostTime(timed, kind)
+
+
+HOST = HostClock()
+
+
+@dataclass
+class Meter:
+    """Mutable counters of one collective call on this rank.
+
+    ``wire_nbytes`` counts what this rank sends to *other* ranks, payload padding, headers and
+    size messages included, so that it can be held against the counters of the network card. What a
+    rank "sends" to itself never counts. all_gather counts ``(world_size - 1) * payload``: the
+    ring that gloo and NCCL use sends each payload that often. ``transport`` counts, message by
+    message.
+    """
+
+    messages: int = 0  # calls into torch.distributed
+    wire_nbytes: int = 0
+    codec_s: float = 0.0  # seconds of the host in encode and decode, where that codes
+    wait_s: float = 0.0  # seconds of the host blocked in torch.distributed
+    inter_nbytes: int = 0  # of wire_nbytes, to ranks on other nodes
+    used: dict[str, None] = field(default_factory=dict)  # specs of the codecs, in order
+    clock: Clock = HOST
+    spans: list[Span] = field(default_factory=list)  # of a GPU, in a step that is timed
+
+    def sent(self, nbytes: int, inter_nbytes: int = 0) -> None:
+        """Count one message to other ranks, of which some bytes go to other nodes."""
+        self.messages += 1
+        self.wire_nbytes += nbytes
+        self.inter_nbytes += inter_nbytes
+
+    def use(self, *specs: str) -> None:
+        """Remember which codecs the values went through."""
+        for spec in specs:
+            self.used[spec] = None
+
+    def coding(self) -> AbstractContextManager[None]:
+        """The ``with`` body encodes or decodes: its time counts as the codec's."""
+        return self.clock.time(self, "codec")
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The ``with`` body waits for the wire; on NCCL that is the stream, not the host."""
+        return self.clock.time(self, "wait")
 
 
 class Pending(Generic[T]):
@@ -108,3 +219,24 @@ class Handle(Pending[None]):
 
 class ReduceScatterHandle(Pending[Tensor]):
     """The handle of ``reduce_scatter``; ``wait()`` returns the sum."""
+
+
+def overlapped(messages: Iterable[Steps[None]]) -> Steps[None]:
+    """Run collectives side by side: start all, then go on with each as its message arrives.
+
+    The order depends on nothing but their number, so all ranks post the same messages in the same
+    order. Started at once, all of a first hop is under way when a handle is returned.
+    """
+    waiting: deque[tuple[Steps[None], Work]] = deque()
+
+    def advance(steps: Steps[None]) -> None:
+        for work in steps:
+            waiting.append((steps, work))
+            return
+
+    for steps in messages:
+        advance(steps)
+    while waiting:
+        steps, work = waiting.popleft()
+        yield work
+        advance(steps)

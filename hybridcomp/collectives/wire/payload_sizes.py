@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from hybridcomp.codecs.base import Codec, align
-from hybridcomp.collectives.wire import gloo_pairs, pinned_staging
+from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Steps
 
 SIZE_NBYTES = 8  # sizes of payloads travel as int64
@@ -63,11 +64,9 @@ class Sizes:
         event.record(cuda.current_stream(words.device))
         return Arrival(host, event)
 
-    def fetch(
-        self, words: Tensor, message: Steps[None], group: ProcessGroup | None
-    ) -> Steps[list[int]]:
+    def fetch(self, words: Tensor, message: Steps[None], group: Group) -> Steps[list[int]]:
         """``words`` on the host, a part of which ``message`` fills in; yields what to wait for."""
-        if words.is_cuda and not pinned_staging.STAGING.needed(words, group):
+        if words.is_cuda and not transport.STAGING.needed(words, group):
             arrival = self._copied_beside(words, message)
         else:
             yield from message
@@ -97,10 +96,10 @@ class Sizes:
 SIZES = Sizes()
 
 
-def in_front(codec: Codec, device: torch.device, group: ProcessGroup | None) -> bool:
+def in_front(codec: Codec, device: torch.device, group: Group) -> bool:
     """Whether sizes of payloads of ``codec`` stand in front of them; the same on all ranks."""
     stay = codec.fixed_size or SIZES.stay(codec, device)
-    return not stay and gloo_pairs.suits(device, group)
+    return not stay and transport.over_gloo(device, group)
 
 
 def head_nbytes(count: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.gpu_bench.measure import Work, cuda
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import Fused
-from hybridcomp.collectives import Meter, all_reduce
+from hybridcomp.collectives import Group, Meter, Reduction, all_reduce
 from hybridcomp.collectives.wire import transport
 
 #: ranks of the all_reduce whose kernels are timed; this one is in their middle
@@ -171,10 +171,14 @@ class AllReduce:
 
         Its group moves nothing: buffers hold what was there before, which decodes as fast.
         """
-        all_reduce(
-            self.out, self.codec, None, meter=Meter(),
-            residual=self.residual, owner_residual=self.owner_residual,
-        ).wait()  # fmt: skip
+        how = Reduction(
+            self.codec,
+            Group.of(None),
+            Meter(),
+            residual=self.residual,
+            owner_residual=self.owner_residual,
+        )
+        all_reduce(self.out, how).wait()
 
     def works(self) -> Iterator[Work]:
         """Each launch and all of them, the latter also as a replayed CUDA graph."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from bench.gpu_bench.measure import Bench, cuda
 from hybridcomp.codecs import Bounded, Codec
 from hybridcomp.codecs.bounded import SMALL_NUMEL
-from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire import Group, Meter, payload_sizes, transport
 
 #: slots of the exchange
 RANKS = 8
@@ -81,8 +81,9 @@ def cost(device: torch.device, repeats: int = 50) -> Cost:
 
 def _exchange(words: Tensor) -> None:
     theirs, mine = words[RANKS:], words[:RANKS]
-    message = transport.all_to_all(theirs, mine, [RANKS], [RANKS], None)
-    for work in payload_sizes.SIZES.fetch(words, message, None):
+    group = Group.of(None)
+    message = transport.all_to_all(theirs, mine, [RANKS], [RANKS], group, Meter())
+    for work in payload_sizes.SIZES.fetch(words, message, group):
         work.wait()
 
 

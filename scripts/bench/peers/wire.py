@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives.wire import transport
-from hybridcomp.collectives.wire.handle import Steps
+from hybridcomp.collectives.wire import Group, Meter, Steps, transport
 
 
 @dataclass
@@ -35,7 +34,9 @@ class Wire:
         out, rows = torch.empty_like(rows), rows.contiguous()
         members = len(rows)
         splits = [rows[0].numel()] * members
-        wait_for(transport.all_to_all(out.view(-1), rows.view(-1), splits, splits, group))
+        known = Group.of(group)
+        message = transport.all_to_all(out.view(-1), rows.view(-1), splits, splits, known, Meter())
+        wait_for(message)
         self.count(rows.nbytes * (members - 1) / members)
         return out
 
@@ -46,7 +47,7 @@ class Wire:
             torch.empty(members, len(row), dtype=row.dtype, device=row.device),
             row.contiguous(),
         )
-        wait_for(transport.all_gather(out.view(-1), row, group))
+        wait_for(transport.all_gather(out.view(-1), row, Group.of(group), Meter()))
         self.count(row.nbytes * (members - 1))
         return out
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
-from hybridcomp.collectives.hierarchical import owners, two_levels
 from hybridcomp.errors import ConfigError
 from hybridcomp.topology import Nodes, discover, grid_of
+from tests.collectives import calls
 from tests.collectives.common import all_reduce_wire, bound, digest, rank_order_sum, values_of
 from tests.ranks import RunRanks
 from tests.stand_ins.plain_codecs import Identity, Int8, Wide
@@ -37,13 +37,9 @@ def levels_of(width: int) -> Levels:
         (note,) = _nodes[width].prepare([tuple(range(dist.get_world_size()))])
         nodes = dist.get_world_size() // width
         assert f"encoded between {nodes} nodes of {width} ranks" in note
-    levels = _nodes[width].levels(None)
+    levels = _nodes[width].group(None, two_levels=True).levels
     assert levels is not None
     return levels
-
-
-def meter_of(levels: Levels) -> Meter:
-    return Meter(remote=frozenset(range(levels.nodes)))
 
 
 def inside(codec: Codec, inputs: Sequence[Tensor], width: int) -> list[Tensor]:
@@ -72,8 +68,8 @@ def _all_reduce(codec: Codec, width: int) -> list[str]:
     for dtype in (torch.float32, torch.bfloat16):
         for numel in NUMELS:
             inputs = [values_of(rank, numel, dtype) for rank in range(ranks)]
-            tensor, meter = inputs[me].clone(), meter_of(levels)
-            handle = two_levels.all_reduce(tensor, codec, levels, meter=meter, async_op=True)
+            tensor, meter = inputs[me].clone(), Meter()
+            handle = calls.all_reduce(tensor, codec, levels, meter=meter, async_op=True)
             handle.wait()
             check(tensor, codec, inputs, width, hops=2)
             digests.append(digest(tensor))
@@ -86,7 +82,7 @@ def _all_reduce(codec: Codec, width: int) -> list[str]:
 
 def between(codec: Codec, numel: int, dtype: torch.dtype, levels: Levels) -> int:
     """Closed form of what a rank sends to other nodes in an all_reduce."""
-    start, stop = two_levels.stretch(numel, levels)
+    start, stop = chunk_ranges(numel, levels.width)[levels.local]
     sent = dtype if codec.lossless else torch.float32
     return all_reduce_wire(codec, stop - start, sent, levels.node, levels.nodes)
 
@@ -106,12 +102,11 @@ def test_all_reduce(on_ranks: RunRanks, ranks: int, width: int, codec: Codec) ->
 
 def _flat_and_levels(width: int, numel: int) -> tuple[int, int]:
     """Bytes to other nodes of an all_reduce, flat and in two levels."""
-    from hybridcomp.collectives import all_reduce
-
     levels, codec = levels_of(width), Identity()
-    flat, two = Meter(remote=_nodes[width].reach(None).remote), meter_of(levels)
-    all_reduce(torch.ones(numel), codec, None, meter=flat)
-    two_levels.all_reduce(torch.ones(numel), codec, levels, meter=two)
+    flat, two = Meter(), Meter()
+    group = _nodes[width].group(None, two_levels=False)
+    calls.all_reduce(torch.ones(numel), codec, group, meter=flat)
+    calls.all_reduce(torch.ones(numel), codec, levels, meter=two)
     return flat.inter_nbytes, two.inter_nbytes
 
 
@@ -131,9 +126,9 @@ def _reduce_scatter(codec: Codec, width: int, lengths: list[int], dtype: torch.d
     me, ranks, levels = dist.get_rank(), dist.get_world_size(), levels_of(width)
     inputs = [values_of(rank, sum(lengths), dtype) for rank in range(ranks)]
     own = inputs[me].clone()
-    meter = meter_of(levels)
+    meter = Meter()
     shards = list(torch.split(own, lengths))
-    total = two_levels.reduce_scatter(shards, codec, levels, meter=meter).wait()
+    total = calls.reduce_scatter(shards, codec, levels, meter=meter).wait()
     assert torch.equal(own, inputs[me]), "the shards belong to the caller"
     assert total.dtype == torch.float32 and total.numel() == lengths[me]
     parts = [torch.split(values, lengths)[me] for values in inputs]
@@ -160,7 +155,7 @@ def _to_owners(codec: Codec, width: int, ranges: list[OwnedRange], dtype: torch.
     numel = ranges[-1].stop
     inputs = [values_of(rank, numel, dtype) for rank in range(ranks)]
     own = inputs[me].clone()
-    sums = owners.reduce_to_owners(own, ranges, codec, levels, meter=meter_of(levels))
+    sums = calls.reduce_to_owners(own, ranges, codec, levels, meter=Meter())
     assert torch.equal(own, inputs[me])
     mine = [owned for owned in ranges if me in owned.ranks]
     found = {}
@@ -200,10 +195,10 @@ def _all_gather(codec: Codec, width: int) -> str:
     found = []
     for numel in (0, 1, 100, 1000):
         shards = [values_of(rank, numel, torch.bfloat16) for rank in range(ranks)]
-        out, meter = torch.empty(ranks * numel, dtype=torch.bfloat16), meter_of(levels)
+        out, meter = torch.empty(ranks * numel, dtype=torch.bfloat16), Meter()
         out[me * numel : (me + 1) * numel] = shards[me]
         place = out[me * numel : (me + 1) * numel]
-        two_levels.all_gather(place, out, codec, levels, meter=meter, async_op=True).wait()
+        calls.all_gather(place, out, codec, levels, meter=meter, async_op=True).wait()
         for shard, values in zip(shards, out.view(ranks, numel), strict=True):
             error = float((values.float() - shard.float()).abs().max()) if numel else 0.0
             assert error <= bound(codec, [shard], hops=1)
@@ -213,11 +208,11 @@ def _all_gather(codec: Codec, width: int) -> str:
         found.append(digest(out))
     shard = values_of(me, 1000, torch.bfloat16)  # cut at 900: as two messages
     whole = torch.empty(ranks * 1000, dtype=torch.bfloat16)
-    two_levels.all_gather(shard, whole, codec, levels, meter=meter_of(levels), cuts=[900]).wait()
+    calls.all_gather(shard, whole, codec, levels, meter=Meter(), cuts=[900]).wait()
     places = torch.split(whole.view(ranks, -1), [900, 100], 1)
     for part, place in zip(torch.split(shard, [900, 100]), places, strict=True):
         out = torch.empty(place.numel(), dtype=torch.bfloat16)
-        two_levels.all_gather(part, out, codec, levels, meter=meter_of(levels)).wait()
+        calls.all_gather(part, out, codec, levels, meter=Meter()).wait()
         assert torch.equal(out, place.reshape(-1))
     return " ".join(found)
 
@@ -231,15 +226,15 @@ def test_all_gather(on_ranks: RunRanks, ranks: int, width: int, codec: Codec) ->
 def _feedback(codec: Codec, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """What was given, delivered and is held over three all_reduces, by this rank."""
     me, levels, numel = dist.get_rank(), levels_of(width), 1000
-    start, stop = two_levels.stretch(numel, levels)
+    start, stop = chunk_ranges(numel, levels.width)[levels.local]
     low, high = chunk_ranges(stop - start, levels.nodes)[levels.node]
     residual, owner = torch.zeros(stop - start), torch.zeros(high - low)
     given, delivered = torch.zeros(numel).double(), torch.zeros(numel).double()
     for step in range(3):
         tensor = values_of(me, numel, seed=step)
         given += tensor
-        two_levels.all_reduce(
-            tensor, codec, levels, meter=meter_of(levels), residual=residual, owner_residual=owner
+        calls.all_reduce(
+            tensor, codec, levels, meter=Meter(), residual=residual, owner_residual=owner
         )
         if me == 0:
             delivered += tensor
@@ -265,12 +260,12 @@ def _subsets() -> list[Any]:
     own = [stage for stage in stages if me in stage]
     assert [note.startswith("two levels over 3 nodes") for note in nodes.prepare(own)] == [True]
     groups = {stage: dist.new_group(list(stage)) for stage in stages}
-    levels = nodes.levels(groups[own[0]])
+    levels = nodes.group(groups[own[0]], two_levels=True).levels
     if own[0] == (2, 3):
         return [levels, None]
     assert levels is not None and levels.grid == ((0, 1), (2, 3))
     tensor = torch.full((64,), float(me))
-    two_levels.all_reduce(tensor, Identity(), levels, meter=meter_of(levels))
+    calls.all_reduce(tensor, Identity(), levels, meter=Meter())
     return [len(levels.grid), float(tensor[0])]
 
 
@@ -286,15 +281,17 @@ def _remade() -> bool:
     before, again, after = (discover(2) for _ in range(3))
     before.prepare([ranks])
     again.prepare([ranks])
-    first, second = before.levels(None), again.levels(None)
-    assert first is not None and second is not None and first.outer is second.outer, "made once"
-    dist.destroy_process_group(first.outer)
+    first, second = (nodes.group(None, two_levels=True).levels for nodes in (before, again))
+    assert first is not None and second is not None
+    kept = first.outer.process_group
+    assert kept is second.outer.process_group, "made once"
+    dist.destroy_process_group(kept)
     after.prepare([ranks])
     _nodes[2] = after  # for the tests that follow on this rank
-    third = after.levels(None)
-    assert third is not None and third.outer is not first.outer
+    third = after.group(None, two_levels=True).levels
+    assert third is not None and third.outer.process_group is not kept
     tensor = torch.full((64,), float(dist.get_rank()))
-    two_levels.all_reduce(tensor, Identity(), third, meter=meter_of(third))
+    calls.all_reduce(tensor, Identity(), third, meter=Meter())
     return float(tensor[0]) == 6.0
 
 
@@ -305,7 +302,8 @@ def test_destroyed_groups_are_made_anew(on_ranks: RunRanks) -> None:
 def _uneven() -> Any:
     nodes = Nodes([0, 0, 0, 1], "test")
     notes = nodes.prepare([(0, 1, 2, 3)])
-    return notes, nodes.levels(None), sorted(nodes.reach(None).remote)
+    group = nodes.group(None, two_levels=True)
+    return notes, group.levels, sorted(group.remote)
 
 
 def test_uneven_nodes_are_said(on_ranks: RunRanks) -> None:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives.wire import gloo_pairs, transport
+from hybridcomp.collectives import Group, Meter
+from hybridcomp.collectives.wire import transport
 from tests.ranks import RunRanks
 
 #: bytes from each of three ranks to each; some send nothing, one nothing at all
@@ -27,13 +28,14 @@ def _uneven(_: None) -> bool:
     values = torch.cat([_parts(me, rank) for rank in ranks])
     expected = torch.cat([_parts(rank, me) for rank in ranks])
     takes = [SPLITS[rank][me] for rank in ranks]
+    group = Group.of(None)
     outs = [torch.full_like(expected, 255) for _ in ranks]
     works = [
-        next(transport.all_to_all(out, values.add(n), takes, SPLITS[me], None))
+        next(transport.all_to_all(out, values.add(n), takes, SPLITS[me], group, Meter()))
         for n, out in enumerate(outs)
     ]
     for work in reversed(works):
-        assert isinstance(work, gloo_pairs.Works) and work.wait()
+        assert isinstance(work, transport.Works) and work.wait()
     return all(out.equal(expected.add(n)) for n, out in enumerate(outs))
 
 
@@ -48,7 +50,7 @@ def _gathered(_: None) -> list[int]:
         return []
     out = torch.zeros(4, dtype=torch.int64)
     mine = torch.tensor([10 * dist.get_rank(), 7])
-    next(transport.all_gather(out, mine, group)).wait()
+    next(transport.all_gather(out, mine, Group.of(group), Meter())).wait()
     dist.destroy_process_group(group)
     return out.tolist()
 
@@ -70,8 +72,9 @@ def _posted(_: None) -> list[str]:
         return mock.patch.object(dist, name, call)
 
     out, values = torch.zeros(300, dtype=torch.uint8), torch.ones(300, dtype=torch.uint8)
+    group = Group.of(None)
     with noting("irecv"), noting("isend"):
-        next(transport.all_to_all(out, values, [100] * 3, [100] * 3, None)).wait()
+        next(transport.all_to_all(out, values, [100] * 3, [100] * 3, group, Meter())).wait()
     assert out.equal(values)
     return posted
 

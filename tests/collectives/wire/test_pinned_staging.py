@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -13,23 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.codecs import make_codec
-from hybridcomp.collectives import (
-    Levels,
-    Meter,
-    OwnedRange,
+from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges, gather_words
+from hybridcomp.collectives.low_rank import Matrix
+from hybridcomp.collectives.wire import Group, transport
+from tests.collectives.calls import (
     all_gather,
     all_reduce,
     all_to_all,
-    chunk_ranges,
-    gather_words,
+    low_rank_sum,
     recv,
     reduce_scatter,
     reduce_to_owners,
     send,
 )
-from hybridcomp.collectives.hierarchical import two_levels as hierarchy
-from hybridcomp.collectives.low_rank import Matrix, low_rank_sum
-from hybridcomp.collectives.wire import pinned_staging
 from tests.collectives.common import digest, values_of
 from tests.collectives.late import sizes_ahead
 from tests.ranks import RunRanks
@@ -38,14 +34,14 @@ from tests.ranks import RunRanks
 CALLS = ("all_reduce", "isend", "irecv")
 
 
-class Pretended(pinned_staging.Staging):
+class Pretended(transport.Staging):
     """Takes every tensor for one of a GPU, and remembers what it staged."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []  # what was staged; addresses stay theirs
         self.calls: dict[str, int] = {}
 
-    def needed(self, tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
+    def needed(self, tensor: Tensor, group: Group) -> bool:
         return True
 
     def room(self, like: Tensor) -> Tensor:
@@ -74,7 +70,7 @@ class Pretended(pinned_staging.Staging):
 def pretended() -> Iterator[Pretended]:
     found = Pretended()
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(pinned_staging, "STAGING", found))
+        stack.enter_context(mock.patch.object(transport, "STAGING", found))
         stack.enter_context(sizes_ahead())  # as on a GPU
         for name in CALLS:
             checked = found.guarded(name, getattr(dist, name))
@@ -106,14 +102,14 @@ def everything(codec_name: str, settings: dict[str, Any]) -> list[str]:
     swapped = torch.empty(3000)
     all_to_all(swapped, values_of(rank, 3000), codec, None, meter=Meter()).wait()
     results.append(swapped)
-    words = gather_words(torch.tensor([rank, 7]), None, Meter())
+    words = gather_words(torch.tensor([rank, 7]), Group.of(None), Meter())
     results.append(torch.tensor(words).view(-1))
     return [digest(tensor) for tensor in results]
 
 
 def levels_of(inner: Any, outer: Any) -> Levels:
     """A node for each of two ranks."""
-    return Levels(((0,), (1,)), dist.get_rank(), 0, inner, outer)
+    return Levels(((0,), (1,)), dist.get_rank(), 0, Group.of(inner), Group.of(outer))
 
 
 def two_levels(_: None) -> list[str]:
@@ -121,7 +117,7 @@ def two_levels(_: None) -> list[str]:
     groups = [dist.new_group([r]) for r in range(2)]
     levels, values = levels_of(groups[rank], dist.group.WORLD), values_of(rank, 3001)
     codec = make_codec("blockint", bits=4)
-    hierarchy.all_reduce(values, codec, levels, meter=Meter()).wait()
+    all_reduce(values, codec, levels, meter=Meter()).wait()
     for group in groups[rank : rank + 1]:
         dist.destroy_process_group(group)
     return [digest(values)]
@@ -185,16 +181,16 @@ def test_only_gpus_on_gloo_are_staged(on_ranks: RunRanks) -> None:
 def _decide() -> tuple[str, str, bool, bool]:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     there = mock.Mock(is_cuda=True, device=cuda)
-    needed = pinned_staging.Staging().needed
+    needed, group = transport.Staging().needed, Group.of(None)
     return (
-        pinned_staging.backend_of(None, cpu), pinned_staging.backend_of(None, cuda),
-        needed(torch.zeros(1), None), needed(there, None),
+        transport.backend_of(group, cpu), transport.backend_of(group, cuda),
+        needed(torch.zeros(1), group), needed(there, group),
     )  # fmt: skip
 
 
 def test_a_group_of_two_backends_is_asked_for_the_devices() -> None:
-    config = "cpu:gloo,cuda:nccl"
+    config, group = "cpu:gloo,cuda:nccl", Group(cast(Any, None), 0, 1)
     with mock.patch.object(dist, "get_backend_config", lambda group: config):
-        assert pinned_staging.backend_of(None, torch.device("cuda")) == "nccl"
-        assert pinned_staging.backend_of(None, torch.device("cpu")) == "gloo"
-        assert pinned_staging.backend_of(None, torch.device("meta")) == ""
+        assert transport.backend_of(group, torch.device("cuda")) == "nccl"
+        assert transport.backend_of(group, torch.device("cpu")) == "gloo"
+        assert transport.backend_of(group, torch.device("meta")) == ""

@@ -15,24 +15,17 @@ from torch import Tensor
 
 from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.collectives import (
-    Meter,
-    OwnedRange,
-    all_gather,
-    all_reduce,
-    chunk_ranges,
-    plan_reduction,
-    reduce_scatter,
-    reduce_to_owners,
-)
-from hybridcomp.collectives.wire import payload_sizes, pipelining
-from hybridcomp.collectives.wire.chunks import stretches
+from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan, plan_reduction
+from hybridcomp.collectives.wire import Group, cuts, exchanges, payload_sizes, stretches
+from tests.collectives.calls import all_gather, all_reduce, reduce_scatter, reduce_to_owners
 from tests.collectives.common import CODECS, LOSSY, values_of
 from tests.collectives.late import everything
 from tests.ranks import RunRanks
 from tests.stand_ins import thread_groups
 
-ALIGN = pipelining.ALIGN
+ALIGN = cuts.SEGMENT_ALIGN
+#: of one rank
+ALONE = Group(cast(Any, None), 0, 1)
 FIXED = [codec for codec in CODECS if codec.fixed_size]
 FIXED_LOSSY = [codec for codec in LOSSY if codec.fixed_size]
 CPU = torch.device("cpu")
@@ -43,8 +36,8 @@ NUMEL = 3 * 4 * ALIGN + 1003
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Segments of ALIGN elements, in ranks that are threads."""
-    monkeypatch.setattr(pipelining, "SEGMENT", ALIGN)
-    monkeypatch.setattr(pipelining, "HALF", ALIGN)
+    monkeypatch.setattr(exchanges, "SEGMENT", ALIGN)
+    monkeypatch.setattr(exchanges, "HALF", ALIGN)
     with thread_groups.in_process():
         yield
 
@@ -54,14 +47,14 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     start=st.integers(0, 100),
 )
 def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int) -> None:
-    rows: list[list[pipelining.Range]] = []
+    rows: list[list[cuts.Range]] = []
     position = start
     for row in lengths:
         rows.append([])
         for length in row:
             rows[-1].append((position, position + length))
             position += length
-    cut = pipelining.segments(rows, [FIXED[0]], CPU, None)
+    cut = exchanges.segments(rows, [FIXED[0]], CPU, ALONE)
     longest = max(sum(row) for row in lengths)
     assert len(cut) == max(longest // ALIGN, 1)
     for index, ranges in enumerate(rows):
@@ -172,8 +165,8 @@ def both(
         return run(group, me, meter), meter
 
     found = [thread_groups.run(ranks, once)]
-    monkeypatch.setattr(pipelining, "SEGMENT", 10 * NUMEL)
-    monkeypatch.setattr(pipelining, "HALF", 10 * NUMEL)
+    monkeypatch.setattr(exchanges, "SEGMENT", 10 * NUMEL)
+    monkeypatch.setattr(exchanges, "HALF", 10 * NUMEL)
     return [*found, thread_groups.run(ranks, once)]
 
 
@@ -231,22 +224,31 @@ def test_gathers_are_the_same(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> 
 def test_messages_that_wait_for_sizes_stay_whole_and_those_on_gpus() -> None:
     rows, whole = [stretches(0, 8 * ALIGN, [])], [[[(0, 8 * ALIGN)]]]
     even, odd = (make_codec("radix", error_bound=1e-2, segment=n) for n in (256, 240))
-    assert len(pipelining.segments(rows, [FIXED[0]], CPU, None)) == 8
-    assert pipelining.segments(rows, [FIXED[0]], torch.device("cuda"), None) == whole
-    assert pipelining.segments(rows, [FIXED[0], even], CPU, None) == whole
+    assert len(exchanges.segments(rows, [FIXED[0]], CPU, ALONE)) == 8
+    assert exchanges.segments(rows, [FIXED[0]], torch.device("cuda"), ALONE) == whole
+    assert exchanges.segments(rows, [FIXED[0], even], CPU, ALONE) == whole
     with patch.object(payload_sizes, "in_front", return_value=True):
-        assert len(pipelining.segments(rows, [FIXED[0], even], CPU, None)) == 8
+        assert len(exchanges.segments(rows, [FIXED[0], even], CPU, ALONE)) == 8
         # a cut inside a segment would give its parts steps of their own
-        assert pipelining.segments(rows, [FIXED[0], odd], CPU, None) == whole
+        assert exchanges.segments(rows, [FIXED[0], odd], CPU, ALONE) == whole
+
+
+def _forget_plans() -> None:
+    """They were made with another shortest segment."""
+    owner_plan.range_segments.cache_clear()
+    owner_plan.piece_segments.cache_clear()
 
 
 def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
     """On gloo; in segments of 1024 elements and in one piece."""
     expected = everything(codec, dtype, True, 2)
     with ExitStack() as stack:
-        for name, value in {"ALIGN": 512, "SEGMENT": 1024, "HALF": 512}.items():
-            stack.enter_context(patch.object(pipelining, name, value))
+        stack.enter_context(patch.object(cuts, "SEGMENT_ALIGN", 512))
+        for name, value in {"SEGMENT_ALIGN": 512, "SEGMENT": 1024, "HALF": 512}.items():
+            stack.enter_context(patch.object(exchanges, name, value))
+        _forget_plans()
         found = everything(codec, dtype, True, 2)
+    _forget_plans()
     assert [bits for bits, _ in found] == [bits for bits, _ in expected]
     more = [
         cast(int, cut[0]) > cast(int, one[0])
@@ -278,4 +280,4 @@ def test_long_messages_have_segments_and_others_halves(monkeypatch: pytest.Monke
         7 << 20: 7,
         1 << 26: 64,
     }.items():
-        assert len(pipelining.segments([[(0, longest)], []], [FIXED[0]], CPU, None)) == count
+        assert len(exchanges.segments([[(0, longest)], []], [FIXED[0]], CPU, ALONE)) == count

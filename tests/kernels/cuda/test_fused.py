@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs import VALUE_DTYPES, BlockInt, Codec, make_codec
-from hybridcomp.collectives import Meter, all_reduce, chunk_ranges, reduce_scatter
+from hybridcomp.collectives import Meter, chunk_ranges
 from hybridcomp.collectives.fused import adjacent
 from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.fused import blockint_macros
 from tests.codecs import arrays
+from tests.collectives.calls import all_reduce, reduce_scatter
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher, emulated
 from tests.ranks import run_ranks

@@ -17,18 +17,10 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
-from hybridcomp.collectives import (
-    Meter,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    chunk_ranges,
-    recv,
-    reduce_scatter,
-    send,
-)
+from hybridcomp.collectives import Meter, chunk_ranges
 from hybridcomp.kernels.cuda import CudaKernels, images
 from tests.codecs import arrays
+from tests.collectives.calls import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
 from tests.kernels.cuda.common import (
     CODECS,
     assert_same,

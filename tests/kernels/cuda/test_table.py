@@ -9,19 +9,18 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs import VALUE_DTYPES, BlockInt, make_codec
-from hybridcomp.collectives import (
-    Meter,
-    OwnedRange,
+from hybridcomp.collectives import Meter, OwnedRange
+from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda.fused import blockint_macros
+from hybridcomp.kernels.cuda.table import ROWS
+from tests.codecs import arrays
+from tests.collectives.calls import (
     all_gather,
     all_reduce,
     all_to_all,
     reduce_scatter,
     reduce_to_owners,
 )
-from hybridcomp.kernels.cuda import CudaKernels
-from hybridcomp.kernels.cuda.fused import blockint_macros
-from hybridcomp.kernels.cuda.table import ROWS
-from tests.codecs import arrays
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher, emulated
 from tests.ranks import run_ranks

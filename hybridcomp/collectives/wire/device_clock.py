@@ -9,25 +9,16 @@ nobody waits for before a report: ``drain`` reads what is through.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
+
+from hybridcomp.collectives.wire.handle import Kind, Span, Timed
 
 #: spans that may wait for the end of a step; an evaluation sends messages without end in one
 WAITING = 1024
-#: what is timed: encoding and decoding, or waiting for the wire
-Kind = Literal["codec", "wait"]
-
-
-class Timed(Protocol):
-    """What collects the seconds of one collective."""
-
-    codec_s: float
-    wait_s: float
-    spans: list[Span]
 
 
 class Totals(Protocol):
@@ -35,54 +26,6 @@ class Totals(Protocol):
 
     device_codec_s: float
     device_wait_s: float
-
-
-@dataclass(frozen=True)
-class Span:
-    """A stretch of a stream's work between two events."""
-
-    kind: Kind
-    start: Any
-    stop: Any
-
-
-class Clock(Protocol):
-    """How the seconds of a collective are taken."""
-
-    on_device: bool
-
-    def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
-        """Times the ``with`` body for ``timed``."""
-        ...
-
-
-class _HostTime:
-    """A ``with`` body whose host seconds are added up; not a generator, which takes 1 us more."""
-
-    __slots__ = ("_kind", "_start", "_timed")
-
-    def __init__(self, timed: Timed, kind: Kind) -> None:
-        self._timed, self._kind = timed, kind
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        seconds = time.perf_counter() - self._start
-        if self._kind == "codec":
-            self._timed.codec_s += seconds
-        else:
-            self._timed.wait_s += seconds
-
-
-class HostClock:
-    """Seconds of this process, at once."""
-
-    on_device = False
-
-    def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
-        """Adds the time of the ``with`` body to ``timed``."""
-        return _HostTime(timed, kind)
 
 
 class SilentClock:
@@ -96,7 +39,6 @@ class SilentClock:
         return self._nothing
 
 
-HOST = HostClock()
 SILENT = SilentClock()
 
 

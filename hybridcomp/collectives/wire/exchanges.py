@@ -1,4 +1,11 @@
-"""Payloads between ranks: encode, exchange the bytes, hand out views of what arrived."""
+"""Payloads between ranks: encode, exchange the bytes, hand out views of what arrived.
+
+Long messages are cut into segments, so that coding one overlaps with the wire of the others. What a
+rank sends or sums is a row of stretches, as everywhere in this package. The rows of all ranks are
+cut into equally many segments, each with its share of every row, so that all links stay busy.
+Where the cuts lie depends on the rows alone, which all ranks know, and is where no codec notices:
+bits and residuals are those of the whole message, bytes too if the codec is of fixed size.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +15,54 @@ from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_rank
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import payload_sizes, transport
-from hybridcomp.collectives.wire.buffers import POOL, first
-from hybridcomp.collectives.wire.encoding import Job, Slots, encode_job, encode_jobs
-from hybridcomp.collectives.wire.handle import Steps
-from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.collectives.wire.payload_sizes import SIZE_NBYTES
+from hybridcomp.collectives.wire.cuts import SEGMENT_ALIGN, Range, cut_rows
+from hybridcomp.collectives.wire.encoding import POOL, Job, encode_job, encode_jobs
+from hybridcomp.collectives.wire.group import Group, Transfer
+from hybridcomp.collectives.wire.handle import Meter, Steps
+
+#: Elements of the longest row in one segment, and of half a row where that is less: one message
+#: alone leaves the link idle between its hops, and each costs half a millisecond of its own.
+#: (native time / byte ratio) / time of an all-reduce of fp32, two ranks at 1 Gb/s, load 1.5
+#: (``scripts/bench/bench_netlab.py --segments --megabytes N``):
+#:
+#:                   64 Ki  128 Ki  256 Ki  512 Ki    1 Mi    2 Mi    4 Mi   whole
+#:     64 MB  8 bits   0.86    0.89   0.93    0.96    0.96    0.95    0.94    0.85
+#:            4 bits   0.48    0.78   0.81    0.90    0.91    0.96    0.86    0.76
+#:     16 MB  8 bits   0.63    0.77   0.85    0.92    0.91                    0.80
+#:            4 bits   0.34    0.50   0.74    0.78    0.78                    0.69
+#:     4 MB   8 bits   0.52    0.69   0.69                                    0.74
+#:            4 bits   0.33    0.34   0.59                                    0.56
+SEGMENT, HALF = 1 << 20, 1 << 18
+
+
+def segment_count(longest: int, codecs: Sequence[Codec], device: torch.device, group: Group) -> int:
+    """In how many segments a message goes; 1: as a whole, which is better for short ones.
+
+    ``longest``: elements of its longest row; ``codecs``: all that the rows go through. GPUs keep
+    messages whole, as a launch costs more than coding a segment.
+    """
+    count = max(longest // SEGMENT, 2 if longest >= 2 * HALF else 1)
+    if count == 1 or device.type != "cpu":
+        return 1
+    return count if all(_may_be_cut(codec, device, group) for codec in codecs) else 1
+
+
+def segments(
+    rows: Sequence[Sequence[Range]], codecs: Sequence[Codec], device: torch.device, group: Group
+) -> list[list[list[Range]]]:
+    """``rows`` cut into segments, each with its share of every row; just one if that is better."""
+    longest = max(sum(stop - start for start, stop in row) for row in rows)
+    return cut_rows(rows, segment_count(longest, codecs, device, group))
+
+
+def _may_be_cut(codec: Codec, device: torch.device, group: Group) -> bool:
+    """Whether results stay what they are, and no segment waits for a message with its sizes."""
+    if codec.fixed_size:
+        return True
+    return SEGMENT_ALIGN % codec.segment == 0 and payload_sizes.in_front(codec, device, group)
 
 
 @dataclass
@@ -33,13 +79,11 @@ class Payloads:
 
 
 def exchange(
-    codec: Codec,
-    dtype: torch.dtype,
     jobs: Sequence[Sequence[Job]],
     numels: Sequence[Sequence[int]],
+    dtype: torch.dtype,
     device: torch.device,
-    group: ProcessGroup | None,
-    meter: Meter,
+    via: Transfer,
 ) -> Steps[Payloads]:
     """All-to-all of payloads.
 
@@ -52,12 +96,15 @@ def exchange(
     2 variable-size codecs: exchange the sizes, where they do not stand in front of the payloads
     3 exchange the bytes
     """
+    codec, group, meter = via.codec, via.group, via.meter
     # 1
-    late = payload_sizes.SIZES.stay(codec, device)
-    in_front = payload_sizes.in_front(codec, device, group)
-    heads = [
-        [payload_sizes.head_nbytes(len(row) * in_front) for row in rows] for rows in (jobs, numels)
-    ]
+    late = in_front = False
+    heads = [[0] * len(jobs), [0] * len(numels)]
+    if not codec.fixed_size:
+        late = payload_sizes.SIZES.stay(codec, device)
+        in_front = payload_sizes.in_front(codec, device, group)
+    if in_front:
+        heads = [[payload_sizes.head_nbytes(len(row)) for row in rows] for rows in (jobs, numels)]
     sent = _Outgoing(jobs, heads[0], [len(row) for row in numels])
     with meter.coding():
         (sent.encode_late if late else sent.encode)(codec, dtype, device)
@@ -72,10 +119,9 @@ def exchange(
     in_splits = [head + sum(row) for head, row in zip(heads[0], sent.sizes, strict=True)]
     out_splits = [head + sum(row) for head, row in zip(heads[1], arriving, strict=True)]
     recv_buffer = POOL.take(sum(out_splits), device)
-    meter.sent_each(in_splits)
     wire, source = recv_buffer[: sum(out_splits)], sent.buffers[-1][: sum(in_splits)]
-    yield from transport.all_to_all(wire, source, out_splits, in_splits, group)
-    received = _cut(wire, out_splits, heads[1], arriving)
+    yield from transport.all_to_all(wire, source, out_splits, in_splits, group, meter)
+    received = cut_payloads(wire, out_splits, heads[1], arriving)
     return Payloads(received, sent.encoded, [*sent.buffers, recv_buffer])
 
 
@@ -152,20 +198,19 @@ class _Outgoing:
         self.words = words
 
     def exchange_sizes(
-        self, device: torch.device, group: ProcessGroup | None, meter: Meter
+        self, device: torch.device, group: Group, meter: Meter
     ) -> Steps[list[list[int]]]:
         """The sizes of what comes, by rank. Cuts ``encoded`` to what is used, if it was not."""
         gives = [len(row) for row in self.jobs]
-        meter.sent_each([SIZE_NBYTES * count for count in gives])
         if self.words is None:
             mine = torch.tensor(list(chain(*self.sizes)), dtype=torch.int64, device=device)
             theirs = torch.empty(sum(self.counts), dtype=torch.int64, device=device)
-            yield from transport.all_to_all(theirs, mine, self.counts, gives, group)
+            yield from transport.all_to_all(theirs, mine, self.counts, gives, group, meter)
             flat = theirs.tolist()
         else:
             known = len(self.encoded)
             mine, theirs = self._repeated(self.words[:known]), self.words[known:]
-            message = transport.all_to_all(theirs, mine, self.counts, gives, group)
+            message = transport.all_to_all(theirs, mine, self.counts, gives, group, meter)
             flat = yield from payload_sizes.SIZES.fetch(self.words, message, group)
             used, flat = flat[:known], flat[known:]
             for (job, slot), size in zip(self.encoded.items(), used, strict=True):
@@ -191,7 +236,7 @@ class _Outgoing:
             torch.cat(payloads, out=self.buffers[-1][:total])
 
 
-def _cut(
+def cut_payloads(
     buffer: Tensor,
     rooms: Sequence[int],
     heads: Sequence[int],
@@ -210,114 +255,3 @@ def _cut(
         rest = message.numel() - head - sum(found)
         rows.append(list(torch.split(message, [head, *found, rest])[1:-1]))
     return rows
-
-
-def _payload_nbytes(
-    codec: Codec, dtype: torch.dtype, numels: Sequence[Sequence[int]]
-) -> list[list[int]]:
-    """The most bytes of each payload, by rank. Rows that are one object are looked at once."""
-    known = {
-        id(row): [codec.wire_nbytes(numel, dtype) for numel in row]
-        for row in {id(row): row for row in numels}.values()
-    }
-    return [known[id(row)] for row in numels]
-
-
-def _heads(numels: Sequence[Sequence[int]], in_front: bool) -> list[int]:
-    return [payload_sizes.head_nbytes(len(row)) if in_front else 0 for row in numels]
-
-
-def gather(
-    codec: Codec,
-    dtype: torch.dtype,
-    own: Slots,
-    numels: Sequence[Sequence[int]],
-    group: ProcessGroup | None,
-    meter: Meter,
-) -> Steps[tuple[list[list[Tensor]], Tensor]]:
-    """All-gather the payloads of every rank: ``(payloads by rank, buffer to give back)``.
-
-    Args:
-        own: the encoded payloads of this rank, in their ``gather_room``.
-        numels: by rank, the elements behind each of its payloads.
-
-    Every rank's slot is as long as the longest. Variable-size codecs exchange the sizes first,
-    where these do not stand in front of the payloads.
-    """
-    me, world_size = get_rank(group), len(numels)
-    found = _payload_nbytes(codec, dtype, numels)
-    in_front = payload_sizes.in_front(codec, own.buffer.device, group)
-    heads = _heads(numels, in_front)
-    if in_front:
-        return (yield from _gather_uneven(own, found, heads, group, meter))
-    if not codec.fixed_size:
-        found = yield from _gather_sizes(own, numels, group, meter)
-    slot = max(sum(row) for row in found)
-    payload, together = own.buffer, None
-    if own.words is not None and len(own.nbytes) > 1:
-        payload = together = POOL.take(slot, payload.device)
-        parts = zip(torch.split(own.buffer[: sum(own.nbytes)], own.nbytes), found[me], strict=True)
-        torch.cat([part[:size] for part, size in parts], out=payload[: sum(found[me])])
-    buffer = POOL.take(world_size * slot, payload.device)
-    meter.sent_around(slot, me, world_size)
-    wire = first(buffer, world_size * slot)
-    yield from transport.all_gather(wire, first(payload, slot), group)
-    POOL.give(together)
-    return _cut(wire, [slot] * world_size, heads, found), buffer
-
-
-def _gather_uneven(
-    own: Slots,
-    most: Sequence[Sequence[int]],
-    heads: Sequence[int],
-    group: ProcessGroup | None,
-    meter: Meter,
-) -> Steps[tuple[list[list[Tensor]], Tensor]]:
-    """``gather`` of payloads behind their sizes; ``most``: the largest sizes that there may be."""
-    me = get_rank(group)
-    used = own.head + sum(own.nbytes)
-    if own.head:
-        payload_sizes.write_head(own.buffer, own.nbytes)
-    rooms = [head + sum(row) for head, row in zip(heads, most, strict=True)]
-    rooms[me] = used
-    buffer = POOL.take(sum(rooms), own.buffer.device)
-    meter.sent_around(used, me, len(rooms))
-    wire = buffer[: sum(rooms)]
-    yield from transport.all_gather_uneven(wire, own.buffer[:used], rooms, group)
-    return _cut(wire, rooms, heads, most), buffer
-
-
-def _gather_sizes(
-    own: Slots, numels: Sequence[Sequence[int]], group: ProcessGroup | None, meter: Meter
-) -> Steps[list[list[int]]]:
-    """The sizes of all ranks' payloads, by rank."""
-    world_size, device = len(numels), own.buffer.device
-    most = max(len(row) for row in numels)
-    theirs = torch.empty(world_size * most, dtype=torch.int64, device=device)
-    missing = [0] * (most - len(own.nbytes))
-    meter.sent_around(SIZE_NBYTES * most, get_rank(group), world_size)
-    if own.words is None:
-        mine = torch.tensor([*own.nbytes, *missing], dtype=torch.int64, device=device)
-        yield from transport.all_gather(theirs, mine, group)
-        flat = theirs.tolist()
-    else:
-        mine = torch.cat([own.words, own.words.new_zeros(len(missing))]) if missing else own.words
-        message = transport.all_gather(theirs, mine, group)
-        flat = yield from payload_sizes.SIZES.fetch(theirs, message, group)
-    return [flat[most * rank :][: len(row)] for rank, row in enumerate(numels)]
-
-
-def gather_room(
-    codec: Codec,
-    dtype: torch.dtype,
-    numels: Sequence[Sequence[int]],
-    device: torch.device,
-    group: ProcessGroup | None,
-) -> Slots:
-    """A buffer for this rank's payloads in ``gather``, which the caller gives back.
-
-    As long as any rank's may be: with sizes that travel ahead, all slots are equally long.
-    """
-    heads = _heads(numels, payload_sizes.in_front(codec, device, group))
-    most = max(map(sum, _payload_nbytes(codec, dtype, numels)))
-    return Slots(POOL.take(max(heads) + most, device), [], head=heads[get_rank(group)])

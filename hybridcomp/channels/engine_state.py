@@ -1,0 +1,84 @@
+"""EngineState: what all dimensions of one engine share, as data. It calls nobody above it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridcomp.autotune.observed import Seen
+from hybridcomp.autotune.verdicts import Link
+from hybridcomp.channels.error_feedback import Residuals
+from hybridcomp.channels.guard import Guard
+from hybridcomp.channels.host_pace import Pace
+from hybridcomp.channels.ledger import Ledger
+from hybridcomp.channels.low_rank import Factors
+from hybridcomp.collectives.wire import HOST, Clock
+from hybridcomp.collectives.wire.device_clock import SILENT
+from hybridcomp.config import CompressionConfig
+from hybridcomp.policy import ONE_WAY, Dimension, Direction, Policy
+from hybridcomp.topology import Nodes
+
+#: attribute that an attached engine, its optimizer and its parameters carry: its ``Channels``
+ATTRIBUTE = "_hybridcomp_channels"
+
+
+@dataclass(eq=False)
+class EngineState:
+    """The block of one engine, its step, and what was measured, left out and counted so far.
+
+    Attributes:
+        step: optimizer steps taken.
+        link: verdicts on dimensions with ``when: auto``; ``seen``: messages of those without one.
+        pace: of dimension ``offload``, whether its copies are encoded in a step.
+        is_weighed: whether what is known before the first step was measured.
+        feedback_nbytes: what error feedback would take at most; 0: not known.
+        nodes: with hierarchy, once the groups of the job are known.
+        common: names of small parameters that tensor-parallel ranks share (``replicated``).
+        generation: of the references that parameter deltas are added to.
+    """
+
+    config: CompressionConfig
+    policy: Policy
+    ledger: Ledger
+    guard: Guard
+    seen: Seen
+    pace: Pace
+    residuals: Residuals = field(default_factory=Residuals)
+    factors: Factors = field(default_factory=Factors)
+    link: Link = field(default_factory=Link)
+    step: int = 0
+    is_weighed: bool = False
+    feedback_nbytes: int = 0
+    nodes: Nodes | None = None
+    common: frozenset[str] = frozenset()
+    generation: int = 0
+
+    @property
+    def timing(self) -> bool:
+        """Whether the device's time is taken in this step.
+
+        Half-way between two samples of the error: their extra encodings are no part of it, and
+        neither is the first step, which loads kernels.
+        """
+        every = self.config.ledger.sample_every
+        return every > 0 and self.step % every == every // 2
+
+    def clock(self, device: torch.device) -> Clock:
+        """What times a message on ``device`` in this step."""
+        if device.type != "cuda":
+            return HOST
+        if not self.timing or torch.cuda.is_current_stream_capturing():
+            return SILENT
+        return self.ledger.device_clock(device)
+
+
+def specs_of(policy: Policy) -> Mapping[tuple[Dimension, Direction], str]:
+    """The specs of the codecs of a block, by dimension and direction."""
+    return {key: codec.spec for key, codec in policy.codecs.items() if codec}
+
+
+def waiting_for(config: CompressionConfig) -> Seen:
+    """What collects messages of the dimensions that are measured once the run has sent them."""
+    return Seen(name for name in config.measured() if name not in ONE_WAY)

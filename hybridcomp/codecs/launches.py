@@ -1,0 +1,86 @@
+"""What a back end may have beside a kernel for one tensor: launches that take several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Fused(Protocol):
+    """Kernels that take all chunks of a reduction at once; payloads are those of the codec.
+
+    Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``; the payloads of the chunks, without
+    that of ``skip``, follow each other ``slot`` bytes apart, the size of a whole chunk's.
+    """
+
+    def encode(
+        self,
+        values: Tensor,
+        chunk: int,
+        slot: int,
+        skip: int,
+        out: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Every chunk but ``skip`` into ``out``.
+
+        With a ``residual`` (fp32, as long as ``values``) ``values + residual`` is sent, and outside
+        of ``skip`` the residual becomes what the encoding left out, 0 where that is not finite.
+        """
+
+    def reduce(
+        self,
+        payloads: Tensor,
+        own: Tensor,
+        ranks: int,
+        me: int,
+        out: Tensor,
+        residual: Tensor | None = None,
+        owner_residual: Tensor | None = None,
+    ) -> None:
+        """Encode the fp32 sum, in rank order, of ``own`` (exact) and the others' ``payloads``.
+
+        A 16-bit result that would overflow becomes Inf in the sum, as natively. ``residual`` (fp32,
+        as long as ``own``) is added to ``own`` and becomes 0. ``owner_residual`` is what the sum
+        begins with; it becomes what decoding to the dtype of ``own`` leaves out.
+        """
+
+    def sum(
+        self,
+        payloads: Tensor,
+        own: Tensor,
+        ranks: int,
+        me: int,
+        out: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """The fp32 sum, in rank order, into ``out``; ``own`` and ``residual`` as in ``reduce``."""
+
+    def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:
+        """All chunks into ``out``."""
+
+
+class Each(Protocol):
+    """Kernels that take several tensors of one dtype in one launch; payloads are the codec's.
+
+    Arguments are as ``encode`` and ``decode`` of a codec want them, and are not checked again.
+    """
+
+    def encode(
+        self,
+        values: Sequence[Tensor],
+        out: Sequence[Tensor],
+        residuals: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Each of ``values`` into its ``out``.
+
+        With ``residuals`` (fp32) ``values + residual`` is sent, and the residual becomes what the
+        encoding left out, 0 where that is not finite.
+        """
+
+    def decode(
+        self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
+    ) -> None:
+        """Each of ``payloads`` into its ``out``; ``add``: onto what is there, in fp32."""

@@ -1,0 +1,191 @@
+"""The registry: every codec that a block may name, ours and those that other packages bring.
+
+This is the one place, besides a codec's own module, that names our codecs. A package brings its
+own by an entry point of the group ``hybridcomp.codecs``, whose name is the codec's:
+
+    [project.entry-points."hybridcomp.codecs"]
+    mine = "my_package:Mine"
+
+Entry points are looked for when a name is met that is none of ours, or when all names are asked
+for. One that cannot be used is kept with the reason, which whoever names it is told; it changes
+nothing for the other codecs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal, get_origin
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.blockint import BlockInt
+from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
+from hybridcomp.codecs.expcode import ExpCode
+from hybridcomp.codecs.mpc import Mpc
+from hybridcomp.codecs.powersgd import PowerSgd
+from hybridcomp.codecs.radix import Radix
+from hybridcomp.codecs.zfp import Zfp
+from hybridcomp.errors import CodecError
+
+#: the group of entry points in which other packages bring codecs
+GROUP = "hybridcomp.codecs"
+#: our codecs, in the order in which the schema explains them
+BUILT_IN: tuple[type[Codec], ...] = (
+    Bf16, Fp16, Fp8, BlockInt, Zfp, Radix, Mpc, ExpCode, PowerSgd,
+)  # fmt: skip
+#: loses nothing, with the fewest bits: taken where no bound can be kept or nothing may be left out
+LOSSLESS: Codec = ExpCode()
+#: keeps whatever bound it is given, relative or absolute, with the fewest bits
+ANY_BOUND = Radix
+#: of fixed size: for messages that are too small for an exchange of sizes
+SMALL = BlockInt
+#: the name of the cheapest codec that keeps a bound
+AUTO = "auto"
+#: what a user is told whose codec keeps no such bound
+KEEPS_EVERY_BOUND = f'use "{AUTO}" or "{ANY_BOUND.name}", which keep every bound'
+#: names that the block gives a meaning of its own
+RESERVED = frozenset({"none", AUTO, "bounded"})
+#: types that a setting may have
+TYPES = (bool, int, float)
+
+
+class Registry(Mapping[str, type[Codec]]):
+    """Codecs by name. ``refused`` has those that cannot be used, with the reason as a sentence."""
+
+    def __init__(self, built_in: tuple[type[Codec], ...]) -> None:
+        self._own = {codec.name: codec for codec in built_in}
+        self._outside: dict[str, type[Codec]] | None = None
+        self._origins: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> type[Codec]:
+        return self._own[name] if name in self._own else self.outside[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own or name in self.outside
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._own, *self.outside))
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self.outside)
+
+    @property
+    def outside(self) -> Mapping[str, type[Codec]]:
+        """The codecs of other packages; the first call imports those packages."""
+        if self._outside is None:
+            self._outside = {}  # a package that asks for codecs while it is imported finds ours
+            for name, found in _by_name().items():
+                self._take(name, found)
+        return self._outside
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Why a name cannot be used although an entry point has it."""
+        assert self.outside is not None
+        return self._refused
+
+    def origin(self, name: str) -> str | None:
+        """Where a codec of another package comes from, version included; None for our own."""
+        return self._origins.get(name) if name in self.outside else None
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Take a codec of another package out again. ``reason``: the end of a sentence."""
+        assert self._outside is not None
+        del self._outside[name]
+        self._refused[name] = f"{self._origins[name]} cannot be used: {reason}"
+
+    def _take(self, name: str, found: list[EntryPoint]) -> None:
+        told = [_told(point) for point in found]
+        if name in self._own or name in RESERVED:
+            owner = "hybridcomp has a codec" if name in self._own else "the block has a meaning"
+            reason = f"{owner} of that name; rename the entry point, or uninstall its package"
+            self._refused[name] = f"{told[0]} cannot be used: {reason}"
+        elif len(found) > 1:
+            both = " and ".join(told)
+            self._refused[name] = f"{both} have the same name; uninstall one of them"
+        else:
+            try:
+                codec = _loaded(found[0])
+            except Exception as error:  # other people's code: whatever it raises
+                said = " ".join(f"{type(error).__name__}: {error}".split())
+                self._refused[name] = f"{told[0]} cannot be loaded ({said}); mend or uninstall it"
+            else:
+                assert self._outside is not None
+                self._outside[name] = codec
+                self._origins[name] = told[0]
+
+
+def _by_name() -> dict[str, list[EntryPoint]]:
+    """Entry points of the group, each once, although a distribution may be found twice."""
+    found: dict[str, dict[str, EntryPoint]] = {}
+    for point in sorted(entry_points(group=GROUP), key=_told):
+        found.setdefault(point.name, {}).setdefault(_told(point), point)
+    return {name: list(points.values()) for name, points in found.items()}
+
+
+def _told(point: EntryPoint) -> str:
+    distribution = getattr(point, "dist", None)
+    owner = f" of {distribution.name} {distribution.version}" if distribution else ""
+    return f"the codec {point.name!r} ({point.value}{owner})"
+
+
+def _loaded(point: EntryPoint) -> type[Codec]:
+    """The class that an entry point names. Raises CodecError where it is no usable codec."""
+    codec: Any = point.load()
+    if not (isinstance(codec, type) and issubclass(codec, Codec)):
+        raise CodecError("expected a subclass of hybridcomp.codecs.Codec")
+    if inspect.isabstract(codec):
+        raise CodecError(f"lacks {', '.join(sorted(codec.__abstractmethods__))}")
+    if getattr(codec, "name", None) != point.name:
+        raise CodecError(f"its class says name = {getattr(codec, 'name', None)!r}")
+    taken = list(inspect.signature(codec).parameters.values())
+    declared = [setting.name for setting in codec.settings]
+    if [parameter.name for parameter in taken] != declared:
+        raise CodecError(f"its settings are {declared}, its constructor takes other ones")
+    for setting, parameter in zip(codec.settings, taken, strict=True):
+        if parameter.default is inspect.Parameter.empty:
+            raise CodecError(f"its setting {setting.name!r} has no default")
+        known = setting.type in TYPES or get_origin(setting.type) is Literal
+        if not known or keyword.iskeyword(setting.name) or setting.name.startswith("_"):
+            raise CodecError(f"its setting {setting.name!r} needs another name or type")
+    codec()
+    return codec
+
+
+#: every codec that a block may name
+CODECS = Registry(BUILT_IN)
+
+
+def make_codec(name: str, **settings: object) -> Codec:
+    """The codec called ``name`` with ``settings`` as keyword arguments.
+
+    Raises:
+        CodecError: the name or a setting is unknown, or the value of a setting is out of range.
+    """
+    if name not in CODECS:
+        reason = CODECS.refused.get(name)
+        listed = ", ".join(sorted(CODECS))
+        raise CodecError(reason or f"unknown codec {name!r}; expected one of {listed}")
+    codec: Any = CODECS[name]
+    try:
+        found: Codec = codec(**settings)
+    except TypeError as error:
+        raise CodecError(
+            f"codec {name!r} does not take the settings {settings}: {error}"
+        ) from error
+    return found
+
+
+@lru_cache(maxsize=64)
+def ladder_of(family: str) -> tuple[Codec, ...]:
+    """Settings of a fixed-size codec, cheapest first; none of those that keep no bound."""
+    return CODECS[family].ladder() if family in CODECS else ()
+
+
+def families() -> tuple[str, ...]:
+    """Every name that may stand beside an error bound."""
+    return (AUTO, ANY_BOUND.name, *(name for name in CODECS if ladder_of(name)))

@@ -1,0 +1,64 @@
+"""What a codec takes: one ``Setting`` for each argument of its constructor.
+
+The model of the block, its JSON schema, its errors and its ramps are made from them, so that a
+codec that declares its settings needs no line in ``config/``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from hybridcomp.errors import CodecError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One argument of a codec's constructor, and the key of the same name in the block.
+
+    Args:
+        name: of both.
+        type: int, float, bool, or a ``Literal`` of strings.
+        help: sentences for the schema. Where codecs share a key their sentences follow each other,
+            so they begin with the name of the codec.
+        least: the smallest value of a number, None where only the constructor knows.
+        most: the largest one.
+        ramp_step: a ramp moves the setting in multiples of this, and larger is milder; None: it
+            does not move. A ramp moves one setting of a codec.
+        no_bound: why no bound can be kept with it, as the end of a sentence that begins with the
+            value; "" where one can.
+    """
+
+    name: str
+    type: Any
+    help: str
+    least: float | None = None
+    most: float | None = None
+    ramp_step: float | None = None
+    no_bound: str = ""
+
+    def check(self, codec: str, value: object) -> None:
+        """Raise CodecError, naming ``codec``, unless ``value`` has the type and is in range."""
+        if not self._takes(value):
+            raise CodecError(f"{codec}: {self.name} must be {self._expected()}, found {value!r}")
+
+    def _takes(self, value: object) -> bool:
+        if self.type is bool:
+            return isinstance(value, bool)
+        if get_origin(self.type) is Literal:
+            return value in get_args(self.type)
+        allowed = int if self.type is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, allowed):
+            return False
+        least = float("-inf") if self.least is None else self.least
+        return least <= value <= (float("inf") if self.most is None else self.most)
+
+    def _expected(self) -> str:
+        if self.type is bool:
+            return "true or false"
+        if get_origin(self.type) is Literal:
+            return f"one of {get_args(self.type)}"
+        kind = "an integer" if self.type is int else "a number"
+        start = "" if self.least is None else f" from {self.least:g}"
+        stop = "" if self.most is None else f" to {self.most:g}"
+        return f"{kind}{start}{stop or ' up' * bool(start)}"

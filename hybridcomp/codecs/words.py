@@ -1,0 +1,29 @@
+"""Codecs in words: what a message takes, for the lines at start-up."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridcomp.codecs.base import Codec
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def used_for(codec: Codec, summed: bool, dtype: torch.dtype) -> str:
+    """The codecs of a message of ``dtype``, in words."""
+    if not summed:
+        (only,) = codec.hops(1, 1, result=dtype)
+        return _short(only)
+    hops = codec.hops(2, 2, result=dtype, exact=1)
+    (once,) = codec.hops(1, 2, exact=1)
+    if once == hops[0]:
+        return _short(once)
+    twice = " and ".join(_short(hop) for hop in dict.fromkeys(hops))
+    return f"{_short(once)} (in two hops {twice})"
+
+
+def _short(codec: Codec) -> str:
+    if codec.lossless:
+        return f"{codec.name} (lossless)"
+    bound = getattr(codec, "error_bound", None)
+    return codec.spec if bound is None else f"{codec.name} {bound:.3g}"

@@ -1,0 +1,174 @@
+"""The native messages inside a node, for collectives in two levels.
+
+With N nodes of L ranks the flat collectives send an encoded value from every rank to every other
+node; in two levels a node sends the encoded sum of its ranks, 1/L of that. The messages in here are
+native, for links that are faster than a codec.
+
+Bounds: what is encoded is a node's sum S_a, and by the triangle inequality the largest magnitude
+of a segment of S_a is at most the sum over the node's ranks of their M_r (plus the rounding of an
+fp32 sum, which ``Codec.summing`` leaves room for). A codec that keeps
+``error <= bound * sum_a M(S_a)`` over N senders therefore keeps ``bound * sum_r M_r`` over all
+ranks: the bound of the flat collective holds as it is, with the codec's budget split for N senders
+and as many quantizations.
+
+Residuals belong to a node's sum: a rank holds those of its own stretch only, and over the ranks
+of a node every element is held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.owner_plan import OwnedRange
+from hybridcomp.collectives.wire import (
+    POOL,
+    Levels,
+    Meter,
+    Range,
+    Steps,
+    Transfer,
+    chunk_ranges,
+    transport,
+)
+
+
+def node_sum(
+    values: Tensor, lengths: Sequence[int], codec: Codec, how: Transfer
+) -> Steps[tuple[Tensor, Tensor]]:
+    """Sum over the node: ``(buffer to give back, the sum of this rank's stretch)``.
+
+    ``values`` (1-D, contiguous) holds a stretch of ``lengths[l]`` elements for every local rank l.
+    They travel as they are and are summed in fp32 in local order: an all-to-all costs the bytes of
+    a reduce-scatter, and no 16-bit rounding of partial sums. A lossless codec takes the sum in the
+    dtype of ``values``, any other in fp32.
+    """
+    levels, meter = how.group.levels, how.meter
+    assert levels is not None
+    mine, size = lengths[levels.local], values.dtype.itemsize
+    wire = POOL.take(levels.width * mine * size, values.device)
+    received = wire[: levels.width * mine * size]
+    yield from transport.all_to_all(
+        received,
+        values.view(torch.uint8),
+        [mine * size] * levels.width,
+        [length * size for length in lengths],
+        levels.inner,
+        meter,
+    )
+    buffer, total = POOL.take_fp32(mine, values.device)
+    with meter.coding():
+        first, *others = received.view(values.dtype).view(levels.width, mine)
+        total.copy_(first)
+        for row in others:
+            total.add_(row)
+    POOL.give(wire)
+    return buffer, total.to(values.dtype) if codec.lossless else total
+
+
+def gather_inside(
+    shard: Tensor, lengths: Sequence[int], levels: Levels, meter: Meter
+) -> Steps[tuple[Tensor, list[Tensor]]]:
+    """Gather over the node: ``(buffer to give back, values by local rank)``.
+
+    ``shard``: ``lengths[levels.local]`` elements; slots are as long as the longest.
+    """
+    slot, size = max(lengths), shard.dtype.itemsize
+    padded = shard
+    if shard.numel() < slot:
+        padded = torch.cat([shard, shard.new_zeros(slot - shard.numel())])
+    wire = POOL.take(levels.width * slot * size, shard.device)
+    gathered = wire[: levels.width * slot * size]
+    yield from transport.all_gather(gathered, padded.view(torch.uint8), levels.inner, meter)
+    rows = gathered.view(shard.dtype).view(levels.width, slot)
+    return wire, [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def ranges_of_nodes(
+    ranges: Sequence[OwnedRange], within: Range, levels: Levels
+) -> list[OwnedRange]:
+    """The ranges inside the stretch ``within``, from its start, with nodes for owners."""
+    node_of = {rank: node for node, row in enumerate(levels.grid) for rank in row}
+    return [
+        OwnedRange(low - within[0], high - within[0], tuple(sorted({node_of[r] for r in owners})))
+        for low, high, owners in _within(ranges, within)
+    ]
+
+
+def _within(ranges: Sequence[OwnedRange], edges: Range) -> list[tuple[int, int, tuple[int, ...]]]:
+    cut = [(max(r.start, edges[0]), min(r.stop, edges[1]), r.ranks) for r in ranges]
+    return [part for part in cut if part[0] < part[1]]
+
+
+def hand_on(
+    ranges: Sequence[OwnedRange],
+    tensor: Tensor,
+    sums: Sequence[Tensor],
+    levels: Levels,
+    meter: Meter,
+) -> Steps[list[Tensor]]:
+    """Send ``sums`` (of my stretch, needed on this node) to their owners here, in fp32.
+
+    Returns the sum of every range that this rank owns, in order.
+    """
+    mates = levels.grid[levels.node]
+    me = mates[levels.local]
+    #: by local rank: the parts of its stretch that this node needs
+    needed = [
+        [part for part in _within(ranges, edges) if set(part[2]) & set(mates)]
+        for edges in chunk_ranges(tensor.numel(), levels.width)
+    ]
+    own = list(zip(needed[levels.local], sums, strict=True))
+    arrived = yield from _exchange_inside(
+        [[total for part, total in own if mate in part[2]] for mate in mates],
+        [[high - low for low, high, ranks in row if me in ranks] for row in needed],
+        tensor.device,
+        levels,
+        meter,
+    )
+    results = [
+        (owned, tensor.new_empty(owned.stop - owned.start, dtype=torch.float32))
+        for owned in ranges
+        if me in owned.ranks
+    ]
+    parts = [(low, high) for row in needed for low, high, ranks in row if me in ranks]
+    for (low, high), total in zip(parts, (t for row in arrived for t in row), strict=True):
+        for owned, out in results:
+            if owned.start <= low and high <= owned.stop:
+                out[low - owned.start : high - owned.start].copy_(total)
+    return [out for _, out in results]
+
+
+def _exchange_inside(
+    rows: Sequence[Sequence[Tensor]],
+    numels: Sequence[Sequence[int]],
+    device: torch.device,
+    levels: Levels,
+    meter: Meter,
+) -> Steps[list[list[Tensor]]]:
+    """Send ``rows[l]`` to local rank l; returns what came, by local rank, ``numels[l]`` long.
+
+    All fp32. What a rank sends to itself is handed through.
+    """
+    me = levels.local
+    gives = [sum(part.numel() for part in row) if i != me else 0 for i, row in enumerate(rows)]
+    takes = [sum(row) if i != me else 0 for i, row in enumerate(numels)]
+    parts = [part for i, row in enumerate(rows) for part in row if i != me]
+    sent = torch.cat(parts) if parts else torch.empty(0, device=device)
+    received = torch.empty(sum(takes), dtype=torch.float32, device=device)
+    yield from transport.all_to_all(
+        received.view(torch.uint8),
+        sent.view(torch.uint8),
+        [4 * n for n in takes],
+        [4 * n for n in gives],
+        levels.inner,
+        meter,
+    )
+    stretches = torch.split(received, takes)
+    return [
+        list(rows[me]) if i == me else list(torch.split(stretch, list(row)))
+        for i, (stretch, row) in enumerate(zip(stretches, numels, strict=True))
+    ]

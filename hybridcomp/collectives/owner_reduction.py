@@ -1,0 +1,243 @@
+"""Reduction of a bucket whose ranges belong to given ranks, as in ZeRO-1 and ZeRO-2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from hybridcomp.collectives.hierarchical.inside import hand_on, node_sum, ranges_of_nodes
+from hybridcomp.collectives.owner_plan import (
+    OwnedRange,
+    OwnerPlan,
+    Piece,
+    piece_segments,
+    plan_of,
+    range_segments,
+)
+from hybridcomp.collectives.reduce_parts import Part, sum_parts
+from hybridcomp.collectives.wire import (
+    POOL,
+    Group,
+    Job,
+    Pending,
+    Reduction,
+    Steps,
+    Transfer,
+    check_residual,
+    check_values,
+    chunk_ranges,
+    decode_fp32,
+    exchange,
+    overlapped,
+    segment_count,
+    sent_dtype,
+)
+from hybridcomp.errors import CodecError
+
+#: the sums that this rank owns, by where their run begins
+Sums = dict[int, Tensor]
+
+
+def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> list[Tensor]:
+    """Sum ``tensor`` over a group, each range at its owners only.
+
+    The plan is that of ``plan_of``. The error of an element is at most ``W * e1`` (direct) or
+    ``(W - 1) * e1 + e2`` (balanced), in two levels with nodes for ranks. Owners of one range get
+    the same bits.
+
+    Args:
+        tensor: 1-D contiguous fp32/bf16/fp16, not modified.
+        ranges: cover ``tensor`` in order, each with at least one rank; the same on all ranks.
+        how: ``owner_hops`` says whether its owner's residual is used.
+
+    Returns the fp32 sum of every range that this rank owns, in the order of ``ranges``; the
+    tensors may be views of one buffer that belongs to the caller.
+    Raises CodecError on other tensors, or when the ranges do not cover the tensor.
+    """
+    steps = _flat if how.group.levels is None else _in_two_levels
+    return Pending(steps(tensor.detach(), ranges, how), how.meter, False).wait()
+
+
+def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
+    """How often ``reduce_to_owners`` of these ranges quantizes a value: 1 or 2."""
+    if group.levels is not None:
+        within = chunk_ranges(numel, group.width)[group.local]
+        ranges = ranges_of_nodes(ranges, within, group.levels)
+    return 2 if plan_of(tuple(ranges), group.encoders).kind == "balanced" else 1
+
+
+def _in_two_levels(
+    tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction
+) -> Steps[list[Tensor]]:
+    """1 sum my stretch inside the node, 2 send the sums to the owners' nodes, 3 hand them on."""
+    levels = how.group.levels
+    assert levels is not None
+    codec = how.codec.summing(levels.width)
+    edges = chunk_ranges(tensor.numel(), levels.width)
+    # 1
+    lengths = [stop - start for start, stop in edges]
+    buffer, work = yield from node_sum(tensor, lengths, codec, how)
+    # 2
+    needed = ranges_of_nodes(ranges, edges[levels.local], levels)
+    sums = yield from _flat(work, needed, how.between_nodes(codec))
+    # 3
+    results = yield from hand_on(ranges, tensor, sums, levels, how.meter)
+    POOL.give(buffer)
+    return results
+
+
+def _flat(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Steps[list[Tensor]]:
+    """Directly or by the balanced way, as the plan says."""
+    me, world_size = how.group.rank, how.group.size
+    check_values("tensor", tensor)
+    check_residual("residual", how.residual, tensor.numel())
+    plan = plan_of(tuple(ranges), world_size)
+    if plan.numel != tensor.numel():
+        raise CodecError(f"ranges: expected to cover {tensor.numel()} elements, found {plan.numel}")
+    if how.probe is not None:
+        how.probe(tensor, how.cuts, how.residual)
+    sums: Sums = {
+        run.start: tensor.new_empty(run.stop - run.start, dtype=torch.float32)
+        for run in plan.runs
+        if me in run.ranks
+    }
+    if world_size == 1:
+        for start, out in sums.items():
+            out.copy_(tensor[start : start + out.numel()])
+    elif plan.runs:
+        yield from (_direct if plan.kind == "direct" else _balanced)(tensor, plan, sums, how)
+    empty = tensor.new_empty(0, dtype=torch.float32)
+    return [
+        _place(sums, owned.start, owned.stop) if owned.start < owned.stop else empty
+        for owned in ranges
+        if me in owned.ranks
+    ]
+
+
+def _direct(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Steps[None]:
+    """Everyone sends to the owners."""
+    me, group, device = how.group.rank, how.group, tensor.device
+    sole = all(len(run.ranks) == 1 for run in plan.runs)
+    (codec,) = how.codec.hops(1, group.size, exact=int(sole))
+    how.meter.use(codec.spec)
+    hop = Transfer(codec, group, how.meter)
+    count = segment_count(plan.longest[0], (codec,), device, group)
+    yield from overlapped(
+        sum_parts(
+            [
+                Part(
+                    *_of(tensor, owned, how.residual),
+                    _place(sums, owned.start, owned.stop) if me in owned.ranks else None,
+                )
+                for owned in segment
+            ],
+            hop,
+        )
+        for segment in range_segments(plan.runs, tuple(how.cuts), count)
+    )
+
+
+def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Steps[None]:
+    """1 sum my chunk of the even split, 2 send the sums on (``_send_on``).
+
+    A bounded codec must see the same stretches in both, so it cuts where owners change as well.
+    """
+    me, group, device = how.group.rank, how.group, tensor.device
+    first, second = how.codec.hops(2, group.size, exact=1)
+    how.meter.use(first.spec, second.spec)
+    cuts = tuple(how.cuts)
+    if how.codec.bounded:
+        cuts = tuple(sorted({*cuts, *(run.start for run in plan.runs)}))
+    start, stop = plan.even[me].start, plan.even[me].stop
+    check_residual("owner_residual", how.owner_residual, stop - start)
+    # 1
+    buffer, total = None, how.owner_residual
+    if total is None:
+        buffer, total = POOL.take_fp32(stop - start, device)
+    hop = Transfer(first, group, how.meter)
+    count = segment_count(plan.longest[1], (first,), device, group)
+    yield from overlapped(
+        sum_parts([_even_part(tensor, owned, total, start, how) for owned in segment], hop)
+        for segment in range_segments(plan.even, cuts, count)
+    )
+    # 2
+    hop = Transfer(second, group, how.meter)
+    count = segment_count(plan.longest[2], (second,), device, group)
+    dtype = sent_dtype(second, tensor.dtype, wide=True)
+    scatter = _Scatter(sums, hop, dtype, device, feedback=how.owner_residual is not None)
+    messages = []
+    for segment in piece_segments(plan.runs, cuts, group.size, count):
+        mine = {p: total[p.start - start :][: p.numel] for p in segment if p.source == me}
+        messages.append(_send_on(segment, mine, scatter))
+    yield from overlapped(messages)
+    POOL.give(buffer)
+
+
+def _of(
+    tensor: Tensor, owned: OwnedRange, residual: Tensor | None
+) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
+    """What a ``Part`` begins with."""
+    here = slice(owned.start, owned.stop)
+    return tensor[here], owned.ranks, None if residual is None else residual[here]
+
+
+def _even_part(
+    tensor: Tensor, owned: OwnedRange, total: Tensor, start: int, how: Reduction
+) -> Part:
+    """A part of the even split; one of this rank goes to ``total``, which begins at ``start``."""
+    part = Part(*_of(tensor, owned, how.residual))
+    if part.owners == (how.group.rank,):
+        part.out = total[owned.start - start : owned.stop - start]
+        part.fresh = how.owner_residual is None
+    return part
+
+
+def _place(sums: Sums, start: int, stop: int) -> Tensor:
+    """The view of ``[start, stop)`` in the sum of its run."""
+    run = max(first for first in sums if first <= start)
+    return sums[run][start - run : stop - run]
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """The second hop of the balanced plan: sums on their way from where they were made.
+
+    With ``feedback`` the memory behind a sum becomes the residual of this quantization.
+    """
+
+    sums: Sums
+    via: Transfer
+    dtype: torch.dtype  # that is encoded
+    device: torch.device
+    feedback: bool
+
+
+def _send_on(pieces: Sequence[Piece], mine: dict[Piece, Tensor], scatter: _Scatter) -> Steps[None]:
+    """1 send the sums of my chunk (``mine``) to their owners, 2 decode what I own."""
+    via, feedback, dtype = scatter.via, scatter.feedback, scatter.dtype
+    me, ranks = via.group.rank, range(via.group.size)
+    # 1
+    jobs = {p: Job(v, v if feedback else None) for p, v in mine.items() if not p.stays}
+    outgoing = [
+        [job for piece, job in jobs.items() if rank in piece.ranks and rank != me] for rank in ranks
+    ]
+    incoming = [[p for p in pieces if p.source == rank != me and me in p.ranks] for rank in ranks]
+    numels = [[piece.numel for piece in row] for row in incoming]
+    payloads = yield from exchange(outgoing, numels, dtype, scatter.device, via)
+    # 2
+    arrived = [*zip(chain(*incoming), chain(*payloads.received), strict=True)]
+    arrived += [(p, payloads.encoded[job]) for p, job in jobs.items() if me in p.ranks]
+    with via.meter.coding():
+        for piece, payload in arrived:
+            place = _place(scatter.sums, piece.start, piece.stop)
+            decode_fp32(via.codec, payload, place, dtype)
+        for piece, values in mine.items():
+            if piece.stays:
+                _place(scatter.sums, piece.start, piece.stop).copy_(values)
+                if feedback:
+                    values.zero_()
+    payloads.release()

@@ -1,0 +1,122 @@
+"""Messages that upstream posts itself: encoded before it posts them, decoded when it has waited.
+
+A payload whose size varies has a header in front (``send_recv``), which says its length: upstream
+posts both sides at once, so the receive has room for the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.send_recv import HEADER_NBYTES, Header, check_match, spec_digest
+from hybridcomp.collectives.wire import (
+    POOL,
+    Group,
+    Meter,
+    Pending,
+    Transfer,
+    gather,
+    gather_room,
+    transport,
+)
+
+
+@dataclass(frozen=True)
+class Posting:
+    """How a tensor travels: encoded or raw, whole or one part from every rank that holds it.
+
+    Attributes:
+        codec: None sends the values' own bytes.
+        holders: ranks that all hold the tensor, and will; each sends its part, and receivers gather
+            the payloads. None: this rank sends all of it.
+    """
+
+    codec: Codec | None
+    holders: Group | None = None
+
+    @property
+    def parts(self) -> int:
+        """In how many parts it travels."""
+        return 1 if self.holders is None else self.holders.size
+
+    @property
+    def _head(self) -> int:
+        """Bytes of the header, which stands in front where only the sender knows the length."""
+        return HEADER_NBYTES if self.codec is not None and not self.codec.fixed_size else 0
+
+    def part(self, values: Tensor) -> Tensor:
+        """What this rank sends of the flat ``values``, a view."""
+        return values if self.holders is None else values.chunk(self.parts)[self.holders.rank]
+
+    def encode(self, part: Tensor, meter: Meter) -> Tensor:
+        """The message of ``part``, uint8."""
+        if self.codec is None:
+            return part.view(torch.uint8)
+        room, head = self._room(part.numel(), part), self._head
+        with meter.coding():
+            used = self.codec.encode(part, room[head:])
+        if head:
+            header = Header(spec_digest(self.codec.spec), part.dtype, part.numel(), used)
+            room[:head] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        return room[: head + used]
+
+    def room(self, values: Tensor) -> Tensor:
+        """Where to receive what will be decoded into the flat ``values``, uint8."""
+        return self._room(values.numel() // self.parts, values)
+
+    def _room(self, numel: int, like: Tensor) -> Tensor:
+        nbytes = numel * like.element_size()
+        if self.codec is not None:
+            nbytes = self.codec.wire_nbytes(numel, like.dtype)
+        return torch.empty(self._head + nbytes, dtype=torch.uint8, device=like.device)
+
+    def decode(self, message: Tensor, values: Tensor, src: int, meter: Meter) -> int:
+        """Decode what came from the global rank ``src`` into ``values``; gathers parts first.
+
+        Returns the bytes that gathering sent. Raises CodecError that names both sides where the
+        header is not what this rank expects.
+        """
+        payload, gathered = self._payload(message, values, src), Meter(clock=meter.clock)
+        payloads: Sequence[Tensor] = [payload]
+        if self.holders is not None:
+            payloads = self._gather(payload, values, gathered)
+        meter.wait_s += gathered.wait_s
+        meter.spans += gathered.spans
+        with meter.coding():
+            for part, place in zip(payloads, values.chunk(self.parts), strict=True):
+                if self.codec is None:
+                    place.copy_(part.view(place.dtype))
+                else:
+                    self.codec.decode(part, place)
+        return gathered.wire_nbytes
+
+    def _payload(self, message: Tensor, values: Tensor, src: int) -> Tensor:
+        """What has arrived behind the header, if there is one."""
+        if self.codec is None or not self._head:
+            return message
+        header = Header.unpack(bytes(message[:HEADER_NBYTES].tolist()))
+        numel = values.numel() // self.parts
+        check_match(header, src, numel, values.dtype, self.codec)
+        return message[HEADER_NBYTES : HEADER_NBYTES + header.nbytes]
+
+    def _gather(self, own: Tensor, values: Tensor, meter: Meter) -> Sequence[Tensor]:
+        """The payloads of all holders, of which this rank's is ``own``."""
+        assert self.holders is not None
+        if self.codec is None:
+            out = own.new_empty(self.parts * own.numel())
+            Pending(transport.all_gather(out, own, self.holders, meter), meter, async_op=False)
+            return out.chunk(self.parts)
+        numels = [[values.numel() // self.parts]] * self.parts
+        via = Transfer(self.codec, self.holders, meter)
+        room = gather_room(numels, values.dtype, own.device, via)  # over gloo behind its size
+        room.buffer[room.head : room.head + own.numel()].copy_(own)
+        room.nbytes = [own.numel()]
+        steps = gather(room, numels, values.dtype, via)
+        rows, _ = Pending(steps, meter, async_op=False).wait()
+        POOL.give(room.buffer)
+        return [payload for (payload,) in rows]

@@ -1,0 +1,156 @@
+"""reduce_scatter: what every rank destines to this rank, summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
+from hybridcomp.collectives.hierarchical.inside import node_sum
+from hybridcomp.collectives.reduce_parts import Part, sum_parts
+from hybridcomp.collectives.wire import (
+    POOL,
+    Range,
+    ReduceScatterHandle,
+    Reduction,
+    Steps,
+    Transfer,
+    check_residual,
+    check_values,
+    overlapped,
+    segments,
+    stretches,
+)
+from hybridcomp.errors import CodecError
+
+#: one for each shard that this rank encodes (``Group.receivers``)
+Residuals = Sequence[Tensor] | None
+Cuts = Sequence[Sequence[int]] | None
+
+
+def reduce_scatter(
+    shards: Sequence[Tensor],
+    how: Reduction,
+    residuals: Residuals = None,
+    cuts: Cuts = None,
+    async_op: bool = False,
+) -> ReduceScatterHandle:
+    """Sum over a group what every rank destines to this rank.
+
+    The error of an element is at most ``(W - 1) * e1``, with e1 the codec's bound for one rank's
+    values: this rank's own values are exact. In two levels nodes take the place of ranks.
+
+    Args:
+        shards: one 1-D contiguous tensor per group rank, of one dtype; ``shards[r]`` goes to rank
+            r. Lengths may be uneven or 0, but are the same on all ranks. Not modified.
+        how: codec, group, meter and probe; residuals and cuts are given apart.
+        residuals: fp32, as long as the shards of ``group.receivers``: error feedback, updated in
+            place; on all ranks or on none.
+        cuts: for each of these shards, ascending elements where no codec block may reach across.
+        async_op: as for ``all_reduce``.
+
+    Returns a handle whose ``wait()`` gives a new fp32 tensor of ``shards[me].numel()`` elements.
+    Raises CodecError on other tensors.
+    """
+    group = how.group
+    if len(shards) != group.size or len({shard.dtype for shard in shards}) != 1:
+        raise CodecError(
+            f"reduce_scatter: expected {group.size} shards of one dtype, found "
+            f"{[str(shard.dtype) for shard in shards]}"
+        )
+    for rank, shard in enumerate(shards):
+        check_values(f"shards[{rank}]", shard)
+    flat = [shard.detach() for shard in shards]
+    steps = _flat if group.levels is None else _in_two_levels
+    return ReduceScatterHandle(steps(flat, how, residuals, cuts), how.meter, async_op)
+
+
+def _in_two_levels(
+    shards: Sequence[Tensor], how: Reduction, residuals: Residuals, cuts: Cuts
+) -> Steps[Tensor]:
+    """1 sum inside the node what goes to my column of the grid, 2 reduce-scatter between nodes."""
+    levels = how.group.levels
+    assert levels is not None
+    codec = how.codec.summing(levels.width)
+    columns = [[row[column] for row in levels.grid] for column in range(levels.width)]
+    lengths = [sum(shards[rank].numel() for rank in column) for column in columns]
+    # 1
+    values = torch.cat([shards[rank] for column in columns for rank in column])
+    if not values.numel():
+        return values.to(torch.float32)
+    buffer, work = yield from node_sum(values, lengths, codec, how)
+    if how.probe is not None:
+        how.probe(work, (), None if residuals is None else adjacent(residuals))
+    # 2
+    mine = torch.split(work, [shards[rank].numel() for rank in columns[levels.local]])
+    between = Reduction(codec, levels.outer, how.meter)
+    result = yield from _flat(mine, between, residuals, cuts)
+    POOL.give(buffer)
+    return result
+
+
+def _flat(
+    shards: Sequence[Tensor], how: Reduction, residuals: Residuals, cuts: Cuts
+) -> Steps[Tensor]:
+    """In one launch where a GPU has that; else in segments, all of them side by side."""
+    group, me = how.group, how.group.rank
+    if residuals is not None:
+        _check_residuals(shards, residuals)
+    if how.probe is not None:
+        longest = max(range(len(shards)), key=lambda rank: shards[rank].numel())
+        held = None if residuals is None else residuals[longest]
+        how.probe(shards[longest], cuts[longest] if cuts else (), held)
+    if len(shards) == 1:
+        return shards[0].to(torch.float32, copy=True)
+    total = shards[me].new_empty(shards[me].numel(), dtype=torch.float32)
+    if not any(shard.numel() for shard in shards):
+        return total
+    (codec,) = how.codec.hops(1, len(shards), exact=1)
+    how.meter.use(codec.spec)
+    via = Transfer(codec, group, how.meter)
+    flat = None if cuts and any(cuts) else adjacent(shards)
+    left = None if residuals is None else adjacent(residuals)
+    fused = codec.fused(total.device) if flat is not None else None
+    if flat is not None and fused is not None and (residuals is None or left is not None):
+        lengths = [shard.numel() for shard in shards]
+        yield from fused_reduce_scatter(flat, lengths, total, fused, Reduction(
+            codec, group, how.meter, residual=left
+        ))  # fmt: skip
+        return total
+    rows = [
+        stretches(0, shard.numel(), cuts[rank] if cuts else ()) for rank, shard in enumerate(shards)
+    ]
+    yield from overlapped(
+        sum_parts(_parts(shards, segment, residuals, total, me), via)
+        for segment in segments(rows, (codec,), total.device, group)
+    )
+    return total
+
+
+def _check_residuals(shards: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
+    if len(residuals) != len(shards):
+        raise CodecError(f"residuals: expected {len(shards)} tensors, found {len(residuals)}")
+    for rank, (shard, residual) in enumerate(zip(shards, residuals, strict=True)):
+        check_residual(f"residuals[{rank}]", residual, shard.numel())
+
+
+def _parts(
+    shards: Sequence[Tensor],
+    rows: Sequence[Sequence[Range]],
+    residuals: Residuals,
+    total: Tensor,
+    me: int,
+) -> list[Part]:
+    """Parts of the ``shards`` of all ranks, cut at ``rows``; those of ``me`` go to ``total``."""
+    return [
+        Part(
+            shards[rank][low:high],
+            (rank,),
+            None if residuals is None else residuals[rank][low:high],
+            total[low:high] if rank == me else None,
+        )
+        for rank, row in enumerate(rows)
+        for low, high in row
+    ]

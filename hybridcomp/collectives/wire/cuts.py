@@ -1,0 +1,65 @@
+"""How a flat tensor is cut: for the ranks of a group, at parameters, and into segments."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+#: ``[start, stop)`` of a flat tensor
+Range = tuple[int, int]
+
+#: chunks start at multiples of this many elements: no codec block of 4, 16 or 32 is cut
+CHUNK_ALIGN = 32
+#: Elements. A payload of a multiple of it is a multiple of 16 bytes, and consists of whole blocks
+#: and tiles, for every codec of fixed size: payloads of both sides of a cut are that of the whole.
+SEGMENT_ALIGN = 65536
+
+
+@lru_cache(maxsize=4096)  # every message asks, and has one of a few lengths
+def chunk_ranges(numel: int, world_size: int) -> tuple[Range, ...]:
+    """``[start, stop)`` of the chunk of every rank: the even split that ``all_reduce`` uses.
+
+    Starts are multiples of 32 elements, so later chunks may be shorter, or empty.
+    """
+    even = -(-numel // world_size)
+    size = -(-even // CHUNK_ALIGN) * CHUNK_ALIGN
+    return tuple(
+        (min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(world_size)
+    )
+
+
+def stretches(start: int, stop: int, cuts: Sequence[int]) -> list[Range]:
+    """``[start, stop)`` cut at those of ``cuts`` (ascending) that lie inside; empty when it is."""
+    inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)]
+    edges = [start, *inside, stop]
+    return [edge for edge in pairwise(edges) if edge[0] < edge[1]]
+
+
+def cut_rows(rows: Sequence[Sequence[Range]], count: int) -> list[list[list[Range]]]:
+    """``rows`` cut into ``count`` segments, each with its share of every row."""
+    if count == 1:
+        return [[list(row) for row in rows]]
+    return [list(shares) for shares in zip(*(_cut(row, count) for row in rows), strict=True)]
+
+
+def _cut(row: Sequence[Range], count: int) -> list[list[Range]]:
+    """``row`` in ``count`` parts of about the same length; late ones may be empty.
+
+    Parts begin with a stretch or a multiple of SEGMENT_ALIGN behind the start of one.
+    """
+    total = sum(stop - start for start, stop in row)
+    parts: list[list[Range]] = [[]]
+    done = 0
+    for start, stop in row:
+        while start < stop:
+            while len(parts) < count and done * count >= total * len(parts):
+                parts.append([])
+            missing = -(-total * len(parts) // count) - done
+            step = -(-missing // SEGMENT_ALIGN) * SEGMENT_ALIGN
+            end = min(stop, start + step) if len(parts) < count else stop
+            parts[-1].append((start, end))
+            done += end - start
+            start = end
+    return parts + [[] for _ in range(count - len(parts))]

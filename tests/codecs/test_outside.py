@@ -1,0 +1,223 @@
+"""Codecs of other packages: the page that says how to bring one is followed, and it trains.
+
+Every process here is a new one: which packages there are is looked up once in a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.paths import ROOT
+
+PAGE = ROOT / "docs" / "contributing" / "codec.md"
+SETTINGS = {"codec": "toy", "keep": 3}
+
+#: parses blocks that are given as JSON, prints what each came to
+PROBE = """
+import json, sys
+from hybridcomp.config import CompressionConfig, describe
+from hybridcomp.errors import ConfigError
+found = []
+for block in json.loads(sys.argv[1]):
+    try:
+        config = CompressionConfig.parse(block)
+        found.append({"flat": config.flat(), "told": describe(config)[0]})
+    except ConfigError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+
+#: two ranks: an engine of DeepSpeed whose gradients travel in the codec
+TRAIN = """
+import json, os, sys
+import deepspeed, torch
+import hybridcomp
+hybridcomp.install()
+torch.manual_seed(0)
+rank, settings = int(os.environ["RANK"]), json.loads(sys.argv[1])
+model = torch.nn.Linear(256, 64)
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), dist_init_required=True,
+    config={
+        "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "compression": {
+            "dp": settings, "min_bytes": 0, "ledger": {"jsonl": "ledger.jsonl", "every": 4},
+        },
+    },
+)
+generator = torch.Generator().manual_seed(rank)
+weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(9)) / 16
+losses = []
+for _ in range(12):
+    x = torch.randn(8, 256, generator=generator)
+    loss = (engine(x) - x @ weight.T).square().mean()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+if rank == 0:
+    print("LOSSES", json.dumps(losses))
+"""
+
+
+def blocks_of_page() -> dict[str, str]:
+    """The files that the page tells to write, by name."""
+    text = PAGE.read_text()
+    found = {}
+    for name in ("toy_codec.py", "pyproject.toml", "test_toy.py"):
+        after = text[text.index(f"**`{name}`**") :]
+        fence = re.search(r"^    ```\w+\n(.*?)^    ```", after, re.DOTALL | re.MULTILINE)
+        assert fence is not None, name
+        found[name] = textwrap.dedent(fence[1])
+    return found
+
+
+def distribution(folder: Path, name: str, points: str, version: str = "1.0") -> None:
+    """What ``pip install`` leaves of a package: its metadata and its entry points."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[hybridcomp.codecs]\n{points}\n")
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """A folder for ``sys.path`` with the package of the page in it."""
+    for name, text in blocks_of_page().items():
+        (tmp_path / name).write_text(text)
+    (point,) = re.findall(
+        r'^\[project.entry-points."hybridcomp.codecs"\]\n(.*)$',
+        (tmp_path / "pyproject.toml").read_text(), re.MULTILINE,
+    )  # fmt: skip
+    distribution(tmp_path, "toy-codec", point.replace('"', ""))
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """A new process of Python that sees ``folder``, in it."""
+    path = os.pathsep.join((str(folder), str(ROOT)))
+    known = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=folder, env={**known, **environment}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def output(process: subprocess.Popen[str], status: int = 0) -> str:
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == status, said
+    return said
+
+
+def probe(folder: Path, *blocks: Any) -> list[Any]:
+    found: list[Any] = json.loads(
+        output(run(folder, "-c", PROBE, json.dumps(blocks))).splitlines()[-1]
+    )
+    return found
+
+
+def test_it_acts_in_the_block(toy: Path) -> None:
+    assert "toy_codec" not in "".join(
+        path.read_text() for path in (ROOT / "hybridcomp").rglob("*.py")
+    )
+    blocks = [
+        {"dp": SETTINGS},
+        {"pp": {"codec": "toy", "backward": {"keep": 3}}},
+        {"dp": {"codec": "toy", "error_bound": 0.05}},
+        {"dp": {"codec": "toy", "error_bound": 1e-6}},
+        {"tp": {**SETTINGS, "ramp": {"from": 4, "steps": 2}}},
+        {"tp": {"codec": "toy", "keep": 2, "ramp": {"from": 3, "steps": 2}}},
+        {"dp": {"codec": "toy", "keep": 4}},
+        {"dp": {"codec": "toy", "keep": "x"}},
+        {"dp": {"codec": "blockint", "keep": 3}},
+        {"dp": "tou"},
+        {"dp": "bf16"},
+    ]
+    plain, ways, bound, tight, steep, ramp, large, kind, other, near, ours = probe(toy, *blocks)
+    assert plain["flat"]["compression.dp.forward"] == "toy(keep=3)"
+    assert plain["told"].startswith("dp            toy(keep=3), 24 bits a value: 1.33x less than")
+    origin = "the codec 'toy' (toy_codec:Toy of toy-codec 1.0)"
+    assert plain["flat"]["compression.codec.toy"] == origin, "ranks compare its version"
+    assert ways["flat"]["compression.pp.backward"] == "toy(keep=3)"
+    assert ways["flat"]["compression.pp.forward"] == "toy(keep=2)"
+    assert "error within 0.05" in bound["told"] and "toy(keep=2)" in bound["told"]
+    assert "toy at its finest guarantees" in tight
+    assert "compression.tp.ramp.from: found 4" in steep and "from 2 to 3" in steep
+    assert ramp["flat"]["compression.tp.forward.ramp"] == [[2, "toy(keep=3)"]]
+    assert large == (
+        "compression.dp.keep: found 4; toy: keep must be an integer from 2 to 3; correct it"
+    )
+    assert kind.startswith('compression.dp.keep: found "x"; expected an integer')
+    assert "blockint takes bits and rotate and levels; remove keep" in other
+    assert "did you mean 'toy'?" in near
+    assert not [key for key in ours["flat"] if "codec" in key], "the digest of ours is what it was"
+
+
+def test_commands_know_it(toy: Path) -> None:
+    (toy / "block.json").write_text(json.dumps({"compression": {"dp": SETTINGS}}))
+    checks = run(toy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_toy.py")
+    valid = run(toy, "-m", "hybridcomp.cli", "validate", "block.json")
+    schema = json.loads(output(run(toy, "-m", "hybridcomp.cli", "schema")))["$defs"]
+    assert "2 passed" in output(checks)
+    assert "dp            toy(keep=3)" in output(valid)
+    keep = schema["GradientConfig"]["properties"]["keep"]
+    assert keep["description"] == "toy: bytes of a value that are sent, 2 (default) or 3."
+    assert "toy" in schema["TensorConfig"]["properties"]["codec"]["enum"]
+    assert "toy: the upper bytes" in schema["TensorConfig"]["properties"]["codec"]["description"]
+
+
+def test_what_cannot_be_used_is_told_to_who_names_it(toy: Path) -> None:
+    distribution(toy, "broken-codec", "broken = not_there:Codec")
+    distribution(toy, "clash", "blockint = toy_codec:Toy")
+    distribution(toy, "twin-a", "twin = toy_codec:Toy")
+    distribution(toy, "twin-b", "twin = toy_codec:Toy")
+    distribution(toy, "alias", "other = toy_codec:Toy")
+    (toy / "greedy.py").write_text(
+        "from toy_codec import Toy\nfrom hybridcomp.codecs import Setting\n"
+        "class Greedy(Toy):\n    name = 'greedy'\n    settings = (Setting('when', int, 'x'),)\n"
+        "    def __init__(self, when=1):\n        super().__init__()\n"
+    )
+    distribution(toy, "greedy", "greedy = greedy:Greedy")
+    names = ("broken", "blockint", "twin", "other", "greedy", "toy", "bf16")
+    broken, clash, twin, alias, greedy, good, ours = probe(toy, *({"dp": name} for name in names))
+    assert "'broken' (not_there:Codec of broken-codec 1.0) cannot be loaded" in broken
+    assert "No module named 'not_there'" in broken
+    assert "hybridcomp has a codec of that name" in clash and "of clash 1.0" in clash
+    assert "twin-a 1.0" in twin and "twin-b 1.0" in twin and "uninstall one" in twin
+    assert "its class says name = 'toy'" in alias
+    assert "its setting 'when' has a name that the block uses itself" in greedy
+    assert good["flat"]["compression.dp.forward"] == "toy(keep=2)", "others are as they were"
+    assert ours["flat"]["compression.dp.forward"] == "bf16"
+
+
+def test_two_ranks_train_with_it(toy: Path) -> None:
+    pytest.importorskip("deepspeed")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    (toy / "train.py").write_text(TRAIN)
+    both = [
+        run(
+            toy, "train.py", json.dumps(SETTINGS), RANK=str(rank), LOCAL_RANK=str(rank),
+            WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            GLOO_SOCKET_IFNAME="lo",
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [output(process) for process in both]
+    (line,) = [line for line in said[0].splitlines() if line.startswith("LOSSES ")]
+    losses = json.loads(line.removeprefix("LOSSES "))
+    assert losses[-1] < 0.7 * losses[0], losses
+    records = [json.loads(text) for text in (toy / "ledger.jsonl").read_text().splitlines()]
+    found = [r["dimensions"]["dp"]["forward"] for r in records if r.get("dimensions")]
+    assert found and all(1.2 < record["ratio"] < 1.34 for record in found), found
