@@ -206,38 +206,6 @@ class Channel(Moves):
         stretches = stretches_of(pieces, names)
         return Exact(tensors, stretches, group) if stretches else None
 
-<<<<<<< HEAD
-    def meter(self, device: torch.device, remote: frozenset[int] = frozenset()) -> Meter:
-        """Of a message on ``device``; ``remote``: ranks of its group on other nodes."""
-        return Meter(remote=remote, clock=self._channels.clock(device), where=self._where)
-
-    @property
-    def _where(self) -> str:
-        """Which messages these are, for an error about one."""
-        return f"{self.dimension} at step {self.step}"
-
-    def _spot(
-        self,
-        codec: Codec,
-        group: dist.ProcessGroup | None,
-        direction: Direction,
-        device: torch.device,
-    ) -> reductions.Spot:
-        return reductions.Spot(
-            group,
-            self._levels(group),
-            self._reach(group).remote,
-            self._channels.residuals if self.error_feedback else None,
-            lambda values, first, cuts, residual: self.samples.take(
-                values, first, direction, cuts, residual=residual
-            ),
-            self._channels.factors,
-            partial(self.samples.factors, direction) if self._channels.sampling else None,
-            apart=bool(self._channels.common),
-            clock=self._channels.clock(device),
-            where=self._where,
-        )
-=======
     def _separates(self, codec: Codec) -> bool:
         """Whether what is made of a parameter must not depend on its neighbours in the message."""
         return codec.bounded or (bool(self._state.common) and not codec.lossless)
@@ -247,7 +215,6 @@ class Channel(Moves):
         if pieces is None or not self._separates(codec):
             return ()
         return borders(_encoded(pieces, group))
->>>>>>> main
 
     def _residuals(
         self, pieces: Sequence[Piece] | None, group: Group, like: Tensor, hops: int

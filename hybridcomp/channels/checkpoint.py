@@ -16,16 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-<<<<<<< HEAD
 from hybridcomp import saved
 from hybridcomp.agreement import tell
-from hybridcomp.channels import Channels, checkpoint_note
-from hybridcomp.channels.error_feedback import HOPS
-from hybridcomp.errors import CheckpointError
-=======
 from hybridcomp.channels import checkpoint_note
 from hybridcomp.channels.engine_channels import Channels
->>>>>>> main
+from hybridcomp.channels.error_feedback import HOPS
+from hybridcomp.errors import CheckpointError
 from hybridcomp.log import say
 
 #: the file of the job

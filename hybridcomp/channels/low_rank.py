@@ -72,15 +72,6 @@ class Factored:
     residuals: Residuals
     factors: Factors
     measure: Measure | None = None
-<<<<<<< HEAD
-    clock: Clock = HOST
-    where: str = ""  # as of ``sums.Spot``
-
-    def meter(self) -> Meter:
-        """Of a message."""
-        return Meter(remote=self.remote, clock=self.clock, where=self.where)
-=======
->>>>>>> main
 
     def sum(
         self,
@@ -110,10 +101,6 @@ def all_reduce(
     async_op: bool,
 ) -> Handle:
     """Sum ``tensor`` (1-D, contiguous) in place."""
-<<<<<<< HEAD
-    meter = place.meter()
-=======
->>>>>>> main
 
     def steps() -> Steps[None]:
         tensor.copy_((yield from factored.sum(tensor, via, pieces)))
@@ -129,10 +116,6 @@ def reduce_scatter(
     async_op: bool,
 ) -> ReduceScatterHandle:
     """The sum of the shard of this rank; matrices may reach over several shards."""
-<<<<<<< HEAD
-    meter = place.meter()
-=======
->>>>>>> main
     flat = None if pieces is None else [piece for shard in pieces for piece in shard]
     rank = via.group.rank
     start = sum(shard.numel() for shard in shards[:rank])
@@ -154,17 +137,9 @@ def reduce_to_owners(
     pieces: Sequence[Piece] | None,
 ) -> list[Tensor]:
     """The sums of the ranges that this rank owns: all ranks get the factors, owners multiply."""
-<<<<<<< HEAD
-    meter = place.meter()
-    rank = dist.get_rank(place.group)
-    own = [(part.start, part.stop) for part in ranges if rank in part.ranks]
-    total = Pending(place.sum(tensor, codec, pieces, meter, own), meter, False).wait()
-    return [total[start:stop] for start, stop in own], meter
-=======
     own = [(part.start, part.stop) for part in ranges if via.group.rank in part.ranks]
     total = Pending(factored.sum(tensor, via, pieces, own), via.meter, False).wait()
     return [total[start:stop] for start, stop in own]
->>>>>>> main
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:

@@ -20,12 +20,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
 from torch import Tensor
 from torch.distributed import Work
 
-<<<<<<< HEAD
 from hybridcomp import presence
-from hybridcomp.collectives.wire.meter import Meter
 
-=======
->>>>>>> main
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -113,6 +109,7 @@ class Meter:
     inter_nbytes: int = 0  # of wire_nbytes, to ranks on other nodes
     used: dict[str, None] = field(default_factory=dict)  # specs of the codecs, in order
     clock: Clock = HOST
+    where: str = ""  # which message, for an error about it
     spans: list[Span] = field(default_factory=list)  # of a GPU, in a step that is timed
 
     def sent(self, nbytes: int, inter_nbytes: int = 0) -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from hybridcomp import presence
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter, Steps
 
@@ -112,13 +113,8 @@ def send(values: Tensor, dst: int, group: Group, meter: Meter) -> Steps[None]:
     meter.sent(values.nbytes)
 
     def post(_: Tensor, source: Tensor) -> Work:
-<<<<<<< HEAD
-        work = dist.isend(source, dst, group=group)
-        assert work is not None, "this rank is not in the group"
-        return gloo_pairs.limited(work, source.device, group)
-=======
-        return _posted(dist.isend(source, dst, group=group.process_group))
->>>>>>> main
+        work = _posted(dist.isend(source, dst, group=group.process_group))
+        return Works([work]) if over_gloo(source.device, group) else work
 
     yield from _transfer(post, values[:0], values, group)
 
@@ -127,13 +123,8 @@ def recv(out: Tensor, src: int, group: Group) -> Steps[None]:
     """Receive from the global rank ``src``; the sender counts the bytes."""
 
     def post(target: Tensor, _: Tensor) -> Work:
-<<<<<<< HEAD
-        work = dist.irecv(target, src, group=group)
-        assert work is not None, "this rank is not in the group"
-        return gloo_pairs.limited(work, target.device, group)
-=======
-        return _posted(dist.irecv(target, src, group=group.process_group))
->>>>>>> main
+        work = _posted(dist.irecv(target, src, group=group.process_group))
+        return Works([work]) if over_gloo(target.device, group) else work
 
     yield from _transfer(post, out, out[:0], group)
 
@@ -169,8 +160,9 @@ class Works(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all of them; raises what the first that failed raises."""
         works, self._works = self._works, []
-        for work in works:
-            work.wait() if timeout is None else work.wait(timeout)
+        limit = presence.time_limit() if timeout is None else timeout
+        for work in works:  # a receive of gloo does not know when its group's time is over
+            work.wait() if limit is None else work.wait(limit)
         return True
 
     def __del__(self) -> None:
