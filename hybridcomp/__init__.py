@@ -44,23 +44,31 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
             own configuration has a block keeps that one. The environment variable
             HYBRIDCOMP_CONFIG names such a file too.
 
+    It has to come before what is to be compressed is built. Its own errors, and those of a block,
+    end a job as one line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows where they came from).
+
     Raises SeamError when an imported upstream is outside the supported versions or was patched by
-    somebody else (nothing stays half-patched), ConfigError on a config that cannot act.
+    somebody else (nothing stays half-patched), ConfigError on a config that cannot act, and where a
+    DeepSpeed engine or a data-parallel wrapper of Megatron that it is for was built before.
     """
-    from hybridcomp import patches
+    from hybridcomp import patching, process, uncaught
+    from hybridcomp.patches import registry
+    from hybridcomp.upstream import late
 
+    uncaught.install()
     if config is not None:
-        from hybridcomp import process
-
         process.configure(config)
-    patches.arm()
+    late.check(frozenset(patching.IN_PLACE), process.configured(), new=config is not None)
+    registry.arm()
 
 
 def uninstall() -> None:
     """Revert all patches and disarm those that wait for an import."""
-    from hybridcomp import patches
+    from hybridcomp import uncaught
+    from hybridcomp.patches import registry
 
-    patches.disarm()
+    uncaught.uninstall()
+    registry.disarm()
 
 
 def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
@@ -75,9 +83,9 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Raises ConfigError in a process without a block.
     """
-    from hybridcomp.patches.mcore import checkpoint
+    from hybridcomp import process
 
-    checkpoint.save_state(folder, loss_scale)
+    process.save_state(folder, loss_scale)
 
 
 def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
@@ -92,9 +100,9 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Raises ConfigError in a process without a block.
     """
-    from hybridcomp.patches.mcore import checkpoint
+    from hybridcomp import process
 
-    checkpoint.load_state(folder, loss_scale)
+    process.load_state(folder, loss_scale)
 
 
 def resync(engine: Any = None) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -21,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
 from hybridcomp.errors import AgreementError
+from hybridcomp.log import complain
 
 #: seconds of silence after which the ranks that are waited for are named on stderr
 NOTICE_S = 30.0
@@ -81,11 +81,9 @@ def _await_all(store: Store, world_size: int, what: str) -> None:
             missing = [r for r in missing if not store.check([str(r)])]
         if missing and not noticed and time.monotonic() - started > NOTICE_S:
             noticed = True
-            print(
-                f"[hybridcomp] waiting for rank(s) {_ranks(missing)} to state their {what}; a rank "
-                "that was not started with hybridcomp never will",
-                file=sys.stderr,
-                flush=True,
+            complain(
+                f"waiting for rank(s) {_ranks(missing)} to state their {what}; a rank that was not "
+                "started with hybridcomp never will"
             )
         if missing and time.monotonic() - started > PATIENCE_S:
             raise AgreementError(

@@ -11,7 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.exits import BAD_INPUT
+
+#: exit status of a configuration that cannot act, as argparse uses it for bad arguments
+BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,9 +104,9 @@ def _pays(options: argparse.Namespace) -> int:
 
 
 def _print_seams(options: argparse.Namespace) -> int:
-    from hybridcomp import patches
+    from hybridcomp.patches import registry
 
-    print(patches.support_matrix())
+    print(registry.support_matrix())
     return 0
 
 

@@ -154,9 +154,9 @@ def _optional() -> Iterator[Finding]:
 def _seams() -> Iterator[Finding]:
     """Which patches could be applied now. Imports DeepSpeed, changes nothing."""
     try:
-        from hybridcomp import patches
+        from hybridcomp.patches import registry
 
-        found = patches.patches_of("deepspeed")
+        found = registry.patches_of("deepspeed")
     except ImportError as error:
         yield FAIL, f"seams: patches cannot be imported ({error})"
         return

@@ -40,20 +40,30 @@ def in_one_line() -> Iterator[None]:
     try:
         yield
     except MISTAKES as error:
-        if os.environ.get(TRACEBACK, "0") not in ("", "0"):
+        if wants_traceback():
             raise
         leave(f"hybridcomp: {error}")
 
 
 def leave(text: str) -> NoReturn:
     """End this rank with ``BAD_INPUT``; ``text`` is told on stderr by the first that comes here."""
+    tell(text)
+    raise SystemExit(BAD_INPUT)
+
+
+def tell(text: str) -> None:
+    """Print ``text`` on stderr, on the first of the ranks that come here with it."""
     if _is_first(text):
         rank = os.environ.get("RANK")
         where = "" if rank in (None, "0") else f" (told by rank {rank})"
         print(f"{text}{where}", file=sys.stderr, flush=True)
     if _names:
         time.sleep(LINGER_S)
-    raise SystemExit(BAD_INPUT)
+
+
+def wants_traceback() -> bool:
+    """Whether the user asked for tracebacks."""
+    return os.environ.get(TRACEBACK, "0") not in ("", "0")
 
 
 def _is_first(text: str) -> bool:

@@ -220,6 +220,19 @@ def revert_all(patches: Sequence[Patch]) -> None:
         patch.revert()
 
 
+#: upstream package -> its patches that are in place
+IN_PLACE: dict[str, list[Patch]] = {}
+#: optional upstream package -> why its patches are not in place
+UNFIT: dict[str, str] = {}
+
+
+def missing(package: str) -> str | None:
+    """Why the patches of an optional package are not in place; None where they are."""
+    if package in IN_PLACE:
+        return None
+    return UNFIT.get(package, f"{package} is not imported, or hybridcomp not installed")
+
+
 def stale_bindings(obj: object) -> list[str]:
     """Modules that imported ``obj`` by name and would not see a patch at its home."""
     return sorted(

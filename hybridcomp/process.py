@@ -1,29 +1,31 @@
-"""The block and the channels of this process, for seams that have no engine at hand.
+"""The block and the session of this process, for seams that have no engine at hand.
 
-Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine: there is one ``Channels``
-for the process. It comes from the first DeepSpeed engine that attaches (``lend``); without one
-from ``hybridcomp.install(config)`` or the file that ``HYBRIDCOMP_CONFIG`` names.
+Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine: there is one
+``EngineSession`` for the process. It is that of the first engine that attaches (``lend``); without
+one it begins with the block of ``hybridcomp.install(config)`` or of the file that
+``HYBRIDCOMP_CONFIG`` names.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
+from hybridcomp.config.error_messages import NOTHING
 from hybridcomp.errors import ConfigError
+from hybridcomp.log import say_once
 from hybridcomp.policy import DIRECTIONS, Dimension
-from hybridcomp.reporter import Reporter
+from hybridcomp.session import EngineSession
 
 #: environment variable with the path of a block, or of a file that holds one under "compression"
 ENVIRONMENT = "HYBRIDCOMP_CONFIG"
@@ -37,15 +39,9 @@ class _Holder:
 
     config: CompressionConfig | None = None
     explicit: bool = False  # configured by call: the environment is not asked
-    channels: Channels | None = None
-    lender: weakref.ref[Any] | None = None  # the engine whose channels these are
-    reporter: Reporter | None = None
+    session: EngineSession | None = None
+    lender: weakref.ref[Any] | None = None  # the engine whose session it is
     settled: bool = False  # the ranks agreed, with or without a block
-    chunks: int = 0  # Megatron's model chunks wrapped for data parallelism so far
-    loss_scale: float = 1.0  # of Megatron's last step
-    restored: bool = False  # a Megatron optimizer was, since the channels were made
-    state_loaded: bool = False  # hybridcomp's own state was
-    said: set[str] = field(default_factory=set)
 
 
 _holder = _Holder()
@@ -59,6 +55,7 @@ def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None)
     """
     global _holder
     _holder = _Holder(config=_parse(config), explicit=config is not None)
+    say_once.forget()
 
 
 def _parse(
@@ -83,25 +80,27 @@ def configured() -> CompressionConfig | None:
 def use(channels: Channels | None) -> None:
     """Take over channels that somebody else made, agreed on and reports about."""
     global _holder
-    _holder = _Holder(channels=channels, explicit=True, settled=True)
+    session = None if channels is None else EngineSession(channels)
+    _holder = _Holder(session=session, explicit=True, settled=True)
+    say_once.forget()
 
 
-def lend(engine: Any, channels: Channels) -> None:
-    """Let the layers of this process report to ``engine``'s channels, while it lives.
+def lend(engine: Any, session: EngineSession) -> None:
+    """Let the layers of this process send through ``engine``'s session, while it lives.
 
     The first living engine lends: layers cannot tell whose they are. Raises ConfigError when a
     second engine's block asks for other codecs in their dimensions.
     """
+    channels = session.channels
     if borrowed() is not None:
         gc.collect()  # engines hang in reference cycles: one that was deleted must not count
     first = borrowed()
     if first is None:
-        if _holder.reporter is not None:
-            _holder.reporter.close()  # the engine reports from now on, maybe into the same file
-        config, explicit = _holder.config, _holder.explicit
-        use(channels)
-        _holder.config, _holder.explicit = config, explicit
-        _holder.lender = weakref.ref(engine)
+        if _holder.session is not None:
+            _holder.session.close()  # the engine reports from now on, maybe into the same file
+        _holder.session, _holder.lender = session, weakref.ref(engine)
+        _holder.settled = True
+        say_once.forget()
         return
     asked = first.config.explicit | channels.config.explicit  # a preset names all dimensions
     for name in (name for name in ENGINELESS if name in asked):
@@ -134,93 +133,86 @@ def release(engine: Any) -> None:
 
 def borrowed() -> Channels | None:
     """The channels that a living engine lent, else None."""
-    if _holder.lender is None or _holder.lender() is None:
+    if _holder.lender is None or _holder.lender() is None or _holder.session is None:
         return None
-    return _holder.channels
+    return _holder.session.channels
 
 
-def current() -> Channels | None:
-    """The channels of this process, None without a block.
+def session() -> EngineSession | None:
+    """The session of this process, None without a block: an engine's that lends, or its own.
 
-    The first call after torch.distributed is up makes them: a collective through the rendezvous
+    The first call after torch.distributed is up begins it: a collective through the rendezvous
     store, which every rank reaches without waiting for a message of upstream.
     """
     if _holder.lender is not None and _holder.lender() is None:
         configure(_holder.config)  # the engine is gone, and its traffic with it
     if not _holder.settled and dist.is_initialized():
         _settle()
-    return _holder.channels
+    return _holder.session
+
+
+def own_session() -> EngineSession | None:
+    """The session of this process, None where an engine lends its own."""
+    found = session()
+    return None if _holder.lender is not None else found
+
+
+def current() -> Channels | None:
+    """The channels of this process, None without a block; see ``session``."""
+    found = session()
+    return None if found is None else found.channels
 
 
 def _settle() -> None:
+    """Begin the session of a process without an engine: a job on megatron-core."""
     _holder.settled = True
     config = configured()
-    settings = {BLOCK: None} if config is None else config.flat()
-    agree({**settings, **versions("megatron-core")})
-    if config is None:
+    packages = ("megatron-core",)
+    _holder.session = EngineSession.begin(config, packages=packages, layout=_layout)
+    if config is None or _holder.session is None:
         return
-    _holder.channels = Channels(config)
-    jsonl = config.ledger.jsonl
-    _holder.reporter = Reporter(_holder.channels, Path(jsonl) if jsonl else None, device())
-    for line in config.describe():
-        say(line)
     if config.error_feedback("dp"):
-        say(
+        _holder.session.say(
             "dp: Megatron's checkpoints do not hold residuals; call hybridcomp.save_state(folder) "
             "where it saves and hybridcomp.load_state(folder) where it loads"
         )
     if config.zero.delta:
-        say(
+        _holder.session.say(
             "zero: Megatron's checkpoints do not hold what deltas are added to; the first gather "
             "after a restart is exact"
         )
 
 
-def reporter() -> Reporter | None:
-    """Who reports about channels that this process made itself; None where an engine does."""
-    return _holder.reporter
+def _layout() -> Mapping[str, int]:
+    """Ranks in each group whose coordinates stand in the names of Megatron's parameters."""
+    if "megatron.core" not in sys.modules:
+        return {}
+    from hybridcomp.upstream.mcore.groups import sizes
+
+    return {name: size for name, size in sizes().items() if name in ("tp", "pp", "ep")}
 
 
-def device() -> torch.device:
-    """Where the default group reduces."""
-    if "nccl" in str(dist.get_backend()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
+    """See ``hybridcomp.save_state``."""
+    found = _session_for("save_state")
+    if found.kept_in:
+        found.say(f"save_state: {found.kept_in} hold this already; nothing is written")
+    else:
+        found.save(folder, loss_scale)
 
 
-def next_chunk() -> int:
-    """The number of the model chunk that is being wrapped."""
-    _holder.chunks += 1
-    return _holder.chunks - 1
+def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
+    """See ``hybridcomp.load_state``."""
+    found = _session_for("load_state")
+    if found.kept_in:
+        found.say(f"load_state: {found.kept_in} hold this already; nothing is read")
+    else:
+        found.load(folder, loss_scale)
 
 
-def loss_scale() -> float:
-    """The loss scale that the residuals are in."""
-    return _holder.loss_scale
-
-
-def note_loss_scale(scale: float) -> None:
-    """Megatron's loss scale after a step."""
-    _holder.loss_scale = scale
-
-
-def note_restored() -> None:
-    """A Megatron optimizer has loaded a checkpoint."""
-    _holder.restored = True
-
-
-def note_state_loaded(scale: float) -> None:
-    """What belongs to that checkpoint is loaded, in units of this loss scale."""
-    _holder.state_loaded, _holder.loss_scale = True, scale
-
-
-def lacks_state() -> bool:
-    """Whether a checkpoint was loaded and what belongs to it was not."""
-    return _holder.restored and not _holder.state_loaded
-
-
-def say(text: str) -> None:
-    """Print ``text`` on rank 0, once."""
-    if text not in _holder.said and dist.get_rank() == 0:
-        print(f"[hybridcomp] {text}", flush=True)
-    _holder.said.add(text)
+def _session_for(call: str) -> EngineSession:
+    found = session()
+    if found is None:
+        todo = f"this process has no block, or torch.distributed is not up; do not call {call} here"
+        raise ConfigError(BLOCK, NOTHING, todo)
+    return found

@@ -17,6 +17,7 @@ from hybridcomp.channels.ledger import KEYS, Entry, JsonLines, Key, entries_of, 
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import CompressionConfig, LedgerConfig
+from hybridcomp.log import say
 from hybridcomp.metric_names import CONFIG_BLOCK, CONFIG_CODECS, FIGURES, RESIDUAL_NORM, event_name
 from hybridcomp.policy import ONE_WAY
 
@@ -66,8 +67,7 @@ class Reporter:
         self._step = step
         rows = ledger.rows(interval, used)
         norm = float(vector[-1]) ** 0.5
-        if dist.get_rank() == 0:
-            print(line(step, rows), flush=True)
+        say(line(step, rows))
         if self._jsonl is not None:
             self._jsonl.write({"step": step, RESIDUAL_NORM: norm, "dimensions": rows})
         describe_run(self._channels.config)
@@ -92,11 +92,10 @@ class Reporter:
             if missing:  # an evaluation at the end, or steps after the last report
                 record["unreported_messages"] = missing
             if missing and not self._step:
-                print(
-                    "hybridcomp: the run ended before its first report, so the ledger's summary is "
-                    "empty. One is made every compression.ledger.every steps (default: DeepSpeed's "
-                    "steps_per_print, else 10); set it to no more than the number of steps",
-                    flush=True,
+                say(
+                    "the run ended before its first report, so the ledger's summary is empty. One "
+                    "is made every compression.ledger.every steps (default: DeepSpeed's "
+                    "steps_per_print, else 10); set it to no more than the number of steps"
                 )
             self._jsonl.write(record)
             self._jsonl.close()

@@ -4,7 +4,6 @@
 
 The launcher puts ``--local_rank=N`` before the script's name (0.19 does so with --module); it is
 handed on to the script in front of the script's own arguments, where `deepspeed train.py` puts it.
-A mistake in the configuration ends the job in one line, of one rank (``exits``).
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import hybridcomp
-from hybridcomp import exits
 
 USAGE = (
     "usage: deepspeed --module hybridcomp.run SCRIPT [ARGUMENT ...]\n"
@@ -38,23 +37,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if module:
         rest = rest[1:]
     if not rest or rest[0] in ("-h", "--help"):
-        if not rest:
-            exits.leave(USAGE.rstrip())
-        print(USAGE, end="", file=sys.stderr)
-        raise SystemExit(0)
+        _end(USAGE, 0 if rest else 2)
     script = rest[0]
     if not module and not os.path.isfile(script):
-        exits.leave(f"hybridcomp.run: no such script: {script}\n{USAGE.rstrip()}")
-    with exits.in_one_line():
-        hybridcomp.install()
-        sys.argv = [script, *launcher, *rest[1:]]
-        if module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            # what `python script.py` does: the script's folder, not ours, comes first
-            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-            runpy.run_path(script, run_name="__main__")
+        _end(f"hybridcomp.run: no such script: {script}\n{USAGE}", 2)
+    hybridcomp.install()
+    sys.argv = [script, *launcher, *rest[1:]]
+    if module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        # what `python script.py` does: the script's folder, not ours, comes first
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        runpy.run_path(script, run_name="__main__")
+
+
+def _end(text: str, status: int) -> NoReturn:
+    """End this rank; the first of its node, whose arguments are the others' too, says why."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, end="", file=sys.stderr)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

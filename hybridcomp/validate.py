@@ -12,8 +12,8 @@ import torch
 from hybridcomp.channels import checkpoint_note
 from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds import check
-from hybridcomp.patches.neox import rules
+from hybridcomp.rules import ds_check as check
+from hybridcomp.rules import neox as rules
 
 SILENT = "started in another way, the job ignores the block without a word"
 DEEPSPEED_START = """\
@@ -22,7 +22,7 @@ start with  deepspeed --module hybridcomp.run SCRIPT ... --deepspeed_config {fil
         or  hybridcomp.install() in the script, before DeepSpeed's engine is built;
             {silent}"""
 NEOX_START = """\
-start with  GPT_NEOX_HOME=CHECKOUT scripts/train_neox.py {file}
+start with  GPT_NEOX_HOME=CHECKOUT python -m hybridcomp.neox {file}
             in the place of GPT-NeoX's deepy.py train.py;
             {silent}"""
 BARE_START = """\

@@ -119,7 +119,7 @@ def test_validate_finds_blocks_that_are_elsewhere(
     ("content", "start"),
     [
         ({"compression": {"dp": "bf16"}}, "deepspeed --module hybridcomp.run SCRIPT"),
-        ({"deepspeed_extra_args": {"compression": {"dp": "bf16"}}}, "scripts/train_neox.py"),
+        ({"deepspeed_extra_args": {"compression": {"dp": "bf16"}}}, "python -m hybridcomp.neox"),
         ({"dp": "bf16"}, "HYBRIDCOMP_CONFIG="),
     ],
 )

@@ -27,37 +27,55 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"errors", "codecs"},
     "config": {"errors", "codecs", "policy"},
     "patching": {"errors"},
-    "agreement": {"errors"},
+    "log": set(),
+    "agreement": {"errors", "log"},
     "topology": {"errors", "agreement", "collectives"},
     "autotune": {"agreement", "codecs", "collectives", "policy", "topology"},
     "channels": {
-        "errors", "codecs", "policy", "config", "collectives", "topology", "autotune",
+        "errors", "codecs", "policy", "config", "collectives", "topology", "autotune", "log",
     },
     "metric_names": set(),
     "wandb_run": {"metric_names"},
     "reporter": {
-        "errors", "codecs", "collectives", "policy", "config", "metric_names", "channels",
+        "errors", "codecs", "collectives", "policy", "config", "metric_names", "channels", "log",
     },
-    "process": {
-        "agreement", "channels", "config", "errors", "policy", "reporter",
+    # what attaching to an engine means, and the engine of a process that has none
+    "session": {
+        "agreement", "channels", "codecs", "collectives", "config", "errors", "log", "policy",
+        "reporter", "topology", "wandb_run",
+    },
+    "process": {"channels", "config", "errors", "log", "policy", "session", "upstream"},
+    # what upstream does with traffic that no seam covers: tables, without an upstream
+    "rules": {"config", "errors", "policy"},
+    # what the seams of several upstreams share
+    "routing": {
+        "channels", "codecs", "collectives", "errors", "log", "patching", "policy", "process",
+    },
+    # what is known of upstream's objects: read, never replaced
+    "upstream": {
+        "config",
+        "channels", "codecs", "errors", "log", "metric_names", "policy", "process", "routing",
+        "session",
     },
     "compare": {"config", "errors", "metric_names"},
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
-        "reporter", "agreement", "topology", "patching", "patches", "metric_names", "process",
-        "wandb_run",
+        "reporter", "topology", "patching", "process", "session", "log", "rules", "routing",
+        "upstream", "wandb_run",
     },
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},
-    "neox": {"", "config", "errors", "patches"},
+    "neox": {"", "config", "errors", "patches", "rules", "upstream"},
     "exits": {"errors"},
     "run": {"", "exits"},
     # hybridcomp/__init__.py: the public names, imported late
-    "": {"errors", "channels", "config", "patches", "process"},
+    "uncaught": {"exits"},
+    "": {"errors", "channels", "config", "patches", "patching", "process", "uncaught", "upstream"},
 }  # fmt: skip
 FREE = {"cli", "doctor", "validate"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}
-NAMES_UPSTREAM = {"patches", "neox"}  # seams, and what starts GPT-NeoX from its checkout
+#: seams, what they know, and what starts GPT-NeoX from its checkout
+NAMES_UPSTREAM = {"patches", "upstream", "neox"}
 
 
 def room_of(path: Path) -> str:
@@ -165,3 +183,31 @@ def test_import_needs_no_upstream() -> None:
         "import hybridcomp.channels, hybridcomp.reporter, hybridcomp.cli\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def seam_modules() -> dict[str, Path]:
+    """Every module below patches/, by its dotted name."""
+    folder = ROOT / "patches"
+    return {
+        ".".join(("hybridcomp.patches", *path.relative_to(folder).with_suffix("").parts)): path
+        for path in folder.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+
+
+def test_patches_holds_seams_and_little_between_them() -> None:
+    """A module is a seam, or the registry; what they share lies below, and few import another."""
+    modules = seam_modules()
+    helpers = {"hybridcomp.patches.registry", "hybridcomp.patches.mcore.pipeline_message"}
+    assert {
+        name for name, path in modules.items() if "\nPATCHES" not in path.read_text()
+    } <= helpers
+    arrows = {
+        (name, target)
+        for name, path in modules.items()
+        for found in imported(path)
+        for target in modules
+        if target != name and (found == target or found.startswith(f"{target}."))
+    }
+    assert "hybridcomp.patches.registry" not in {target for _, target in arrows}
+    assert len(arrows) <= 38, sorted(arrows)

@@ -12,6 +12,7 @@ from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
+from hybridcomp.session import EngineSession
 
 
 class Engine:
@@ -21,8 +22,8 @@ class Engine:
         self.own = self
 
 
-def channels(block: dict[str, Any]) -> Channels:
-    return Channels(CompressionConfig.parse(block))
+def session(block: dict[str, Any]) -> EngineSession:
+    return EngineSession(Channels(CompressionConfig.parse(block)))
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +34,10 @@ def _forget() -> Iterator[None]:
 
 
 def test_an_engine_lends_while_it_lives() -> None:
-    engine, lent = Engine(), channels({"tp": "bf16"})
+    engine, lent = Engine(), session({"tp": "bf16"})
     process.lend(engine, lent)
-    assert process.current() is lent
-    assert process.borrowed() is lent
+    assert process.current() is lent.channels
+    assert process.borrowed() is lent.channels
     del engine
     gc.collect()
     assert process.borrowed() is None
@@ -46,7 +47,7 @@ def test_an_engine_lends_while_it_lives() -> None:
 def test_a_configured_block_comes_back_after_the_engine() -> None:
     process.configure({"tp": "fp16"})
     engine = Engine()
-    process.lend(engine, channels({"tp": "bf16"}))
+    process.lend(engine, session({"tp": "bf16"}))
     del engine
     gc.collect()
     assert process.current() is None  # torch.distributed is not up
@@ -57,13 +58,13 @@ def test_a_configured_block_comes_back_after_the_engine() -> None:
 
 def test_the_first_living_engine_lends() -> None:
     first, second = Engine(), Engine()
-    lent = channels({"preset": "recommended"})
+    lent = session({"preset": "recommended"})
     process.lend(first, lent)
-    process.lend(second, channels({"preset": "zhybrid"}))  # names tp only by its preset
-    assert process.current() is lent
+    process.lend(second, session({"preset": "zhybrid"}))  # names tp only by its preset
+    assert process.current() is lent.channels
     with pytest.raises(ConfigError, match=r"compression\.tp.*another engine of this process"):
-        process.lend(second, channels({"tp": "bf16"}))
+        process.lend(second, session({"tp": "bf16"}))
     del first
-    later = channels({"tp": "bf16"})
+    later = session({"tp": "bf16"})
     process.lend(second, later)  # the first is gone, though a cycle holds it
-    assert process.current() is later
+    assert process.current() is later.channels

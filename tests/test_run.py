@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridcomp.run import split
+from hybridcomp.run import main, split
 
 SCRIPT = """
 import os, sys
@@ -17,8 +17,8 @@ print("argv", sys.argv)
 print("path", sys.path[0])
 import helper
 print("helper", helper.VALUE)
-from hybridcomp import patches
-print("armed", patches._armed)
+from hybridcomp.patches import registry
+print("armed", registry._armed)
 """
 
 
@@ -61,6 +61,18 @@ def test_missing_script_is_one_clear_line(folder: Path) -> None:
     assert launch(cwd=folder).returncode == 2
 
 
+def test_a_missing_script_is_told_by_one_rank_of_a_node(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    for rank, told in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            main(["nowhere.py"])
+        assert caught.value.code == 2
+        assert capsys.readouterr().err.count("no such script: nowhere.py") == told
+
+
 def test_exit_code_of_the_script_is_kept(folder: Path) -> None:
     (folder / "fails.py").write_text("raise SystemExit(7)\n")
     assert launch("fails.py", cwd=folder).returncode == 7
@@ -79,7 +91,7 @@ def test_install_takes_a_config(tmp_path: Path) -> None:
     code = (
         "import hybridcomp\n"
         "from hybridcomp.errors import ConfigError\n"
-        "from hybridcomp.patches import process\n"
+        "from hybridcomp import process\n"
         "hybridcomp.install({'dp': 'bf16'})\n"
         "config = process.configured()\n"
         "assert config is not None and config.active('dp')\n"

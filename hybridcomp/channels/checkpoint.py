@@ -1,12 +1,17 @@
-"""Error-feedback residuals and the guard beside a DeepSpeed checkpoint: one file per rank.
+"""What a session keeps beside an engine's checkpoint: one file for the job, one for each rank.
 
-They are no part of upstream's files: client_state is written by one rank only, residuals differ on
-every rank. With another number of ranks, or other nodes under them, their sum is kept.
+``hybridcomp_state.json`` has the step, the loss scale and the groups of the job; older versions
+wrote it for Megatron only. The files of the ranks hold residuals, the guard, and what ``auto``
+found out; they exist where there is any of it. Neither is part of upstream's files: DeepSpeed's
+client_state is written by one rank only, and residuals differ on every rank. With another number
+of ranks, or other nodes under them, their sum is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +19,21 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels, checkpoint_note
+from hybridcomp.log import say
 
 FORMAT = 1
+#: the file of the job
+STATE = "hybridcomp_state.json"
+
+
+@dataclass(frozen=True)
+class State:
+    """What is the same on all ranks."""
+
+    step: int  # optimizer steps taken
+    loss_scale: float  # that residuals are in units of
+    groups: dict[str, int] = field(default_factory=dict)  # ranks in each, by dimension
+    format: int = FORMAT
 
 
 def _path(folder: Path, rank: int) -> Path:
@@ -29,9 +47,49 @@ def needed(channels: Channels) -> bool:
     return known or any(channel.error_feedback for channel in channels)
 
 
-def save(folder: Path, channels: Channels, loss_scale: float) -> None:
-    """Write this rank's residuals into the checkpoint folder."""
+def save(
+    folder: Path,
+    channels: Channels,
+    loss_scale: float,
+    groups: Mapping[str, int],
+    references: bool = False,
+) -> None:
+    """Write the state of the job and of every rank into ``folder``; a collective.
+
+    ``groups``: ranks in each group whose coordinates stand in the names of parameters;
+    ``references``: whether every rank has written those of deltas there, too.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if needed(channels):
+        _save_rank(folder, channels, loss_scale)
+    if dist.get_rank() == 0:
+        state = State(channels.step, loss_scale, dict(groups))
+        (folder / STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+        kinds = [checkpoint_note.RESIDUALS] if needed(channels) else []
+        kinds += [checkpoint_note.PARAMETERS] if references else []
+        world_size = dist.get_world_size()
+        checkpoint_note.write(folder, channels.config, channels.step, world_size, kinds)
+    dist.barrier()  # nobody may take the folder for whole before it is
+
+
+def read_state(folder: Path) -> State | None:
+    """The state of the job in ``folder``, read by rank 0; None where there is none. A collective.
+
+    The step decides on codecs, so that one rank reads it, and no two can differ.
+    """
+    box: list[dict[str, Any] | None] = [None]
+    path = folder / STATE
+    if dist.get_rank() == 0 and path.is_file():
+        box = [json.loads(path.read_text(encoding="utf-8"))]
+    dist.broadcast_object_list(box, src=0)
+    stored = box[0]
+    if stored is None:
+        return None
+    return State(int(stored["step"]), float(stored["loss_scale"]), dict(stored["groups"]))
+
+
+def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
+    """Write what differs on this rank."""
     torch.save(
         {
             "format": FORMAT,
@@ -48,29 +106,20 @@ def save(folder: Path, channels: Channels, loss_scale: float) -> None:
     )
 
 
-def note(folder: Path, channels: Channels, references: bool = False) -> None:
-    """Write on rank 0 what the checkpoint holds; ``references``: those of deltas, too."""
-    if dist.get_rank() == 0:
-        kinds = [checkpoint_note.RESIDUALS] if needed(channels) else []
-        kinds += [checkpoint_note.PARAMETERS] if references else []
-        world_size = dist.get_world_size()
-        checkpoint_note.write(folder, channels.config, channels.step, world_size, kinds)
-
-
 def load(folder: Path, channels: Channels, loss_scale: float) -> None:
-    """Restore what ``save`` wrote; without such files the residuals start at zero, said once."""
+    """Restore what the ranks saved; without such files the residuals start at zero, said once."""
     if channels.guard.watching:
-        say(channels.resume_guard(_told("guard", _path(folder, 0))))
+        say(*channels.resume_guard(_told("guard", _path(folder, 0))))
     if channels.config.measured():
-        say(channels.resume_link(_told("link", _path(folder, 0))))
+        say(*channels.resume_link(_told("link", _path(folder, 0))))
     if channels.config.offload.when == "auto":
-        say(channels.host.pace.restore(_told("offload", _path(folder, 0))))
+        say(*channels.host.pace.restore(_told("offload", _path(folder, 0))))
     if not any(channel.error_feedback for channel in channels):
-        say(checkpoint_note.dropped(folder, channels.config))
+        say(*checkpoint_note.dropped(folder, channels.config))
         return
     first = _path(folder, 0)
     if not first.is_file():
-        say([f"{folder} holds no error-feedback residuals; they start at zero"])
+        say(f"{folder} holds no error-feedback residuals; they start at zero")
         return
     stored = _read(first)
     world_size = dist.get_world_size()
@@ -81,13 +130,13 @@ def load(folder: Path, channels: Channels, loss_scale: float) -> None:
     else:
         nodes = "" if stored.get("layout") == channels.layout else " on other nodes"
         count = stored["world_size"]
-        say([f"residuals of {count} ranks{nodes} are summed and shared among {world_size}"])
+        say(f"residuals of {count} ranks{nodes} are summed and shared among {world_size}")
         channels.factors.load({})
         channels.residuals.load_sum(_states(folder, count, channels))
     channels.residuals.scale(loss_scale / stored["loss_scale"])
     if channels.link.holds_nothing("dp", channels.step) and channels.residuals.nbytes:
         channels.residuals.clear()
-        say(["dp is native now (when: auto): what error feedback still held is dropped"])
+        say("dp is native now (when: auto): what error feedback still held is dropped")
 
 
 def _states(folder: Path, count: int, channels: Channels) -> Iterator[Any]:
@@ -110,9 +159,3 @@ def _told(part: str, path: Path) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     stored: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return stored
-
-
-def say(texts: Sequence[str]) -> None:
-    """Tell the user, on rank 0."""
-    for text in texts if dist.get_rank() == 0 else ():
-        print(f"[hybridcomp] {text}", flush=True)

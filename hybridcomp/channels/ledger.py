@@ -235,7 +235,7 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
                 f"{name} {codec} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB"
                 f"{_times(row)}{error}{native}{between})"
             )
-    return f"[hybridcomp] step {step}: " + ("; ".join(parts) or "nothing was sent")
+    return f"step {step}: " + ("; ".join(parts) or "nothing was sent")
 
 
 def _times(row: Mapping[str, Any]) -> str:

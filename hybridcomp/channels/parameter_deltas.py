@@ -35,6 +35,7 @@ from hybridcomp.channels import Channel
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.collectives.wire.buffers import POOL
+from hybridcomp.log import say
 
 #: attribute of a buffer that is gathered by deltas: its Reference
 ATTRIBUTE = "_hybridcomp_reference"
@@ -104,11 +105,11 @@ def agreed(channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGr
         return True
     if dist.get_rank(group) == 0:
         ranks = [rank for rank, (_, digest) in enumerate(states) if digest != usual or count == 1]
-        print(
-            f"[hybridcomp] {channel.dimension}, step {channel.step}: parameters of ranks {ranks} "
+        say(
+            f"{channel.dimension}, step {channel.step}: parameters of ranks {ranks} "
             f"of {len(states)} are not what the last gather left there (somebody wrote into "
             "them), so deltas would go wrong; this gather is exact",
-            flush=True,
+            anywhere=True,  # rank 0 of the job may be in another group
         )
     return False
 

@@ -32,7 +32,8 @@ class LateRead:
         with torch.cuda.device(value.device):
             self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._copy.copy_(value, non_blocking=True)
-            self._event = torch.cuda.Event()
+            make_event: Any = torch.cuda.Event  # untyped
+            self._event = make_event()
             self._event.record()
 
     def take(self) -> Tensor | None:

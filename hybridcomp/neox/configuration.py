@@ -11,9 +11,9 @@ import yaml
 
 from hybridcomp.config import BLOCK, load_config
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds import check as ds_config
-from hybridcomp.patches.neox import rules
-from hybridcomp.patches.neox.rules import EXTRA
+from hybridcomp.rules import ds_check as ds_config
+from hybridcomp.rules import neox as rules
+from hybridcomp.rules.neox import EXTRA
 
 #: what YAML 1.1 takes for text and Python for a number
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")

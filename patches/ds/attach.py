@@ -18,24 +18,18 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp import process, wandb_run
-from hybridcomp.agreement import agree, versions
-from hybridcomp.channels import ATTRIBUTE, NAME, Channels, channels_of, checkpoint, checkpoint_note
-from hybridcomp.codecs import check_payloads
-from hybridcomp.collectives import check_headers
+from hybridcomp.channels import ATTRIBUTE, Channels, channels_of, checkpoint_note
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
-from hybridcomp.patches import applied, modules_of
-from hybridcomp.patches.ds import (
-    check,
-    exact_weights,
-    job_facts,
-    layer_scope,
-    record,
-    step_messages,
-)
-from hybridcomp.patches.neox import rules
-from hybridcomp.patching import Seam
-from hybridcomp.reporter import Reporter, describe_run, report_interval
+from hybridcomp.log import say
+from hybridcomp.patching import IN_PLACE, Seam
+from hybridcomp.reporter import Event, describe_run, report_interval
+from hybridcomp.routing import layer_scope
+from hybridcomp.rules import ds_check, neox
+from hybridcomp.session import ATTRIBUTE as SESSION
+from hybridcomp.session import WHEN_ATTACHED, EngineSession, agree_on, session_of
 from hybridcomp.topology import ranks_of
+from hybridcomp.upstream import late
+from hybridcomp.upstream.ds import exact_weights, job_facts, record, step_messages
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.engine"
@@ -87,8 +81,8 @@ DESTROY = Seam(
     parameters=("self",),
 )
 
-#: attribute of an attached engine: its Reporter
-REPORTER = "_hybridcomp_reporter"
+#: where residuals are kept
+CHECKPOINTS = "DeepSpeed's checkpoints"
 
 
 def make_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -103,10 +97,11 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         if BLOCK not in ds_json:
             # a block of the process stands in where the file has none: no setting goes unheard
             block = process.configured()
-        agree(_statement(block))
+        agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
         notes: list[str] = []
         if block is not None:
             notes = _plan(block, ds_json, bound.arguments)
+        late.saw(self, attached=block is not None)
         original(self, *args, **kwargs)
         if block is None:
             process.decline()
@@ -119,11 +114,6 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _statement(block: CompressionConfig | None) -> dict[str, Any]:
-    settings = {"compression": None} if block is None else block.flat()
-    return {**settings, record.ENVIRONMENT: record.asked(), **versions("deepspeed")}
-
-
 def _plan(block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]) -> list[str]:
     """Check the block against the job; what rank 0 tells the user about it.
 
@@ -131,40 +121,46 @@ def _plan(block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]) -> l
     """
     named = (given.get(name) for name in ("model", "mpu", "mesh_device"))
     job = job_facts.facts(*named)
-    neox = rules.settings_of(given.get("args"))
-    notes = check.check(block, ds_json, **job, neox=neox)
-    return [*block.describe(check.absent(ds_json, **job)), *notes]
+    notes = ds_check.check(block, ds_json, **job, neox=neox.settings_of(given.get("args")))
+    return [*block.describe(ds_check.absent(ds_json, **job)), *notes]
 
 
 def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
-    """Tag engine, optimizer and parameters; tell the user what will happen."""
-    channels = Channels(block)
-    setattr(engine, ATTRIBUTE, channels)
-    if engine.optimizer is not None:
-        setattr(engine.optimizer, ATTRIBUTE, channels)
-    for name, parameter in engine.module.named_parameters():
-        setattr(parameter, ATTRIBUTE, channels)
-        unique = job_facts.unique_name(engine, name, parameter)
-        setattr(parameter, NAME, unique)
-        channels.factors.learn(unique, parameter.shape)
+    """Begin the engine's session; tag engine, optimizer and parameters with its channels."""
+    session = EngineSession(
+        Channels(block),
+        engine.device,
+        interval=lambda: report_interval(block.ledger, engine.steps_per_print()),
+        write=lambda events, step: _write(engine, events),
+        kept_in=CHECKPOINTS,
+    )
+    channels = session.channels
+    setattr(engine, SESSION, session)
+    named = [
+        (job_facts.unique_name(engine, name, parameter), parameter)
+        for name, parameter in engine.module.named_parameters()
+    ]
+    for tagged in (engine, engine.optimizer, *(parameter for _, parameter in named)):
+        if tagged is not None:
+            setattr(tagged, ATTRIBUTE, channels)
+    session.name_parameters(named)
     channels.common = job_facts.common_names(engine)
-    for module in modules_of("deepspeed"):
-        if hasattr(module, "ATTACHED"):
-            module.ATTACHED(engine, channels)
-    notes += channels.place(_data_parallel(engine))
-    dtype = next((parameter.dtype for parameter in engine.module.parameters()), torch.float32)
+    for attached in WHEN_ATTACHED.get("deepspeed", ()):
+        attached(engine, channels)
+    session.say(*notes)
+    session.place(_data_parallel(engine))
+    dtypes = dict.fromkeys(parameter.dtype for parameter in engine.module.parameters())
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    group, sent = engine.seq_data_parallel_group, step_messages.sent(engine)
-    notes += channels.weigh(group, dtype, engine.device, numel, sent)
-    step_messages.watch(engine, channels)
-    process.lend(engine, channels)
-    describe_run(block)
-    jsonl = block.ledger.jsonl
-    setattr(engine, REPORTER, Reporter(channels, Path(jsonl) if jsonl else None, engine.device))
-    if dist.get_rank() == 0:
-        dtypes = {parameter.dtype for parameter in engine.module.parameters()}
-        for text in (*notes, *(note for dtype in dtypes for note in block.notes(dtype))):
-            print(f"[hybridcomp] {text}", flush=True)
+    session.measure(
+        engine.seq_data_parallel_group,
+        next(iter(dtypes), torch.float32),
+        numel,
+        step_messages.sent(engine),
+    )
+    step_messages.watch(engine, session)
+    process.lend(engine, session)
+    session.open_reporter()
+    session.say(*(note for dtype in dtypes for note in block.notes(dtype)))
 
 
 def _data_parallel(engine: Any) -> set[tuple[int, ...]]:
@@ -176,25 +172,18 @@ def _data_parallel(engine: Any) -> set[tuple[int, ...]]:
 
 
 def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
-    """After the step: residuals follow the loss scale, the ledger reports."""
+    """Around the step: the session's ``end_step``."""
 
     @functools.wraps(original)
     def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> None:
-        channels = channels_of(self)
-        if channels is None:
+        session = session_of(self)
+        if session is None:
             original(self, *args, **kwargs)
             return
-        before, sampled = loss_scale(self), channels.sampling
+        session.loss_scale = loss_scale(self)
         original(self, *args, **kwargs)
-        channels.step = self.global_steps
-        if getattr(self.optimizer, "overflow", False):
-            channels.residuals.drop()
-        elif (after := loss_scale(self)) != before:
-            channels.residuals.scale(after / before)
-        checkpoint.say(channels.close_step(sampled, self.device))
-        every = report_interval(channels.config.ledger, self.steps_per_print())
-        if self.global_steps % every == 0:
-            _report(self)
+        overflow = bool(getattr(self.optimizer, "overflow", False))
+        session.end_step(overflow=overflow, loss_scale=loss_scale(self), step=self.global_steps)
 
     return _take_model_step
 
@@ -215,15 +204,15 @@ def loss_scale(engine: Any) -> float:
     return 1.0
 
 
-def _report(engine: Any) -> None:
-    events = getattr(engine, REPORTER).report(engine.global_steps)
+def _write(engine: Any, events: list[Event]) -> None:
+    """Hand the figures of a report to DeepSpeed's monitors, which rank 0 has, or to W&B."""
     if dist.get_rank() or not events:
         return
     if engine.monitor.enabled:
         engine.monitor.write_events(
             [(name, value, engine.global_samples) for name, value in events]
         )
-    if engine.monitor.wandb_monitor is None and not applied("megatron.training"):
+    if engine.monitor.wandb_monitor is None and "megatron.training" not in IN_PLACE:
         wandb_run.log(events, engine.global_steps)  # of Hugging Face's Trainer, or of a script
 
 
@@ -233,17 +222,14 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        channels = channels_of(self)
-        if channels is not None:
-            check_payloads()  # what is damaged must not be saved as if it were sound
-            check_headers()
+        session = session_of(self)
+        if session is not None:
             bound = signature.bind(self, *args, **kwargs)
             tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
             folder = Path(bound.arguments["save_dir"]) / str(tag)
-            if checkpoint.needed(channels):
-                checkpoint.save(folder, channels, loss_scale(self))
-            checkpoint.note(folder, channels, exact_weights.save(folder, self, channels))
-        with exact_weights.exact_parameters(self, channels):
+            references = exact_weights.save(folder, self, session.channels)
+            session.save(folder, loss_scale(self), references)
+        with exact_weights.exact_parameters(self, channels_of(self)):
             return original(self, *args, **kwargs)
 
     return save_checkpoint
@@ -266,25 +252,25 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        channels = channels_of(self)
+        session = session_of(self)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
         if tag is None and (latest := Path(load_dir, "latest")).is_file():
             tag = latest.read_text().strip()
         whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
-        if channels is None:
+        if session is None:
             if whole and tag is not None:
-                checkpoint.say(checkpoint_note.dropped(Path(load_dir) / str(tag), None))
+                say(*checkpoint_note.dropped(Path(load_dir) / str(tag), None))
             return original(self, *args, **kwargs)
         exact_weights.forget(self)
         result = original(self, *args, **kwargs)
-        channels.step = self.global_steps
-        channels.residuals.drop()
+        session.channels.step = self.global_steps
+        session.channels.residuals.drop()
         if result[0] is not None and tag is not None and whole:
             folder = Path(load_dir) / str(tag)
-            checkpoint.load(folder, channels, loss_scale(self))
-            exact_weights.resume(folder, self, channels)
+            session.load(folder, loss_scale(self), step=self.global_steps)
+            exact_weights.resume(folder, self, session.channels)
         return result
 
     return load_checkpoint

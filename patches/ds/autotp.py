@@ -20,8 +20,12 @@ from dataclasses import replace
 from typing import Any
 
 from hybridcomp.channels import Channels
-from hybridcomp.patches.ds.job_facts import DOMINO
-from hybridcomp.patches.ds.layer_scope import (
+from hybridcomp.patching import Seam
+from hybridcomp.routing.collective_wrappers import (
+    make_all_gather_into_tensor,
+    make_all_reduce,
+)
+from hybridcomp.routing.layer_scope import (
     REQUIREMENT,
     TENSOR,
     make_backward,
@@ -33,12 +37,8 @@ from hybridcomp.patches.ds.layer_scope import (
     upstream_has,
     whose,
 )
-from hybridcomp.patches.shared.collective_wrappers import (
-    make_all_gather_into_tensor,
-    make_all_reduce,
-)
-from hybridcomp.patches.shared.routing import make_stand_in
-from hybridcomp.patching import Seam
+from hybridcomp.routing.routes import make_stand_in
+from hybridcomp.upstream.ds.job_facts import DOMINO
 
 LAYERS = "deepspeed.module_inject.layers"
 

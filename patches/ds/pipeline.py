@@ -35,10 +35,10 @@ from torch import Tensor
 from hybridcomp.channels import Channel, Channels
 from hybridcomp.codecs.base import Codec
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.ds.pipeline_agreement import Agreed, Agreement, Link, set_marks, take_marks
-from hybridcomp.patches.ds.pipeline_values import carries_values
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
+from hybridcomp.upstream.ds.pipeline_agreement import Agreed, Agreement, Link, set_marks, take_marks
+from hybridcomp.upstream.ds.pipeline_values import carries_values
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 ENGINE = "deepspeed.runtime.pipe.engine"

@@ -158,9 +158,17 @@ def synchronize(engine: Any, channels: Channels) -> None:
     engine.module._synchronize_tied_weights()
 
 
+def _has(module: str) -> bool:
+    """Whether ``module`` can be imported; not without its package, as where seams are listed."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
     # DualPipeV came with 0.19.8
-    if importlib.util.find_spec(DUALPIPEV.module) is None:
+    if not _has(DUALPIPEV.module):
         return ((PIPELINE, make_instruction_map),)
     return ((PIPELINE, make_instruction_map), (DUALPIPEV, make_instruction_map))
 

@@ -25,7 +25,10 @@ from typing import Any
 from torch import Tensor
 
 from hybridcomp.channels import Channels
-from hybridcomp.patches.ds.layer_scope import (
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Direction
+from hybridcomp.routing.collective_wrappers import make_all_to_all_single
+from hybridcomp.routing.layer_scope import (
     REQUIREMENT,
     SEQUENCE,
     Scope,
@@ -37,10 +40,7 @@ from hybridcomp.patches.ds.layer_scope import (
     refuse,
     upstream_has,
 )
-from hybridcomp.patches.shared.collective_wrappers import make_all_to_all_single
-from hybridcomp.patches.shared.routing import make_stand_in
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Direction
+from hybridcomp.routing.routes import make_stand_in
 
 LAYER = "deepspeed.sequence.layer"
 ALST = "deepspeed.runtime.sequence_parallel.ulysses_sp"

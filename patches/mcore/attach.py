@@ -1,7 +1,7 @@
 """When the channels of a megatron-core job are made, and following its optimizer steps.
 
-Megatron has no engine object: it uses the channels of the process (``process``).
-``load_state_dict`` only to notice a restart: what we keep beside a checkpoint is in ``state``.
+Megatron has no engine object: it uses the session of the process (``process``).
+``load_state_dict`` only to notice a restart: the user calls ``hybridcomp.load_state``.
 ``initialize_model_parallel`` and not a constructor: every rank calls it, once torch.distributed is
 up and before the first message. The concrete ``step`` methods and not ``MegatronOptimizer.step``,
 which is abstract; they call each other, so only the outermost counts.
@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from hybridcomp import process, wandb_run
-from hybridcomp.channels import Channels
-from hybridcomp.patches.mcore import groups
+from hybridcomp import process
 from hybridcomp.patching import Seam
+from hybridcomp.upstream.mcore import groups
 
-REQUIREMENT = "megatron-core >= 0.13, < 0.20"
+REQUIREMENT = groups.REQUIREMENT
 
 #: nothing of its signature is used: the arguments differ in every release and are handed on
 INITIALIZE = Seam(
@@ -72,50 +71,41 @@ _progress = _Progress()
 
 
 def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..., None]:
-    """After the groups exist, before they carry a message: make the channels."""
+    """After the groups exist, before they carry a message: begin the session."""
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        channels = process.current()
-        if channels is not None and process.borrowed() is None:
-            for note in channels.place(groups.data_parallel()):
-                process.say(note)
+        session = process.own_session()
+        if session is not None:
+            session.place(groups.data_parallel())
             # gradients are fp32 or bf16, which is not known yet: what pays for bf16 does for fp32
-            group = groups.replicas()
-            for note in channels.weigh(group, torch.bfloat16, process.device()):
-                process.say(note)
+            session.measure(groups.replicas(), torch.bfloat16)
 
     return initialize_model_parallel
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """After the outermost step: residuals follow the loss scale, the ledger reports."""
+    """Around the outermost step: the session's ``end_step``."""
 
     @functools.wraps(original)
     def step(self: Any) -> Any:
-        channels = process.current()
-        if channels is None or process.borrowed() is not None or _progress.stepping:
+        session = process.own_session()
+        if session is None or _progress.stepping:
             return original(self)
+        channels = session.channels
         feedback = any(channel.error_feedback for channel in channels)
-        before = float(self.get_loss_scale()) if feedback else 1.0
-        sampled = channels.sampling
-        if process.lacks_state() and (feedback or channels.config.start_step):
-            process.say(LACKS_STATE)
+        if feedback:  # else nothing is in units of it, and reading it may wait for a GPU
+            session.loss_scale = float(self.get_loss_scale())
+        if session.forgetful and (feedback or channels.config.start_step):
+            session.say(LACKS_STATE)
         _progress.stepping = True
         try:
             result = original(self)
         finally:
             _progress.stepping = False
-        channels.step += 1
-        if feedback:
-            after = float(self.get_loss_scale())
-            _follow(channels, bool(result[0]), before, after)
-            process.note_loss_scale(after)
-        for text in channels.close_step(sampled, process.device()):
-            process.say(f"{text}; only hybridcomp.save_state keeps this over a restart")
-        if channels.step % channels.config.ledger.interval == 0:
-            _report(channels.step)
+        after = float(self.get_loss_scale()) if feedback else session.loss_scale
+        session.end_step(overflow=feedback and not bool(result[0]), loss_scale=after)
         return result
 
     return step
@@ -126,26 +116,12 @@ def make_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
-        process.note_restored()
+        session = process.own_session()
+        if session is not None:
+            session.restored = True
         return original(self, state_dict)
 
     return load_state_dict
-
-
-def _follow(channels: Channels, success: bool, before: float, after: float) -> None:
-    """Residuals are in units of the scaled loss; those of a skipped step belong to no step."""
-    if not success:
-        channels.residuals.drop()
-    elif after != before:
-        channels.residuals.scale(after / before)
-
-
-def _report(step: int) -> None:
-    reporter = process.reporter()
-    if reporter is None:
-        return  # whoever handed the channels over reports
-    # Megatron's run is on the last rank; its rows are iterations, which a restart continues
-    wandb_run.log(reporter.report(step), step)
 
 
 PATCHES = (

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -25,19 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME
+from hybridcomp import process
 from hybridcomp.collectives.native_nbytes import (
     all_gather_nbytes,
     all_reduce_nbytes,
     reduce_scatter_nbytes,
 )
 from hybridcomp.patches.mcore import check
-from hybridcomp.patches.mcore.attach import REQUIREMENT
-from hybridcomp.patches.mcore.ddp_batch import Batch, Call, Kind
-from hybridcomp.patches.mcore.groups import coordinates, sizes
-from hybridcomp.patches.shared.routing import make_torch, route, torch_seam
 from hybridcomp.patching import Seam
-from hybridcomp.process import current, next_chunk
+from hybridcomp.process import current
+from hybridcomp.routing.routes import make_torch, route, torch_seam
+from hybridcomp.upstream.mcore.ddp_batch import Batch, Call, Kind
+from hybridcomp.upstream.mcore.groups import REQUIREMENT, coordinates, sizes
 
 MODULE = "megatron.core.distributed.param_and_grad_buffer"
 WRAPPER = "megatron.core.distributed.distributed_data_parallel"
@@ -92,19 +91,18 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        channels = current()
-        if channels is None:
+        session = process.session()
+        if session is None:
             original(self, *args, **kwargs)
             return
         given = signature.bind(self, *args, **kwargs).arguments
-        check.check(channels.config, self, given["config"], given["ddp_config"], given["module"])
+        check.check(
+            session.channels.config, self, given["config"], given["ddp_config"], given["module"]
+        )
         original(self, *args, **kwargs)
-        chunk = next_chunk()
-        for name, parameter in given["module"].named_parameters():
-            unique = _name(chunk, name, parameter)
-            setattr(parameter, NAME, unique)
-            channels.factors.learn(unique, parameter.shape)
-        channels.common |= _common(given["module"])
+        model, chunk = given["module"], session.models
+        named = {_name(chunk, name, p): p for name, p in model.named_parameters()}
+        session.name_parameters(named.items(), _common(named))
 
     return __init__
 
@@ -116,7 +114,7 @@ def _name(chunk: int, name: str, parameter: Tensor) -> str:
     return f"{where.rpartition('.')[0] if shared else where}.chunk{chunk}.{name}"
 
 
-def _common(model: Any) -> frozenset[str]:
+def _common(named: Mapping[str, Tensor]) -> frozenset[str]:
     """Names of vectors that tensor ranks have in common and reduce each for itself.
 
     With sequence parallelism upstream sums the gradients of norms over the tensor ranks after this.
@@ -124,8 +122,8 @@ def _common(model: Any) -> frozenset[str]:
     if sizes().get("tp", 1) < 2:
         return frozenset()
     return frozenset(
-        getattr(parameter, NAME)
-        for parameter in model.parameters()
+        name
+        for name, parameter in named.items()
         if parameter.dim() < 2
         and not getattr(parameter, "tensor_model_parallel", False)
         and not getattr(parameter, "sequence_parallel", False)

@@ -35,11 +35,11 @@ from torch import Tensor
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.mcore.attach import REQUIREMENT
 from hybridcomp.patches.mcore.pipeline_message import Incoming, Outgoing, link
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
 from hybridcomp.process import current
+from hybridcomp.upstream.mcore.groups import REQUIREMENT
 
 MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 OPERATIONS = tuple(

@@ -1,4 +1,4 @@
-"""One tensor between two pipeline stages, as bytes; see ``pipeline``. No seam is in here.
+"""One tensor between two pipeline stages, as bytes; see ``pipeline``.
 
 A payload whose size varies has a header in front (``collectives.p2p``), which says its length.
 """
@@ -20,12 +20,12 @@ from hybridcomp.collectives.wire.buffers import POOL
 from hybridcomp.collectives.wire.exchange import gather, gather_room
 from hybridcomp.collectives.wire.handle import Pending
 from hybridcomp.collectives.wire.meter import Meter
-from hybridcomp.patches.mcore import check
-from hybridcomp.patches.shared.routing import flat
+from hybridcomp.log import say_once
 from hybridcomp.policy import Direction
-from hybridcomp.process import say
+from hybridcomp.routing.routes import flat
+from hybridcomp.rules.engine import Rule, apply
 
-VARIABLE = check.Rule(
+VARIABLE: Rule[None] = Rule(
     "bypass", ("pp",), "a codec whose size varies with the values, and no gloo",
     "megatron-core posts receives before the sender has encoded, and only gloo takes a message "
     "that is shorter than its receive",
@@ -166,7 +166,7 @@ def link(
     """How ``tensor`` travels between the global ranks of ``hop``; None: as upstream sends it."""
     codec = channels["pp"].codec(tensor.numel(), tensor.dtype, group, direction, hop)
     if codec is not None and not codec.fixed_size and dist.get_backend(group) != "gloo":
-        check.apply(VARIABLE, ["pp"], channels.config)
+        say_once(apply(VARIABLE, ["pp"], channels.config))
         codec = None
     tensor_group = _tensor_group(channels, tensor, config)
     if tensor_group is not None:
@@ -191,6 +191,6 @@ def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.Proce
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     size = dist.get_world_size(group)
     if size > 1 and tensor.numel() % size:
-        say(f"pp: scatter_gather cannot cut {tensor.numel()} values for {size} tensor ranks")
+        say_once(f"pp: scatter_gather cannot cut {tensor.numel()} values for {size} tensor ranks")
         return None
     return group if size > 1 else None

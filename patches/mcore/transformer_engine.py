@@ -29,17 +29,17 @@ import torch.distributed as dist
 
 from hybridcomp.collectives.native_nbytes import all_gather_nbytes
 from hybridcomp.errors import SeamError
-from hybridcomp.patches.mcore.groups import dimension_of
-from hybridcomp.patches.shared.collective_wrappers import (
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Dimension, Direction
+from hybridcomp.routing.collective_wrappers import (
     Collective,
     Maker,
     make_all_gather_into_tensor,
     make_all_reduce,
     make_reduce_scatter_tensor,
 )
-from hybridcomp.patches.shared.routing import Layers, make_torch, torch_seam
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Dimension, Direction
+from hybridcomp.routing.routes import Layers, make_torch, torch_seam
+from hybridcomp.upstream.mcore.groups import dimension_of
 
 REQUIREMENT = "transformer-engine >= 2.0, < 2.19"
 PACKAGE = "transformer_engine.pytorch"

@@ -14,10 +14,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from hybridcomp.patches.ds.attach import REPORTER
-from hybridcomp.patches.neox.checkout import REQUIREMENT, source
 from hybridcomp.patching import Seam
 from hybridcomp.reporter import Event
+from hybridcomp.session import session_of
+from hybridcomp.upstream.neox.checkout import REQUIREMENT, source
 
 TRAINING_LOG = Seam(
     REQUIREMENT,
@@ -40,9 +40,9 @@ def make_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     def training_log(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         result = original(*args, **kwargs)
-        reporter = getattr(given["model"], REPORTER, None)
-        if reporter is not None:
-            _log(reporter.take(), given["iteration"], given["neox_args"])
+        session = session_of(given["model"])
+        if session is not None and session.reporter is not None:
+            _log(session.reporter.take(), given["iteration"], given["neox_args"])
         return result
 
     return training_log

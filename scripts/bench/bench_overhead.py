@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -71,10 +71,12 @@ def rank_main(rank: int, stage: int, arguments: argparse.Namespace, folder: str)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     import hybridcomp
-    from hybridcomp.patches.ds.attach import REPORTER
+    from hybridcomp.session import session_of
 
     engine = build(stage, arguments.width, folder)
-    reporter, silent = getattr(engine, REPORTER), Silent()
+    session, silent = session_of(engine), cast(Any, Silent())
+    assert session is not None
+    reporter: Any = session.reporter
     values = torch.randn(4, 64, arguments.width)
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     order = list(VARIANTS)
@@ -85,7 +87,7 @@ def rank_main(rank: int, stage: int, arguments: argparse.Namespace, folder: str)
             hybridcomp.uninstall()
             if name != "native":
                 hybridcomp.install()
-            setattr(engine, REPORTER, reporter if name == "identity + ledger" else silent)
+            session.reporter = reporter if name == "identity + ledger" else silent
             dist.barrier()
             start = time.perf_counter()
             for _ in range(10):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from hybridcomp import patches
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
-from hybridcomp.patches.ds import check as ds_check
-from hybridcomp.patches.mcore import check as mcore_check
-from hybridcomp.patches.neox import rules as neox_rules
-from hybridcomp.patches.shared import rules
+from hybridcomp.patches import registry
 from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY
+from hybridcomp.rules import ds_check, mcore, neox
+from hybridcomp.rules.engine import Rule
 
 #: verdict -> what it means for the user
 VERDICTS = {
@@ -50,20 +49,20 @@ def _cell(config: CompressionConfig, name: str) -> str:
 
 def support_matrix() -> str:
     """What ``hybridcomp seams`` prints."""
-    return patches.support_matrix()
+    return registry.support_matrix()
 
 
 def deepspeed_rules() -> str:
     """Settings of DeepSpeed and GPT-NeoX that concern the block."""
-    return "\n".join(_rows([*ds_check.TABLES, *neox_rules.RULES]))
+    return "\n".join(_rows([*ds_check.TABLES, *neox.RULES]))
 
 
 def megatron_rules() -> str:
     """Settings of megatron-core that concern the block."""
-    return "\n".join(_rows(mcore_check.RULES))
+    return "\n".join(_rows(mcore.RULES))
 
 
-def _rows(table: Sequence[rules.Rule | mcore_check.Rule]) -> Iterator[str]:
+def _rows(table: Sequence[Rule[Any]]) -> Iterator[str]:
     yield "| found | dimensions | what happens | why | what to do |"
     yield "|---|---|---|---|---|"
     for rule in table:

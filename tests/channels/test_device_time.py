@@ -112,7 +112,7 @@ def test_an_interval_without_a_timed_step_has_no_time() -> None:
     ledger.record(DP, 1000, Meter(wire_nbytes=100, clock=SILENT))
     rows = ledger.rows(ledger.interval)
     assert rows["dp"]["forward"]["codec_ms"] is None and rows["dp"]["forward"]["wait_ms"] is None
-    assert line(4, rows) == "[hybridcomp] step 4: dp none 10.00x (0.00 of 0.00 MB)"
+    assert line(4, rows) == "step 4: dp none 10.00x (0.00 of 0.00 MB)"
     assert not any(name.endswith("_ms") for name, _ in events_of(rows, 0.0))
 
 

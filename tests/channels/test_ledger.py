@@ -55,9 +55,9 @@ def test_vector_adds_up_over_ranks() -> None:
 def test_line_says_what_stayed_native() -> None:
     ledger = filled()
     text = line(10, ledger.rows(ledger.interval))
-    assert text.startswith("[hybridcomp] step 10: dp blockint(bits=4) 7.67x (2.10 of 16.10 MB")
+    assert text.startswith("step 10: dp blockint(bits=4) 7.67x (2.10 of 16.10 MB")
     assert "error 1.0e-01" in text and "1 of 3 messages native" in text
-    assert line(3, {}) == "[hybridcomp] step 3: nothing was sent"
+    assert line(3, {}) == "step 3: nothing was sent"
 
 
 def test_events() -> None:

@@ -44,7 +44,7 @@ def write(folder: str) -> list[str]:
     """Three steps, a checkpoint, and the digests of two steps more."""
     channels = Channels(CompressionConfig.parse(BLOCK))
     _steps(channels, 0, 3)
-    checkpoint.save(Path(folder), channels, SCALE)
+    checkpoint.save(Path(folder), channels, SCALE, {})
     return _steps(channels, 3, 2)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hybridcomp import cli
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
-from hybridcomp.patches.ds import check
+from hybridcomp.rules import ds_check as check
 from tests.docs.pages import Fence, commands, fences, prose_of
 from tests.paths import ROOT
 

@@ -25,8 +25,9 @@ def checkout(tmp_path: Path) -> Path:
     home = tmp_path / "gpt-neox"
     (home / "megatron" / "neox_arguments").mkdir(parents=True)
     for name in ("train", "deepy"):
-        text = f"import sys\nfrom hybridcomp import patches\nprint('{name}', sys.argv, __name__,"
-        (home / f"{name}.py").write_text(f"{text} patches._armed)\n")
+        text = "import sys\nfrom hybridcomp.patches import registry\n"
+        text += f"print('{name}', sys.argv, __name__, registry._armed)\n"
+        (home / f"{name}.py").write_text(text)
     return home
 
 

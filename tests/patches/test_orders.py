@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 import hybridcomp
-from hybridcomp import patches, patching
+from hybridcomp import patching
+from hybridcomp.patches import registry as patches
 from hybridcomp.patching import Patch, apply_all
 
 

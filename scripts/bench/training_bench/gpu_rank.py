@@ -53,11 +53,12 @@ class Seat:
 
 def ledger_of(engine: Any) -> dict[str, Any]:
     """What the ledger of all ranks holds by dimension and direction; a collective."""
-    from hybridcomp.patches.ds.attach import REPORTER
+    from hybridcomp.session import session_of
 
-    reporter = getattr(engine, REPORTER, None)
-    if reporter is None:
+    session = session_of(engine)
+    if session is None or session.reporter is None:
         return {}
+    reporter = session.reporter
     reporter.report(engine.global_steps)
     rows: dict[str, Any] = reporter._channels.ledger.rows(reporter._totals, reporter._used)
     return rows

@@ -19,7 +19,8 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import pipeline
 from hybridcomp.patches.ds.pipeline import Pipe
-from hybridcomp.patches.ds.pipeline_agreement import (
+from hybridcomp.patching import Patch, apply_all, revert_all
+from hybridcomp.upstream.ds.pipeline_agreement import (
     VALUES,
     Agreed,
     Agreement,
@@ -28,8 +29,7 @@ from hybridcomp.patches.ds.pipeline_agreement import (
     set_marks,
     take_marks,
 )
-from hybridcomp.patches.ds.pipeline_values import carries_values, passed_through, two_valued
-from hybridcomp.patching import Patch, apply_all, revert_all
+from hybridcomp.upstream.ds.pipeline_values import carries_values, passed_through, two_valued
 
 FLOAT, HALF, INT = torch.float32, torch.float16, torch.int64
 

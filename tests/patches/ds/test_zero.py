@@ -266,7 +266,7 @@ def unknown_path(zero: dict[str, Any], policy: str) -> tuple[str, int]:
     Returns the error and the native messages.
     """
     from hybridcomp.errors import ConfigError
-    from hybridcomp.patches.ds import check
+    from hybridcomp.rules import ds_check as check
 
     job = Job(2, steps=2, zero=zero)
     rules = vars(check)["TABLES"]

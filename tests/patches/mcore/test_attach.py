@@ -119,7 +119,7 @@ def channels_of(block: dict[str, Any]) -> Channels:
 def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     channels = channels_of({"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}})
     process.use(channels)
-    monkeypatch.setattr(process, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("hybridcomp.session.default_device", lambda: torch.device("cpu"))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)  # of the guard
     monkeypatch.setattr(Optimizer, "inner", attach.make_step(Optimizer.inner))
     monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))

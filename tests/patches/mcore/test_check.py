@@ -14,6 +14,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import check as mcore_refuse
 from hybridcomp.patches.mcore import pipeline, pipeline_message
+from hybridcomp.rules import mcore
 
 B8 = {"codec": "blockint", "bits": 8}
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "cp": 2, "dp": 2, "zero": 2}
@@ -43,7 +44,7 @@ def check(
     """Run the check on a model of one layer; returns what was said."""
     said: list[str] = []
     monkeypatch.setattr(mcore_refuse, "sizes", lambda: {**SIZES, **(sizes or {})})
-    monkeypatch.setattr(mcore_refuse, "say", said.append)
+    monkeypatch.setattr(mcore_refuse, "say_once", said.append)
     ddp = SimpleNamespace(use_distributed_optimizer=settings.pop("distributed_optimizer", True))
     for name in ("reduce_scatter_with_fp32_accumulation", "fp8_param_gather"):
         setattr(ddp, name, settings.pop(name, False))
@@ -139,9 +140,9 @@ def test_scatter_gather_needs_ranks_that_hold_the_same(
 
 
 def test_scatter_gather_needs_groups_that_are_known() -> None:
-    job = mcore_refuse.Job(SimpleNamespace(), None, "DistributedDataParallel", {})
+    job = mcore.Job(SimpleNamespace(), None, "DistributedDataParallel", {})
     with pytest.raises(ConfigError, match="parallel_state"):
-        mcore_refuse._check_scatter_gather(CompressionConfig.parse(SHARED), job)
+        mcore.scatter_gather(CompressionConfig.parse(SHARED), job)
 
 
 def test_zero_needs_the_distributed_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ import torch
 
 from hybridcomp import patching
 from hybridcomp.errors import SeamError
-from hybridcomp.patches import modules_of, patches_of
 from hybridcomp.patches.mcore import pipeline
+from hybridcomp.patches.registry import modules_of, patches_of
 from hybridcomp.patching import Patch, Seam, apply_all, revert_all
 from tests.ranks import run_ranks
 

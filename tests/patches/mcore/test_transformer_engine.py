@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hybridcomp import patching, process
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError, SeamError
-from hybridcomp.patches import missing, patches_of
-from hybridcomp.patches.mcore import check, transformer_engine
-from hybridcomp.patching import apply_all, revert_all
+from hybridcomp.patches.mcore import transformer_engine
+from hybridcomp.patches.registry import patches_of
+from hybridcomp.patching import apply_all, missing, revert_all
 from tests.ranks import run_ranks
 from tests.stand_ins import transformer_engine as te_stub
 
@@ -72,15 +72,17 @@ def test_other_parameters_of_a_layer_are_refused() -> None:
 
 
 def test_an_unknown_version_stops_only_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridcomp import patches
+    from hybridcomp.patches import registry
+    from hybridcomp.rules import engine, mcore
 
     monkeypatch.setattr(patching, "version", lambda name: "2.30.0")
-    monkeypatch.setattr(patches, "_unfit", {})
-    patches._apply(PACKAGE)
+    monkeypatch.setattr(patching, "UNFIT", {})
+    monkeypatch.setattr(registry, "UNFIT", patching.UNFIT)
+    registry._apply(PACKAGE)
     reason = missing(PACKAGE)
     assert reason is not None and "< 2.19" in reason and "2.30.0" in reason
     with pytest.raises(ConfigError, match=r"2\.30\.0.*transformer-impl local"):
-        check._check_transformer_engine(CompressionConfig.parse(BLOCK))
+        engine.apply(mcore.out_of_reach(reason), ["tp"], CompressionConfig.parse(BLOCK))
 
 
 def train(layer: str, sequence_parallel: bool, block: dict[str, Any] | None, fp8: bool) -> Any:

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 import hybridcomp
-from hybridcomp import patches
 from hybridcomp.codecs import make_codec
 from hybridcomp.errors import SeamError
-from hybridcomp.patches import patches_of
-from hybridcomp.patches.neox import checkout, rules
+from hybridcomp.patches import registry as patches
+from hybridcomp.patches.registry import patches_of
 from hybridcomp.patching import apply_all, revert_all
+from hybridcomp.rules import neox as rules
+from hybridcomp.upstream.neox import checkout
 from tests.ranks import run_ranks
 from tests.stand_ins import gpt_neox
 
@@ -76,7 +77,7 @@ ARMED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import hybridcomp
-from hybridcomp import patches
+from hybridcomp.patches import registry as patches
 hybridcomp.install()
 assert not patches.applied("megatron.mpu")
 import megatron.mpu
@@ -132,7 +133,7 @@ def test_unknown_checkout_is_refused(clean: Path, old: str, new: str, message: s
 
 
 def test_figures_go_where_neox_logs(neox: Path) -> None:
-    from hybridcomp.patches.ds.attach import REPORTER
+    from hybridcomp.session import ATTRIBUTE
 
     pending = [("Train/Compression/tp/forward/ratio", 3.9)]
 
@@ -140,7 +141,7 @@ def test_figures_go_where_neox_logs(neox: Path) -> None:
         found, pending[:] = list(pending), []
         return found
 
-    model = SimpleNamespace(**{REPORTER: SimpleNamespace(take=take)})
+    model = SimpleNamespace(**{ATTRIBUTE: SimpleNamespace(reporter=SimpleNamespace(take=take))})
     args = SimpleNamespace(use_wandb=True, tensorboard_writer="writer", comet_experiment=None)
     hybridcomp.install()
     training = importlib.import_module("megatron.training")

@@ -1,0 +1,81 @@
+"""What hybridcomp tells the user: one logger, which speaks on rank 0 unless it is asked otherwise.
+
+The logger is ``logging.getLogger("hybridcomp")``, so that a job can silence or redirect it. Without
+that every text goes to standard output behind ``[hybridcomp]``, where tools read it. Functions
+below ``patches`` that know no user return their sentences; whoever calls them tells them here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+NAME = "hybridcomp"
+PREFIX = f"[{NAME}]"
+
+
+class _Handler(logging.Handler):
+    """Writes to what ``sys.stdout`` is now, errors to ``sys.stderr``: both may be replaced."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
+            print(f"{PREFIX} {record.getMessage()}", file=stream, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+def _logger() -> logging.Logger:
+    logger = logging.getLogger(NAME)
+    if not any(isinstance(handler, _Handler) for handler in logger.handlers):
+        logger.addHandler(_Handler())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # a job's root logger would say everything a second time
+    return logger
+
+
+_LOGGER = _logger()
+
+
+def rank() -> int:
+    """The rank of this process: of torch.distributed, else of the launcher, else 0."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    try:
+        return int(os.environ.get("RANK", "0"))
+    except ValueError:
+        return 0
+
+
+def say(*texts: str, anywhere: bool = False) -> None:
+    """Tell the user each text, on rank 0; ``anywhere``: on this rank, whichever it is."""
+    if anywhere or rank() == 0:
+        for text in texts:
+            _LOGGER.info("%s", text)
+
+
+class Once:
+    """``say`` for texts that were not told through this object before."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, *texts: str) -> None:
+        fresh = [text for text in dict.fromkeys(texts) if text not in self._told]
+        self._told.update(fresh)
+        say(*fresh)
+
+    def forget(self) -> None:
+        """Begin anew, for another job in the same process."""
+        self._told.clear()
+
+
+#: each text once in this process
+say_once = Once()
+
+
+def complain(text: str) -> None:
+    """Tell the user on standard error, on whichever rank it is: other ranks may not know of it."""
+    _LOGGER.error("%s", text)

@@ -1,0 +1,75 @@
+"""Whether the block can act beside the rest of a ds_config, decided before an engine is built.
+
+Nothing here imports DeepSpeed, so that a file can be checked on a machine without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.config.error_messages import idle
+from hybridcomp.policy import Dimension
+from hybridcomp.rules import ds, ds_offload, engine
+from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.engine import hold
+from hybridcomp.rules.neox import RULES as NEOX_RULES
+
+#: of every dimension
+TABLES = (*ds.RULES, *ds_offload.RULES)
+
+
+def check(
+    block: CompressionConfig,
+    ds_config: Mapping[str, Any],
+    *,
+    pipeline: bool | None = None,
+    moe: bool | None = None,
+    world_size: int | None = None,
+    tensor: bool | None = None,
+    sequence: bool | None = None,
+    replicas: int | None = None,
+    neox: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Sentences to print about keys of ``block`` that act differently than one may think.
+
+    ``pipeline``, ``moe``: what the model is, None where it is not known; ``world_size``: ranks of
+    the job; ``tensor``, ``sequence``: whether layers or the sequence are split over ranks already
+    (what AutoTP will split is read from ``check``); ``replicas``: copies of the model;
+    ``neox``: the settings of a GPT-NeoX job.
+    Raises ConfigError for the first dimension that cannot act, unless the block says
+    ``"on_unsupported": "native"``; then the sentences say what stays native and why.
+    """
+    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas)
+    rules = [(rule, job) for rule in TABLES]
+    if neox is not None:
+        rules += [(rule, Job(neox)) for rule in NEOX_RULES]
+    return [*_idle_keys(block), *hold(block, rules)]
+
+
+def _idle_keys(block: CompressionConfig) -> list[str]:
+    """Keys for megatron-core, beside a DeepSpeed that has its own."""
+    found = []
+    if block.pp.scatter_gather:
+        todo = (
+            "DeepSpeed cuts pipeline messages among tensor-parallel ranks itself "
+            "(pipeline.pipe_partitioned and pipeline.grad_partitioned); remove it"
+        )
+        found.append(idle(f"{BLOCK}.pp.scatter_gather", True, todo, block.on_unsupported))
+    return found
+
+
+def absent(
+    ds_config: Mapping[str, Any],
+    *,
+    pipeline: bool,
+    moe: bool,
+    world_size: int,
+    tensor: bool,
+    sequence: bool,
+    replicas: int | None,
+) -> frozenset[Dimension]:
+    """The dimensions of which such a job has no traffic."""
+    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas)
+    return engine.absent((rule, job) for rule in TABLES)

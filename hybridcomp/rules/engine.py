@@ -1,0 +1,86 @@
+"""What a rule is, and what follows for a block where one applies: an error, a sentence, nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.policy import DIMENSIONS, Dimension
+
+#: what is known of the job that rules of one upstream look at
+J = TypeVar("J")
+
+#: refuse   never together, whatever ``on_unsupported`` says: results would be wrong
+#: bypass   upstream sends this traffic on a path that no seam covers
+#: absent   this job has no such traffic: an error for a key that the user wrote, nothing for a
+#:          preset, which is made for every kind of job
+#: note     acts, with something to know
+Verdict = Literal["refuse", "bypass", "absent", "note"]
+
+
+def _any_block(block: CompressionConfig) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Rule(Generic[J]):
+    """One thing that upstream does, and what it means for some dimensions."""
+
+    verdict: Verdict
+    dimensions: tuple[Dimension, ...]
+    found: str  # as the user would write it in upstream's own configuration
+    reason: str
+    todo: str
+    applies: Callable[[J], bool] = field(repr=False)
+    #: which settings of the dimension it is about
+    settings: Callable[[CompressionConfig], bool] = field(default=_any_block, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.reason}"
+
+
+def hold(block: CompressionConfig, rules: Iterable[tuple[Rule[J], J]]) -> Iterator[str]:
+    """Hold ``block`` against rules, each with the job that it looks at.
+
+    Yields the sentences that the user has to read. Raises ConfigError at the first dimension that
+    cannot act, unless the block says ``"on_unsupported": "native"``; then a sentence says what
+    stays native and why.
+    """
+    active = [name for name in DIMENSIONS if block.active(name)]
+    for rule, job in rules:
+        names = [name for name in active if name in rule.dimensions]
+        if rule.verdict == "absent":
+            names = [name for name in names if name in block.explicit]
+        if names and rule.settings(block) and rule.applies(job):
+            yield apply(rule, names, block)
+
+
+def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -> str:
+    """Return what to tell the user of a rule that applies to ``names``.
+
+    Raises ConfigError for the first of them where the rule or the block asks for an error.
+    """
+    if rule.verdict == "note":
+        return f"{', '.join(names)}: {rule}"
+    if rule.verdict != "refuse" and block.on_unsupported == "native":
+        return f"{', '.join(names)} native: {rule}"
+    native = "" if rule.verdict == "refuse" else ', or set "on_unsupported": "native"'
+    raise ConfigError(
+        f"{BLOCK}.{names[0]}",
+        Shown(rule.found),
+        f'{rule.reason}; {rule.todo}, or set "{names[0]}": "none"{native}',
+    )
+
+
+def absent(rules: Iterable[tuple[Rule[J], J]]) -> frozenset[Dimension]:
+    """The dimensions of which a job has no traffic."""
+    return frozenset(
+        name
+        for rule, job in rules
+        if rule.verdict == "absent" and rule.applies(job)
+        for name in rule.dimensions
+    )

@@ -1,0 +1,184 @@
+"""What megatron-core does with the traffic of each dimension: a table over its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.config.error_messages import idle
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension
+from hybridcomp.rules.engine import Rule
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model chunk and how it is parallel."""
+
+    config: Any
+    ddp: Any
+    wrapper: str
+    sizes: Mapping[Dimension, int]
+    homes: frozenset[str] = frozenset()  # packages that define the model's layers
+    dtypes: frozenset[torch.dtype] = frozenset()
+    lossy: frozenset[Dimension] = frozenset()
+    delta: bool = False
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A setting of the model or of DDP, ``default`` where this version has none."""
+        for source in (self.config, self.ddp):
+            if hasattr(source, name):
+                return getattr(source, name)
+        return default
+
+    def size(self, dimension: Dimension) -> int:
+        """Ranks per group; 2 where it is not known, so that nothing is taken for absent."""
+        return self.sizes.get(dimension, 2)
+
+    @property
+    def transformer_engine(self) -> bool:
+        """Whether layers of Transformer Engine are in the model."""
+        return "transformer_engine" in self.homes
+
+
+GROUPS: tuple[tuple[Dimension, str], ...] = (
+    ("tp", "tensor-parallel"),
+    ("pp", "pipeline"),
+    ("ep", "expert-parallel"),
+    ("cp", "context-parallel"),
+    ("dp", "data-parallel"),
+    ("zero", "data-parallel"),
+)
+
+RULES: tuple[Rule[Job], ...] = (
+    Rule(
+        "absent", ("offload",), "a job without DeepSpeed",
+        "only the copies of DeepSpeed's ZeRO-Offload are encoded", "leave offload out",
+        lambda job: True,
+    ),
+    Rule(
+        "bypass", ("tp",), "use_transformer_engine_op_fuser",
+        "fused operations of Transformer Engine do not tell gradients from activations",
+        "set use_transformer_engine_op_fuser to False",
+        lambda job: bool(job.get("use_transformer_engine_op_fuser", False)),
+    ),
+    Rule(
+        "bypass", ("tp",), "sequence_parallel in 8 or 4 bits (fp8, fp4)",
+        "Transformer Engine gathers the quantized tensors itself; only its reductions are encoded",
+        "train in bf16",
+        lambda job: job.transformer_engine and bool(job.get("sequence_parallel", False))
+        and bool(job.get("fp8") or job.get("fp4")),
+    ),
+    Rule(
+        "bypass", ("tp",), "tp_comm_overlap",
+        "the collectives are fused with the matrix products in user buffers",
+        "set tp_comm_overlap to False",
+        lambda job: bool(job.get("tp_comm_overlap", False)),
+    ),
+    Rule(
+        "bypass", ("cp",), "context parallelism of attention",
+        "it is done inside Transformer Engine, where no seam reaches", "leave cp out",
+        lambda job: job.size("cp") > 1 and job.transformer_engine,
+    ),
+    Rule(
+        "bypass", ("ep",), 'moe_token_dispatcher_type "flex"',
+        "DeepEP, HybridEP and NCCL EP move tokens themselves",
+        'set moe_token_dispatcher_type to "alltoall"',
+        lambda job: job.get("moe_token_dispatcher_type") == "flex"
+        and bool(job.get("num_moe_experts")),
+    ),
+    Rule(
+        "bypass", ("pp",), "use_ring_exchange_p2p",
+        "it needs an image of torch with ring_exchange, which takes no bytes",
+        "set use_ring_exchange_p2p to False",
+        lambda job: bool(job.get("use_ring_exchange_p2p", False)),
+    ),
+    Rule(
+        "refuse", ("dp",), "reduce_scatter_with_fp32_accumulation",
+        "it replaces the reduce-scatter that would be compressed; compressed reductions sum in "
+        "fp32 anyway", "set it to False",
+        lambda job: bool(job.get("reduce_scatter_with_fp32_accumulation", False)),
+    ),
+    Rule(
+        "refuse", ("zero",), "a lossy codec for fp32 parameters",
+        "the distributed optimizer keeps no other copy of fp32 parameters, so that every step "
+        "would lose digits of the masters", "train in bf16 or use a lossless codec",
+        lambda job: torch.float32 in job.dtypes and "zero" in job.lossy
+        and bool(job.get("use_distributed_optimizer", False)),
+    ),
+    Rule(
+        "refuse", ("zero",), '"delta": true with reuse_grad_buf_for_mxfp8_param_ag',
+        "gradients overwrite the gathered parameters, so that ranks keep nothing to add deltas to",
+        "remove delta",
+        lambda job: job.delta and bool(job.get("reuse_grad_buf_for_mxfp8_param_ag", False)),
+    ),
+    Rule(
+        "bypass", ("dp", "zero"), "a data-parallel wrapper that is not DistributedDataParallel",
+        "FSDP communicates on paths of its own", "use DistributedDataParallel",
+        lambda job: job.wrapper != "DistributedDataParallel",
+    ),
+    Rule(
+        "bypass", ("zero",), "parameters in 8 or 4 bits (fp8_param_gather)",
+        "they are gathered as they are", "leave zero out",
+        lambda job: bool(job.get("fp8_param_gather", False) or job.get("fp8_param", False)),
+    ),
+    Rule(
+        "absent", ("zero",), "no distributed optimizer",
+        "no parameters are gathered", "set use_distributed_optimizer",
+        lambda job: not job.get("use_distributed_optimizer", False)
+        and job.wrapper == "DistributedDataParallel",
+    ),
+    *(
+        Rule(
+            "absent", (name,), f"one rank in each {words} group",
+            "nothing is sent", f"leave {name} out",
+            lambda job, name=name: job.size(name) < 2,  # type: ignore[misc]
+        )
+        for name, words in GROUPS
+    ),
+)  # fmt: skip
+
+
+#: for layers of Transformer Engine where their seam is not in place
+LAYERS_OUT_OF_REACH = "layers of Transformer Engine"
+
+
+def out_of_reach(reason: str) -> Rule[Job]:
+    """The rule for layers of Transformer Engine whose seam is not in place, with the reason."""
+    return Rule(
+        "bypass", ("tp",), LAYERS_OUT_OF_REACH, reason, "use --transformer-impl local",
+        lambda job: job.transformer_engine and job.size("tp") > 1,
+    )  # fmt: skip
+
+
+def lossy(block: CompressionConfig) -> frozenset[Dimension]:
+    """The dimensions whose codec changes values, in one direction at least."""
+    codecs = block.policy().codecs
+    return frozenset(
+        name
+        for name in DIMENSIONS
+        for way in DIRECTIONS
+        if (codec := codecs.get((name, way))) is not None and not codec.lossless
+    )
+
+
+def scatter_gather(block: CompressionConfig, job: Job) -> str | None:
+    """What to say where no tensor ranks hold the same pipeline messages. Raises ConfigError."""
+    if not block.pp.scatter_gather:
+        return None
+    found = {
+        "process groups made without parallel_state: it is not known who shares": not job.sizes,
+        "one rank in each pipeline group: nothing is sent": job.size("pp") < 2,
+        "one rank in each tensor-parallel group: nobody shares its messages": job.size("tp") < 2,
+        "sequence_parallel: every tensor rank sends a part of its own already": bool(
+            job.get("sequence_parallel", False)
+        ),
+    }
+    words = next((words for words, applies in found.items() if applies), None)
+    if words is None:
+        return None
+    key = f"{BLOCK}.pp.scatter_gather"
+    return idle(key, True, f"{words}; remove it", block.on_unsupported)

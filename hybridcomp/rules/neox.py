@@ -1,0 +1,71 @@
+"""What GPT-NeoX does with the traffic of each dimension: a table over the keys of its YAML files.
+
+Beside that of DeepSpeed (``ds``), whose engine carries the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.engine import Rule
+
+#: where GPT-NeoX takes keys that it hands on to DeepSpeed unseen
+EXTRA = "deepspeed_extra_args"
+#: switches that put Transformer Engine's layers in the place of GPT-NeoX's own
+TRANSFORMER_ENGINE = (
+    "te_columnparallel",
+    "te_rowparallel",
+    "te_layernorm_mlp",
+    "te_mha",
+    "te_fp8_mha",
+)
+
+
+def settings_of(args: Any) -> Mapping[str, Any] | None:
+    """The settings of a GPT-NeoX job, from the ``args`` of ``deepspeed.initialize``; else None."""
+    if type(args).__module__.startswith("megatron.neox_arguments"):
+        settings: Mapping[str, Any] = vars(args)
+        return settings
+    return None
+
+
+def ds_settings(whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What DeepSpeed is handed of a GPT-NeoX configuration, as far as rules look at it."""
+    extra = dict(whole.get(EXTRA) or {})
+    if whole.get("precision") == "bfloat16":
+        extra.setdefault("bf16", {"enabled": True})  # as NeoXArgs.calculate_derived adds it
+    return {**whole, **extra}
+
+
+def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """What a GPT-NeoX configuration says about its model, for ``ds_check.check``."""
+    return {
+        "pipeline": int(whole.get("pipe_parallel_size", 0)) >= 1,
+        "moe": int(whole.get("moe_num_experts", 1)) > 1,
+        "tensor": int(whole.get("model_parallel_size", 1)) > 1,
+    }
+
+
+def _tensor_parallel(job: Job) -> bool:
+    return int(job.get("model_parallel_size", 1)) > 1
+
+
+RULES: tuple[Rule[Job], ...] = (
+    Rule(
+        "bypass", ("tp",), "layers of Transformer Engine (te_mha, te_columnparallel, ...)",
+        "they communicate inside Transformer Engine, where no seam reaches",
+        "set the te_ switches to false",
+        lambda job: _tensor_parallel(job)
+        and any(job.get(name, False) for name in TRANSFORMER_ENGINE),
+    ),
+    Rule(
+        "note", ("tp",), '"partition_activations": true',
+        "checkpointed activations are gathered over the tensor-parallel ranks as they are, since "
+        "recomputation must see what the forward pass saw", "",
+        lambda job: _tensor_parallel(job)
+        and bool(job.get("checkpoint_activations", False))
+        and bool(job.get("partition_activations", False)),
+    ),
+)  # fmt: skip

@@ -1,0 +1,274 @@
+"""What attaching to an engine means, written once for every engine.
+
+DeepSpeed's engines (``patches/ds/attach.py``), Megatron's processes (``process`` and
+``patches/mcore/attach.py``) and whatever has no patch at all do the same at the same moments:
+
+1. ``begin``: the ranks agree on block and versions, channels are made, the user reads what they do.
+2. ``name_parameters``, ``place``, ``measure``: what the caller knows of its model and its groups.
+3. ``begin_step`` and ``end_step`` around every optimizer step.
+4. ``save`` and ``load`` beside the caller's own checkpoint; ``close`` at the end.
+
+The caller sends its messages through ``channels``, and supplies what only it knows: names of
+parameters, which of them a buffer holds (``pieces``), groups, overflows and the loss scale. All
+ranks call everything here together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp import wandb_run
+from hybridcomp.agreement import agree, versions
+from hybridcomp.channels import NAME, Channels, Sent, checkpoint
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.codecs import check_payloads
+from hybridcomp.collectives import check_headers
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.log import Once
+from hybridcomp.policy import Dimension
+from hybridcomp.reporter import Event, Reporter, describe_run
+from hybridcomp.topology import Ranks
+
+#: attribute of an engine: its session
+ATTRIBUTE = "_hybridcomp_session"
+#: upstream package -> what its seams do with an engine that is attached, in their order
+WHEN_ATTACHED: dict[str, list[Callable[[Any, Channels], None]]] = {}
+#: said behind a decision that a restart would forget
+ADVICE = "; only hybridcomp.save_state keeps this over a restart"
+
+
+def session_of(engine: Any) -> EngineSession | None:
+    """The session of an attached engine, None for any other object."""
+    found: EngineSession | None = getattr(engine, ATTRIBUTE, None)
+    return found
+
+
+def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> None:
+    """Compare the block, the versions of ``packages`` and ``facts`` over all ranks.
+
+    None: this rank has no block. Raises AgreementError, naming the ranks that differ.
+    """
+    settings = {BLOCK: None} if block is None else block.flat()
+    agree({**settings, **facts, **versions(*packages)})
+
+
+def default_device() -> torch.device:
+    """Where the default group reduces."""
+    if "nccl" in str(dist.get_backend()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class EngineSession:
+    """One engine's channels, and what happens to them at its steps and checkpoints.
+
+    Attributes:
+        channels: what messages go through, one channel for each dimension.
+        loss_scale: the factor on the gradients that residuals are in units of.
+        reporter: what sums the ledgers of the ranks; None where somebody else reports.
+        models: how many models have had their parameters named.
+        restored: whether the engine has loaded a checkpoint of its own since ``begin``.
+        loaded: whether ``load`` has.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        device: torch.device | None = None,
+        *,
+        interval: Callable[[], int] | None = None,
+        write: Callable[[list[Event], int], object] = wandb_run.log,
+        layout: Callable[[], Mapping[str, int]] = dict,
+        kept_in: str = "",
+    ) -> None:
+        """Hold ``channels`` that exist; ``begin`` makes them.
+
+        Args:
+            channels: of this engine alone.
+            device: where its messages are; None: where the default group reduces.
+            interval: optimizer steps between two reports, 0: none; without it the ledger's own.
+            write: takes the figures of a report and its step, on every rank.
+            layout: ranks in each group whose coordinates stand in the names of parameters.
+            kept_in: the engine's own checkpoints, in words, where they take along what is saved.
+        """
+        self.channels = channels
+        self.loss_scale = 1.0
+        self.reporter: Reporter | None = None
+        self.models = 0
+        self.restored = self.loaded = False
+        self.kept_in = kept_in
+        self.say = Once()
+        self._device = device
+        self._interval = interval or (lambda: channels.config.ledger.interval)
+        self._write = write
+        self._layout = layout
+
+    @classmethod
+    def begin(
+        cls,
+        block: CompressionConfig | None,
+        device: torch.device | None = None,
+        *,
+        packages: Iterable[str] = (),
+        **options: Any,
+    ) -> EngineSession | None:
+        """Agree on ``block`` over all ranks and make its channels; None: no rank has a block.
+
+        ``packages``: upstream packages whose versions have to agree, too; ``options``: as for the
+        constructor. Raises AgreementError.
+        """
+        agree_on(block, *packages)
+        if block is None:
+            describe_run(None)
+            return None
+        session = cls(Channels(block), device, **options)
+        session.say(*block.describe())
+        session.open_reporter()
+        return session
+
+    @property
+    def device(self) -> torch.device:
+        """Where the messages of this engine are."""
+        if self._device is None:
+            self._device = default_device()
+        return self._device
+
+    def open_reporter(self) -> None:
+        """Report from now on, into the block's ``ledger.jsonl`` and the W&B run that there is."""
+        config = self.channels.config
+        describe_run(config)
+        jsonl = config.ledger.jsonl
+        self.reporter = Reporter(self.channels, Path(jsonl) if jsonl else None, self.device)
+
+    # what the caller knows of its model and its groups
+
+    def name_parameters(
+        self, named: Iterable[tuple[str, Tensor]], common: Iterable[str] = ()
+    ) -> None:
+        """Take over names: unique in the job, equal on all ranks that reduce a gradient together.
+
+        Residuals are kept by these names, and shared anew by them on another number of ranks.
+        ``common``: names of vectors that tensor-parallel ranks have in common.
+        """
+        self.models += 1
+        for name, parameter in named:
+            setattr(parameter, NAME, name)
+            self.channels.factors.learn(name, parameter.shape)
+        self.channels.common |= frozenset(common)
+
+    def pieces(self, parameters: Iterable[Tensor]) -> list[Piece]:
+        """What a flat buffer holds: these named parameters, whole and one after the other."""
+        return [Piece(getattr(p, NAME), 0, p.numel()) for p in parameters]
+
+    def place(self, groups: Iterable[Ranks]) -> None:
+        """Find the nodes, and make the two levels of ``hierarchy``; a collective.
+
+        ``groups``: those of this rank that reduce gradients or gather parameters.
+        """
+        self.say(*self.channels.place(groups))
+
+    def measure(
+        self,
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        numel: int | None = None,
+        sent: Mapping[Dimension, Sent] | None = None,
+    ) -> None:
+        """Measure what may turn itself off (``when: auto``), after ``place``; a collective.
+
+        ``group``: replicas of this rank's ``numel`` parameters of ``dtype``; ``sent``: messages of
+        a step, as far as they are known.
+        """
+        known = {} if numel is None else {"numel": numel}
+        self.say(*self.channels.weigh(group, dtype, self.device, sent=sent, **known))
+
+    # steps
+
+    def begin_step(self) -> bool:
+        """A step begins, if it has not yet: before its first forward pass, or any of them.
+
+        Returns whether the next one matters: False once nothing is left to be timed.
+        """
+        return self.channels.open_step(self.device)
+
+    def end_step(
+        self, *, overflow: bool = False, loss_scale: float = 1.0, step: int | None = None
+    ) -> None:
+        """An optimizer step is over: residuals follow the loss scale, the ledger reports.
+
+        ``overflow``: it was skipped, and what its messages left out belongs to no step;
+        ``loss_scale``: of the next one; ``step``: the engine's own count of steps taken.
+        """
+        channels, sampled = self.channels, self.channels.sampling
+        channels.step = channels.step + 1 if step is None else step
+        if overflow:
+            channels.residuals.drop()
+        elif loss_scale != self.loss_scale:
+            channels.residuals.scale(loss_scale / self.loss_scale)
+        self.loss_scale = loss_scale
+        advice = "" if self.kept_in else ADVICE
+        self.say(*(f"{text}{advice}" for text in channels.close_step(sampled, self.device)))
+        every = self._interval()
+        if self.reporter is not None and every and channels.step % every == 0:
+            self._write(self.reporter.report(channels.step), channels.step)
+
+    @property
+    def forgetful(self) -> bool:
+        """Whether the engine was restored from a checkpoint, and the session was not."""
+        return self.restored and not self.loaded
+
+    # checkpoints
+
+    def save(
+        self, folder: str | Path, loss_scale: float | None = None, references: bool = False
+    ) -> None:
+        """Write step and residuals of all ranks into ``folder``, which is whole afterwards.
+
+        ``loss_scale``: the factor on the gradients; None: that of the last step. ``references``:
+        whether the caller has written those of parameter deltas there. Raises CodecError where a
+        payload was damaged that nobody has told of: it must not be saved as if it were sound.
+        """
+        check_payloads()
+        check_headers()
+        scale = self.loss_scale if loss_scale is None else loss_scale
+        checkpoint.save(Path(folder), self.channels, scale, self._layout(), references)
+
+    def load(
+        self, folder: str | Path, loss_scale: float | None = None, step: int | None = None
+    ) -> None:
+        """Take over what ``save`` wrote, of this version or the one before.
+
+        ``loss_scale``: the factor on the gradients from now on; None: what it was when saved.
+        ``step``: the engine's own count; it then looks after the references of parameter deltas,
+        too. On another number of ranks the sum of the residuals is kept.
+        """
+        channels, folder = self.channels, Path(folder)
+        self.loaded = True
+        channels.residuals.drop()
+        state = checkpoint.read_state(folder)
+        stored = 1.0 if state is None else state.loss_scale
+        self.loss_scale = stored if loss_scale is None else loss_scale
+        if step is not None:
+            channels.step = step
+            checkpoint.load(folder, channels, self.loss_scale)
+            return
+        channels.resync()
+        if state is None:
+            self.say(f"{folder} holds no state; step and residuals start at zero")
+            return
+        channels.step = state.step
+        if state.groups != dict(self._layout()):
+            self.say(f"{folder} is of another layout, {state.groups}; residuals start at zero")
+            return
+        checkpoint.load(folder, channels, self.loss_scale)
+
+    def close(self) -> None:
+        """Write the totals; the channels carry no message afterwards."""
+        if self.reporter is not None:
+            self.reporter.close()

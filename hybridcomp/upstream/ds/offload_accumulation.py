@@ -1,0 +1,151 @@
+"""Gradients of several micro-batches under ZeRO-Offload, dimension ``offload``: where they add up.
+
+Upstream adds up micro-batches on the device and keeps the sum on the host: each fetches the sum so
+far, adds, and sends it back, three quarters of all bytes with four micro-batches. Here the sum
+stays on the device where there is room for it (``compression.offload.sums``), in the dtype that
+upstream adds in, and crosses once a step, encoded; norm and overflow flag are upstream's. Where
+there is no room each gradient crosses, encoded, and the host adds: in one pass over the sum and in
+fp32, or, where a lossless codec has to give the same bits, in upstream's dtype. Norm and overflow
+flag of such a sum are the host's as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.channels import Channels, Packed
+from hybridcomp.codecs.base import Codec
+from hybridcomp.log import say
+
+#: attribute of an optimizer: its Sums
+ATTRIBUTE = "_hybridcomp_sums"
+
+
+@dataclass
+class Sums:
+    """Gradients of several micro-batches of one optimizer, and what the host found in them."""
+
+    #: whether the device adds up; None: not decided yet
+    on_device: bool | None = None
+    totals: dict[int, Tensor] = field(default_factory=dict)  # by parameter id, upstream's dtype
+    packed: dict[int, Packed] = field(default_factory=dict)  # what the host adds up in fp32
+    #: parameters that no boundary has closed since the last step, and how to close them
+    open: dict[int, Callable[[], None]] = field(default_factory=dict)
+    norms: dict[int, Tensor] = field(default_factory=dict)  # of closed ones, not yet told upstream
+
+    def add(self, key: int, values: Tensor, dtype: torch.dtype, *, first: bool) -> Tensor:
+        """The sum on the device with ``values`` added; it has ``dtype``, as upstream's has."""
+        total = self.totals.get(key)
+        if total is None:
+            self.totals[key] = total = torch.empty_like(values, dtype=dtype)
+            first = True
+        if first:
+            total.copy_(values)
+        else:
+            total.add_(values.to(dtype))
+        return total
+
+    def close(self, key: int, total: Tensor, out: Tensor, norm: Callable[[Tensor], Tensor]) -> None:
+        """A sum of the host is complete: give it to the optimizer, and take its norm."""
+        out.copy_(total)
+        self.norms[key] = norm(total)
+
+    def close_packed(self, key: int, packed: Packed) -> None:
+        """The same for one that was added up where the optimizer reads it."""
+        assert packed.square is not None
+        self.norms[key] = packed.square.sqrt()
+
+
+def add_on_host(
+    optimizer: Any,
+    channels: Channels,
+    key: int,
+    values: Tensor,
+    total: Callable[[], Tensor],
+    out: Tensor,
+    codec: Codec,
+    norm: Callable[[Tensor], Tensor],
+    *,
+    raw_nbytes: int,
+    first: bool,
+    boundary: bool,
+) -> None:
+    """Send one micro-batch's gradient to the host, which adds it to the others.
+
+    ``total``: makes the sum in upstream's dtype, where its bits or overflows of fp16 need it.
+    """
+    sums, moves = sums_of(optimizer), channels.host
+    close: Callable[[], None]
+    if codec.lossless or values.dtype == torch.float16 or out.dtype != torch.float32:
+        if key not in sums.totals:
+            sums.totals[key] = total()
+        held = sums.totals[key]
+        finish = partial(sums.close, key, held, out, norm)
+        moves.to_host(values, held, codec, raw_nbytes=raw_nbytes, add=not first)
+        close = partial(moves.when_complete, finish, on=values.device)
+    else:
+        packed = sums.packed.get(key)
+        if packed is None or first:
+            sums.packed[key] = packed = Packed(out)
+        moves.pack(values, packed, codec, raw_nbytes=raw_nbytes)
+        finish = partial(sums.close_packed, key, packed)
+        close = partial(moves.unpack, packed, on=values.device, then=finish)
+    sums.open[key] = close
+    if boundary:
+        sums.open.pop(key)()
+
+
+def adds_on_device(
+    optimizer: Any, channels: Channels, like: Tensor, numel: int, device: torch.device
+) -> bool:
+    """Whether micro-batches of this step are added up on the device, small gradients as well.
+
+    ``like``: what has the dtype of sums; ``numel``: of all gradients of this rank.
+    """
+    if channels["offload"].copy_codec(1 << 40, like.dtype, "backward") is None:
+        return False
+    sums = sums_of(optimizer)
+    if sums.on_device is None:
+        sums.on_device, note = _room(channels, device, numel * like.itemsize)
+        say(note)
+    return sums.on_device
+
+
+def _room(channels: Channels, device: torch.device, nbytes: int) -> tuple[bool, str]:
+    """Whether the device has room for a sum of so many bytes, and what to tell the user.
+
+    Asked in the first backward pass, when activations take the most memory.
+    """
+    asked = channels.config.offload.sums
+    size, key = f"{nbytes / 1e6:.0f} MB", f"(compression.offload.sums: {asked})"
+    fits = True
+    if asked == "auto" and device.type == "cuda":
+        cuda: Any = torch.cuda
+        free, whole = cuda.mem_get_info(device)
+        free += cuda.memory_reserved(device) - cuda.memory_allocated(device)
+        fits = free - nbytes >= whole / 10
+    if asked == "device" or (asked == "auto" and fits):
+        return True, f"offload: micro-batches are added up on the device, in {size} of it {key}"
+    why = "" if asked == "host" else f", as {size} more would not leave a tenth of the device free"
+    return False, f"offload: micro-batches are added up on the host{why} {key}"
+
+
+def sums_of(optimizer: Any) -> Sums:
+    """The sums of an optimizer."""
+    found: Sums | None = getattr(optimizer, ATTRIBUTE, None)
+    if found is None:
+        found = Sums()
+        setattr(optimizer, ATTRIBUTE, found)
+    return found
+
+
+def forget(optimizer: Any) -> None:
+    """Give the memory of sums back: the optimizer's gradients are native from now on."""
+    if hasattr(optimizer, ATTRIBUTE):
+        delattr(optimizer, ATTRIBUTE)

@@ -1,0 +1,97 @@
+"""Which dimension a process group of megatron-core carries, and where this rank stands in them."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from hybridcomp.policy import Dimension
+
+#: the releases that the seams fit
+REQUIREMENT = "megatron-core >= 0.13, < 0.20"
+
+#: getter in megatron.core.parallel_state -> dimension
+GETTERS: tuple[tuple[str, Dimension], ...] = (
+    ("get_tensor_model_parallel_group", "tp"),
+    ("get_expert_tensor_parallel_group", "tp"),
+    ("get_expert_model_parallel_group", "ep"),
+    ("get_expert_tensor_and_model_parallel_group", "ep"),
+    ("get_context_parallel_group", "cp"),
+)
+
+
+#: groups of a job with several instances of the distributed optimizer
+PARTIAL = (
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+)
+
+
+def dimension_of(group: dist.ProcessGroup | None, default: Dimension) -> Dimension | None:
+    """The dimension whose messages ``group`` carries.
+
+    None for any other group: what upstream sends over mixed groups are token counts and losses,
+    which stay exact. ``default`` where a job makes its groups without parallel_state.
+    """
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return default
+    for getter, dimension in GETTERS:
+        if getattr(parallel_state, getter)(check_initialized=False) is group:
+            return dimension
+    return None
+
+
+def sizes() -> dict[Dimension, int]:
+    """Ranks per group: what parallel_state knows; empty where a job makes its groups itself."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return {}
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True).size()
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "dp": data,
+        "zero": data,
+    }
+
+
+def data_parallel() -> set[tuple[int, ...]]:
+    """Ranks of the groups of this rank that reduce gradients or gather parameters."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return set()
+    found = [
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_data_parallel_group(with_context_parallel=False),
+    ]
+    # of experts, and of the instances of a distributed optimizer: not in every release or job
+    for name in ("_EXPERT_DATA_PARALLEL_GROUP", *PARTIAL):
+        found.append(getattr(parallel_state, name, None))
+    return {tuple(dist.get_process_group_ranks(group)) for group in found if group is not None}
+
+
+def replicas() -> dist.ProcessGroup:
+    """The group over which this rank's dense parameters are replicated."""
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
+
+
+def coordinates() -> str:
+    """Where this rank stands in its model replica, such as ``pp1.tp0.ep0``."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return f"rank{dist.get_rank()}"
+    return (
+        f"pp{parallel_state.get_pipeline_model_parallel_rank()}"
+        f".tp{parallel_state.get_tensor_model_parallel_rank()}"
+        f".ep{parallel_state.get_expert_model_parallel_rank()}"
+    )

@@ -1,0 +1,143 @@
+"""The seam modules of every upstream, and when their patches are applied.
+
+Patches are armed per upstream package: applied at once when it is imported already, otherwise when
+it is. They dispatch per engine, so that a process may hold several engines, or one without a block.
+A new seam is a module in one of the folders beside this file and a line in ``MODULES``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+from wrapt import register_post_import_hook
+
+from hybridcomp import session
+from hybridcomp.errors import SeamError
+from hybridcomp.patching import IN_PLACE, UNFIT, Patch, apply_all, revert_all
+from hybridcomp.policy import DIMENSIONS
+from hybridcomp.upstream.neox.checkout import is_neox
+
+#: upstream package -> patch modules, in the order of application
+MODULES: dict[str, tuple[str, ...]] = {
+    "deepspeed": (
+        "ds.attach",
+        "ds.zero0",
+        "ds.zero12",
+        "ds.zero3",
+        "ds.parameter_gathers",
+        "ds.offload12",
+        "ds.offload3",
+        "ds.pipeline",
+        "ds.pipeline_partition",
+        "ds.tied_weights",
+        "ds.moe",
+        "ds.autotp",
+        "ds.ulysses",
+    ),
+    "megatron.core": (
+        "mcore.attach",
+        "mcore.check",
+        "mcore.tensor_parallel",
+        "mcore.experts",
+        "mcore.pipeline",
+        "mcore.ddp",
+    ),
+    "transformer_engine.pytorch": ("mcore.transformer_engine",),
+    "megatron.mpu": ("neox.mpu",),
+    "megatron.training": ("neox.log",),
+}
+#: packages whose name another upstream bears too -> whether this process has the one that is meant
+TOLD_BY: dict[str, Callable[[], bool]] = {"megatron.mpu": is_neox, "megatron.training": is_neox}
+
+#: packages that a job may have and not need: what keeps their patches away is told to whoever asks
+OPTIONAL = frozenset({"transformer_engine.pytorch"})
+
+_armed = False
+_hooked: set[str] = set()
+
+
+def modules_of(package: str) -> list[ModuleType]:
+    """The patch modules of an upstream package, imported.
+
+    What they want to do with an engine that is attached (``ATTACHED``) is told to ``session``.
+    """
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in MODULES[package]]
+    session.WHEN_ATTACHED[package] = [m.ATTACHED for m in modules if hasattr(m, "ATTACHED")]
+    return modules
+
+
+def patches_of(package: str) -> list[Patch]:
+    """Fresh, unapplied patches of an upstream package, in order."""
+    return [Patch(seam, make) for module in modules_of(package) for seam, make in module.PATCHES]
+
+
+def support_matrix() -> str:
+    """What is compressed where, as a Markdown table made from the seams themselves.
+
+    A seam module says with ``COVERS`` which dimensions it carries; the first sentence of its
+    docstring says what of them.
+    """
+    rows = ["| dimension | what | upstream |", "|---|---|---|"]
+    found = []
+    for package in MODULES:
+        for module in modules_of(package):
+            what = (module.__doc__ or "").partition("\n\n")[0].partition(", dimension ``")[0]
+            requirement = module.PATCHES[0][0].requirement
+            found += [(name, what.rstrip("."), requirement) for name in covers(module)]
+    order = DIMENSIONS
+    found.sort(key=lambda row: order.index(row[0]))
+    rows += [f"| `{name}` | {what} | `{requirement}` |" for name, what, requirement in found]
+    return "\n".join(rows)
+
+
+def covers(module: ModuleType) -> tuple[str, ...]:
+    """The dimensions whose traffic a seam module carries."""
+    found: tuple[str, ...] = getattr(module, "COVERS", ())
+    return found
+
+
+def arm() -> None:
+    """Apply the patches of every imported upstream package, the others at their import."""
+    global _armed
+    _armed = True
+    for package in MODULES:
+        if package in sys.modules:
+            _apply(package)
+        elif package not in _hooked:
+            _hooked.add(package)
+            register_post_import_hook(_on_import, package)
+
+
+def disarm() -> None:
+    """Revert everything that is applied."""
+    global _armed
+    _armed = False
+    for package in list(IN_PLACE):
+        revert_all(IN_PLACE.pop(package))
+
+
+def applied(package: str) -> list[Patch]:
+    """The patches that are in place."""
+    return list(IN_PLACE.get(package, ()))
+
+
+def _on_import(module: ModuleType) -> None:
+    # the hook cannot be taken back, so it asks whether it is still wanted
+    if _armed:
+        _apply(module.__name__)
+
+
+def _apply(package: str) -> None:
+    if package in TOLD_BY and not TOLD_BY[package]():
+        return
+    if package in IN_PLACE:
+        return
+    try:
+        IN_PLACE[package] = apply_all(patches_of(package))
+    except SeamError as error:
+        if package not in OPTIONAL:
+            raise
+        UNFIT[package] = str(error)

@@ -1,1 +1,0 @@
-"""What the seams of several upstream packages share. No seam is here."""
