@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -242,3 +243,11 @@ def stale_bindings(obj: object) -> list[str]:
         for name, value in list(vars(module).items())
         if value is obj
     )
+
+
+def is_importable(module: str) -> bool:
+    """Whether ``module`` can be imported; False where its package is not installed."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
