@@ -2,6 +2,8 @@
 
 install(config=None) arm the patches: they act on engines whose config has a "compression" block
 uninstall()          put upstream back as it was
+attach(model, block) compress a model under torch's fully_shard (FSDP2) or DistributedDataParallel
+stateful(model)      its part of a checkpoint of torch.distributed.checkpoint
 save_state(folder)   keep residuals and step beside a checkpoint of megatron-core
 load_state(folder)   take them over
 resync(engine)       make the next gather of parameters exact, where deltas are sent
@@ -16,18 +18,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from hybridcomp.config import CompressionConfig, load_config
+    from hybridcomp.engines.attached import Attached
 
     __version__: str
 
 __all__ = [
     "CompressionConfig",
     "__version__",
+    "attach",
     "install",
     "load_config",
     "load_state",
     "resync",
     "save_state",
+    "stateful",
     "uninstall",
 ]
 
@@ -52,6 +59,7 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     DeepSpeed engine or a data-parallel wrapper of Megatron that it is for was built before.
     """
     from hybridcomp import patching, process, uncaught
+    from hybridcomp.engines import arm as engines
     from hybridcomp.patches import registry
     from hybridcomp.upstream import late
 
@@ -60,19 +68,62 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
         process.configure(config)
     late.check(frozenset(patching.IN_PLACE), process.configured(), new=config is not None)
     registry.arm()
+    engines.arm()
 
 
 def uninstall() -> None:
     """Revert all patches and disarm those that wait for an import."""
     from hybridcomp import uncaught
+    from hybridcomp.engines import arm as engines
     from hybridcomp.patches import registry
 
     uncaught.uninstall()
     registry.disarm()
+    engines.disarm()
+
+
+def attach(
+    model: Module, block: Mapping[str, Any] | str | Path | CompressionConfig | None = None
+) -> Attached | None:
+    """Compress what a model under torch's FSDP2 or DDP sends.
+
+    Every rank calls it after ``fully_shard`` or ``DistributedDataParallel`` and before the first
+    forward pass, every rank for as many models and in the same order. Under ``hybridcomp.run``, or
+    after ``install``, models are attached by themselves.
+
+    Args:
+        model: the root that ``fully_shard`` was applied to, or the DistributedDataParallel.
+        block: a CompressionConfig, a block, or a dict or file that holds one under "compression";
+            None: that of ``install`` or HYBRIDCOMP_CONFIG.
+
+    Returns the attached model, a ``Stateful`` of torch.distributed.checkpoint; None where there is
+    no block. Raises ConfigError on a setting that cannot act here, AgreementError where ranks have
+    different blocks, SeamError on a version of torch outside the window.
+    """
+    from hybridcomp.engines.attach import attach
+
+    return attach(model, block)
+
+
+def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:
+    """The ``Stateful`` of a model, for ``torch.distributed.checkpoint``; stands under "hybridcomp".
+
+    ``dcp.save({"hybridcomp": hybridcomp.stateful(model), ...}, checkpoint_id=folder)``
+
+    Args:
+        model: under FSDP2 or DDP; it is attached if that was not done yet.
+        checkpoint: the folder that is about to be loaded. Needed on another number of ranks than
+            wrote it, and where it may hold no state of hybridcomp.
+
+    Raises ConfigError where there is no block.
+    """
+    from hybridcomp.engines.attach import stateful
+
+    return stateful(model, checkpoint)
 
 
 def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
-    """Write the residuals of error feedback and the step, for jobs on megatron-core.
+    """Write the residuals of error feedback and the step, for jobs on megatron-core, FSDP2 and DDP.
 
     Every rank calls it, where the job saves its own checkpoint; folders of a restart must hold the
     files of all ranks. DeepSpeed's checkpoints hold all this themselves: nothing is written there.
@@ -84,7 +135,11 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
     Raises ConfigError in a process without a block.
     """
     from hybridcomp import process
+    from hybridcomp.engines import stateful, steps
 
+    if models := steps.models():
+        stateful.save_files(Path(folder), models)
+        return
     process.save_state(folder, loss_scale)
 
 
@@ -101,7 +156,11 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
     Raises ConfigError in a process without a block.
     """
     from hybridcomp import process
+    from hybridcomp.engines import stateful, steps
 
+    if models := steps.models():
+        stateful.load_files(Path(folder), models)
+        return
     process.load_state(folder, loss_scale)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
@@ -28,6 +29,8 @@ NOTICE_S = 30.0
 #: a rank may load its data or model first
 PATIENCE_S = default_pg_timeout.total_seconds()
 _round = count()
+#: how often the ranks of a part of the job have spoken to each other
+_rounds_of: Counter[tuple[int, ...]] = Counter()
 
 
 def versions(*packages: str) -> dict[str, str | None]:
@@ -41,35 +44,50 @@ def versions(*packages: str) -> dict[str, str | None]:
     return found
 
 
-def agree(statement: Mapping[str, Any], *, what: str = "compression block") -> None:
+def agree(
+    statement: Mapping[str, Any],
+    *,
+    what: str = "compression block",
+    ranks: Sequence[int] | None = None,
+) -> None:
     """Compare ``statement`` (JSON-like, flat keys) over all ranks of the default group.
+
+    ``ranks``: global ranks of the part of the job that speaks, this one among them; None: all.
 
     Returns when all ranks said the same. Raises AgreementError on every rank, naming the ranks and
     the keys, as soon as all have spoken and two differ, or when a rank stays silent for PATIENCE_S.
     """
-    said = tell(statement, what=what)
-    differing = [r for r in range(len(said)) if said[r] != said[0]]
+    said = tell(statement, what=what, ranks=ranks)
+    differing = [place for place in range(len(said)) if said[place] != said[0]]
     if differing:
-        raise AgreementError(_difference(said, differing, what))
+        raise AgreementError(_difference(said, differing, what, ranks))
 
 
-def tell(statement: Mapping[str, Any], *, what: str) -> list[dict[str, Any]]:
+def tell(
+    statement: Mapping[str, Any], *, what: str, ranks: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
     """What every rank of the default group stated, by rank; every rank calls it.
 
-    Raises AgreementError when a rank stays silent for PATIENCE_S.
+    ``ranks``: as for ``agree``; the statements come back in their order. Raises AgreementError
+    when a rank stays silent for PATIENCE_S.
     """
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    if world_size == 1:
+    speakers = range(dist.get_world_size()) if ranks is None else tuple(ranks)
+    if len(speakers) == 1:
         return [dict(statement)]
-    prefix = f"hybridcomp/agree/{next(_round)}"
+    if ranks is None:
+        prefix = f"hybridcomp/agree/{next(_round)}"
+    else:
+        part = tuple(ranks)
+        prefix = f"hybridcomp/agree/{','.join(map(str, part))}/{_rounds_of[part]}"
+        _rounds_of[part] += 1
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-    store.set(str(rank), json.dumps(statement, sort_keys=True))
-    _await_all(store, world_size, what)
-    return [json.loads(text) for text in store.multi_get([str(r) for r in range(world_size)])]
+    store.set(str(dist.get_rank()), json.dumps(statement, sort_keys=True))
+    _await_all(store, speakers, what)
+    return [json.loads(text) for text in store.multi_get([str(rank) for rank in speakers])]
 
 
-def _await_all(store: Store, world_size: int, what: str) -> None:
-    missing = list(range(world_size))
+def _await_all(store: Store, speakers: Sequence[int], what: str) -> None:
+    missing = list(speakers)
     started = time.monotonic()
     noticed = False
     while missing:
@@ -97,12 +115,16 @@ def _ranks(ranks: list[int]) -> str:
     return shown if len(ranks) <= 16 else f"{shown} and {len(ranks) - 16} more"
 
 
-def _difference(said: list[dict[str, Any]], differing: list[int], what: str) -> str:
+def _difference(
+    said: list[dict[str, Any]], differing: list[int], what: str, ranks: Sequence[int] | None
+) -> str:
     first = said[differing[0]]
+    speakers = range(len(said)) if ranks is None else ranks
     keys = sorted(k for k in {*said[0], *first} if said[0].get(k) != first.get(k))
     shown = "; ".join(f"{k}: {said[0].get(k)!r} against {first.get(k)!r}" for k in keys[:4])
     more = f"; {len(keys) - 4} more keys" if len(keys) > 4 else ""
     return (
-        f"{what}: rank(s) {_ranks(differing)} differ from rank 0 ({shown}{more}); give every rank "
-        "the same block and the same package versions"
+        f"{what}: rank(s) {_ranks([speakers[place] for place in differing])} differ from rank "
+        f"{speakers[0]} ({shown}{more}); give every rank the same block and the same package "
+        "versions"
     )

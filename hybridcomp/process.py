@@ -54,13 +54,14 @@ def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None)
     of any of these. Acts on the next message; channels that exist are dropped. Raises ConfigError.
     """
     global _holder
-    _holder = _Holder(config=_parse(config), explicit=config is not None)
+    _holder = _Holder(config=parse(config), explicit=config is not None)
     say_once.forget()
 
 
-def _parse(
+def parse(
     config: Mapping[str, Any] | str | Path | CompressionConfig | None,
 ) -> CompressionConfig | None:
+    """The block in any of these forms; None where there is none. Raises ConfigError."""
     if config is None or isinstance(config, CompressionConfig):
         return config
     whole = read_source(config)
@@ -73,7 +74,7 @@ def _parse(
 def configured() -> CompressionConfig | None:
     """The block of this process, by call or by environment. Raises ConfigError."""
     if not _holder.explicit and (path := os.environ.get(ENVIRONMENT)):
-        _holder.config = _parse(path)
+        _holder.config = parse(path)
     return _holder.config
 
 
@@ -155,6 +156,11 @@ def own_session() -> EngineSession | None:
     """The session of this process, None where an engine lends its own."""
     found = session()
     return None if _holder.lender is not None else found
+
+
+def has_begun() -> bool:
+    """Whether the session of a process without an engine exists; begins none."""
+    return _holder.session is not None and _holder.lender is None
 
 
 def current() -> Channels | None:

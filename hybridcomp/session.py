@@ -15,7 +15,7 @@ ranks call everything here together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.log import Once
 from hybridcomp.policy import Dimension
 from hybridcomp.reporter import Event, Reporter, describe_run
-from hybridcomp.topology import Ranks
+from hybridcomp.topology import Ranks, ranks_of
 
 #: attribute of an engine: its session
 ATTRIBUTE = "_hybridcomp_session"
@@ -116,19 +116,21 @@ class EngineSession:
         device: torch.device | None = None,
         *,
         packages: Iterable[str] = (),
+        absent: Collection[Dimension] = (),
         **options: Any,
     ) -> EngineSession | None:
         """Agree on ``block`` over all ranks and make its channels; None: no rank has a block.
 
-        ``packages``: upstream packages whose versions have to agree, too; ``options``: as for the
-        constructor. Raises AgreementError.
+        ``packages``: upstream packages whose versions have to agree, too; ``absent``: dimensions
+        that such a job has no messages of; ``options``: as for the constructor. Raises
+        AgreementError.
         """
         agree_on(block, *packages)
         if block is None:
             describe_run(None)
             return None
         session = cls(Channels(block), device, **options)
-        session.say(*block.describe())
+        session.say(*block.describe(absent))
         session.open_reporter()
         return session
 
@@ -166,12 +168,18 @@ class EngineSession:
         """What a flat buffer holds: these named parameters, whole and one after the other."""
         return [Piece(getattr(p, NAME), 0, p.numel()) for p in parameters]
 
-    def place(self, groups: Iterable[Ranks]) -> None:
+    def warn(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Tell the user what the block's codecs cannot save on messages of these dtypes."""
+        config = self.channels.config
+        self.say(*(note for dtype in dtypes for note in config.notes(dtype)))
+
+    def place(self, groups: Iterable[Ranks | dist.ProcessGroup]) -> None:
         """Find the nodes, and make the two levels of ``hierarchy``; a collective.
 
-        ``groups``: those of this rank that reduce gradients or gather parameters.
+        ``groups``: those of this rank that reduce gradients or gather parameters, or their ranks.
         """
-        self.say(*self.channels.place(groups))
+        ranks = {group if isinstance(group, tuple) else ranks_of(group) for group in groups}
+        self.say(*self.channels.place(ranks))
 
     def measure(
         self,
@@ -218,6 +226,10 @@ class EngineSession:
         if self.reporter is not None and every and channels.step % every == 0:
             self._write(self.reporter.report(channels.step), channels.step)
 
+    def take_events(self) -> list[Event]:
+        """The figures of the last report, once, for a trainer that logs at moments of its own."""
+        return [] if self.reporter is None else self.reporter.take()
+
     @property
     def forgetful(self) -> bool:
         """Whether the engine was restored from a checkpoint, and the session was not."""
@@ -251,7 +263,8 @@ class EngineSession:
         channels, folder = self.channels, Path(folder)
         self.loaded = True
         channels.residuals.drop()
-        state = checkpoint.read_state(folder)
+        known = step is not None and loss_scale is not None
+        state = None if known else checkpoint.read_state(folder)
         stored = 1.0 if state is None else state.loss_scale
         self.loss_scale = stored if loss_scale is None else loss_scale
         if step is not None:

@@ -3,8 +3,8 @@
 ``toytrain.gradients.average`` and not ``toytrain.step``: the step also clips, writes its log and
 changes with every release; ``average`` is looked up in its module at every call.
 
-This is the template of a seam: docs/adding_a_seam.md says how to make another one of it. Its four
-parts stand in the order that every seam has: why this symbol (above), the ``Seam``, the
+This is the template of a seam: docs/contributing/seam.md says how to make another one of it. Its
+four parts stand in the order that every seam has: why this symbol (above), the ``Seam``, the
 replacement, ``COVERS`` and ``PATCHES``.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +29,7 @@ AVERAGE = Seam(
 )
 
 
-def make_average(original: Callable[..., Any]) -> Callable[..., Any]:
+def make_average(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Send the sum encoded where the block asks for it; divide as upstream divides."""
 
     @functools.wraps(original)

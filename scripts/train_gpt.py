@@ -1,11 +1,17 @@
 #!/usr/bin/env python3
-"""Train a small GPT with DeepSpeed. Everything about DeepSpeed is in its own JSON file.
+"""Train a small GPT with DeepSpeed, or under torch's FSDP2 or DDP, by one DeepSpeed JSON file.
 
 deepspeed --num_gpus 2 scripts/train_gpt.py --deepspeed_config configs/ds_zero1_baseline.json
 
 Precision, ZeRO, optimizer, learning rate schedule, batch sizes: --deepspeed_config. Data: two
 datasets written by scripts/prepare_data.py. With --pp N the model is a PipelineModule of N stages,
 with --tp N megatron-core cuts its layers over N ranks; the ranks that are left are replicas.
+
+torchrun --nproc-per-node 2 scripts/train_gpt.py --engine fsdp2 --deepspeed_config FILE
+
+trains the same model on the same data in torch's own engine (--engine fsdp2 or ddp): batch sizes,
+AdamW, clipping, bf16 and the schedule are the file's, ZeRO in it is not looked at. The log is the
+same, so runs of two engines can be compared.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from deepspeed.accelerator import get_accelerator
 from gpt import loop
 from gpt.apex import fused_adam, what_is_apex
 from gpt.data import Samples
+from gpt.ds_file import SettingsError
 from gpt.indexed import DatasetError, IndexedTokens
 from gpt.model import GPT, loss_of, pipeline
 from gpt.weights import ModelConfig
@@ -40,6 +47,12 @@ class ParallelismError(ValueError):
     """Ranks or packages that --tp and --pp need are not there."""
 
 
+#: what a user can get wrong: told in one line
+MISTAKES = (
+    DatasetError, ParallelismError, SettingsError, FileNotFoundError, json.JSONDecodeError,
+)  # fmt: skip
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -47,6 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--local_rank", type=int, default=-1, help="set by the launcher")
+    add("--engine", choices=("deepspeed", "fsdp2", "ddp"), default="deepspeed")
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX",
         help="of PREFIX_train.bin/.idx and PREFIX_valid.bin/.idx")  # fmt: skip
     add("--steps", type=int, default=300, help="optimizer steps, those of --load included")
@@ -129,6 +143,24 @@ def lay_out(tp: int, pp: int) -> Any:
     return tensor_parallel.start(tp, pp)
 
 
+def torch_trainer(
+    arguments: argparse.Namespace, settings: dict[str, Any], config: ModelConfig
+) -> loop.Trainer:
+    """The model under torch's own engine. Raises ParallelismError, SettingsError."""
+    from gpt.torch_engines import Engine, TorchTrainer
+
+    if arguments.tp * arguments.pp > 1:
+        raise ParallelismError(
+            f"--engine {arguments.engine}: expected --tp 1 --pp 1, found --tp {arguments.tp} "
+            f"--pp {arguments.pp}; leave them out, or use --engine deepspeed"
+        )
+    if arguments.wandb:
+        raise SettingsError("--wandb: DeepSpeed's monitor logs; leave it out without DeepSpeed")
+    model = GPT(config).to(get_accelerator().current_device_name())
+    engine = Engine(arguments.engine, model, settings)
+    return TorchTrainer(engine, loss_of(config), settings)
+
+
 def build_engine(
     arguments: argparse.Namespace, settings: dict[str, Any], config: ModelConfig, topology: Any
 ) -> Any:
@@ -166,7 +198,8 @@ def build_engine(
 def run(arguments: argparse.Namespace) -> None:
     """Everything between the command line and the summary."""
     prepare_machine(arguments.seed)
-    topology = lay_out(arguments.tp, arguments.pp)
+    torch_engine = arguments.engine != "deepspeed"
+    topology = None if torch_engine else lay_out(arguments.tp, arguments.pp)
     folder, name = arguments.data.parent, arguments.data.name
     samples = Samples(IndexedTokens(folder / f"{name}_train"), arguments.length, arguments.seed)
     valid = None
@@ -184,15 +217,18 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         tp=arguments.tp,
     )
-    engine = build_engine(arguments, settings, config, topology)
     trainer: loop.Trainer
-    if arguments.pp > 1:
-        trainer = loop.PipeTrainer(engine)
+    if torch_engine:
+        trainer = torch_trainer(arguments, settings, config)
+    elif arguments.pp > 1:
+        trainer = loop.PipeTrainer(build_engine(arguments, settings, config, topology))
     else:
+        engine = build_engine(arguments, settings, config, topology)
         trainer = loop.PlainTrainer(engine, loss_of(config))
-    step, consumed = loop.load(engine, arguments.load) if arguments.load else (0, 0)
+    step, consumed = loop.load(trainer.engine, arguments.load) if arguments.load else (0, 0)
     header = {
         "deepspeed_config": config_path,
+        "engine": arguments.engine,
         "seed": arguments.seed,
         "world_size": dist.get_world_size(),
         "tensor_parallel": arguments.tp,
@@ -225,7 +261,7 @@ def main() -> int:
     arguments = parse()
     try:
         run(arguments)
-    except (DatasetError, ParallelismError, FileNotFoundError, json.JSONDecodeError) as error:
+    except MISTAKES as error:
         print(f"train_gpt: {error}", file=sys.stderr)
         return 1
     return 0

@@ -61,16 +61,22 @@ ALLOWED: dict[str, set[str]] = {
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
         "reporter", "topology", "patching", "process", "session", "log", "rules", "routing",
-        "upstream", "wandb_run",
+        "upstream", "wandb_run", "engines",
+    },
+    "engines": {
+        "agreement", "autotune", "channels", "codecs", "collectives", "config", "errors", "log",
+        "patching", "policy", "process", "reporter", "session", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
-    "exits": {"errors"},
-    "run": {"", "exits"},
+    "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
-    "uncaught": {"exits"},
-    "": {"errors", "channels", "config", "patches", "patching", "process", "uncaught", "upstream"},
+    "uncaught": {"errors"},
+    "": {
+        "errors", "channels", "config", "engines", "patches", "patching", "process", "uncaught",
+        "upstream",
+    },
 }  # fmt: skip
 FREE = {"cli", "doctor", "validate"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}

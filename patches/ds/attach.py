@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from hybridcomp import process, wandb_run
 from hybridcomp.channels import ATTRIBUTE, Channels, channels_of, checkpoint_note
-from hybridcomp.config import BLOCK, CompressionConfig, load_config
+from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, load_config
 from hybridcomp.log import say
 from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.reporter import Event, describe_run, report_interval
@@ -130,8 +131,9 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     session = EngineSession(
         Channels(block),
         engine.device,
-        interval=lambda: report_interval(block.ledger, engine.steps_per_print()),
-        write=lambda events, step: _write(engine, events),
+        # a proxy: the process holds the session, which must not hold the engine
+        interval=functools.partial(_interval, weakref.proxy(engine), block.ledger),
+        write=functools.partial(_write, weakref.proxy(engine)),
         kept_in=CHECKPOINTS,
     )
     channels = session.channels
@@ -160,7 +162,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     step_messages.watch(engine, session)
     process.lend(engine, session)
     session.open_reporter()
-    session.say(*(note for dtype in dtypes for note in block.notes(dtype)))
+    session.warn(dtypes)
 
 
 def _data_parallel(engine: Any) -> set[tuple[int, ...]]:
@@ -204,7 +206,11 @@ def loss_scale(engine: Any) -> float:
     return 1.0
 
 
-def _write(engine: Any, events: list[Event]) -> None:
+def _interval(engine: Any, ledger: LedgerConfig) -> int:
+    return report_interval(ledger, engine.steps_per_print())
+
+
+def _write(engine: Any, events: list[Event], step: int) -> None:
     """Hand the figures of a report to DeepSpeed's monitors, which rank 0 has, or to W&B."""
     if dist.get_rank() or not events:
         return
@@ -213,7 +219,7 @@ def _write(engine: Any, events: list[Event]) -> None:
             [(name, value, engine.global_samples) for name, value in events]
         )
     if engine.monitor.wandb_monitor is None and "megatron.training" not in IN_PLACE:
-        wandb_run.log(events, engine.global_steps)  # of Hugging Face's Trainer, or of a script
+        wandb_run.log(events, step)  # of Hugging Face's Trainer, or of a script
 
 
 def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:

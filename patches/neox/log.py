@@ -41,8 +41,8 @@ def make_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs).arguments
         result = original(*args, **kwargs)
         session = session_of(given["model"])
-        if session is not None and session.reporter is not None:
-            _log(session.reporter.take(), given["iteration"], given["neox_args"])
+        if session is not None:
+            _log(session.take_events(), given["iteration"], given["neox_args"])
         return result
 
     return training_log

@@ -18,7 +18,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded: one core a rank
 
@@ -32,13 +31,10 @@ from bench.peers.trainer import PeerTrainer
 from bench.peers.wire import Wire
 from gpt import loop
 from gpt.data import Samples, Share
+from gpt.ds_file import SettingsError, adam_of, scheduler_of
 from gpt.indexed import DatasetError, IndexedTokens
 from gpt.model import GPT, lm_loss
 from gpt.weights import ModelConfig
-
-
-class SettingsError(ValueError):
-    """A DeepSpeed file that this trainer does not follow."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,35 +58,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--print-every", type=int, default=10, metavar="N")
     add("--eval-batches", type=int, default=8, metavar="N", help="0: never")
     return parser.parse_args(arguments)
-
-
-def adam_of(settings: dict[str, Any]) -> dict[str, Any]:
-    """AdamW's arguments. Raises SettingsError for another optimizer, or keys it would ignore."""
-    optimizer = settings.get("optimizer", {})
-    if optimizer.get("type") != "AdamW":
-        raise SettingsError(
-            f"optimizer.type: expected AdamW, found {optimizer.get('type')!r}; the peers are "
-            "compared under AdamW only"
-        )
-    given = {key: v for key, v in optimizer.get("params", {}).items() if key != "torch_adam"}
-    unknown = sorted(given.keys() - {"lr", "betas", "eps", "weight_decay", "fused"})
-    if unknown:
-        raise SettingsError(f"optimizer.params.{unknown[0]}: not known to the peers; leave it out")
-    # DeepSpeed's defaults, not torch's
-    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **given}
-    return {**adam, "betas": tuple(adam["betas"])}
-
-
-def scheduler_of(settings: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
-    """DeepSpeed's own schedule, None without one."""
-    if "scheduler" not in settings:
-        return None
-    from deepspeed.runtime import lr_schedules
-
-    kind = settings["scheduler"]["type"]
-    if kind not in lr_schedules.VALID_LR_SCHEDULES:
-        raise SettingsError(f"scheduler.type: found {kind!r}, which DeepSpeed does not know")
-    return getattr(lr_schedules, kind)(optimizer, **settings["scheduler"].get("params", {}))
 
 
 def run(arguments: argparse.Namespace) -> None:

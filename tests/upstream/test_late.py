@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -66,8 +67,10 @@ def engines() -> dict[str, str]:
     engine = make_engine(BLOCK)
     hybridcomp.uninstall()
     found["attached"] = installed()
+    gone = weakref.ref(engine)
     del engine
     gc.collect()
+    found["let go"] = "" if gone() is None else "something holds an engine that was deleted"
     return found
 
 

@@ -141,7 +141,7 @@ def test_figures_go_where_neox_logs(neox: Path) -> None:
         found, pending[:] = list(pending), []
         return found
 
-    model = SimpleNamespace(**{ATTRIBUTE: SimpleNamespace(reporter=SimpleNamespace(take=take))})
+    model = SimpleNamespace(**{ATTRIBUTE: SimpleNamespace(take_events=take)})
     args = SimpleNamespace(use_wandb=True, tensorboard_writer="writer", comet_experiment=None)
     hybridcomp.install()
     training = importlib.import_module("megatron.training")

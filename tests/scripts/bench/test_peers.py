@@ -309,11 +309,11 @@ def test_nodes_must_be_whole(two: RankPool) -> None:
 
 
 def test_files_that_the_trainer_does_not_follow() -> None:
-    from bench import train_peer
+    from gpt import ds_file
 
-    with pytest.raises(train_peer.SettingsError, match="expected AdamW, found 'Lamb'"):
-        train_peer.adam_of({"optimizer": {"type": "Lamb"}})
-    with pytest.raises(train_peer.SettingsError, match="optimizer.params.freeze_step"):
-        train_peer.adam_of({"optimizer": {"type": "AdamW", "params": {"freeze_step": 1}}})
+    with pytest.raises(ds_file.SettingsError, match="expected AdamW, found 'Lamb'"):
+        ds_file.adam_of({"optimizer": {"type": "Lamb"}})
+    with pytest.raises(ds_file.SettingsError, match="optimizer.params.freeze_step"):
+        ds_file.adam_of({"optimizer": {"type": "AdamW", "params": {"freeze_step": 1}}})
     config = json.loads((SCRIPTS.parent / "configs/ds_zero1_baseline.json").read_text())
-    assert train_peer.adam_of(config)["betas"] == (0.9, 0.95)
+    assert ds_file.adam_of(config)["betas"] == (0.9, 0.95)

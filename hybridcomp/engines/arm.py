@@ -1,0 +1,152 @@
+"""Attaching by itself: an unmodified script under ``hybridcomp.run`` with ``HYBRIDCOMP_CONFIG``.
+
+Every way of ``fully_shard`` and of wrapping in DDP comes through two places, whatever name a
+script imported them by: ``FSDPState._lazy_init``, at the first forward pass of a root, and the
+constructor of DistributedDataParallel, whose model is attached at its first forward pass too:
+until then a script may register a hook of its own, which is then refused by name instead of
+failing in torch.
+
+Where Megatron has the channels of the process, its own check says what becomes of torch's FSDP.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from wrapt import register_post_import_hook
+
+from hybridcomp import process
+from hybridcomp.config import BLOCK
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.engines import steps
+from hybridcomp.engines.attach import ATTRIBUTE, attach
+from hybridcomp.errors import ConfigError, SeamError
+from hybridcomp.log import say_once
+from hybridcomp.patching import Patch, Seam, apply_all, revert_all
+
+DDP_INIT = Seam(
+    "torch >= 2.6, < 2.14",
+    "torch.nn.parallel.distributed",
+    "DistributedDataParallel.__init__",
+    None,
+)
+LAZY_INIT = Seam(
+    "torch >= 2.9, < 2.14",
+    "torch.distributed.fsdp._fully_shard._fsdp_state",
+    "FSDPState._lazy_init",
+    ("self",),
+)
+FSDP1_INIT = Seam(
+    "torch >= 2.6, < 2.14",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "FullyShardedDataParallel.__init__",
+    None,
+)
+
+_armed = False
+_hooked = False
+_applied: dict[str, list[Patch]] = {}
+
+
+def arm() -> None:
+    """Attach models of this process from now on, where it has a block."""
+    global _armed, _hooked
+    _armed = True
+    for seam, _ in SEAMS:
+        if seam.module in sys.modules:
+            _apply(seam.module)
+        elif not _hooked:
+            register_post_import_hook(_on_import, seam.module)
+    _hooked = True
+
+
+def disarm() -> None:
+    """Take everything away again, from torch and from its optimizers."""
+    global _armed
+    _armed = False
+    for module in list(_applied):
+        revert_all(_applied.pop(module))
+    steps.forget_all()
+
+
+def _on_import(module: ModuleType) -> None:
+    if _armed:
+        _apply(module.__name__)
+
+
+def _apply(module: str) -> None:
+    if module in _applied:
+        return
+    try:
+        _applied[module] = apply_all(Patch(s, make) for s, make in SEAMS if s.module == module)
+    except SeamError as error:
+        # DeepSpeed and Megatron may still be served, so this is told and no error
+        say_once(f"models under torch's own engines stay native: {error}")
+
+
+def _attach(model: Any) -> None:
+    """Attach ``model`` in its first forward pass, unless Megatron has the channels."""
+    if ATTRIBUTE in vars(model) or process.has_begun():
+        return
+    attached = attach(model)
+    if attached is not None and model.training and torch.is_grad_enabled():
+        attached.entered()  # hooks that were added while hooks run are run next time only
+
+
+def make_ddp_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Attach a model under DDP at its first forward pass."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def first_forward(model: Any, _: Any) -> None:
+            handle.remove()
+            if _armed:
+                _attach(model)
+
+        handle = self.register_forward_pre_hook(first_forward)
+
+    return __init__
+
+
+def make_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Attach a model under ``fully_shard`` once its root is known."""
+
+    @functools.wraps(original)
+    def _lazy_init(self: Any) -> None:
+        first = self._is_root is None
+        original(self)
+        if first and self._is_root:
+            _attach(self._modules[0])
+
+    return _lazy_init
+
+
+def make_fsdp1_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Refuse FSDP1 where a block waits for a model, or say that it stays native."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        block = process.configured()
+        if block is not None and not process.has_begun():
+            todo = "FSDP1 has no slots for communication; use fully_shard (FSDP2)"
+            if block.on_unsupported != "native":
+                raise ConfigError(BLOCK, Shown("FullyShardedDataParallel (FSDP1)"), todo)
+            say_once(f"FullyShardedDataParallel stays native: {todo}")
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+SEAMS = (
+    (DDP_INIT, make_ddp_init),
+    (LAZY_INIT, make_lazy_init),
+    (FSDP1_INIT, make_fsdp1_init),
+)

@@ -1,0 +1,239 @@
+"""DistributedDataParallel: gradient buckets by ``register_comm_hook``, dimension ``dp``.
+
+The hook is handed a bucket of gradients when the backward pass has filled it, before DDP divides
+them: so it multiplies by one over the ranks, as the reducer does where there is no hook
+(``mark_variable_ready_dense``), and then sums. Buckets are handed over in one order on all ranks.
+The first message of a bucket travels while the backward pass fills the next one, whose hook then
+finishes it; the last bucket of a pass finishes all. Nothing is sent from a thread of its own,
+whose messages other ones in the backward pass could overtake on some ranks.
+
+Buckets are rebuilt after the first step: residuals belong to parameters, never to buckets, and a
+lossy codec sees each parameter by itself (``ddp_layout``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridcomp.autotune.trials import Sent
+from hybridcomp.channels import NAME
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.codecs import PowerSgd
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Handle, native_nbytes
+from hybridcomp.engines import rules, steps
+from hybridcomp.engines.attached import Attached
+from hybridcomp.engines.ddp_layout import Layout
+from hybridcomp.engines.session import Source, agree_on, read, session_of
+from hybridcomp.errors import ConfigError
+from hybridcomp.policy import Dimension
+from hybridcomp.topology import ranks_of
+
+REQUIREMENT = "torch >= 2.6, < 2.14"
+COVERS = ("dp",)
+
+Bucket = torch.futures.Future[Tensor]
+
+
+def attach(model: DistributedDataParallel, source: Source | None) -> Attached | None:
+    """Register the hook. None where there is no block. Raises ConfigError, AgreementError."""
+    block, group = read(source), model.process_group
+    agree_on(block, "ddp", ranks_of(group))
+    if block is None:
+        return None
+    rules.check_version("ddp", REQUIREMENT)
+    absent = rules.check(block, rules.DDP, model)
+    parameters = [p for p in model._module_parameters if p.requires_grad]
+    session = session_of(block, parameters[0].device, absent)
+    session.name_parameters(model.module.named_parameters())
+    session.place([group])
+    numels = _buckets(parameters, model)
+    sent: dict[Dimension, Sent] = {"dp": Sent(numels, "sum", together=True)}
+    session.measure(group, parameters[0].dtype, sum(numels), sent)
+    session.warn({parameter.dtype for parameter in parameters})
+    layout = {"ranks": dist.get_world_size(group)}
+    divisors = {name: 1.0 for name, _ in model.module.named_parameters()}
+    attached = Attached("ddp", session, model.parameters, lambda: divisors, layout)
+    _register(model, attached)
+    model.register_forward_pre_hook(lambda module, _: _enter(module, attached))
+    steps.follow(attached)
+    return attached
+
+
+def _enter(model: Any, attached: Attached) -> None:
+    if model.training and torch.is_grad_enabled():
+        attached.entered()
+
+
+def _buckets(parameters: list[Any], model: Any) -> tuple[int, ...]:
+    """Elements of each bucket, as DDP fills them from the last parameter on."""
+    most = int(model.bucket_bytes_cap)
+    filled: list[int] = []
+    nbytes = 0
+    for parameter in reversed(parameters):
+        if not filled or nbytes + parameter.nbytes > most:
+            filled.append(0)
+            nbytes = 0
+        filled[-1] += parameter.numel()
+        nbytes += parameter.nbytes
+    return tuple(filled)
+
+
+def _register(model: DistributedDataParallel, attached: Attached) -> None:
+    """Put the hook into its slot. Raises ConfigError where another one is there."""
+    hook = Reducer(model, attached)
+
+    def hybridcomp_hook(state: Attached, bucket: Any) -> Any:
+        return hook(bucket)
+
+    # torch compares these with types, and finds strings under "from __future__ import annotations"
+    hybridcomp_hook.__annotations__ = {
+        "bucket": dist.GradBucket,  # type: ignore[attr-defined]
+        "return": Bucket,
+    }
+    try:
+        model.register_comm_hook(attached, hybridcomp_hook)
+    except RuntimeError as error:
+        todo = (
+            f"DDP takes one communication hook and this model has one ({error}); remove that one, "
+            'or set "dp": "none" and do not attach'
+        )
+        raise ConfigError("compression.dp", "another communication hook", todo) from None
+
+
+@dataclass
+class _Pending:
+    """A bucket on its way: its handle, what DDP waits for, and the gradients."""
+
+    handle: Handle
+    future: Bucket
+    gradients: Tensor
+    message: Tensor  # what travels: the gradients, or the table of ``layout``
+    layout: Layout | None
+
+
+class Reducer:
+    """Sums buckets of one model."""
+
+    def __init__(self, model: DistributedDataParallel, attached: Attached) -> None:
+        self._group = model.process_group
+        self._world_size = dist.get_world_size(self._group)
+        self._model: Any = model
+        self._attached = attached
+        self._channel = attached.channels["dp"]
+        self._pending: list[_Pending] = []
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._is_rebuilt = False
+        self._stream: Any = None
+
+    def __call__(self, bucket: Any) -> Bucket:
+        """The average of the bucket over the ranks, once it has arrived."""
+        self._attached.reduced()
+        gradients: Tensor = bucket.buffer()
+        if bucket.index() == 0:
+            self._pending.clear()  # of a pass that an exception ended
+            self._follow_rebuilt()
+        self._check_join()
+        gradients.mul_(1.0 / self._world_size)
+        raw_nbytes = native_nbytes.all_reduce_nbytes(
+            gradients.numel(), gradients.dtype, self._world_size
+        )
+        codec = self._channel.codec(gradients.numel(), gradients.dtype, self._group)
+        if codec is None:
+            self._channel.native(raw_nbytes)
+            future = self._native(gradients)
+        else:
+            future = torch.futures.Future(devices=_devices(gradients))
+            with self._beside(gradients):
+                started = self._start(bucket, gradients, codec, raw_nbytes, future)
+                self._finish(len(self._pending))
+            self._pending.append(started)
+        if bucket.is_last():
+            with self._beside(gradients):
+                self._finish(len(self._pending))
+        return future
+
+    def _start(
+        self, bucket: Any, gradients: Tensor, codec: Codec, raw_nbytes: int, future: Bucket
+    ) -> _Pending:
+        """Send the first message of a bucket."""
+        layout, message = None, gradients
+        # low rank wants whole matrices, and takes each by itself anyway
+        if not codec.lossless and codec.name != PowerSgd.name:
+            layout = self._layout(bucket)
+            message = layout.pack(gradients)
+        pieces = None
+        if self._channel.wants_pieces(codec):
+            pieces = _pieces(bucket) if layout is None else layout.pieces
+        handle = self._channel.all_reduce(
+            message, codec, self._group, raw_nbytes=raw_nbytes, pieces=pieces, async_op=True
+        )
+        return _Pending(handle, future, gradients, message, layout)
+
+    def _layout(self, bucket: Any) -> Layout:
+        parameters = bucket.parameters()
+        names = tuple(getattr(parameter, NAME) for parameter in parameters)
+        if names not in self._layouts:
+            numels = [parameter.numel() for parameter in parameters]
+            self._layouts[names] = Layout(names, numels, self._world_size)
+        return self._layouts[names]
+
+    def _follow_rebuilt(self) -> None:
+        """Free the residuals of the first step's buckets: those of later ones take them over."""
+        if not self._is_rebuilt and self._model._has_rebuilt_buckets:
+            self._is_rebuilt = True
+            self._layouts.clear()
+            residuals = self._attached.channels.residuals
+            residuals.load(residuals.state_dict())
+
+    def _native(self, gradients: Tensor) -> Bucket:
+        work = dist.all_reduce(gradients, group=self._group, async_op=True)
+        assert work is not None
+        future: Bucket = work.get_future().then(lambda done: done.value()[0])
+        return future
+
+    def _finish(self, count: int) -> None:
+        """Wait for the first ``count`` buckets, in order: ``wait`` posts further messages."""
+        finished, self._pending = self._pending[:count], self._pending[count:]
+        for one in finished:
+            one.handle.wait()
+            if one.layout is not None:
+                one.layout.unpack(one.message, one.gradients)
+            one.future.set_result(one.gradients)  # on a GPU: once this stream has got here
+
+    @contextmanager
+    def _beside(self, gradients: Tensor) -> Iterator[None]:
+        """On a GPU, a stream beside that of the backward pass."""
+        if gradients.device.type != "cuda":
+            with nullcontext():
+                yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(gradients.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _check_join(self) -> None:
+        """Refuse the one way of ``join`` in which DDP divides by what it tells nobody."""
+        model = self._model
+        if model._join_config.enable and not model._divide_by_initial_world_size:
+            todo = "a hook is not told how many ranks have inputs left; leave it at True"
+            raise ConfigError("join(divide_by_initial_world_size)", False, todo)
+
+
+def _devices(gradients: Tensor) -> list[int | str | torch.device] | None:
+    return [gradients.device] if gradients.device.type == "cuda" else None
+
+
+def _pieces(bucket: Any) -> list[Piece]:
+    """The parameters of a bucket in its order; nothing lies between them."""
+    return [Piece(getattr(p, NAME), 0, p.numel()) for p in bucket.parameters()]

@@ -1,0 +1,87 @@
+"""How a bucket of gradients is laid out for a lossy codec, whatever else is in the bucket.
+
+DDP fills other buckets in the first step of a process than in later ones. What a codec makes of a
+value may depend on the values around it and on where a chunk of a rank begins: so a resumed run
+would differ from an unbroken one in its first step. Here every parameter is cut into one chunk for
+each rank, and all chunks begin at multiples of 32 elements, where blocks begin; a message is a
+table with a row for each rank. What is made of a parameter then depends on the parameter alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.collectives.wire.chunks import CHUNK_ALIGN
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One parameter of a bucket."""
+
+    start: int  # in the bucket
+    numel: int
+    column: int  # where its chunks begin in a row
+    chunk: int  # elements of a rank's chunk, the last ones padded
+
+    @property
+    def whole(self) -> int:
+        """Rows that it fills."""
+        return self.numel // self.chunk
+
+
+class Layout:
+    """The table of one bucket."""
+
+    def __init__(self, names: Sequence[str], numels: Sequence[int], world_size: int) -> None:
+        """``names`` and ``numels``: of the parameters in the bucket, in its order."""
+        self._places: list[_Place] = []
+        self._names = names
+        self.rows, start, column = world_size, 0, 0
+        for numel in numels:
+            even = -(-numel // world_size)
+            chunk = max(1, -(-even // CHUNK_ALIGN)) * CHUNK_ALIGN
+            self._places.append(_Place(start, numel, column, chunk))
+            start, column = start + numel, column + chunk
+        self.columns = column
+        self.pieces = [piece for row in range(world_size) for piece in self._row(row)]
+
+    def _row(self, row: int) -> list[Piece]:
+        """The parameters in the chunks of one rank, and padding behind them."""
+        found = []
+        for name, place in zip(self._names, self._places, strict=True):
+            low = min(row * place.chunk, place.numel)
+            held = min(place.chunk, place.numel - low)
+            if held:
+                found.append(Piece(name, low, held))
+            if held < place.chunk:
+                found.append(Piece("", 0, place.chunk - held))
+        return found
+
+    def pack(self, gradients: Tensor) -> Tensor:
+        """The flat table of ``gradients``, a new tensor with zeros as padding."""
+        table = gradients.new_zeros(self.rows, self.columns)
+        for values, whole, rest in self._views(gradients, table):
+            whole.copy_(values[: whole.numel()].view_as(whole))
+            rest.copy_(values[whole.numel() :])
+        return table.view(-1)
+
+    def unpack(self, flat: Tensor, gradients: Tensor) -> None:
+        """Write the table ``flat`` back into ``gradients``."""
+        for values, whole, rest in self._views(gradients, flat.view(self.rows, self.columns)):
+            values[: whole.numel()].view_as(whole).copy_(whole)
+            values[whole.numel() :].copy_(rest)
+
+    def _views(self, gradients: Tensor, table: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of every parameter: its gradient, the rows that it fills, and its part of another."""
+        found = []
+        for place in self._places:
+            values = gradients[place.start : place.start + place.numel]
+            columns = table[:, place.column : place.column + place.chunk]
+            left = place.numel - place.whole * place.chunk
+            rest = columns[place.whole, :left] if left else columns[0, :0]
+            found.append((values, columns[: place.whole], rest))
+        return found

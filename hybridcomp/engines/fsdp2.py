@@ -1,0 +1,137 @@
+"""FSDP2 (``fully_shard``): gathers of parameters and reductions of gradients, dimensions ``zero``
+and ``dp``.
+
+``set_custom_all_gather`` and ``set_custom_reduce_scatter`` are torch's own slots
+(``fsdp2_comms``); an HSDP mesh sums between its replicas with a plain ``all_reduce`` over the
+process group of the mesh, and there that group is exchanged for one that encodes.
+
+What is done to gradients stays upstream's: which messages are sent, micro-batches that are added
+up, divisors. Deltas cannot be sent, as unsharded parameters are freed; the fp32 or bf16 shards
+that every owner keeps are exact, so errors of gathers do not add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from hybridcomp.autotune.trials import Sent
+from hybridcomp.engines import fsdp2_comms, fsdp2_rules, rules, steps
+from hybridcomp.engines.attached import Attached
+from hybridcomp.engines.fsdp2_members import Members, names_of
+from hybridcomp.engines.session import Source, agree_on, read, session_of
+from hybridcomp.errors import SeamError
+from hybridcomp.policy import Dimension
+from hybridcomp.session import EngineSession
+
+#: 2.9 is the first with both slots (pytorch#155189)
+REQUIREMENT = "torch >= 2.9, < 2.14"
+COVERS = ("zero", "dp")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``model`` or to a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """Torch's parameter groups of ``model``, each once, in the order of its modules."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(module._get_fsdp_state()):
+                found[id(group)] = group
+    return list(found.values())
+
+
+def _groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def attach(model: nn.Module, source: Source | None) -> Attached | None:
+    """Fill the slots. None where there is no block.
+
+    Raises ConfigError, AgreementError, and SeamError on a torch without slots.
+    """
+    block, groups = read(source), groups_of(model)
+    job = fsdp2_rules.job_of(model, groups)
+    agree_on(block, "fsdp2", job.ranks)
+    if block is None:
+        return None
+    rules.check_version("fsdp2", REQUIREMENT)
+    if not hasattr(FSDPModule, "set_custom_all_gather"):
+        raise SeamError(f"fsdp2: needs {REQUIREMENT}; this torch has no set_custom_all_gather")
+    absent = rules.check(block, fsdp2_rules.FSDP2, job)
+    fsdp2_rules.check_hierarchy(block, job)
+    session = session_of(block, groups[0].device, absent)
+    names = names_of(model)
+    members = [Members(group, names) for group in groups]
+    for one in members:
+        for member in one.members:
+            session.channels.factors.learn(member.name, (member.rows, member.numel // member.rows))
+    session.place(job.process_groups)
+    _measure(session, job, members)
+    session.warn(job.dtypes)
+    inside = job.replicas > 1 and block.hierarchy != "none"
+    layout = {"shards": job.shards, "replicas": job.replicas}
+    attached = Attached(
+        "fsdp2", session, lambda: _parameters(groups),
+        lambda: fsdp2_comms.divisors(members, inside), layout,
+    )  # fmt: skip
+    for one in members:
+        fsdp2_comms.fill(one, attached, native_inside=inside)
+        for module in one.group.modules:
+            module.register_forward_pre_hook(_Enter(attached))
+            module.register_forward_hook(_Leave(one))
+    steps.follow(attached)
+    return attached
+
+
+@dataclass(frozen=True)
+class _Enter:
+    """A forward pre-hook of an FSDP2 module."""
+
+    attached: Attached
+
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.attached.entered()
+
+
+@dataclass(frozen=True)
+class _Leave:
+    """A forward hook of an FSDP2 module: its unsharded parameters exist, and have no gradients."""
+
+    members: Members
+
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self.members.watch()
+
+
+def _parameters(groups: list[Any]) -> Iterator[Tensor]:
+    for group in groups:
+        for parameter in group.fsdp_params:
+            yield parameter.sharded_param
+
+
+def _measure(session: EngineSession, job: fsdp2_rules.Job, members: list[Members]) -> None:
+    """Let the dimensions that are timed see messages like those of a step."""
+    if not session.channels.config.measured():
+        return
+    size = job.shards
+    numels = tuple(filter(None, (one.numel(one.trained, size) for one in members)))
+    whole = tuple(one.numel(range(len(one.members)), size) for one in members)
+    sent: dict[Dimension, Sent] = {"zero": Sent(whole, "gather"), "dp": Sent(numels, "scatter")}
+    group = job.shard_group
+    if job.replicas > 1:
+        sent["dp"] = Sent(tuple(-(-numel // size) for numel in numels), "sum")
+        group = job.replica_group
+    session.measure(group, next(iter(job.dtypes)), sum(numels), sent)

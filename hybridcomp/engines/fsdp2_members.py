@@ -1,0 +1,139 @@
+"""Which parameters a message of an FSDP2 group holds: torch's slots carry no names.
+
+A message is a rank-major table: for every rank of the shard group its chunk of each parameter, one
+after the other. A parameter cut at dimension 0 gives rank r the rows ``[r * c, (r + 1) * c)``, c
+the rounded-up share, and zeros behind its end. One that is cut at another dimension gives columns,
+which are no stretch of its flattened values: their residuals stand under a name of their own.
+
+Gradients of a parameter that took no part in the pass are left out of the message. Which ones took
+part is told by ``register_post_accumulate_grad_hook``, as nothing else tells it in time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridcomp.channels.error_feedback import Piece
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of a group: its name and how it is cut."""
+
+    name: str
+    numel: int
+    rows: int  # of the dimension that is cut
+    dim: int
+
+    def chunk(self, world_size: int) -> int:
+        """Elements of one rank's chunk, padding included."""
+        return math.ceil(self.rows / world_size) * (self.numel // max(1, self.rows))
+
+    def pieces(self, world_size: int) -> list[list[Piece]]:
+        """By rank, what of the parameter and what padding its chunk holds."""
+        chunk = self.chunk(world_size)
+        name = self.name if self.dim == 0 else f"{self.name} cut at {self.dim} in {world_size}"
+        found = []
+        for rank in range(world_size):
+            start = min(rank * chunk, self.numel)
+            held = min(chunk, self.numel - start)
+            found.append([Piece(name, start, held)] if held else [])
+            if held < chunk:
+                found[-1].append(Piece("", 0, chunk - held))
+        return found
+
+
+class Members:
+    """The parameters of one FSDP2 group."""
+
+    def __init__(self, group: Any, names: dict[int, str]) -> None:
+        """``names``: of every module of the model, by id."""
+        self.group = group
+        self.members = [_member(parameter, names) for parameter in group.fsdp_params]
+        self._touched: set[int] = set()
+        self._hooked: set[int] = set()
+        self._pieces: dict[tuple[int, ...], list[list[Piece]]] = {}
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The places of parameters that need gradients."""
+        return tuple(
+            place
+            for place, parameter in enumerate(self.group.fsdp_params)
+            if parameter.sharded_param.requires_grad
+        )
+
+    def numel(self, places: Sequence[int], world_size: int) -> int:
+        """Elements of a message with the gradients of these parameters."""
+        return sum(self.members[place].chunk(world_size) for place in places) * world_size
+
+    def watch(self) -> None:
+        """Have unsharded parameters tell that they got a gradient; they exist from now on."""
+        for place, parameter in enumerate(self.group.fsdp_params):
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is None or id(unsharded) in self._hooked or not unsharded.requires_grad:
+                continue
+            self._hooked.add(id(unsharded))
+            unsharded.register_post_accumulate_grad_hook(
+                lambda _, place=place: self._touched.add(place)
+            )
+
+    def of_message(self, numel: int, world_size: int) -> tuple[int, ...]:
+        """The parameters in a reduce-scatter of ``numel`` elements, the next one of this group.
+
+        Raises RuntimeError where none fit.
+        """
+        touched, self._touched = tuple(sorted(self._touched)), set()
+        for places in (self.trained, touched):
+            if self.numel(places, world_size) == numel:
+                return places
+        raise RuntimeError(
+            f"hybridcomp: FSDP2 reduces {numel} elements, expected gradients of some of "
+            f"{[member.name for member in self.members]}; please report this with the version of "
+            "torch"
+        )
+
+    def pieces(self, places: tuple[int, ...], world_size: int) -> list[list[Piece]]:
+        """By rank, what a message with these parameters holds for it."""
+        key = (*places, world_size)
+        if key not in self._pieces:
+            rows: list[list[Piece]] = [[] for _ in range(world_size)]
+            for place in places:
+                of_rank = self.members[place].pieces(world_size)
+                for row, more in zip(rows, of_rank, strict=True):
+                    row += more
+            self._pieces[key] = rows
+        return self._pieces[key]
+
+    def cuts(self, world_size: int) -> list[int]:
+        """Where one parameter ends and the next begins in a rank's shard of all of them."""
+        lengths = [member.chunk(world_size) for member in self.members]
+        return [cut for cut in list(accumulate(lengths))[:-1] if cut]
+
+
+def _member(parameter: Any, names: dict[int, str]) -> Member:
+    info = parameter._module_info
+    module = names.get(id(info.module), "")
+    size = torch.Size(parameter._orig_size)
+    dim = parameter.fsdp_placement.dim
+    return Member(
+        f"{module}.{info.param_name}" if module else info.param_name,
+        size.numel(),
+        size[dim] if size else 1,
+        dim,
+    )
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The dotted name of every module of ``model``, by id; the first where there are several."""
+    found: dict[int, str] = {}
+    for name, module in model.named_modules():
+        found.setdefault(id(module), name)
+    return found

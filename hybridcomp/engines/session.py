@@ -1,0 +1,74 @@
+"""What torch's engines add to ``EngineSession``: blocks in any form, agreement over one model.
+
+Making a session is a collective over the whole job where the block has two levels (``hierarchy``)
+or measures (``when: auto``): every rank attaches as many models, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridcomp import process
+from hybridcomp.agreement import agree, versions
+from hybridcomp.channels import Channels
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.log import say_once
+from hybridcomp.policy import Dimension
+from hybridcomp.reporter import Reporter, describe_run
+from hybridcomp.session import EngineSession
+from hybridcomp.topology import Ranks
+
+#: a block in any of the forms in which a user has it
+Source = Mapping[str, Any] | str | Path | CompressionConfig
+
+#: how many models write a ledger's file, by its path
+_writers: Counter[str] = Counter()
+
+
+def read(source: Source | None) -> CompressionConfig | None:
+    """The block of ``source``; None asks what ``hybridcomp.install`` or the environment named.
+
+    Returns None where there is no block, or one that says ``"enabled": false``. Raises ConfigError.
+    """
+    block = process.configured() if source is None else process.parse(source)
+    return block if block is not None and block.enabled else None
+
+
+def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
+    """Compare the block and the versions over the ranks of one model. Raises AgreementError."""
+    settings = {BLOCK: None} if block is None else block.flat()
+    agree({**settings, "engine": kind, **versions()}, ranks=ranks)
+
+
+def session_of(
+    block: CompressionConfig, device: torch.device, absent: Collection[Dimension]
+) -> EngineSession:
+    """The session of a model whose ranks have agreed on ``block``; tells the user what it does.
+
+    ``absent``: dimensions that the model has no traffic of. Further models of a process write
+    their ledger into ``name.2.jsonl`` and so on.
+    """
+    found = EngineSession(Channels(block), device, kept_in="torch.distributed.checkpoint")
+    say(*block.describe(absent))
+    path = block.ledger.jsonl
+    if path:
+        _writers[path] += 1
+    ledger = _numbered(path, _writers[path]) if path else None
+    found.reporter = Reporter(found.channels, ledger, device)
+    describe_run(block)
+    return found
+
+
+def _numbered(path: str, number: int) -> Path:
+    whole = Path(path)
+    return whole if number == 1 else whole.with_name(f"{whole.stem}.{number}{whole.suffix}")
+
+
+def say(*texts: str) -> None:
+    """Tell the user each text on rank 0, once in this process."""
+    say_once(*texts)

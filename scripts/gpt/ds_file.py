@@ -1,0 +1,49 @@
+"""What trainers without DeepSpeed follow of a DeepSpeed file: AdamW, bf16, the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class SettingsError(ValueError):
+    """A DeepSpeed file holds a setting that the trainer does not follow."""
+
+
+def adam_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """AdamW's arguments. Raises SettingsError for another optimizer, or keys it would ignore."""
+    optimizer = settings.get("optimizer", {})
+    if optimizer.get("type") != "AdamW":
+        raise SettingsError(
+            f"optimizer.type: expected AdamW, found {optimizer.get('type')!r}; without DeepSpeed "
+            "only AdamW is followed"
+        )
+    given = {key: v for key, v in optimizer.get("params", {}).items() if key != "torch_adam"}
+    unknown = sorted(given.keys() - {"lr", "betas", "eps", "weight_decay", "fused"})
+    if unknown:
+        raise SettingsError(
+            f"optimizer.params.{unknown[0]}: not known without DeepSpeed; leave it out"
+        )
+    # DeepSpeed's defaults, not torch's
+    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **given}
+    return {**adam, "betas": tuple(adam["betas"])}
+
+
+def scheduler_of(settings: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    """DeepSpeed's own schedule, None without one. Raises SettingsError for an unknown one."""
+    if "scheduler" not in settings:
+        return None
+    from deepspeed.runtime import lr_schedules
+
+    kind = settings["scheduler"]["type"]
+    if kind not in lr_schedules.VALID_LR_SCHEDULES:
+        raise SettingsError(f"scheduler.type: found {kind!r}, which DeepSpeed does not know")
+    return getattr(lr_schedules, kind)(optimizer, **settings["scheduler"].get("params", {}))
+
+
+def has_bf16(settings: dict[str, Any]) -> bool:
+    """Whether bf16 is on. Raises SettingsError for fp16, which needs a loss scaler."""
+    if settings.get("fp16", {}).get("enabled"):
+        raise SettingsError("fp16.enabled: found True; torch's engines train here in bf16 or fp32")
+    return bool(settings.get("bf16", {}).get("enabled"))

@@ -1,0 +1,155 @@
+"""The example under torch's own engines: ``fully_shard`` (FSDP2) and DistributedDataParallel.
+
+Batch sizes, AdamW, clipping, bf16 and the schedule come from the same DeepSpeed file; ZeRO and
+"compression" in it are not looked at. With bf16 FSDP2 computes and gathers in bf16 and sums in
+fp32, DDP computes under autocast; both keep fp32 weights, as DeepSpeed's bf16 optimizer does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gpt.data import Batch, Share
+from gpt.ds_file import adam_of, has_bf16, scheduler_of
+
+Kind = Literal["fsdp2", "ddp"]
+
+
+class Engine:
+    """The few things of a DeepSpeed engine that the loop touches, over a model of torch's."""
+
+    def __init__(self, kind: Kind, model: nn.Module, settings: dict[str, Any]) -> None:
+        """Put ``model``, on its device, under ``kind``; optimizer and schedule by ``settings``."""
+        self.device = next(model.parameters()).device
+        self.monitor = type("Monitor", (), {"enabled": False})()
+        self.bf16 = has_bf16(settings)
+        self.kind = kind
+        self.model: Any = sharded(model, self.bf16) if kind == "fsdp2" else replicated(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **adam_of(settings))
+        self.scheduler = scheduler_of(settings, self.optimizer)
+        self._clip = float(settings.get("gradient_clipping", 0.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of ``tokens``."""
+        casts = self.bf16 and self.kind == "ddp"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=casts):
+            logits: Tensor = self.model(tokens)
+        return logits
+
+    def accumulating(self, last: bool) -> Any:
+        """Around forward and backward of a micro-batch: gradients travel after the last only."""
+        if self.kind == "fsdp2":
+            self.model.set_requires_gradient_sync(last)
+            return contextlib.nullcontext()
+        return contextlib.nullcontext() if last else self.model.no_sync()
+
+    def update(self) -> None:
+        """Clip, and step optimizer and schedule."""
+        if self._clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def save_checkpoint(self, folder: str, client_state: dict[str, Any]) -> None:
+        """Write a checkpoint of torch.distributed.checkpoint, and name it in the file latest."""
+        tag = f"step{client_state['step']}"
+        dcp.save(self._state(client_state), checkpoint_id=Path(folder) / tag)
+        if dist.get_rank() == 0:
+            (Path(folder) / "latest").write_text(tag)
+        dist.barrier()
+
+    def load_checkpoint(self, folder: str) -> tuple[str | None, dict[str, Any]]:
+        """Take over the latest checkpoint; its path, None without one, and the client's state."""
+        latest = Path(folder) / "latest"
+        if not latest.is_file():
+            return None, {}
+        path = Path(folder) / latest.read_text().strip()
+        state = self._state({"step": 0, "consumed_samples": 0})
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(
+            self.model, self.optimizer,
+            model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+        )  # fmt: skip
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        return str(path), state["client"]
+
+    def _state(self, client: dict[str, Any]) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        schedule = {} if self.scheduler is None else self.scheduler.state_dict()
+        return {"model": model, "optimizer": optimizer, "scheduler": schedule, "client": client}
+
+
+def sharded(model: Any, bf16: bool) -> nn.Module:
+    """``model`` under ``fully_shard``, layer by layer; tied weights stay with the root."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None
+    )
+    for layer in model.layers[1:-1]:
+        fully_shard(layer, mp_policy=policy)
+    whole: nn.Module = fully_shard(model, mp_policy=policy)
+    return whole
+
+
+def replicated(model: nn.Module) -> DistributedDataParallel:
+    """``model`` under DistributedDataParallel."""
+    devices = None
+    if next(model.parameters()).device.type == "cuda":
+        devices = [torch.cuda.current_device()]
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+
+class TorchTrainer:
+    """One of torch's engines behind the loop's protocol."""
+
+    def __init__(
+        self, engine: Engine, loss: Callable[[Tensor, Tensor], Tensor], settings: dict[str, Any]
+    ) -> None:
+        self.engine: Any = engine
+        self._loss = loss
+        self.share = Share(
+            rank=dist.get_rank(), world_size=dist.get_world_size(),
+            micro_batch=int(settings["train_micro_batch_size_per_gpu"]),
+            micro_batches=int(settings.get("gradient_accumulation_steps", 1)),
+        )  # fmt: skip
+
+    def step(self, batches: Iterator[Batch]) -> float:
+        """One optimizer step; the loss, averaged over micro-batches and ranks."""
+        losses, count = [], self.share.micro_batches
+        for number, (tokens, labels) in enumerate(batches, 1):
+            with self.engine.accumulating(number == count):
+                loss = self._loss(self.engine.forward(tokens), labels)
+                (loss / count).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        self.engine.update()
+        return self._mean(losses)
+
+    def evaluate(self, batches: Iterator[Batch]) -> float:
+        """Forward only."""
+        self.engine.model.eval()
+        with torch.no_grad():
+            losses = [self._loss(self.engine.forward(t), labels) for t, labels in batches]
+        self.engine.model.train()
+        return self._mean(losses)
+
+    def _mean(self, losses: list[Tensor]) -> float:
+        total = torch.stack(losses).float().mean()
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
