@@ -4,7 +4,7 @@ This is the one place, besides a codec's own module, that names our codecs. A pa
 own by an entry point of the group ``hybridcomp.codecs``, whose name is the codec's:
 
     [project.entry-points."hybridcomp.codecs"]
-    toy = "toy_codec:Toy"
+    mine = "my_package:Mine"
 
 Entry points are looked for when a name is met that is none of ours, or when all names are asked
 for. One that cannot be used is kept with the reason, which whoever names it is told; it changes

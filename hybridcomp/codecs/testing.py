@@ -113,7 +113,8 @@ def _check_encoding(codec: Codec, values: Tensor) -> Tensor:
     nbytes = codec.wire_nbytes(values.numel(), values.dtype)
     _require(nbytes % PAYLOAD_ALIGN == 0, f"wire_nbytes {nbytes} is no multiple of 16")
     _require((nbytes > 0) == (values.numel() > 0), f"{nbytes} bytes for {values.numel()} values")
-    rooms = [_bytes(nbytes + 64, values.device, dirt) for dirt in (DIRT, 0x3C)]
+    dirts = (DIRT, 0x3C)
+    rooms = [_bytes(nbytes + 64, values.device, dirt) for dirt in dirts]
     used = [codec.encode(values, room) for room in rooms]
     _require(used[0] == used[1], "encoded a second time it has another size")
     fits = used[0] == nbytes if codec.fixed_size else used[0] <= nbytes

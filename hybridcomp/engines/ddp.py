@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp.autotune.trials import Sent
 from hybridcomp.channels import NAME
 from hybridcomp.channels.error_feedback import Piece
-from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, native_nbytes
 from hybridcomp.engines import rules, steps
@@ -166,8 +165,10 @@ class Reducer:
     ) -> _Pending:
         """Send the first message of a bucket."""
         layout, message = None, gradients
-        # low rank wants whole matrices, and takes each by itself anyway
-        if not codec.lossless and codec.name != PowerSgd.name:
+        # low rank wants whole matrices, and takes each by itself anyway; what residuals are added
+        # to keeps its layout when a lossless codec takes them along
+        by_parameter = self._channel.error_feedback or not codec.lossless
+        if by_parameter and codec.low_rank is None:
             layout = self._layout(bucket)
             message = layout.pack(gradients)
         pieces = None

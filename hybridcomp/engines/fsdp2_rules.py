@@ -126,7 +126,7 @@ FSDP2: tuple[Rule, ...] = (
         "refuse", ("dp",), "powersgd under fully_shard",
         "gradients are cut for their owners before they are reduced, and each cut would have "
         "factors of its own", "use DistributedDataParallel, or another codec",
-        lambda job: True, lambda block: block.dp.codec == "powersgd",
+        lambda job: True, lambda block: "dp" in block.policy().low_rank,
     ),
     Rule(
         "absent", ("zero",), "one rank in each shard group", "nothing is gathered",

@@ -13,8 +13,11 @@ import pybind11
 from pybind11.setup_helpers import ParallelCompile
 from setuptools.command.build_ext import build_ext
 
+HERE = Path(__file__).resolve().parent
 #: portable headers, which both back ends include by their bare names
-FORMATS = Path(__file__).resolve().parent / "formats"
+FORMATS = HERE / "formats"
+#: the folder of each extension; a codec adds its files there and names them nowhere
+FOLDERS = {"hybridcomp.kernels._cpu": "cpu", "hybridcomp.kernels._launch": "cuda"}
 COMPILE_ARGS = [
     "-std=c++17",
     "-O3",
@@ -30,8 +33,24 @@ COMPILE_ARGS = [
 ]
 
 
+def found(name: str) -> tuple[list[str], list[str]]:
+    """Sources of the extension ``name`` and the headers that they may include, from the root."""
+    folder, root = HERE / FOLDERS[name], HERE.parent.parent
+    sources = sorted(folder.glob("*.cpp"))
+    headers = sorted([*folder.glob("*.h"), *FORMATS.glob("*.h")]) if folder.name == "cpu" else []
+    told = ([path.relative_to(root).as_posix() for path in paths] for paths in (sources, headers))
+    return next(told), next(told)
+
+
 class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
-    """build_ext with pybind11's headers and our flags."""
+    """build_ext with the files that are there, pybind11's headers and our flags."""
+
+    def finalize_options(self) -> None:
+        """Find the files of every extension: for a build, and for a source distribution."""
+        super().finalize_options()
+        for extension in self.extensions or ():
+            if extension.name in FOLDERS:
+                extension.sources, extension.depends = found(extension.name)
 
     def build_extensions(self) -> None:
         """Build every extension; OpenMP where the compiler has it without another package."""
