@@ -10,6 +10,7 @@ were timed (``Channels.timing``), scaled to the whole interval by the bytes of t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Mapping
@@ -248,6 +249,15 @@ def _times(row: Mapping[str, Any]) -> str:
     return f", {whose}codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms"
 
 
+def set_aside(path: Path) -> None:
+    """Give the file of an earlier run another name: a run that is resumed by the same command must
+    not wipe out the figures of the run before. ``ledger.jsonl`` becomes ``ledger.1.jsonl``.
+    """
+    if path.is_file() and path.stat().st_size:
+        names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
+
+
 class JsonLines:
     """One JSON object per line, written at once, so that a killed run keeps its figures.
 
@@ -256,6 +266,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
+        set_aside(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, path.open("wb", buffering=0)
         self._nbytes, self._dropped = 0, 0

@@ -48,9 +48,9 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
     def finalize_options(self) -> None:
         """Find the files of every extension: for a build, and for a source distribution."""
         super().finalize_options()
-        kernels = [each for each in self.extensions or () if each.name in FOLDERS]
-        for extension in kernels:
-            extension.sources, extension.depends = found(extension.name)
+        for extension in self.extensions or ():
+            if extension.name in FOLDERS:
+                extension.sources, extension.depends = found(extension.name)
 
     def build_extensions(self) -> None:
         """Build every extension; OpenMP where the compiler has it without another package."""
