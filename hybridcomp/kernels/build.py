@@ -49,7 +49,8 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
         """Find the files of every extension: for a build, and for a source distribution."""
         super().finalize_options()
         for extension in self.extensions or ():
-            extension.sources, extension.depends = found(extension.name)
+            if extension.name in FOLDERS:
+                extension.sources, extension.depends = found(extension.name)
 
     def build_extensions(self) -> None:
         """Build every extension; OpenMP where the compiler has it without another package."""

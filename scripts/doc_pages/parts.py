@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -63,10 +64,15 @@ def megatron_rules() -> str:
 
 
 def _rows(table: Sequence[Rule[Any]]) -> Iterator[str]:
-    yield "| found | dimensions | what happens | why | what to do |"
-    yield "|---|---|---|---|---|"
+    yield "| found | dimensions | what happens | why, and what to do |"
+    yield "|---|---|---|---|"
     for rule in table:
         names = ", ".join(f"`{name}`" for name in rule.dimensions)
-        yield (
-            f"| {rule.found} | {names} | {VERDICTS[rule.verdict]} | {rule.reason} | {rule.todo} |"
-        )
+        todo = f"; {rule.todo}" if rule.todo else ""
+        told = f"{_breakable(rule.found)} | {names} | {VERDICTS[rule.verdict]}"
+        yield f"| {told} | {_breakable(f'{rule.reason}{todo}')} |"
+
+
+def _breakable(text: str) -> str:
+    """The text with places where a browser may break names that are longer than a column."""
+    return re.sub(r"[\w.]{25,}", lambda name: re.sub(r"([._])", r"\1<wbr>", name[0]), text)
