@@ -139,8 +139,8 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     if models := steps.models():
         stateful.save_files(Path(folder), models)
-        return
-    process.save_state(folder, loss_scale)
+    if not models or process.has_begun():
+        process.save_state(folder, loss_scale)
 
 
 def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
@@ -160,8 +160,8 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     if models := steps.models():
         stateful.load_files(Path(folder), models)
-        return
-    process.load_state(folder, loss_scale)
+    if not models or process.has_begun():
+        process.load_state(folder, loss_scale)
 
 
 def resync(engine: Any = None) -> None:

@@ -6,6 +6,7 @@ rendezvous store, not through a collective, so that a missing rank can be named.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import time
@@ -16,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
@@ -23,11 +25,14 @@ from torch.distributed.distributed_c10d import Store
 from hybridcomp.errors import AgreementError
 from hybridcomp.log import complain
 
-#: seconds of silence after which the ranks that are waited for are named on stderr
-NOTICE_S = 30.0
-#: seconds after which a silent rank is an error: what torch grants a collective by default, since
-#: a rank may load its data or model first
-PATIENCE_S = default_pg_timeout.total_seconds()
+#: seconds of silence after which the ranks that are waited for are named on stderr; then whenever
+#: the silence has become REPEAT times as long
+NOTICE_S, REPEAT = 10.0, 3
+#: share of the process group's own time-out after which a silent rank is an error: whoever waits
+#: for it in a message of upstream is ended by torch a little later, and without its name
+PATIENCE = 0.9
+#: what a user is to do about ranks that are silent
+ALIKE = "start every rank with `--module hybridcomp.run`, or call hybridcomp.install() in every one"
 _round = count()
 #: how often the ranks of a part of the job have spoken to each other
 _rounds_of: Counter[tuple[int, ...]] = Counter()
@@ -55,7 +60,8 @@ def agree(
     ``ranks``: global ranks of the part of the job that speaks, this one among them; None: all.
 
     Returns when all ranks said the same. Raises AgreementError on every rank, naming the ranks and
-    the keys, as soon as all have spoken and two differ, or when a rank stays silent for PATIENCE_S.
+    the keys, as soon as all have spoken and two differ, or when a rank stays silent for PATIENCE of
+    the group's time-out.
     """
     said = tell(statement, what=what, ranks=ranks)
     differing = [place for place in range(len(said)) if said[place] != said[0]]
@@ -69,7 +75,7 @@ def tell(
     """What every rank of the default group stated, by rank; every rank calls it.
 
     ``ranks``: as for ``agree``; the statements come back in their order. Raises AgreementError
-    when a rank stays silent for PATIENCE_S.
+    when a rank stays silent for PATIENCE of the group's time-out.
     """
     speakers = range(dist.get_world_size()) if ranks is None else tuple(ranks)
     if len(speakers) == 1:
@@ -88,26 +94,34 @@ def tell(
 
 def _await_all(store: Store, speakers: Sequence[int], what: str) -> None:
     missing = list(speakers)
-    started = time.monotonic()
-    noticed = False
+    started, notice, patience = time.monotonic(), NOTICE_S, PATIENCE * _timeout_s()
     while missing:
-        try:
+        with contextlib.suppress(RuntimeError, dist.DistStoreError):
             store.wait([str(missing[0])], timedelta(seconds=min(5.0, NOTICE_S)))
-            missing = [r for r in missing if not store.check([str(r)])]
-            continue
-        except (RuntimeError, dist.DistStoreError):
-            missing = [r for r in missing if not store.check([str(r)])]
-        if missing and not noticed and time.monotonic() - started > NOTICE_S:
-            noticed = True
-            complain(
-                f"waiting for rank(s) {_ranks(missing)} to state their {what}; a rank that was not "
-                "started with hybridcomp never will"
-            )
-        if missing and time.monotonic() - started > PATIENCE_S:
+        missing = [r for r in missing if not store.check([str(r)])]
+        silent = time.monotonic() - started
+        if missing and silent > patience:
             raise AgreementError(
-                f"{what}: rank(s) {_ranks(missing)} never stated theirs; start every rank with "
-                "`--module hybridcomp.run`, or call hybridcomp.install() in every one"
+                f"{what}: rank(s) {_ranks(missing)} never stated theirs, in {silent:.0f} s; {ALIKE}"
             )
+        if missing and silent > notice:
+            notice *= REPEAT
+            if dist.get_rank() == min(set(speakers) - set(missing)):
+                complain(
+                    f"waiting for rank(s) {_ranks(missing)} to state their {what}, "
+                    f"for {silent:.0f} s now. A rank that was started without hybridcomp never "
+                    f"will: {ALIKE}. This job ends in {patience - silent:.0f} s"
+                )
+
+
+def _timeout_s() -> float:
+    """Seconds that the process group grants a message, torch's default where it does not say."""
+    try:
+        group = dist.distributed_c10d._get_default_group()  # type: ignore[attr-defined]
+        device = torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return float(default_pg_timeout.total_seconds())
 
 
 def _ranks(ranks: list[int]) -> str:

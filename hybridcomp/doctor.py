@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
+from hybridcomp import process
 from hybridcomp.codecs import CODECS, make_codec
 from hybridcomp.errors import HybridcompError
 from hybridcomp.kernels import kernels_of
@@ -18,6 +25,10 @@ from hybridcomp.kernels.cuda.setup import CudaSetup
 #: what stands in front of a line
 OK, INFO, FAIL = "ok", "-", "FAIL"
 Finding = tuple[str, str]
+#: upstream packages that are patched -> the extra that installs them
+UPSTREAM = {"deepspeed": "deepspeed", "megatron.core": "megatron"}
+#: environment variable that names the block of jobs without a DeepSpeed file
+CONFIG = process.ENVIRONMENT
 cuda: Any = torch.cuda  # parts of it are untyped
 
 
@@ -37,17 +48,19 @@ def findings() -> Iterator[Finding]:
     found = setup.setup()
     yield from _gpu(found)
     yield from _probes(found)
+    for package, extra in UPSTREAM.items():
+        yield from _seams(package, extra)
     yield _apex()
     yield from _optional()
-    yield from _seams()
+    yield from _environment()
 
 
 def _gpu(found: CudaSetup) -> Iterator[Finding]:
     """What there is for GPUs, and what does not fit."""
     for line in setup.lines(found):
         yield (OK if found.devices else INFO), line
-    if found.devices and torch.distributed.is_nccl_available():
-        yield OK, "NCCL " + ".".join(map(str, cuda.nccl.version()))
+    if torch.distributed.is_nccl_available():
+        yield (OK if found.devices else INFO), "NCCL " + ".".join(map(str, cuda.nccl.version()))
     if found.driver is not None and not found.devices:
         yield INFO, "there is a driver, but torch sees no GPU (CUDA_VISIBLE_DEVICES, or its build)"
     if not found.devices and not found.cupy:
@@ -96,9 +109,6 @@ def _probe(device: torch.device) -> Finding:
 
 def _requirements() -> Iterator[Finding]:
     """Python, and what hybridcomp's own metadata declares as needed."""
-    from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
-
     python = platform.python_version()
     if _version("hybridcomp") is None:
         yield FAIL, f"python {python}; hybridcomp is not installed: pip install hybridcomp"
@@ -142,36 +152,75 @@ def _apex() -> Finding:
 
 
 def _optional() -> Iterator[Finding]:
-    owners = metadata.packages_distributions()
-    for module, extra in (("wandb", "wandb"), ("megatron", "megatron"), ("matplotlib", "plot")):
-        found = owners.get(module)
-        if found:
-            yield OK, f"{found[0]} {_version(found[0])}"
+    """What a job may have beside it, by the names of distributions."""
+    for name, advice in (
+        ("transformers", "Hugging Face's Trainer"),
+        ("accelerate", "of Hugging Face"),
+        ("transformer-engine", "NVIDIA's, for layers of megatron-core"),
+        ("wandb", "pip install 'hybridcomp[wandb]'"),
+        ("matplotlib", "pip install 'hybridcomp[plot]'"),
+    ):
+        found = _version(name)
+        if found is None:
+            yield INFO, f"{name} is not installed (optional: {advice})"
         else:
-            yield INFO, f"{module} is not installed (optional: pip install 'hybridcomp[{extra}]')"
+            yield OK, f"{name} {found}"
 
 
-def _seams() -> Iterator[Finding]:
-    """Which patches could be applied now. Imports DeepSpeed, changes nothing."""
-    try:
-        from hybridcomp.patches import registry
+def _environment() -> Iterator[Finding]:
+    """Variables of ours, which the launcher may not hand on to other machines."""
+    names = sorted(name for name in os.environ if name.startswith("HYBRIDCOMP_"))
+    handed = launcher_environment()
+    for name in names:
+        where = "" if name in handed else (
+            "; DeepSpeed's launcher hands it to other machines only if ~/.deepspeed_env has it too"
+        )  # fmt: skip
+        yield INFO, f"{name}={os.environ[name]}{where}"
+    if CONFIG in names:
+        try:
+            process.configured()
+        except HybridcompError as error:
+            yield FAIL, f"{CONFIG}: {error}"
 
-        found = registry.patches_of("deepspeed")
-    except ImportError as error:
-        yield FAIL, f"seams: patches cannot be imported ({error})"
+
+def launcher_environment() -> set[str]:
+    """Names of the variables in the file that DeepSpeed's launcher reads for other machines."""
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    names: set[str] = set()
+    for path in (Path.home() / name, Path(name)):
+        with contextlib.suppress(OSError):
+            names |= {line.partition("=")[0].strip() for line in path.read_text().splitlines()}
+    return names
+
+
+def _seams(package: str, extra: str) -> Iterator[Finding]:
+    """Which patches of an upstream package could be applied now; imports it, changes nothing.
+
+    ``extra``: of hybridcomp, that installs it.
+    """
+    from hybridcomp.patches import registry
+
+    found = registry.patches_of(package)
+    name = Requirement(found[0].seam.requirement).name
+    installed = _version(name)
+    if installed is None:
+        yield INFO, f"{name} is not installed (optional: pip install 'hybridcomp[{extra}]')"
         return
-    good = 0
+    reasons: dict[str, list[str]] = {}
     for patch in found:
         try:
-            patch.check()
-        except HybridcompError as error:
-            yield FAIL, f"seam {error}"
-        else:
-            good += 1
-    yield (
-        (OK if good == len(found) else FAIL),
-        f"{good} of {len(found)} DeepSpeed seams are as known",
-    )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # upstream's, of what it can do without
+                patch.check()
+        except Exception as error:  # ours, or what upstream raises when it is imported
+            text = str(error) if isinstance(error, HybridcompError) else repr(error)
+            reasons.setdefault(text.removeprefix(f"{patch.seam}: "), []).append(str(patch.seam))
+    for reason, seams in reasons.items():
+        more = f" and {len(seams) - 1} more" if len(seams) > 1 else ""
+        yield FAIL, f"seam {seams[0]}{more}: {reason}"
+    good = len(found) - sum(map(len, reasons.values()))
+    mark = FAIL if reasons else OK
+    yield mark, f"{name} {installed}: {good} of {len(found)} seams are as known"
 
 
 def _version(name: str) -> str | None:

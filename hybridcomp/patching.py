@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -200,6 +201,14 @@ def _refuse_foreign_wrapper(seam: Seam, original: Any) -> None:
             f"{seam}: already replaced by {code.co_filename}; hybridcomp does not wrap foreign "
             "patches: remove it, or install hybridcomp first"
         )
+
+
+def has_module(name: str) -> bool:
+    """Whether an upstream module is there; without upstream none is, and seams are listed only."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
 
 
 def apply_all(patches: Iterable[Patch]) -> list[Patch]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+import io
+import time
 
+import pytest
+import torch.distributed as dist
+
+from hybridcomp import agreement
 from hybridcomp.agreement import agree
 from hybridcomp.errors import AgreementError
 from tests.ranks import run_ranks
@@ -16,8 +22,6 @@ def same() -> str:
 
 
 def differ() -> str:
-    import torch.distributed as dist
-
     try:
         agree({"compression.dp": f"blockint(bits={4 + dist.get_rank() // 2})", "torch": "2"})
     except AgreementError as error:
@@ -44,3 +48,35 @@ def test_error_can_be_raised_anywhere() -> None:
 
 def _raise() -> None:
     raise AgreementError("x")
+
+
+def silent(_: None) -> str:
+    """Rank 1 is there and states nothing; what the others are told, and how it ends."""
+    agreement.NOTICE_S, agreement.REPEAT = 0.1, 4
+    agreement._timeout_s = lambda: 2.0
+    said = io.StringIO()
+    if dist.get_rank() == 1:
+        time.sleep(3)  # the others' store must not go before them
+        return ""
+    with contextlib.redirect_stderr(said), pytest.raises(AgreementError) as caught:
+        agree({"compression.dp": "bf16"})
+    return f"{said.getvalue()}{caught.value}"
+
+
+def test_a_silent_rank_is_named_early_by_one_rank_and_ends_the_job() -> None:
+    first, nothing, other = run_ranks(3, silent, None)
+    *notices, end = first.splitlines()
+    assert nothing == "" and other == end
+    assert 1 <= len(notices) <= 3  # from 0.1 s on, but a store may wait longer than it is asked to
+    for notice in notices:
+        assert notice.startswith("[hybridcomp] waiting for rank(s) 1 to state their compression")
+        assert "--module hybridcomp.run" in notice
+    assert "rank(s) 1 never stated theirs, in 2 s" in end
+
+
+def test_patience_is_that_of_the_process_group() -> None:
+    assert run_ranks(1, patience) == [pytest.approx(1800, rel=1)]
+
+
+def patience() -> float:
+    return agreement._timeout_s()

@@ -64,6 +64,11 @@ def test_folders_and_missing_files(tmp_path: Path) -> None:
     folder = written(tmp_path / "global_step7", RESIDUALS)
     (tmp_path / "latest").write_text("global_step7")
     assert checkpoint_note.folder_of(tmp_path) == folder == checkpoint_note.folder_of(folder)
+    output = tmp_path / "trainer"
+    for name in ("checkpoint-9", "checkpoint-20", "checkpoint-best"):
+        (output / name / "global_step").mkdir(parents=True)
+        (output / name / "latest").write_text("global_step")
+    assert checkpoint_note.folder_of(output) == output / "checkpoint-20" / "global_step"
     with pytest.raises(ConfigError, match="--checkpoint"):
         checkpoint_note.folder_of(tmp_path / "nowhere")
     note = checkpoint_note.read(folder)

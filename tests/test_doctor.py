@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from hybridcomp import cli, doctor
-from hybridcomp.errors import CodecError
+from hybridcomp import cli, doctor, kernels, patching
+from hybridcomp.channels import Channels, engine_channels
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import CodecError, ConfigError
 from hybridcomp.kernels.cuda import images, setup
 from hybridcomp.kernels.cuda.setup import CudaSetup
 
@@ -28,11 +35,24 @@ def changed(found: CudaSetup, **facts: object) -> CudaSetup:
 def test_doctor_says_something_about_everything(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_seams", lambda: iter([(doctor.OK, "3 of 3 DeepSpeed seams")]))
+    seams = [(doctor.OK, "3 of 3 seams are as known")]
+    monkeypatch.setattr(doctor, "_seams", lambda package, extra: iter(seams))
     status = cli.main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     text = "\n".join(lines)
-    for subject in ("python", "native kernels", "apex", "cupy", "wandb", "torch is", "seams"):
+    for subject in (
+        "python",
+        "native kernels",
+        "apex",
+        "cupy",
+        "wandb",
+        "torch is",
+        "seams",
+        "transformers",
+        "accelerate",
+        "transformer-engine",
+        "matplotlib",
+    ):
         assert subject in text
     assert status == (1 if any(line.startswith(doctor.FAIL) for line in lines) else 0)
 
@@ -114,7 +134,7 @@ def test_doctor_fails_for_a_misfit_and_prints_what_is_there(
 ) -> None:
     wrong = changed(CUDA_13, nvrtc=None, architectures=(), problem="gone")
     monkeypatch.setattr(setup, "setup", lambda: wrong)
-    monkeypatch.setattr(doctor, "_seams", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_seams", lambda package, extra: iter(()))
     assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "GPU 0: NVIDIA H100, sm_90" in out
@@ -143,3 +163,63 @@ def test_a_device_that_fails_is_told_in_a_line() -> None:
 def test_codecs_run_on_this_gpu() -> None:
     assert doctor._probe(torch.device("cuda", 0))[0] == doctor.OK
     assert list(setup.misfits(setup.setup())) == []
+
+
+def test_equal_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with DeepSpeed 0.18.2, which every seam refuses for the same reason."""
+    monkeypatch.setattr(patching, "version", lambda name: "0.18.2")
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.18.2")
+    found = list(doctor._seams("deepspeed", "deepspeed"))
+    assert len(found) <= 3 and {mark for mark, _ in found} == {doctor.FAIL}  # by window, and all
+    assert re.search(r"seam deepspeed\.\S+ and \d\d more: needs deepspeed >= 0.19", found[0][1])
+    assert "found deepspeed 0.18.2" in found[0][1]
+    assert re.fullmatch(r"deepspeed 0.18.2: 0 of \d\d seams are as known", found[-1][1])
+
+
+def test_an_engine_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    ((mark, text),) = doctor._seams("megatron.core", "megatron")
+    assert mark == doctor.INFO and "pip install 'hybridcomp[megatron]'" in text
+
+
+def test_variables_that_the_launcher_does_not_hand_on_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("HYBRIDCOMP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert list(doctor._environment()) == []
+    block = tmp_path / "block.json"
+    block.write_text('{"dq": "bf16"}')
+    monkeypatch.setenv("HYBRIDCOMP_CONFIG", str(block))
+    (mark, text), (failed, why) = doctor._environment()
+    assert mark == doctor.INFO and "only if ~/.deepspeed_env has it too" in text
+    assert failed == doctor.FAIL and "compression.dq" in why
+    (tmp_path / ".deepspeed_env").write_text(f"A=1\nHYBRIDCOMP_CONFIG={block}\n")
+    block.write_text('{"dp": "bf16"}')
+    ((mark, text),) = doctor._environment()
+    assert text == f"HYBRIDCOMP_CONFIG={block}"
+
+
+def test_missing_cupy_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the message of the first use, as an error of the configuration, in one line."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(kernels, "_on_cuda", {})
+    with pytest.raises(ConfigError, match="codecs on a GPU need CuPy .*pip install") as caught:
+        kernels.require_kernels(torch.device("cuda", 0))
+    assert "\n" not in str(caught.value)
+    kernels.require_kernels(torch.device("cpu"))
+
+
+def test_channels_ask_for_kernels_where_something_is_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(engine_channels, "require_kernels", asked.append)
+    for world_size in (1, 2):
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda size=world_size: size)
+        for block in ({"dp": "bf16"}, {"dp": {"codec": "powersgd", "rank": 2}}):
+            channels = Channels(CompressionConfig.parse(block))
+            channels.weigh(None, torch.float32, torch.device("cpu"))
+    assert asked == [torch.device("cpu")]

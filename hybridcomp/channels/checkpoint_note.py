@@ -77,8 +77,16 @@ def read(folder: Path) -> dict[str, Any] | None:
 def folder_of(place: Path) -> Path:
     """The folder of one checkpoint: ``place``, or the one that its file ``latest`` names.
 
-    Raises ConfigError where neither is there.
+    Of an output folder of Hugging Face's Trainer it is the last checkpoint's. Raises ConfigError
+    where there is no such folder.
     """
+    steps = {
+        int(path.name.rpartition("-")[2]): path
+        for path in place.glob("checkpoint-*/")
+        if path.name.rpartition("-")[2].isdigit()
+    }
+    if steps and not (place / "latest").is_file():
+        place = steps[max(steps)]
     if (latest := place / "latest").is_file():
         place = place / latest.read_text(encoding="utf-8").strip()
     if not place.is_dir():

@@ -25,7 +25,7 @@ from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_copies import HostMoves
 from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
-from hybridcomp.codecs import poll_payloads
+from hybridcomp.codecs import poll_payloads, require_kernels
 from hybridcomp.collectives import poll_headers
 from hybridcomp.config import CompressionConfig
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
@@ -97,9 +97,12 @@ class Channels(EngineState):
 
         After ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
         ``dtype``. ``sent``: messages of a step, where that is known. Returns what to tell the user,
-        the same on all ranks.
+        the same on all ranks. Raises ConfigError where codecs cannot run on ``device``.
         """
         self.is_weighed = True
+        encoded = {name for (name, _), codec in self.policy.codecs.items() if codec is not None}
+        if encoded - self.policy.low_rank and dist.get_world_size() > 1:
+            require_kernels(device)
         names = [name for name in self.config.measured() if name in ONE_WAY]
         if not names or dist.get_world_size(group) < 2:
             return []

@@ -9,6 +9,7 @@ were timed (``Channels.timing``), scaled to the whole interval by the bytes of t
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -246,10 +247,20 @@ def _times(row: Mapping[str, Any]) -> str:
     return f", {whose}codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms"
 
 
+def set_aside(path: Path) -> None:
+    """Give the file of an earlier run another name: a run that is resumed by the same command must
+    not wipe out the figures of the run before. ``ledger.jsonl`` becomes ``ledger.1.jsonl``.
+    """
+    if path.is_file() and path.stat().st_size:
+        names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
+
+
 class JsonLines:
     """One JSON object per line; flushed each time, so that a killed run keeps its figures."""
 
     def __init__(self, path: Path) -> None:
+        set_aside(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = path.open("w", encoding="utf-8")
 

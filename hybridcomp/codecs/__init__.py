@@ -17,7 +17,7 @@ from hybridcomp.codecs.radix import Radix
 from hybridcomp.codecs.registry import CODECS, LOSSLESS, make_codec
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.codecs.zfp import Zfp
-from hybridcomp.kernels import check_payloads, poll_payloads
+from hybridcomp.kernels import check_payloads, poll_payloads, require_kernels
 from hybridcomp.kernels.late_read import LateRead
 
 __all__ = [
@@ -42,4 +42,5 @@ __all__ = [
     "check_payloads",
     "make_codec",
     "poll_payloads",
+    "require_kernels",
 ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hybridcomp.compare import chart, report
 from hybridcomp.compare.reading import check_comparable, read_runs
@@ -145,8 +146,20 @@ def compared(texts: Sequence[str], wishes: Wishes) -> Result:
     aligned = align(runs, wishes.last)
     if missing:
         notes.append(f"no figures of bytes in the logs of: {', '.join(missing)}")
+    notes += [
+        f"{found.label}: its DeepSpeed settings hold a block, and nothing shows that it acted; was "
+        "the job started with --module hybridcomp.run?"
+        for found in runs
+        if not found.ledger() and any(has_block(t.settings) for t in found.trainings)
+    ]
     comparisons = compare(runs, aligned, wishes.last)
     return Result(runs, aligned, comparisons, wishes.last, [*aligned.notes, *notes])
+
+
+def has_block(settings: Mapping[str, Any] | None) -> bool:
+    """Whether DeepSpeed settings ask for compression."""
+    block = (settings or {}).get("compression")
+    return isinstance(block, Mapping) and block.get("enabled", True) is True
 
 
 def _chart(result: Result, wishes: Wishes, picture: Path) -> None:

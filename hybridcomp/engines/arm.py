@@ -35,6 +35,12 @@ DDP_INIT = Seam(
     "DistributedDataParallel.__init__",
     None,
 )
+DDP_LAZY_INIT = Seam(
+    "torch >= 2.6, < 2.14",
+    "torch.nn.parallel.distributed",
+    "DistributedDataParallel._lazy_init",
+    ("self",),
+)
 LAZY_INIT = Seam(
     "torch >= 2.9, < 2.14",
     "torch.distributed.fsdp._fully_shard._fsdp_state",
@@ -94,6 +100,11 @@ def _attach(model: Any) -> None:
     if ATTRIBUTE in vars(model) or process.has_begun():
         return
     attached = attach(model)
+    if attached is not None and attached.channels["dp"].error_feedback:
+        say_once(
+            "dp: a checkpoint holds residuals where the script adds hybridcomp.stateful(model) to "
+            "what torch.distributed.checkpoint saves, or calls hybridcomp.save_state(folder)"
+        )
     if attached is not None and model.training and torch.is_grad_enabled():
         attached.entered()  # hooks that were added while hooks run are run next time only
 
@@ -114,6 +125,17 @@ def make_ddp_init(original: Callable[..., None]) -> Callable[..., None]:
         handle = self.register_forward_pre_hook(first_forward)
 
     return __init__
+
+
+def make_ddp_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Attach a model that was wrapped before ``hybridcomp.install``, in its first forward pass."""
+
+    @functools.wraps(original)
+    def _lazy_init(self: Any) -> None:
+        _attach(self)
+        original(self)
+
+    return _lazy_init
 
 
 def make_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -147,6 +169,7 @@ def make_fsdp1_init(original: Callable[..., None]) -> Callable[..., None]:
 
 SEAMS = (
     (DDP_INIT, make_ddp_init),
+    (DDP_LAZY_INIT, make_ddp_lazy_init),
     (LAZY_INIT, make_lazy_init),
     (FSDP1_INIT, make_fsdp1_init),
 )

@@ -165,8 +165,10 @@ class Reducer:
     ) -> _Pending:
         """Send the first message of a bucket."""
         layout, message = None, gradients
-        # low rank wants whole matrices, and takes each by itself anyway
-        if not codec.lossless and codec.low_rank is None:
+        # low rank wants whole matrices, and takes each by itself anyway; what residuals are added
+        # to keeps its layout when a lossless codec takes them along
+        by_parameter = self._channel.error_feedback or not codec.lossless
+        if by_parameter and codec.low_rank is None:
             layout = self._layout(bucket)
             message = layout.pack(gradients)
         pieces = None

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import torch
 
-from hybridcomp.errors import CodecError
+from hybridcomp.errors import CodecError, ConfigError
 
 #: dtype codes of the kernels (kernels/cpu/cpu.h, Dtype)
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -232,6 +232,22 @@ def check_payloads() -> None:
     """
     for kernels in _on_cuda.values():
         kernels.check()
+
+
+def require_kernels(device: torch.device) -> None:
+    """Load what codecs need on ``device``, before training instead of at the first message.
+
+    Raises ConfigError in one line: the extension is not built, CuPy or its compiler is missing.
+    """
+    try:
+        kernels_of(device)
+        if device.type == "cuda":
+            from hybridcomp.kernels.cuda import images
+
+            images.compiler()
+    except CodecError as error:
+        found = f"codecs for messages on {device}, which cannot run there"
+        raise ConfigError("compression", found, str(error)) from None
 
 
 def poll_payloads() -> None:

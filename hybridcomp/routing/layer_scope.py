@@ -21,6 +21,7 @@ from hybridcomp import process
 from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
+from hybridcomp.patching import has_module
 from hybridcomp.policy import Dimension, Direction
 from hybridcomp.routing.routes import Layers
 
@@ -142,7 +143,7 @@ SEQUENCE = Layers(lambda group: "cp", _way, whose)
 
 def upstream_has(module: str, name: str) -> bool:
     """Whether the installed DeepSpeed has it; releases of 0.19 differ."""
-    return hasattr(importlib.import_module(module), name)
+    return has_module(module) and hasattr(importlib.import_module(module), name)
 
 
 def refuse(channels: Channels, dimension: Dimension, found: str, reason: str, todo: str) -> None:

@@ -17,7 +17,6 @@ more message: it does not apply, every message has the codec.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of, native_nbytes
 from hybridcomp.errors import ConfigError
-from hybridcomp.patching import Seam
+from hybridcomp.patching import Seam, has_module
 from hybridcomp.policy import Direction
 
 NATIVE_MOE = "deepspeed.moe.sharded_moe"
@@ -194,7 +193,7 @@ def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
         (ALL_TO_ALL, make_all_to_all),
         (MOE_LAYER, make_layer_forward),
     )
-    if importlib.util.find_spec(AUTO_EP) is None:
+    if not has_module(AUTO_EP):
         return patches
     return (
         *patches,

@@ -19,7 +19,6 @@ differently and a codec's error depends on the layout:
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from hybridcomp.channels import NAME, Channel, Channels, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece
-from hybridcomp.patching import Seam
+from hybridcomp.patching import Seam, has_module
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 PIPELINE = Seam(
@@ -156,17 +155,9 @@ def synchronize(engine: Any, channels: Channels) -> None:
     engine.module._synchronize_tied_weights()
 
 
-def _has(module: str) -> bool:
-    """Whether ``module`` can be imported; not without its package, as where seams are listed."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
     # DualPipeV came with 0.19.8
-    if not _has(DUALPIPEV.module):
+    if not has_module(DUALPIPEV.module):
         return ((PIPELINE, make_instruction_map),)
     return ((PIPELINE, make_instruction_map), (DUALPIPEV, make_instruction_map))
 

@@ -95,3 +95,14 @@ def test_jsonl_is_whole_at_any_time(tmp_path: Path) -> None:
     lines.write({"step": 2})
     assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1, 2]
     lines.close()
+
+
+def test_a_resumed_run_keeps_the_figures_of_the_run_before(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    for step in range(3):
+        lines = JsonLines(path)
+        lines.write({"step": step})
+        lines.close()
+    files = ["ledger.1.jsonl", "ledger.2.jsonl", "ledger.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == files
+    assert [json.loads((tmp_path / name).read_text())["step"] for name in files] == [0, 1, 2]

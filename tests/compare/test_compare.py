@@ -152,6 +152,15 @@ def test_other_settings_than_the_block_are_noted(tmp_path: Path) -> None:
     assert compare(base, run).notes == ["b: optimizer.params.lr is 0.001, in a 0.002"]
 
 
+def test_a_block_that_left_no_trace_is_noted(tmp_path: Path) -> None:
+    """As of a job that was started without hybridcomp.run."""
+    for block, traced in (({"preset": "zhybrid"}, True), ({"dp": "bf16", "enabled": False}, False)):
+        base = write_run(tmp_path / "a", 0, 1.0)
+        run = write_run(tmp_path / "b", 0, 1.0, deepspeed={"compression": block})
+        told = [note for note in compare(base, run).notes if "--module hybridcomp.run" in note]
+        assert len(told) == traced
+
+
 def test_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = write_run(tmp_path / "base", 0, 1.0)
     assert cli.main(["compare", str(log), str(log)]) == cli.BAD_INPUT

@@ -275,8 +275,11 @@ def test_several_optimizers_take_one_step() -> None:
 def by_themselves() -> dict[str, Any]:
     """Models that nobody attaches, in an armed process with a block."""
     found: dict[str, Any] = {}
+    early = ddp()
     process.configure({"dp": B8, **QUIET})
     arm.arm()
+    once(early)
+    found["early"] = vars(early)[ATTRIBUTE] is not None
     for engine in ("ddp", "fsdp2"):
         job = Job(engine=engine)  # type: ignore[arg-type]
         model = build(job)
@@ -305,5 +308,6 @@ def test_models_attach_by_themselves() -> None:
     for found in run_ranks(2, by_themselves):
         assert found["ddp"] == found["fsdp2"] == (3, True, 0)
         assert "another communication hook" in found["hooked"]
+        assert found["early"]
         assert found["no block"] is None
         assert found["disarmed"] is False

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.log import say
+from hybridcomp.patching import has_module
 from hybridcomp.upstream.ds.offload_accumulation import forget, sums_of
 
 
@@ -21,11 +22,7 @@ def has(module: str, name: str, method: str) -> bool:
 
     False without DeepSpeed: the seams can then be listed, and none will be applied.
     """
-    try:
-        owner = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError:
-        return False
-    return method in vars(owner)
+    return has_module(module) and method in vars(getattr(importlib.import_module(module), name))
 
 
 class Uploads(TorchFunctionMode):

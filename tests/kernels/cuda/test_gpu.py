@@ -16,8 +16,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from torch import Tensor
 
+from hybridcomp import kernels
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
 from hybridcomp.collectives import Meter, chunk_ranges
+from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels, images
 from tests.codecs import arrays
 from tests.collectives.calls import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
@@ -287,3 +289,23 @@ def test_every_device_has_its_own_kernels() -> None:
         pytest.skip("one GPU")
     codec, values = make_codec("blockint"), arrays.make("normal", 5000, 1)
     assert torch.equal(payload_of(codec, values.to("cuda:1")).cpu(), payload_of(codec, values))
+
+
+def test_damage_is_heard_of_without_waiting() -> None:
+    """``poll`` starts a copy and looks at it in a later call; nothing else asks the device."""
+    codec, values = make_codec("radix"), torch.randn(5000, device="cuda")
+    broken = payload_of(codec, values)
+    broken[0] ^= 1
+    kernels.check_payloads()
+    for _ in range(2):
+        kernels.poll_payloads()
+        cuda.synchronize()
+    codec.decode(broken, torch.empty_like(values))
+    cuda.synchronize()
+    with pytest.raises(CodecError, match="go on from the last checkpoint"):
+        for _ in range(3):  # one copy may be on its way that began before
+            kernels.poll_payloads()
+            cuda.synchronize()
+    for _ in range(3):
+        kernels.poll_payloads()
+        cuda.synchronize()
