@@ -5,6 +5,8 @@ HybridcompError
  +- CodecError       a codec was given a tensor, a payload or a device that it cannot handle
  +- SeamError        an upstream symbol is missing, changed, or outside the supported versions
  +- AgreementError   ranks of one job disagree on block or versions
+ +- CheckpointError  a file beside a checkpoint is damaged, missing or could not be written
+ +- PeerError        a message to or from another rank failed; it says which ranks are gone
 """
 
 from __future__ import annotations
@@ -41,3 +43,11 @@ class SeamError(HybridcompError, RuntimeError):
 
 class AgreementError(HybridcompError, RuntimeError):
     """The ranks of a job do not run the same block or the same versions."""
+
+
+class CheckpointError(HybridcompError, RuntimeError):
+    """A file that hybridcomp keeps beside a checkpoint cannot be written, or is not what it was."""
+
+
+class PeerError(HybridcompError, RuntimeError):
+    """Another rank of the job ended, was stopped or is silent; the message names it."""

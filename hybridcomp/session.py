@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp import wandb_run
+from hybridcomp import presence, wandb_run
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import NAME, Channels, Sent, checkpoint
 from hybridcomp.channels.error_feedback import Piece
@@ -56,6 +56,7 @@ def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> N
     """
     settings = {BLOCK: None} if block is None else block.flat()
     agree({**settings, **facts, **versions(*packages)})
+    presence.announce()
 
 
 def default_device() -> torch.device:
@@ -181,6 +182,7 @@ class EngineSession:
         """
         ranks = {group if isinstance(group, tuple) else ranks_of(group) for group in groups}
         self.say(*self.channels.place(ranks))
+        presence.limit_waits()
 
     def measure(
         self,

@@ -107,7 +107,8 @@ def run(args: argparse.Namespace, inherited: Mapping[str, str]) -> Team:
                 own = environment(
                     rank, args.ranks, per_node=args.per_node, port=port, device=args.device
                 )
-                # extensions that ranks build at once would wait for each other's lock
+                # extensions that ranks build at once would wait for each other's lock; a folder
+                # that the user names holds what is built already, and all have that
                 defaults["TORCH_EXTENSIONS_DIR"] = str(Path(folder, f"extensions{rank}"))
                 team.start(
                     words(args.command),

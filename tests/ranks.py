@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 RunRanks = Callable[..., list[Any]]
 
 #: importing DeepSpeed takes a rank 5 s; a fork of a process that has it takes none
-PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed"]
+PRELOAD = [
+    "torch", "torch.distributed", "numpy", "deepspeed",
+    # what the first step of an optimizer and megatron-core import, another 7 s
+    "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx",
+]  # fmt: skip
 #: seconds that the other ranks get to fail too, so that the message can show all of them
 GRACE_S = 1.0
 
@@ -44,6 +48,7 @@ def python_path() -> str:
 
 
 def _context() -> ForkServerContext:
+    os.environ.setdefault("TORCH_WARM_POOL", "0")  # no compilers in a process that others fork from
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context

@@ -23,16 +23,19 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "kernels": {"errors"},
     "codecs": {"errors", "kernels"},
-    "collectives": {"errors", "codecs"},
+    "collectives": {"errors", "codecs", "presence"},
     "policy": {"errors", "codecs"},
     "config": {"errors", "codecs", "policy"},
     "patching": {"errors"},
     "log": set(),
     "agreement": {"errors", "log"},
+    "presence": {"errors", "agreement"},
+    "saved": {"errors", "agreement"},
     "topology": {"errors", "agreement", "collectives"},
     "autotune": {"agreement", "codecs", "collectives", "policy", "topology"},
     "channels": {
         "errors", "codecs", "policy", "config", "collectives", "topology", "autotune", "log",
+        "saved", "agreement",
     },
     "metric_names": set(),
     "wandb_run": {"metric_names"},
@@ -42,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     # what attaching to an engine means, and the engine of a process that has none
     "session": {
         "agreement", "channels", "codecs", "collectives", "config", "errors", "log", "policy",
-        "reporter", "topology", "wandb_run",
+        "presence", "reporter", "topology", "wandb_run",
     },
     "process": {"channels", "config", "errors", "log", "policy", "session", "upstream"},
     # what upstream does with traffic that no seam covers: tables, without an upstream
@@ -55,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "upstream": {
         "config",
         "channels", "codecs", "errors", "log", "metric_names", "policy", "process", "routing",
-        "session",
+        "saved", "session",
     },
     "compare": {"config", "errors", "metric_names"},
     "patches": {

@@ -9,22 +9,29 @@ of ranks, or other nodes under them, their sum is kept.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from hybridcomp import saved
+from hybridcomp.agreement import tell
 from hybridcomp.channels import checkpoint_note
 from hybridcomp.channels.engine_channels import Channels
+from hybridcomp.channels.error_feedback import HOPS
+from hybridcomp.errors import CheckpointError
 from hybridcomp.log import say
 
-FORMAT = 1
 #: the file of the job
 STATE = "hybridcomp_state.json"
+FILES = f"{checkpoint_note.RESIDUALS}_rank_*.pt"
+WHAT = "the state of hybridcomp beside the checkpoint"
+TODO = (
+    f"Restore the file, or delete every {FILES} of this checkpoint to resume with residuals at "
+    "zero; weights and optimizer are not in them"
+)
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,11 @@ class State:
     step: int  # optimizer steps taken
     loss_scale: float  # that residuals are in units of
     groups: dict[str, int] = field(default_factory=dict)  # ranks in each, by dimension
-    format: int = FORMAT
+    format: int = saved.FORMAT
 
 
 def _path(folder: Path, rank: int) -> Path:
-    return folder / f"{checkpoint_note.RESIDUALS}_rank_{rank:05d}.pt"
+    return folder / FILES.replace("*", f"{rank:05d}")
 
 
 def needed(channels: Channels) -> bool:
@@ -58,105 +65,230 @@ def save(
     """Write the state of the job and of every rank into ``folder``; a collective.
 
     ``groups``: ranks in each group whose coordinates stand in the names of parameters;
-    ``references``: whether every rank has written those of deltas there, too.
+    ``references``: whether every rank has written those of deltas there, too. Returns when all
+    files are whole. Raises CheckpointError, on every rank, where one could not write.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    _, problem = saved.attempt(
+        lambda: _save(folder, channels, State(channels.step, loss_scale, dict(groups)), references)
+    )
+    saved.all_well(problem, WHAT)
+
+
+def _save(folder: Path, channels: Channels, state: State, references: bool) -> None:
+    """Write the files of this rank, and on rank 0 those of the job."""
     if needed(channels):
-        _save_rank(folder, channels, loss_scale)
+        _save_rank(folder, channels, state.loss_scale)
     if dist.get_rank() == 0:
-        state = State(channels.step, loss_scale, dict(groups))
-        (folder / STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+        saved.write_json(folder / STATE, asdict(state))
         kinds = [checkpoint_note.RESIDUALS] if needed(channels) else []
         kinds += [checkpoint_note.PARAMETERS] if references else []
         world_size = dist.get_world_size()
-        checkpoint_note.write(folder, channels.config, channels.step, world_size, kinds)
-    dist.barrier()  # nobody may take the folder for whole before it is
+        saved.filling(
+            folder / checkpoint_note.FILE,
+            lambda: checkpoint_note.write(folder, channels.config, state.step, world_size, kinds),
+        )
 
 
 def read_state(folder: Path) -> State | None:
     """The state of the job in ``folder``, read by rank 0; None where there is none. A collective.
 
-    The step decides on codecs, so that one rank reads it, and no two can differ.
+    The step decides on codecs, so that one rank reads it, and no two can differ. Raises
+    CheckpointError, on every rank, for a damaged file.
     """
-    box: list[dict[str, Any] | None] = [None]
-    path = folder / STATE
-    if dist.get_rank() == 0 and path.is_file():
-        box = [json.loads(path.read_text(encoding="utf-8"))]
+    found, problem = None, None
+    if dist.get_rank() == 0:
+        found, problem = saved.attempt(lambda: _read_state(folder / STATE))
+    saved.all_well(problem, WHAT)
+    box: list[dict[str, Any] | None] = [found]
     dist.broadcast_object_list(box, src=0)
     stored = box[0]
     if stored is None:
         return None
-    return State(int(stored["step"]), float(stored["loss_scale"]), dict(stored["groups"]))
+    return State(stored["step"], float(stored["loss_scale"]), dict(stored["groups"]))
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    stored = saved.read_json(path)
+    saved.expect(path, stored, "step", saved.is_count)
+    saved.expect(path, stored, "loss_scale", saved.is_scale)
+    saved.expect(path, stored, "groups", lambda value: isinstance(value, dict))
+    return stored
 
 
 def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
     """Write what differs on this rank."""
-    torch.save(
-        {
-            "format": FORMAT,
-            "world_size": dist.get_world_size(),
-            "layout": channels.layout,
-            "loss_scale": loss_scale,
-            "residuals": channels.residuals.state_dict(),
-            "guard": channels.guard.state(),
-            "link": channels.link.state(),
-            "offload": channels.host.pace.state(),
-            "factors": channels.factors.state_dict(),
-        },
-        _path(folder, dist.get_rank()),
-    )
+    state = {
+        "format": saved.FORMAT,
+        "world_size": dist.get_world_size(),
+        "rank": dist.get_rank(),
+        "step": channels.step,
+        "layout": channels.layout,
+        "loss_scale": loss_scale,
+        "residuals": channels.residuals.state_dict(),
+        "guard": channels.guard.state(),
+        "link": channels.link.state(),
+        "offload": channels.host.pace.state(),
+        "factors": channels.factors.state_dict(),
+    }
+    saved.write(_path(folder, dist.get_rank()), state)
 
 
 def load(folder: Path, channels: Channels, loss_scale: float) -> None:
-    """Restore what the ranks saved; without such files the residuals start at zero, said once."""
-    if channels.guard.watching:
-        say(*channels.resume_guard(_told("guard", _path(folder, 0))))
-    if channels.config.measured():
-        say(*channels.resume_link(_told("link", _path(folder, 0))))
-    if channels.config.offload.when == "auto":
-        say(*channels.host.pace.restore(_told("offload", _path(folder, 0))))
-    if not any(channel.error_feedback for channel in channels):
+    """Restore what ``save`` wrote; without such files the residuals start at zero, said once.
+
+    Every rank calls it. Raises CheckpointError on every rank, with nothing changed, where the file
+    of one is damaged, missing, of another rank or another step.
+    """
+    config = channels.config
+    feedback = any(channel.error_feedback for channel in channels)
+    choices = channels.guard.watching or config.measured() or config.offload.when == "auto"
+    if not feedback:
         say(*checkpoint_note.dropped(folder, channels.config))
+    if not feedback and not choices:
         return
-    first = _path(folder, 0)
-    if not first.is_file():
+    own, problem = saved.attempt(lambda: _own(folder))
+    saved.all_well(problem, WHAT, TODO)
+    count = _stored_ranks(folder, own)
+    same = count is None or _same_ranks(count, own, channels)
+    if feedback and count is not None and not same:
+        _, problem = saved.attempt(lambda: _check_all(folder, count))
+        saved.all_well(problem, WHAT, TODO)
+    problem = _restore_choices(channels, _told(own))
+    if problem is not None:
+        raise saved.damaged(_path(folder, 0), f"{problem}. {TODO}")
+    if feedback and count is None:
         say(f"{folder} holds no error-feedback residuals; they start at zero")
-        return
-    stored = _read(first)
-    world_size = dist.get_world_size()
-    if stored["world_size"] == world_size and stored.get("layout") == channels.layout:
-        own = stored if dist.get_rank() == 0 else _read(_path(folder, dist.get_rank()))
+    elif feedback and count is not None:
+        _restore_residuals(folder, channels, own if same else None, count, loss_scale)
+
+
+def _own(folder: Path) -> dict[str, Any] | None:
+    """What this rank's file holds, None where there is none."""
+    path = _path(folder, dist.get_rank())
+    return _read(path, dist.get_rank()) if path.is_file() else None
+
+
+def _stored_ranks(folder: Path, own: dict[str, Any] | None) -> int | None:
+    """The ranks that saved, None where no file is there; the same on all ranks.
+
+    Raises CheckpointError where files are missing or do not belong together.
+    """
+    keys = ("world_size", "step")
+    statement = None if own is None else {key: own.get(key) for key in keys}
+    said = [rank["file"] for rank in tell({"file": statement}, what=WHAT)]
+    there = [rank for rank, file in enumerate(said) if file is not None]
+    if not there:
+        return None
+    count = int(said[there[0]]["world_size"])
+    missing = [rank for rank in range(min(count, len(said))) if said[rank] is None]
+    if missing:
+        path = _path(folder, missing[0])
+        raise CheckpointError(f"{WHAT}: {path} of {count} is missing. {TODO}")
+    for rank in range(min(count, len(said))):  # others' files are of an older save
+        if said[rank] != said[there[0]]:
+            raise CheckpointError(
+                f"{WHAT}: {_path(folder, rank)} ({_shown(said[rank])}) and "
+                f"{_path(folder, there[0])} ({_shown(said[there[0]])}) were not saved together. "
+                f"{TODO}"
+            )
+    return count
+
+
+def _shown(file: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in file.items())
+
+
+def _restore_choices(channels: Channels, state: Mapping[str, Any]) -> str | None:
+    """Guard, link and offload go on as they were; what is wrong with ``state``, None if nothing."""
+    try:
+        if channels.guard.watching:
+            say(*channels.resume_guard(state.get("guard", {})))
+        if channels.config.measured():
+            say(*channels.resume_link(state.get("link", {})))
+        if channels.config.offload.when == "auto":
+            say(*channels.host.pace.restore(state.get("offload", {})))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        return f"guard, link or offload are not what this version keeps ({error})"
+    return None
+
+
+def _same_ranks(count: int, own: dict[str, Any] | None, channels: Channels) -> bool:
+    """Whether each rank takes its own file: as many ranks, on nodes as before; as rank 0 finds."""
+    same = own is not None and count == dist.get_world_size()
+    same = same and own is not None and own.get("layout") == channels.layout
+    return bool(tell({"same": same}, what=WHAT)[0]["same"])
+
+
+def _restore_residuals(
+    folder: Path, channels: Channels, own: dict[str, Any] | None, count: int, loss_scale: float
+) -> None:
+    """Take this rank's ``own`` file, else the sum of all; every file was checked."""
+    if own is not None:
         channels.residuals.load(own["residuals"])
         channels.factors.load(own.get("factors", {}))
+        stored_scale = own["loss_scale"]
     else:
-        nodes = "" if stored.get("layout") == channels.layout else " on other nodes"
-        count = stored["world_size"]
+        first = _read(_path(folder, 0), 0)
+        nodes = "" if first.get("layout") == channels.layout else " on other nodes"
+        world_size = dist.get_world_size()
         say(f"residuals of {count} ranks{nodes} are summed and shared among {world_size}")
         channels.factors.load({})
         channels.residuals.load_sum(_states(folder, count, channels))
-    channels.residuals.scale(loss_scale / stored["loss_scale"])
+        stored_scale = first["loss_scale"]
+    channels.residuals.scale(loss_scale / stored_scale)
     if channels.link.holds_nothing("dp", channels.step) and channels.residuals.nbytes:
         channels.residuals.clear()
         say("dp is native now (when: auto): what error feedback still held is dropped")
 
 
+def _check_all(folder: Path, count: int) -> None:
+    """Read the files of all ranks, one after the other. Raises CheckpointError."""
+    for rank in range(count):
+        _read(_path(folder, rank), rank)
+
+
 def _states(folder: Path, count: int, channels: Channels) -> Iterator[Any]:
     """The residuals of every rank, one after the other; ``channels`` takes all right factors."""
     for rank in range(count):
-        stored = _read(_path(folder, rank))
+        stored = _read(_path(folder, rank), rank)
         channels.factors.warm |= stored.get("factors", {})
         yield stored["residuals"]
 
 
-def _told(part: str, path: Path) -> dict[str, Any]:
-    """What rank 0 reads there, told to all ranks: they change together or not at all."""
-    state: list[dict[str, Any]] = [{}]
-    if dist.get_rank() == 0 and path.is_file():
-        state = [_read(path).get(part, {})]
+def _told(own: dict[str, Any] | None) -> dict[str, Any]:
+    """What rank 0 read of guard, link and offload: ranks change together or not at all."""
+    parts = ("guard", "link", "offload")
+    state = [{part: own[part] for part in parts if part in own} if own is not None else {}]
     dist.broadcast_object_list(state, src=0)
     return state[0]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    stored: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+def _read(path: Path, rank: int) -> dict[str, Any]:
+    """The file of ``rank``. Raises CheckpointError unless it is one."""
+    stored = saved.read(path)
+    saved.expect(path, stored, "world_size", lambda value: saved.is_count(value) and value > 0)
+    saved.expect(path, stored, "loss_scale", saved.is_scale)
+    saved.expect(path, stored, "residuals", _are_residuals)
+    for part in ("guard", "link", "offload", "factors"):
+        if part in stored:  # older versions kept fewer
+            saved.expect(path, stored, part, lambda value: isinstance(value, dict))
+    if stored.get("rank", rank) != rank:  # the first versions did not say whose it is
+        raise saved.damaged(path, f"expected the file of rank {rank}, found {stored['rank']!r}'s")
     return stored
+
+
+def _are_residuals(value: Any) -> bool:
+    if not isinstance(value, dict) or set(value) != set(HOPS):
+        return False
+    return all(isinstance(by_name, dict) and _are_stretches(by_name) for by_name in value.values())
+
+
+def _are_stretches(by_name: dict[Any, Any]) -> bool:
+    return all(
+        isinstance(name, str)
+        and isinstance(found, (list, tuple))
+        and all(map(saved.is_stretch, found))
+        for name, found in by_name.items()
+    )

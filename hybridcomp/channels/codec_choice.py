@@ -168,7 +168,8 @@ class Choice:
 
     def meter(self, device: torch.device) -> Meter:
         """Of a message on ``device``."""
-        return Meter(clock=HOST if device.type == "cpu" else self._state.clock(device))
+        clock = HOST if device.type == "cpu" else self._state.clock(device)
+        return Meter(clock=clock, where=f"{self.dimension} at step {self._state.step}")
 
     def native(self, raw_nbytes: int, direction: Direction = "forward") -> None:
         """Write down a message that upstream sends itself; a group of one sends nothing."""

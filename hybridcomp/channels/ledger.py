@@ -9,12 +9,14 @@ were timed (``Channels.timing``), scaled to the whole interval by the bytes of t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -257,18 +259,48 @@ def set_aside(path: Path) -> None:
 
 
 class JsonLines:
-    """One JSON object per line; flushed each time, so that a killed run keeps its figures."""
+    """One JSON object per line, written at once, so that a killed run keeps its figures.
+
+    Where the disk is full records are dropped, not the run: that is said once, and the file holds
+    whole lines only, in front of and behind what is missing.
+    """
 
     def __init__(self, path: Path) -> None:
         set_aside(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._path, self._file = path, path.open("wb", buffering=0)
+        self._nbytes, self._dropped = 0, 0
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        text = (json.dumps(record) + "\n").encode()
+        try:
+            written = self._file.write(text)
+            if written != len(text):
+                raise OSError(f"{written} of {len(text)} bytes were written")
+            self._nbytes += len(text)
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        """Take back what was written of a line."""
+        with contextlib.suppress(OSError):
+            self._file.truncate(self._nbytes)
+            self._file.seek(self._nbytes)
+        self._dropped += 1
+        if self._dropped == 1:
+            print(
+                f"[hybridcomp] {self._path}: a record cannot be written ({error}); the run goes on "
+                "without it",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        if self._dropped > 1:
+            print(
+                f"[hybridcomp] {self._path}: {self._dropped} records are missing", file=sys.stderr
+            )
+        self._dropped = 0

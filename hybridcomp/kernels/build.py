@@ -1,19 +1,28 @@
-"""How setuptools builds the extension ``hybridcomp.kernels._cpu``; not imported at run time.
+"""How setuptools builds the package and its source distribution; not imported at run time.
 
-``pyproject.toml`` names this class under ``[tool.setuptools] cmdclass``. setuptools loads the file
-by its path, so nothing else of the package is imported during a build.
+``pyproject.toml`` names these classes under ``[tool.setuptools] cmdclass``. setuptools loads the
+file by its path, so nothing else of the package is imported during a build.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pybind11
 from pybind11.setup_helpers import ParallelCompile
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
+#: what a checkout has beside the package; patches/ and configs/ are in the package as well
+BESIDE = (
+    "CHANGELOG.md", "CONTRIBUTING.md", "configs", "docs", "scripts", "tests", ".ci", ".github",
+)  # fmt: skip
+#: what running and building leave there
+LEFT_BEHIND = ("__pycache__", ".pyc", ".so", ".o")
 #: portable headers, which both back ends include by their bare names
 FORMATS = HERE / "formats"
 #: the folder of each extension; a codec adds its files there and names them nowhere
@@ -49,10 +58,12 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
         """Find the files of every extension: for a build, and for a source distribution."""
         super().finalize_options()
         for extension in self.extensions or ():
-            extension.sources, extension.depends = found(extension.name)
+            if extension.name in FOLDERS:
+                extension.sources, extension.depends = found(extension.name)
 
     def build_extensions(self) -> None:
         """Build every extension; OpenMP where the compiler has it without another package."""
+        _tell("hybridcomp: compiling the CPU kernels; on two cores this takes a minute and a half")
         openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
         for extension in self.extensions:
             extension.include_dirs += [pybind11.get_include(), str(FORMATS)]
@@ -60,3 +71,35 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
             extension.extra_link_args += openmp
         with ParallelCompile():  # all files of the extension at once, one for each core
             super().build_extensions()
+
+
+class Sdist(sdist):  # type: ignore[misc]  # setuptools is untyped here
+    """sdist with everything that a checkout has: scripts, configurations, documents, tests."""
+
+    def make_distribution(self) -> None:
+        """Add what lies beside the package to the files that setuptools has found."""
+        self.filelist.extend([str(path) for name in BESIDE for path in _files(Path(name))])
+        super().make_distribution()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """The files below ``path``, or itself; nothing where it is missing."""
+    if path.is_file():
+        if not path.name.endswith(LEFT_BEHIND):
+            yield path
+    elif path.is_dir() and path.name not in LEFT_BEHIND:
+        for inner in sorted(path.iterdir()):
+            yield from _files(inner)
+
+
+def _tell(message: str) -> None:
+    """Say something to whoever waits: pip shows nothing of a build, so the terminal itself is told.
+
+    Where there is no terminal the message is in the log of the build, as everything printed is.
+    """
+    print(message, flush=True)
+    try:
+        with open(os.ctermid(), "w", encoding="utf-8") as terminal:
+            terminal.write(f"\n{message}\n")
+    except OSError:
+        pass  # no terminal: a job of CI, a container

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_every_rank_has_a_host_and_a_folder(script: str) -> None:
+def test_every_rank_has_a_host_and_a_folder(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)  # else it is what the ranks have
     found = launch("--ranks=4", "--per-node=2", "--", script, "fine")
     assert found.returncode == 0, found.stdout + found.stderr
     lines = sorted(line for line in found.stdout.splitlines() if "rank" in line)
@@ -39,6 +41,15 @@ def test_every_rank_has_a_host_and_a_folder(script: str) -> None:
     assert [line[4] for line in words] == ["0", "0", "1", "1"]
     assert len({line[3] for line in words}) == len({line[5] for line in words}) == 4
     assert all(line[-1] == "fine" for line in words)
+
+
+def test_ranks_share_the_folder_of_extensions_that_the_user_names(
+    script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    found = launch("--ranks=2", "--", script, "fine")
+    words = [line.split() for line in found.stdout.splitlines() if "rank" in line]
+    assert [line[5] for line in words] == [str(tmp_path)] * 2
 
 
 @pytest.mark.parametrize(

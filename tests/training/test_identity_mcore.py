@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -15,10 +16,16 @@ from hybridcomp.collectives.send_recv import HEADER_NBYTES
 from tests.ranks import run_ranks
 from tests.training.mcore_trainer import LENGTH, MICRO_BATCH, WIDTH, Job, Outcome, run
 
-pytestmark = pytest.mark.skipif(
-    find_spec("megatron") is None or find_spec("megatron.core") is None,
-    reason="megatron-core is not installed",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("megatron") is None or find_spec("megatron.core") is None,
+        reason="megatron-core is not installed",
+    ),
+    # a fixture is more than a thousand steps of two ranks, on cores that other tests use as well
+    pytest.mark.timeout(1200),
+]
+
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 
 Results = dict[str, list[Any]]  # job -> outcome of every rank
 
@@ -65,7 +72,7 @@ def block(dimensions: str, codec: Any) -> dict[str, Any]:
 
 def launch(world_size: int, jobs: dict[str, Job]) -> Results:
     """All jobs in one launch."""
-    by_rank = run_ranks(world_size, run, list(jobs.values()), timeout=900)
+    by_rank = run_ranks(world_size, run, list(jobs.values()), timeout=1100)
     return {name: [found[i] for found in by_rank] for i, name in enumerate(jobs)}
 
 
@@ -392,8 +399,12 @@ def test_scatter_gather(four: Results) -> None:
 
 
 @pytest.mark.slow
-def test_three_hundred_steps() -> None:
-    """8 bits on tp, pp or dp: the loss of the last 20 steps within 0.5%."""
+def test_losses_stay_together() -> None:
+    """8 bits on tp, pp or dp: the loss of the last 20 steps within 0.5%.
+
+    HYBRIDCOMP_NIGHTLY=1: of 300 steps, else of 100.
+    """
+    steps, learned = (300, 0.6) if NIGHTLY else (100, 0.85)
     jobs: dict[str, Job] = {}
     for name, (job, dimensions) in {
         "TP2": (TP, "tp"),
@@ -401,11 +412,11 @@ def test_three_hundred_steps() -> None:
         "DP2": (DP, "dp"),
     }.items():
         # at 4e-3 two runs that differ in the last bit end 0.5% apart
-        jobs[f"{name}/unpatched"] = replace(job, steps=300, lr=1.5e-3)
+        jobs[f"{name}/unpatched"] = replace(job, steps=steps, lr=1.5e-3)
         jobs[name] = replace(jobs[f"{name}/unpatched"], block=block(dimensions, B8))
     found = launch(2, jobs)
     for name in ("TP2", "PP2", "DP2"):
         lossy, exact = (sum(found[k][-1].losses[-20:]) / 20 for k in (name, f"{name}/unpatched"))
         print(f"{name}: {lossy:.5f} against {exact:.5f}, {lossy / exact - 1:+.3%}")
-        assert exact < 0.6 * found[f"{name}/unpatched"][-1].losses[0]
+        assert exact < learned * found[f"{name}/unpatched"][-1].losses[0]
         assert lossy == pytest.approx(exact, rel=5e-3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -42,6 +43,7 @@ class Group:
         encoders, index: ranks that encode one element, and which of them this rank is: all of the
             group in one level, one of each node in two.
         global_ranks, backends: by group rank and by type of device, once they were asked for.
+        limit: how long a message over gloo may take, once one was sent; None: no limit.
     """
 
     process_group: ProcessGroup
@@ -56,6 +58,7 @@ class Group:
     index: int = field(init=False)
     global_ranks: tuple[int, ...] = field(init=False, default=())
     backends: dict[str, str] = field(init=False, default_factory=dict)
+    limit: timedelta | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.ring = float((self.rank + 1) % self.size in self.remote)

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
 from torch import Tensor
 from torch.distributed import Work
 
+from hybridcomp import presence
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -107,6 +109,7 @@ class Meter:
     inter_nbytes: int = 0  # of wire_nbytes, to ranks on other nodes
     used: dict[str, None] = field(default_factory=dict)  # specs of the codecs, in order
     clock: Clock = HOST
+    where: str = ""  # which message, for an error about it
     spans: list[Span] = field(default_factory=list)  # of a GPU, in a step that is timed
 
     def sent(self, nbytes: int, inter_nbytes: int = 0) -> None:
@@ -158,8 +161,10 @@ class Pending(Generic[T]):
                 with self._meter.waiting():
                     self._work.wait()
             except BaseException as error:
-                self._error = error
-                raise
+                failure = self._failed(error)
+                if failure is error:
+                    raise
+                raise failure from error
             self._advance()
         return cast(T, self._result)
 
@@ -190,12 +195,19 @@ class Pending(Generic[T]):
         except StopIteration as stop:
             self._work, self._result, self._completed = None, stop.value, True
         except BaseException as error:
-            self._error = error
-            raise
+            failure = self._failed(error)
+            if failure is error:
+                raise
+            raise failure from error
         if self._completed:
             callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
                 callback()
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """What ``wait()`` raises from now on: who is missing, where ``error`` is about that."""
+        self._error = presence.lost(error, self._meter.where) or error
+        return self._error
 
 
 class Handle(Pending[None]):

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from hybridcomp import presence
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter, Steps
 
@@ -112,7 +113,7 @@ def send(values: Tensor, dst: int, group: Group, meter: Meter) -> Steps[None]:
     meter.sent(values.nbytes)
 
     def post(_: Tensor, source: Tensor) -> Work:
-        return _posted(dist.isend(source, dst, group=group.process_group))
+        return _limited(_posted(dist.isend(source, dst, group=group.process_group)), source, group)
 
     yield from _transfer(post, values[:0], values, group)
 
@@ -121,7 +122,7 @@ def recv(out: Tensor, src: int, group: Group) -> Steps[None]:
     """Receive from the global rank ``src``; the sender counts the bytes."""
 
     def post(target: Tensor, _: Tensor) -> Work:
-        return _posted(dist.irecv(target, src, group=group.process_group))
+        return _limited(_posted(dist.irecv(target, src, group=group.process_group)), target, group)
 
     yield from _transfer(post, out, out[:0], group)
 
@@ -150,15 +151,16 @@ def _transfer(post: Post, out: Tensor, values: Tensor, group: Group) -> Steps[No
 class Works(Work):
     """Several works as one."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[Work], limit: timedelta | None) -> None:
         super().__init__()
-        self._works = list(works)
+        self._works, self._limit = list(works), limit
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all of them; raises what the first that failed raises."""
         works, self._works = self._works, []
-        for work in works:
-            work.wait() if timeout is None else work.wait(timeout)
+        limit = self._limit if timeout is None else timeout
+        for work in works:  # a receive of gloo does not know when its group's time is over
+            work.wait() if limit is None else work.wait(limit)
         return True
 
     def __del__(self) -> None:
@@ -175,8 +177,7 @@ def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group)
     while len(_forgotten) > MOST_FORGOTTEN:  # long there: messages of a pair come in order
         for work in _forgotten.popleft():
             work.wait()
-    if not group.global_ranks:
-        group.global_ranks = tuple(dist.get_process_group_ranks(group.process_group))
+    _learn(group)
     me, ranks, world = group.rank, len(out), group.global_ranks
     out[me].copy_(values[me])
     # everybody begins with another one, so that no rank gets all messages at once
@@ -191,7 +192,22 @@ def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group)
         for rank in others
         if values[rank].numel()
     ]
-    return Works(works)
+    return Works(works, group.limit)
+
+
+def _learn(group: Group) -> None:
+    """Once: who is in the group, and how long its messages may take over gloo."""
+    if not group.global_ranks:
+        group.global_ranks = tuple(dist.get_process_group_ranks(group.process_group))
+        group.limit = presence.time_limit()
+
+
+def _limited(work: Work, tensor: Tensor, group: Group) -> Work:
+    """``work``, which over gloo ends with the time-out of the default group."""
+    if not over_gloo(tensor.device, group):
+        return work
+    _learn(group)
+    return Works([work], group.limit)
 
 
 def over_gloo(device: torch.device, group: Group) -> bool:

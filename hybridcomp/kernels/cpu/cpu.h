@@ -10,7 +10,9 @@
 
 // One function, compiled for AVX-512, AVX2 and baseline, chosen when the library is loaded. Needs
 // GNU ifunc; elsewhere the plain function is what the compiler makes of the baseline.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(HC_CLONES)
+// whoever builds for one machine (sanitizers do) has said what it is
+#elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define HC_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define HC_CLONES

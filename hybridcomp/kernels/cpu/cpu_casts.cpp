@@ -58,6 +58,7 @@ Cast* const ADDS[3] = {add_Fp32, add_BFloat16, add_Float16};
 }  // namespace
 
 void cast(int from, int to, const void* in, void* out, size_t numel, bool add, int threads) {
+    if (numel == 0) return;  // the addresses of no values may be null, which memcpy does not allow
     Cast* loop = add ? ADDS[from] : CASTS[from][to];
     parallel_ranges(numel, 1, threads,
                     [&](size_t begin, size_t end) { loop(in, out, begin, end); });

@@ -112,7 +112,8 @@ HC_INLINE H8 lanes_to_fp16(F8 values) {
     U8 bits = (U8)values;
     I8 magnitude = (I8)(bits & MAGNITUDE);
     I8 tiny = (I8)((F8)magnitude + 0.5f) - 0x3f000000;
-    I8 normal = (magnitude - 0x38000000 + 0xfff + (I8)((bits >> 13) & 1u)) >> 13;
+    // unsigned: the compiler may add in any order, and of a NaN that would overflow
+    I8 normal = (I8)((U8)magnitude - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13;
     I8 limit = 0x7bff - (magnitude > (i32)MAX_FINITE_BITS);
     normal = normal < limit ? normal : limit;
     normal |= (magnitude > (i32)INF_BITS) & 0x200;

@@ -20,12 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp import saved
 from hybridcomp.channels import Channels, parameter_deltas
 from hybridcomp.channels.checkpoint_note import PARAMETERS
 from hybridcomp.log import say
 from hybridcomp.upstream.ds import offload_sums
 
-FORMAT = 1
+WHAT = "parameter references beside the checkpoint"
+TODO = (
+    "Restore the file, or delete every hybridcomp_parameters_rank_*.pt of this checkpoint: the "
+    "first gather is exact then"
+)
 #: by optimizer: the flat groups, their partitions by rank
 GROUPS = (
     ("bit16_groups_flat", "parallel_partitioned_bit16_groups"),
@@ -82,10 +87,9 @@ def save(folder: Path, engine: Any, channels: Channels) -> bool:
         return False
     found = [parameter_deltas.reference_of(flat) for flat, _, _ in flat_groups(engine.optimizer)]
     shares = [None if reference is None else reference.own for reference in found]
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(
-        {"format": FORMAT, "world_size": dist.get_world_size(), "shares": shares}, _path(folder)
-    )
+    state = {"format": saved.FORMAT, "world_size": dist.get_world_size(), "shares": shares}
+    _, problem = saved.attempt(lambda: saved.write(_path(folder), state))
+    saved.all_well(problem, WHAT)
     return True
 
 
@@ -104,7 +108,8 @@ def flat_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[Tensor], Any]]:
 def _load(folder: Path, engine: Any, channels: Channels) -> None:
     """Take the saved shares, or say once that deltas start anew; the same on all ranks."""
     groups = list(flat_groups(engine.optimizer))
-    shares = _stored(folder)
+    shares, problem = saved.attempt(lambda: _stored(folder))
+    saved.all_well(problem, WHAT, TODO)
     fits = (
         shares is not None
         and len(shares) == len(groups)
@@ -137,11 +142,17 @@ def _stored(folder: Path) -> list[Tensor | None] | None:
     path = _path(folder)
     if not path.is_file():
         return None
-    stored = torch.load(path, map_location="cpu", weights_only=True)
+    stored = saved.read(path)
+    saved.expect(path, stored, "world_size", saved.is_count)
+    saved.expect(path, stored, "shares", _are_shares)
     if stored["world_size"] != dist.get_world_size():
         return None
     shares: list[Tensor | None] = stored["shares"]
     return shares
+
+
+def _are_shares(value: Any) -> bool:
+    return isinstance(value, list) and all(s is None or isinstance(s, Tensor) for s in value)
 
 
 @torch.no_grad()

@@ -1,0 +1,1 @@
+"""What ``scripts/fuzz.py`` tries: payloads, values, blocks and checkpoints that are not right."""

@@ -1,0 +1,214 @@
+"""Compressed trainings (``trainer.py``) under the launchers of DeepSpeed and torchrun.
+
+``deepspeed`` and ``torchrun`` are the commands themselves. ``agent`` is what torchrun calls, in a
+process that is forked from one that has imported everything, which takes a second instead of ten:
+its ranks are processes of their own, started, watched and ended by torchrun's agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import IO, Any
+
+from fuzzing import trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = ("agent", "deepspeed", "torchrun")
+PRELOAD = ["torch", "torch.distributed.launcher.api", "deepspeed", "hybridcomp", "fuzzing.trainer"]
+
+
+def server() -> ForkServerContext:
+    """The fork server of ``agent``; its first job waits for its imports."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH")])
+    )
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+class Job:
+    """One training: its launcher, its ranks, what all of them print."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        launcher: str = "agent",
+        context: ForkServerContext | None = None,
+    ) -> None:
+        self.folder, self.settings = folder, {"ranks": 2, **settings}
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in [*folder.glob("pid*"), *folder.glob("step*")]:
+            old.unlink()
+        self._bytes: list[bytes] = []
+        self.code: int | None = None
+        self._began = time.monotonic()
+        if launcher == "agent":
+            self._pid = self._start_agent(context or server())
+        else:
+            self._pid = self._start_command(launcher)
+
+    @property
+    def text(self) -> str:
+        """What was printed so far."""
+        return b"".join(self._bytes).decode(errors="replace")
+
+    def _start_agent(self, context: ForkServerContext) -> int:
+        read, write = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=_agent, args=(str(self.folder), dict(self.settings), write)
+        )
+        self._process.start()
+        write.close()
+        self._reader = threading.Thread(target=self._read_pipe, args=(read,), daemon=True)
+        self._reader.start()
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def _read_pipe(self, pipe: Any) -> None:
+        with contextlib.suppress(EOFError, OSError), os.fdopen(os.dup(pipe.fileno()), "rb") as file:
+            self._read(file)
+
+    def _read(self, file: IO[bytes]) -> None:
+        for line in file:
+            self._bytes.append(line)
+
+    def _start_command(self, launcher: str) -> int:
+        command = shutil.which(launcher, path=str(Path(sys.executable).parent))
+        assert command is not None, f"{launcher} is not installed"
+        count = str(self.settings["ranks"])
+        script = str(Path(trainer.__file__).resolve())
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = str(listener.getsockname()[1])
+        words = {
+            "deepspeed": [
+                "--num_gpus", count, "--master_addr", "127.0.0.1", "--master_port", port,
+                "--module", "hybridcomp.run", script,
+            ],
+            "torchrun": [
+                "--nproc_per_node", count, "--master_port", port,
+                "--max_restarts", str(self.settings.get("restarts", 0)),
+                "-m", "hybridcomp.run", script,
+            ],
+        }[launcher]  # fmt: skip
+        environment = {**os.environ, **_environment(self.folder, self.settings)}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])
+        process = subprocess.Popen(
+            [sys.executable, command, *words], cwd=self.folder, env=environment,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
+        self._reader.start()
+        self._command = process
+        return process.pid
+
+    def rank_pid(self, rank: int) -> int | None:
+        """The process of a rank, None before it has begun."""
+        try:
+            return int((self.folder / f"pid{rank}").read_text())
+        except (OSError, ValueError):
+            return None
+
+    def step(self, rank: int) -> int:
+        """The step that a rank is in, -1 before the first."""
+        try:
+            return int((self.folder / f"step{rank}").read_text())
+        except (OSError, ValueError):
+            return -1
+
+    def has_ended(self) -> bool:
+        """Whether the launcher has; ``code`` is its status then."""
+        if self.code is None:
+            if hasattr(self, "_command"):
+                self.code = self._command.poll()
+            else:
+                self.code = self._process.exitcode
+        return self.code is not None
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the launcher ends within that time."""
+        deadline = time.monotonic() + seconds
+        while not self.has_ended():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        self._reader.join(5)
+        return True
+
+    def left(self) -> list[int]:
+        """Processes of the job that still run."""
+        return [pid for pid in self._pids() if _runs(pid)]
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for pid in self.left():
+            with contextlib.suppress(OSError):
+                os.kill(pid, 9)
+        self.wait(5)
+
+    def _pids(self) -> list[int]:
+        ranks = (self.rank_pid(rank) for rank in range(self.settings["ranks"]))
+        return [self._pid, *(pid for pid in ranks if pid is not None)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _environment(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "CHAOS_FOLDER": str(folder), "CHAOS_SETTINGS": json.dumps(dict(settings)),
+        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_EXTENSIONS_DIR": str(folder / "ext"), "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+
+
+def _agent(folder: str, settings: dict[str, Any], pipe: Any) -> None:
+    """The process that torchrun would be."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(pipe.fileno(), stream)
+    pipe.close()
+    os.chdir(folder)
+    os.environ.update(_environment(Path(folder), settings))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=settings["ranks"], run_id=Path(folder).name,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
+        max_restarts=settings.get("restarts", 0), monitor_interval=0.1,
+    )  # fmt: skip
+    elastic_launch(config, _rank)()
+
+
+def _rank() -> None:
+    """A rank, which ends as a script does: with a status, its error shown by the hook."""
+    import hybridcomp
+
+    try:
+        hybridcomp.install()
+        trainer.main()
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,190 @@
+"""Damaged payloads through the CPU decoders, under the address and undefined-behaviour sanitizers.
+
+``damage.cpp`` makes the cases and decodes them, a hundred thousand in a few seconds; here it is
+built, watched and asked for the case that stopped it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[1] / "hybridcomp" / "kernels"
+#: files of a codec's loops, and what makes damage.cpp know it
+SOURCES: dict[str, tuple[str, ...]] = {
+    "radix": ("radix_decode", "radix_encode"),
+    "expcode": ("expcode_decode", "expcode_encode"),
+    "mpc": ("mpc",),
+    "blockint": ("blockint",),
+    "zfp": ("zfp",),
+    "bf16": (), "fp16": (), "fp8": (),
+}  # fmt: skip
+#: codecs whose decoders read lengths from the payload
+VARIABLE = ("radix", "expcode", "mpc")
+FLAGS = (
+    "-std=c++17", "-g1", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-w",
+    "-DHC_CLONES=", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+)  # fmt: skip
+#: seconds without a next case after which one counts as a hang
+HANG_S = 60.0
+_STATE = struct.Struct("<4Q")
+
+
+class BuildError(RuntimeError):
+    """There is no compiler with sanitizers here, or it refused the sources."""
+
+
+@dataclass
+class Result:
+    """What became of one codec's cases."""
+
+    codec: str
+    tried: int
+    decoded: int  # garbage, or what the damage had not reached
+    refused: int  # with a message
+    largest: float  # allocated by one call, over its payload
+    failure: str = ""  # what the sanitizer or the driver said
+    reproducer: Path | None = None
+
+
+def build(
+    codecs: Iterable[str], optimize: str = "-O1", native: bool = True, folder: Path | None = None
+) -> Path:
+    """The driver with these codecs; kept beside other builds until a source changes.
+
+    Raises:
+        BuildError: the compiler is missing or failed.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise BuildError("no C++ compiler with sanitizers: install g++, or set CXX")
+    flags = [
+        *FLAGS,
+        f"-I{KERNELS / 'formats'}",
+        f"-I{KERNELS / 'cpu'}",
+        optimize,
+        *(["-march=native"] if native else []),
+    ]
+    parts = ["casts", *(part for codec in codecs for part in SOURCES[codec])]
+    defines = [f"-DWITH_{codec.upper()}" for codec in codecs if SOURCES[codec]]
+    folder = folder or Path(tempfile.gettempdir()) / f"hybridcomp-fuzz-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    digest = hashlib.sha256(repr((compiler, flags)).encode())
+    for source in sorted([*KERNELS.glob("formats/*.h"), *KERNELS.glob("cpu/*"), *HERE.glob("*.*")]):
+        digest.update(source.read_bytes() if source.suffix in (".h", ".cpp") else b"")
+    stem = digest.hexdigest()[:16]
+    jobs = {
+        folder / f"{stem}-{part}.o": [*flags, "-c", str(KERNELS / "cpu" / f"cpu_{part}.cpp")]
+        for part in dict.fromkeys(parts)
+    }
+    main = folder / f"{stem}-damage-{'-'.join(sorted(codecs))}.o"
+    jobs[main] = [*flags, *defines, "-c", str(HERE / "damage.cpp")]
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda job: _compile(compiler, job[1], job[0]), jobs.items()))
+    driver = main.with_suffix("")
+    _compile(compiler, [*flags, *map(str, jobs)], driver)
+    return driver
+
+
+def _compile(compiler: str, arguments: Sequence[str], out: Path) -> None:
+    if out.is_file():
+        return
+    part = out.with_name(f"{out.name}.{os.getpid()}")  # another run may build the same
+    found = subprocess.run(
+        [compiler, *arguments, "-o", str(part)], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        raise BuildError(f"{compiler} failed:\n{found.stderr[-2000:]}")
+    part.rename(out)
+
+
+def run(
+    driver: Path,
+    codec: str,
+    cases: int,
+    seed: int,
+    keep: Path,
+    say: Callable[[str], None] = lambda text: None,
+    first: int = 0,
+    hang: float = HANG_S,
+) -> Result:
+    """Cases ``first`` to ``first + cases - 1`` of ``seed``; stops at the first that fails.
+
+    ``keep``: a folder for its reproducer, made when it is needed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "state")
+        path.write_bytes(bytes(_STATE.size))
+        process = subprocess.Popen(
+            [str(driver), "run", codec, str(seed), str(first), str(cases), str(path)],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment(),
+        )  # fmt: skip
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), _STATE.size) as state:
+            failure = _watch(process, state, codec, first, cases, hang, say)
+            index, decoded, refused, largest = _STATE.unpack(state[: _STATE.size])
+    result = Result(codec, index - first, decoded, refused, largest / 16, failure)
+    if failure:
+        keep.mkdir(parents=True, exist_ok=True)
+        result.reproducer = keep / f"{codec}-{seed}-{index}.payload"
+        dump = [str(driver), "dump", codec, str(seed), str(index), str(result.reproducer)]
+        subprocess.run(dump, check=True, env=_environment())
+    return result
+
+
+def _watch(
+    process: subprocess.Popen[str], state: mmap.mmap, codec: str, first: int, cases: int,
+    hang: float, say: Callable[[str], None],
+) -> str:  # fmt: skip
+    """Wait for the driver; what went wrong, "" if nothing did."""
+    before, since, told = -1, time.monotonic(), time.monotonic()
+    while True:
+        try:
+            _, text = process.communicate(timeout=0.5)
+            return "" if process.returncode == 0 else text[-4000:] or _status(process.returncode)
+        except subprocess.TimeoutExpired:
+            index, now = _STATE.unpack(state[: _STATE.size])[0], time.monotonic()
+        if index != before:
+            before, since = index, now
+        elif now - since > hang:
+            process.kill()
+            process.communicate()
+            return f"hangs: one case took more than {hang:.0f} s"
+        if now - told > 20:
+            told = now
+            say(f"payloads {codec}: {index - first:,} of {cases:,}")
+
+
+def _status(code: int) -> str:
+    return f"ended by signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def replay(path: Path) -> int:
+    """Decode a reproducer once more; the driver's exit status."""
+    codec = path.read_bytes().split(b"\n", 1)[0].decode(errors="replace").split(" ")[2]
+    driver = build([codec])
+    return subprocess.run([str(driver), "replay", str(path)], env=_environment()).returncode
+
+
+def _environment() -> dict[str, str]:
+    # leaks are no matter here, and looking for them needs ptrace
+    options = {
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    return {**os.environ, **options}
+
+
+if __name__ == "__main__":
+    sys.exit("run scripts/fuzz.py payloads")

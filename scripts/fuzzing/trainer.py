@@ -1,0 +1,105 @@
+"""The training that chaos is done to: a small model, compressed, a checkpoint every few steps.
+
+``python -m hybridcomp.run trainer.py`` under the launcher of DeepSpeed or torchrun, and as a
+function under the agent of torchrun. Each rank writes its step into ``CHAOS_FOLDER``, so that a
+watcher knows where it strikes, and waits there for a go-ahead in the step it is told to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+STEPS = 8
+WIDTH = 48
+BLOCK: dict[str, Any] = {
+    "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
+    "zero": {"codec": "radix", "error_bound": 1e-2},
+    "min_bytes": 0,
+    "ledger": {"jsonl": "ledger.jsonl", "sample_every": 2},
+}
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+    "zero_optimization": {"stage": 2},
+    "steps_per_print": 2,
+    "compression": BLOCK,
+}
+
+
+def train(folder: Path, settings: dict[str, Any]) -> float:
+    """Train, or go on with the checkpoint that ``folder`` holds; the last loss of this rank.
+
+    ``settings``: ``timeout`` of the process group in seconds; ``pause`` before every step;
+    ``steps``; ``save_every``; ``stage`` of ZeRO. By rank: ``block``, what its compression block
+    says differently; ``version`` of hybridcomp that it claims to be; ``room``, the bytes that no
+    file of it may grow beyond, as on a disk that is full.
+    """
+    import deepspeed
+    import deepspeed.ops
+    import torch
+
+    # a JIT build that this can do without
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    rank = int(os.environ["RANK"])
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=settings["timeout"]))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH + 5), torch.nn.ReLU(), torch.nn.Linear(WIDTH + 5, WIDTH)
+    )
+    config = json.loads(json.dumps(CONFIG))
+    config["zero_optimization"]["stage"] = settings.get("stage", 2)
+    config["compression"].update(settings.get("block", {}).get(str(rank), {}))
+    config["compression"]["ledger"]["jsonl"] = str(folder / "ledger.jsonl")
+    _pretend(settings, str(rank))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
+    checkpoints = folder / "checkpoints"
+    if (checkpoints / "latest").is_file():
+        path, _ = engine.load_checkpoint(str(checkpoints))
+        print(f"rank {rank} goes on from step {engine.global_steps}: {path}", flush=True)
+    loss = torch.zeros(())
+    for step in range(engine.global_steps, settings.get("steps", STEPS)):
+        (folder / f"step{rank}").write_text(str(step))
+        time.sleep(settings.get("pause", 0.0))
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        values = torch.randn(2, WIDTH, generator=generator)
+        loss = (engine(values) - values).square().mean()
+        engine.backward(loss)
+        loss = loss.detach()
+        engine.step()
+        every = settings.get("save_every", 0)
+        if every and engine.global_steps % every == 0:
+            engine.save_checkpoint(str(checkpoints))
+    print(f"FINISHED rank {rank} step {engine.global_steps} loss {float(loss):.6f}", flush=True)
+    return float(loss)
+
+
+def _pretend(settings: dict[str, Any], rank: str) -> None:
+    """Be of another version, or on a disk that is nearly full."""
+    import hybridcomp.agreement as agreement
+
+    if rank in settings.get("version", {}):
+        real, claimed = agreement.version, settings["version"][rank]
+        agreement.version = lambda name: claimed if name == "hybridcomp" else real(name)
+    if rank in settings.get("room", {}):
+        limit = settings["room"][rank]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def main() -> None:
+    """What a rank does under a launcher."""
+    folder = Path(os.environ["CHAOS_FOLDER"])
+    train(folder, json.loads(os.environ["CHAOS_SETTINGS"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The short forms of scripts/fuzz.py and scripts/chaos.py, with fixed seeds."""

@@ -1,0 +1,33 @@
+"""Ranks that are killed, stopped and restarted; disks that are full: a few fixed cases.
+
+Under torchrun's agent; ``scripts/chaos.py`` has a hundred, also under the launchers themselves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from fuzzing import jobs, strikes
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServerContext]:
+    yield jobs.server()
+
+
+@pytest.mark.parametrize("kind", ["kill", "restart", "block", "full checkpoint", "full ledger"])
+def test_a_struck_job_ends_as_it_must(kind: str, tmp_path: Path, server: ForkServerContext) -> None:
+    strike = strikes.KINDS[kind][1](random.Random(3), tmp_path)
+    strike.settings["ranks"] = 2
+    strike.rank = min(strike.rank, 1)
+    outcome = strikes.run(strike, tmp_path / "job", context=server)
+    assert outcome.problems == [], outcome.text

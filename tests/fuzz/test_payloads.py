@@ -1,0 +1,52 @@
+"""Damaged payloads under the address and undefined-behaviour sanitizers, the short form.
+
+blockint and zfp take half a minute to build so; the long form has them.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fuzzing import payloads
+
+CODECS = ("radix", "mpc", "fp16", "fp8")
+CASES = 20_000
+
+needs_sanitizers = pytest.mark.skipif(
+    platform.system() != "Linux" or shutil.which("g++") is None, reason="needs g++'s sanitizers"
+)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return payloads.build(CODECS, native=False, folder=tmp_path_factory.mktemp("sanitized"))
+
+
+@needs_sanitizers
+@pytest.mark.parametrize("codec", CODECS)
+def test_damaged_payloads_are_garbage_or_refused(driver: Path, tmp_path: Path, codec: str) -> None:
+    result = payloads.run(driver, codec, CASES, seed=7, keep=tmp_path)
+    assert result.failure == ""
+    assert result.tried == CASES
+    assert result.decoded > CASES / 10 and result.refused > CASES / 20
+    assert result.largest <= 16
+
+
+@needs_sanitizers
+def test_a_case_that_stops_the_driver_is_kept(driver: Path, tmp_path: Path) -> None:
+    """A driver without the codec stands in for one that crashes."""
+    broken = tmp_path / "driver"
+    broken.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = run ] && { echo "runtime error: here" >&2; exit 1; }\n'
+        f'exec {driver} "$@"\n'
+    )
+    broken.chmod(0o755)
+    result = payloads.run(broken, "radix", 10, seed=7, keep=tmp_path / "kept", first=4)
+    assert "runtime error: here" in result.failure
+    assert result.reproducer is not None
+    assert result.reproducer.read_bytes().startswith(b"hybridcomp-damaged-payload 1 radix ")
