@@ -117,7 +117,7 @@ def _await_all(store: Store, speakers: Sequence[int], what: str) -> None:
 def _timeout_s() -> float:
     """Seconds that the process group grants a message, torch's default where it does not say."""
     try:
-        group = dist.distributed_c10d._get_default_group()  # type: ignore[attr-defined]
+        group = dist.distributed_c10d._get_default_group()
         device = torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
         return float(group._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):

@@ -25,6 +25,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hybridcomp.agreement import tell
 from hybridcomp.errors import ConfigError, HybridcompError, PeerError
@@ -188,7 +189,7 @@ def _silent(peers: Sequence[Peer]) -> list[Peer]:
 
 def _roll_call(peers: Sequence[Peer], silent: list[Peer]) -> None:
     try:
-        store = dist.PrefixStore("hybridcomp/failed", _store())
+        store = PrefixStore("hybridcomp/failed", _store())
         store.set(str(dist.get_rank()), json.dumps(True))
         deadline = time.monotonic() + ROLL_CALL_S
         silent.extend(peers)
@@ -199,8 +200,8 @@ def _roll_call(peers: Sequence[Peer], silent: list[Peer]) -> None:
         silent[:] = [peer for peer in peers if peer.rank == 0]  # usually the store's host
 
 
-def _store() -> dist.Store:
-    store: dist.Store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+def _store() -> Store:
+    store: Store = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(seconds=ROLL_CALL_S))
     return store
 

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     context = jobs.server()
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
         checkpoint = whole_checkpoint(Path(folder, "whole"), context)
-        chosen, seed = [], args.first
+        chosen: list[tuple[int, strikes.Strike]] = []
+        seed = args.first
         while len(chosen) < args.runs:
             strike = strikes.make(seed, checkpoint)
             if args.only in (None, strike.kind) and fits(strike, args.launcher):
@@ -74,7 +76,7 @@ def fits(strike: strikes.Strike, launcher: str) -> bool:
     return launcher != "deepspeed" or strike.kind != "restart"
 
 
-def whole_checkpoint(folder: Path, context: jobs.ForkServerContext) -> Path:
+def whole_checkpoint(folder: Path, context: ForkServerContext) -> Path:
     """The checkpoints of a training that nothing was done to."""
     settings = {"stage": 2, "timeout": 60, "save_every": 2, "steps": 4}
     job = jobs.Job(folder, settings, "agent", context)

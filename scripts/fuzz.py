@@ -17,7 +17,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit status."""
     args = arguments(argv)
     if args.what == "replay":
-        return (bounds if args.file.suffix == ".pt" else payloads).replay(args.file)
+        replay: Callable[[Path], int] = (
+            bounds.replay if args.file.suffix == ".pt" else payloads.replay
+        )
+        return replay(args.file)
     failed = 0
     for name, part in PARTS.items():
         if args.what in ("all", name):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hybridcomp
 
 
-class Classifier(lightning.LightningModule):
+class Classifier(lightning.LightningModule):  # type: ignore[misc]  # not installed where it is checked
     """A small classifier."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Figures(lightning.Callback):
+class Figures(lightning.Callback):  # type: ignore[misc]
     """Logs what hybridcomp has reported since the last step."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:

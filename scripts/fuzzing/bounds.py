@@ -99,7 +99,7 @@ def absmax_of(values: Tensor, block: int) -> Tensor:
 
 def bound_of(codec: Codec, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     """``element_bound`` for every entry of ``absmax``; asked once for each that differs."""
-    unique, where = absmax.unique(return_inverse=True)
+    unique, where = torch.unique(absmax, return_inverse=True)
     limits = [codec.element_bound(value, dtype) for value in unique.tolist()]
     return torch.tensor(limits, dtype=torch.float64)[where]
 

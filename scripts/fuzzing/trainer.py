@@ -7,6 +7,7 @@ watcher knows where it strikes, and waits there for a go-ahead in the step it is
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -85,7 +86,7 @@ def train(folder: Path, settings: dict[str, Any]) -> float:
 
 def _pretend(settings: dict[str, Any], rank: str) -> None:
     """Be of another version, or on a disk that is nearly full."""
-    import hybridcomp.agreement as agreement
+    agreement: Any = importlib.import_module("hybridcomp.agreement")
 
     if rank in settings.get("version", {}):
         real, claimed = agreement.version, settings["version"][rank]

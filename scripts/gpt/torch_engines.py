@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,7 +71,7 @@ class Engine:
     def save_checkpoint(self, folder: str, client_state: dict[str, Any]) -> None:
         """Write a checkpoint of torch.distributed.checkpoint, and name it in the file latest."""
         tag = f"step{client_state['step']}"
-        dcp.save(self._state(client_state), checkpoint_id=Path(folder) / tag)
+        save_sharded(self._state(client_state), checkpoint_id=Path(folder) / tag)
         if dist.get_rank() == 0:
             (Path(folder) / "latest").write_text(tag)
         dist.barrier()
@@ -82,7 +83,7 @@ class Engine:
             return None, {}
         path = Path(folder) / latest.read_text().strip()
         state = self._state({"step": 0, "consumed_samples": 0})
-        dcp.load(state, checkpoint_id=path)
+        load_sharded(state, checkpoint_id=path)
         set_state_dict(
             self.model, self.optimizer,
             model_state_dict=state["model"], optim_state_dict=state["optimizer"],

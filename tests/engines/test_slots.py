@@ -73,7 +73,9 @@ def test_bytes_have_their_closed_form(world_size: int) -> None:
 
 
 def sharded(**given: Any) -> nn.Module:
-    return fully_shard(wide(), **given)
+    model = wide()
+    fully_shard(model, **given)
+    return model
 
 
 def hooked() -> nn.Module:
@@ -117,7 +119,8 @@ def cut() -> nn.Module:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = wide()
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False)})
-    return fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
 
 
 def replicated_mesh() -> nn.Module:
@@ -180,7 +183,8 @@ def test_ranks_with_other_blocks_are_named() -> None:
 
 def unsharded_weights() -> dict[str, bool]:
     """Whether parameters are exact: gathered by hand, and in a forward pass."""
-    exact = wide()[0].weight.detach().clone()
+    weight: Any = wide()[0].weight
+    exact = weight.detach().clone()
     model: Any = sharded(reshard_after_forward=False)
     hybridcomp.attach(model, {"zero": {**B8, "bits": 4}, **QUIET})
     model.unshard()
@@ -281,7 +285,7 @@ def by_themselves() -> dict[str, Any]:
     once(early)
     found["early"] = vars(early)[ATTRIBUTE] is not None
     for engine in ("ddp", "fsdp2"):
-        job = Job(engine=engine)  # type: ignore[arg-type]
+        job = Job(engine=engine)
         model = build(job)
         assert ATTRIBUTE not in vars(model)
         train(job, model, optimizer_of(job, model), 0, 3)

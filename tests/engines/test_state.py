@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 import hybridcomp
 from hybridcomp.engines.attached import Attached
@@ -51,14 +52,14 @@ def started(job: Job) -> tuple[Any, Any, Attached]:
 def save(folder: Path, model: Any, optimizer: Any) -> None:
     weights, states = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": states, "hybridcomp": hybridcomp.stateful(model)}
-    dcp.save(state, checkpoint_id=folder)
+    save_sharded(state, checkpoint_id=folder)
 
 
 def load(folder: Path, model: Any, optimizer: Any, named: bool) -> None:
     weights, states = get_state_dict(model, optimizer)
     part = hybridcomp.stateful(model, checkpoint=folder if named else None)
     state = {"model": weights, "optimizer": states, "hybridcomp": part}
-    dcp.load(state, checkpoint_id=folder)
+    load_sharded(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
 
 

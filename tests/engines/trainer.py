@@ -66,7 +66,8 @@ class Layer(nn.Module):
         self.down = nn.Linear(65, WIDTH, bias=False)
 
     def forward(self, values: Tensor) -> Tensor:
-        return values + self.down(torch.tanh(self.up(self.norm(values))))
+        changed: Tensor = self.down(torch.tanh(self.up(self.norm(values))))
+        return values + changed
 
 
 class Model(nn.Module):
@@ -86,7 +87,8 @@ class Model(nn.Module):
             values = layer(values)
         if extra:
             values = values + self.extra(values)
-        return self.head(self.norm(values))
+        logits: Tensor = self.head(self.norm(values))
+        return logits
 
 
 class OrderedReduceScatter:
@@ -119,7 +121,7 @@ def build(job: Job) -> nn.Module:
         if job.bf16:
             model.to(torch.bfloat16)
         return DistributedDataParallel(
-            model, bucket_cap_mb=job.bucket_mb,  # type: ignore[arg-type]
+            model, bucket_cap_mb=job.bucket_mb,
             find_unused_parameters=job.unused, static_graph=job.static_graph,
         )  # fmt: skip
     if job.replicas > 1:
@@ -131,19 +133,22 @@ def build(job: Job) -> nn.Module:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if job.bf16 else None, reduce_dtype=reduce_dtype
     )
-    given = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": job.reshard}
+    given: dict[str, Any] = {
+        "mesh": mesh, "mp_policy": policy, "reshard_after_forward": job.reshard,
+    }  # fmt: skip
     for layer in model.layers:
-        fully_shard(layer, **given)  # type: ignore[arg-type]
+        fully_shard(layer, **given)
     if job.list_group:
-        fully_shard([model.norm, model.head], **given)  # type: ignore[arg-type]
-    fully_shard(model, **given)  # type: ignore[arg-type]
+        fully_shard([model.norm, model.head], **given)
+    fully_shard(model, **given)
+    modules: list[Any] = list(model.modules())
     if job.divide is not None:
-        for module in model.modules():
+        for module in modules:
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(job.divide)
                 module.set_force_sum_reduction_for_comms(True)
     if job.ordered:
-        for module in model.modules():
+        for module in modules:
             if hasattr(module, "set_custom_reduce_scatter"):
                 module.set_custom_reduce_scatter(OrderedReduceScatter())
     return model
@@ -164,7 +169,7 @@ def train(job: Job, model: nn.Module, optimizer: Any, first: int, last: int) -> 
                 loss = nn.functional.cross_entropy(
                     logits.float().view(-1, VOCABULARY), labels.view(-1)
                 )
-                (loss / job.micro_batches).backward()
+                torch.autograd.backward(loss / job.micro_batches)
             losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_what_is_outside_is_seen_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     real = bounds.try_moved
 
     def wrong(
-        values: torch.Tensor, choose: bounds.random.Random
+        values: torch.Tensor, choose: random.Random
     ) -> tuple[str, torch.Tensor, torch.Tensor]:
         name, error, limit = real(values, choose)
         return name, error + 2 * limit + 1e-3, limit
