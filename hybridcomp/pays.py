@@ -223,6 +223,9 @@ def run(options: argparse.Namespace) -> int:
     if options.codec_gbs is not None:
         speeds = dict.fromkeys(device.speeds, options.codec_gbs)
         device = replace(device, what=f"{options.codec_gbs:g} GB/s", speeds=speeds)
+    if not codecs_of(config):
+        print(f"{options.block}: nothing that goes from rank to rank is compressed")
+        return 0
     for line in table(config, job, device):
         print(line)
     wanted = (options.parameters, options.compute, options.link)

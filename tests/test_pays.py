@@ -86,6 +86,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "6825 MB of gradients and parameters natively" in text and "times as fast" in text
     assert cli.main(["pays", str(ROOT / "configs/ds_zero1_bounded.json"), "--device", "cpu"]) == 0
     assert "auto within 0.02" in capsys.readouterr().out
+    assert cli.main(["pays", "none"]) == 0
+    assert "nothing that goes from rank to rank" in capsys.readouterr().out
     assert cli.main(["pays", "--link", "10"]) == 2
     assert "give all" in capsys.readouterr().err
     assert cli.main(["pays", "--ranks", "1"]) == 2
