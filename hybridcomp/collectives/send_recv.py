@@ -37,6 +37,8 @@ _LAYOUT = struct.Struct("<4sHHQQ8s")
 HEADER_NBYTES = _LAYOUT.size
 _SIZE_AT = slice(16, 24)  # of the bytes of the payload
 assert HEADER_NBYTES == 32
+#: a payload of this many times the bytes of a message, and some more, is not waited for
+MOST_TIMES, SPARE_NBYTES = 16, 4096
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
     header = expected = _expected(codec, tensor)
     if not later:
         header = Header.unpack(bytes(packed.tolist()))
+        _check_length(header, expected, src, codec)
     (codec,) = codec.hops(1, 1, result=header.dtype)
     meter.use(codec.spec)
     payload = POOL.take(header.nbytes, tensor.device)
@@ -178,6 +181,21 @@ def _expected(codec: Codec, tensor: Tensor) -> Header:
     (codec,) = codec.hops(1, 1, result=tensor.dtype)
     nbytes = codec.wire_nbytes(tensor.numel(), tensor.dtype)
     return Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), nbytes)
+
+
+def _check_length(header: Header, expected: Header, src: int, codec: Codec) -> None:
+    """Raise CodecError before memory is taken for a payload that no message of this kind has.
+
+    A sender with another codec or shape is told so once its payload is here (``check_match``).
+    """
+    most = MOST_TIMES * max(expected.nbytes, expected.numel * expected.dtype.itemsize) + SPARE_NBYTES
+    if header.nbytes > most:
+        check_match(header, src, expected.numel, expected.dtype, codec)
+        raise CodecError(
+            f"rank {src} announces {header.nbytes} bytes for {expected.numel} {expected.dtype} "
+            f"elements with {codec.spec}, which takes at most {expected.nbytes}: the header is "
+            "damaged"
+        )
 
 
 def _compare(codec: Codec, src: int, expected: Header, data: bytes) -> None:

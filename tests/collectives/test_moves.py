@@ -174,6 +174,23 @@ def test_recv_names_both_sides_of_a_mismatch(on_ranks: RunRanks) -> None:
     assert fine == "fine"
 
 
+def _damaged_header(_: None) -> str:
+    """What a receiver says of a header that promises a terabyte."""
+    codec = make_codec("expcode")
+    if dist.get_rank() == 0:
+        header = send_recv.Header(spec_digest(codec.spec), torch.float32, 96, 1 << 40)
+        dist.send(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8), 1)
+        return ""
+    with pytest.raises(CodecError) as caught:
+        recv(torch.zeros(96), 0, codec, None, meter=Meter())
+    return str(caught.value)
+
+
+def test_recv_takes_no_memory_for_a_damaged_header(on_ranks: RunRanks) -> None:
+    _, told = on_ranks(2, _damaged_header, None)
+    assert "rank 0 announces 1099511627776 bytes for 96 torch.float32 elements" in told
+
+
 def _non_finite(codec: Codec) -> None:
     me = dist.get_rank()
     for bad in (float("nan"), float("inf")):
