@@ -188,8 +188,8 @@ def _check_length(header: Header, expected: Header, src: int, codec: Codec) -> N
 
     A sender with another codec or shape is told so once its payload is here (``check_match``).
     """
-    most = MOST_TIMES * max(expected.nbytes, expected.numel * expected.dtype.itemsize) + SPARE_NBYTES
-    if header.nbytes > most:
+    usual = max(expected.nbytes, expected.numel * expected.dtype.itemsize)
+    if header.nbytes > MOST_TIMES * usual + SPARE_NBYTES:
         check_match(header, src, expected.numel, expected.dtype, codec)
         raise CodecError(
             f"rank {src} announces {header.nbytes} bytes for {expected.numel} {expected.dtype} "
