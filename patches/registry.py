@@ -80,7 +80,7 @@ def support_matrix() -> str:
     A seam module says with ``COVERS`` which dimensions it carries; the first sentence of its
     docstring says what of them.
     """
-    from hybridcomp.engines import rules as engine_rules  # DTensor takes its time to import
+    from hybridcomp.engines import attach as engines  # DTensor takes its time to import
 
     rows = ["| dimension | what | upstream |", "|---|---|---|"]
     found = []
@@ -89,7 +89,7 @@ def support_matrix() -> str:
             what = (module.__doc__ or "").partition("\n\n")[0].partition(", dimension ``")[0]
             requirement = module.PATCHES[0][0].requirement
             found += [(name, what.rstrip("."), requirement) for name in covers(module)]
-    found += engine_rules.rows()  # torch's own engines have slots, and no seams
+    found += engines.rows()  # torch's own engines have slots, and no seams
     order = DIMENSIONS
     found.sort(key=lambda row: order.index(row[0]))
     rows += [f"| `{name}` | {what} | `{requirement}` |" for name, what, requirement in found]

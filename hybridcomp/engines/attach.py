@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,13 @@ def stateful(model: nn.Module, checkpoint: str | Path | None = None) -> Any:
         todo = "there is no block, and so no state; leave it out of the checkpoint"
         raise ConfigError(BLOCK, NOTHING, todo)
     return attached if checkpoint is None else AtCheckpoint(attached, checkpoint)
+
+
+def rows() -> Iterable[tuple[str, str, str]]:
+    """Rows of the support matrix: dimension, what of it, which versions."""
+    from hybridcomp.engines import ddp, fsdp2
+
+    for module in (ddp, fsdp2):
+        what = (module.__doc__ or "").partition(", dimension")[0]
+        for name in module.COVERS:
+            yield name, " ".join(what.split()), module.REQUIREMENT

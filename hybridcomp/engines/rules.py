@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal
@@ -150,13 +150,3 @@ def check_version(engine: str, requirement: str) -> None:
             f"{engine}: needs {requirement}, found torch {found}; install a version inside the "
             "window, or a hybridcomp that knows this one"
         )
-
-
-def rows() -> Iterable[tuple[str, str, str]]:
-    """Rows of the support matrix: dimension, what of it, which versions."""
-    from hybridcomp.engines import ddp, fsdp2
-
-    for module in (ddp, fsdp2):
-        what = (module.__doc__ or "").partition(", dimension")[0]
-        for name in module.COVERS:
-            yield name, " ".join(what.split()), module.REQUIREMENT

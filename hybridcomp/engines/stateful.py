@@ -12,26 +12,47 @@ the folder is named: ``hybridcomp.stateful(model, checkpoint=folder)``.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from hybridcomp.channels import Channels
 from hybridcomp.channels.error_feedback import HOPS
 from hybridcomp.engines.session import say
 from hybridcomp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hybridcomp.engines.attached import Attached
 
 FORMAT = 1
 #: what names of residuals begin with where replicas sum what shards have summed
 BETWEEN = "between replicas: "
 #: the key of ``hybridcomp.save_state``'s files, one for each rank and model
 FILE = "hybridcomp_model_{number:02d}_rank_{rank:05d}.pt"
+
+
+class Attached(Protocol):
+    """What of an attached model (``attached.Attached``) its state is made of."""
+
+    @property
+    def kind(self) -> str:
+        """Which of torch's engines it is."""
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How residuals are spread over the ranks."""
+
+    @property
+    def channels(self) -> Channels:
+        """Its channels."""
+
+    @property
+    def divisors(self) -> Callable[[], Mapping[str, float]]:
+        """Gives the units of residuals, by name."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over entries of a checkpoint."""
 
 
 @dataclass(frozen=True)
