@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engines": {
         "agreement", "autotune", "channels", "codecs", "collectives", "config", "errors", "log",
-        "patching", "policy", "process", "reporter", "session", "topology",
+        "patching", "policy", "process", "reporter", "rules", "session", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"errors"},

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.engines.rules import Rule, _elsewhere, lossy
+from hybridcomp.engines.rules import elsewhere, lossy
 from hybridcomp.errors import ConfigError
+from hybridcomp.rules.engine import Rule
 from hybridcomp.topology import Ranks
 
 #: comms whose place ours may take, and which then still send what stays native
@@ -83,8 +84,8 @@ def _foreign(job: Job) -> bool:
 
 
 #: of a ``Job``
-FSDP2: tuple[Rule, ...] = (
-    *_elsewhere("fully_shard"),
+FSDP2: tuple[Rule[Job], ...] = (
+    *elsewhere("fully_shard"),
     Rule(
         "refuse", ("dp", "zero"), "set_symm_mem_for_comm",
         "symmetric memory sends from buffers of its own, and takes no other collective",

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 from torch.distributed.tensor import DTensor
 
-from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.error_messages import Shown
+from hybridcomp.config import CompressionConfig
 from hybridcomp.engines.session import say
-from hybridcomp.errors import ConfigError, SeamError
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension
-
-#: ``refuse``: never together, whatever ``on_unsupported`` says. ``bypass``: this traffic is sent
-#: where no slot is. ``absent``: there is no such traffic, an error for a key that the user wrote.
-Verdict = Literal["refuse", "bypass", "absent"]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One thing that a model does, and what it means for some dimensions."""
-
-    verdict: Verdict
-    dimensions: tuple[Dimension, ...]
-    what: str
-    reason: str
-    todo: str
-    applies: Callable[[Any], bool] = field(repr=False)
-    #: of the block, what else has to be so
-    settings: Callable[[CompressionConfig], bool] = field(default=lambda block: True, repr=False)
+from hybridcomp.errors import SeamError
+from hybridcomp.policy import DIRECTIONS, Dimension
+from hybridcomp.rules import engine
+from hybridcomp.rules.engine import Rule
 
 
 def lossy(block: CompressionConfig, name: Dimension) -> bool:
@@ -43,11 +25,11 @@ def lossy(block: CompressionConfig, name: Dimension) -> bool:
     return any(codec is not None and not codec.lossless for codec in codecs)
 
 
-def _elsewhere(engine: str) -> tuple[Rule, ...]:
+def elsewhere(name: str) -> tuple[Rule[Any], ...]:
     """What neither engine has."""
     return (
         Rule(
-            "absent", ("pp", "ep", "cp", "offload"), f"a model under {engine}",
+            "absent", ("pp", "ep", "cp", "offload"), f"a model under {name}",
             "messages of pipelines, of routed tokens and of contexts, and copies to the host, are "
             "encoded under DeepSpeed and Megatron only", "leave it out", lambda job: True,
         ),
@@ -64,8 +46,8 @@ def _is_sparse(model: Any) -> bool:
 
 
 #: of a DistributedDataParallel
-DDP: tuple[Rule, ...] = (
-    *_elsewhere("DistributedDataParallel"),
+DDP: tuple[Rule[Any], ...] = (
+    *elsewhere("DistributedDataParallel"),
     Rule(
         "bypass", ("tp",), "layers that DTensor cuts (tensor parallel)",
         "DTensor communicates by functional collectives, which have no slot",
@@ -108,45 +90,23 @@ DDP: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def check(block: CompressionConfig, table: Sequence[Rule], job: Any) -> tuple[Dimension, ...]:
+def check(block: CompressionConfig, table: Sequence[Rule[Any]], job: Any) -> frozenset[Dimension]:
     """Hold the block against a model; the dimensions that it has no traffic of.
 
     Raises ConfigError for the first dimension that cannot act. With ``"on_unsupported": "native"``
     it is said once instead, on rank 0, what stays native and why.
     """
-    active = [name for name in DIMENSIONS if block.active(name)]
-    absent: dict[Dimension, None] = {}
-    for rule in table:
-        if not rule.applies(job):
-            continue
-        if rule.verdict == "absent":
-            absent |= dict.fromkeys(rule.dimensions)
-        names = [name for name in active if name in rule.dimensions]
-        if rule.verdict == "absent":
-            names = [name for name in names if name in block.explicit]
-        if names and rule.settings(block):
-            _apply(rule, names, block)
-    return tuple(absent)
+    rules = [(rule, job) for rule in table]
+    for sentence in engine.hold(block, rules):
+        say(sentence)
+    return engine.absent(rules)
 
 
-def _apply(rule: Rule, names: Sequence[Dimension], block: CompressionConfig) -> None:
-    """Raise ConfigError for ``names[0]``, or say what stays native."""
-    if rule.verdict != "refuse" and block.on_unsupported == "native":
-        say(f"{', '.join(names)} native: {rule.what}: {rule.reason}")
-        return
-    native = "" if rule.verdict == "refuse" else ', or set "on_unsupported": "native"'
-    raise ConfigError(
-        f"{BLOCK}.{names[0]}",
-        Shown(rule.what),
-        f'{rule.reason}; {rule.todo}, or set "{names[0]}": "none"{native}',
-    )
-
-
-def check_version(engine: str, requirement: str) -> None:
+def check_version(name: str, requirement: str) -> None:
     """Raise SeamError where torch is outside the window."""
     found = version("torch")
     if not Requirement(requirement).specifier.contains(found, prereleases=True):
         raise SeamError(
-            f"{engine}: needs {requirement}, found torch {found}; install a version inside the "
+            f"{name}: needs {requirement}, found torch {found}; install a version inside the "
             "window, or a hybridcomp that knows this one"
         )

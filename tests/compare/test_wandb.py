@@ -18,7 +18,7 @@ from hybridcomp.compare.chart import final_figures
 from hybridcomp.compare.wandb_files import HEADER, payloads, read, read_training
 from tests.compare.made import write_run
 
-pytest.importorskip("wandb")
+wandb = pytest.importorskip("wandb")
 
 #: what a trainer logs; run in a process of its own, since W&B leaves threads behind
 TRAINERS = """
@@ -165,18 +165,33 @@ def test_wandb_and_json_lines_can_be_mixed(folder: Path, tmp_path: Path) -> None
     assert found.aligned.axis[-1] == 3000 and len(found.aligned.axis) == 30
 
 
-def test_the_reader_of_older_releases_gives_the_same(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    datastore = pytest.importorskip("wandb.sdk.internal.datastore")  # gone in newer ones
-    (file,) = offline(folder, "neox").glob("*.wandb")
-    monkeypatch.setattr("wandb._assert_is_internal_process", True, raising=False)
-    store = datastore.DataStore()
-    store.open_for_scan(str(file))
-    theirs = []
-    while (payload := store.scan_data()) is not None:
-        theirs.append(payload)
-    assert theirs == list(payloads(file))
+def theirs(path: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Configuration and history of a file as W&B's own reader has them (``wandb-core leet``)."""
+    core = Path(wandb.__file__).parent / "bin" / "wandb-core"
+    command = [str(core), "leet", "inspect", "-json", "-no-observability", "-run-file", str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    config: dict[str, Any] = {}
+    history: dict[int, dict[str, Any]] = {}
+    for record in map(json.loads, said.stdout.splitlines()):
+        if record["type"] == "run":
+            config |= record["run"]["config"]["update"]
+        elif record["type"] == "history":
+            history.setdefault(record["history"]["step"]["num"], {}).update(
+                record["history"]["item"]
+            )
+    return config, history
+
+
+@pytest.mark.parametrize("name", ["ours", "neox", "trainer"])
+def test_the_reader_of_wandb_gives_the_same(folder: Path, name: str) -> None:
+    (file,) = offline(folder, name).glob("*.wandb")
+    config, _, history = read(file)
+    expected_config, expected_history = theirs(file)
+    assert len(history) >= 9
+    assert history == expected_history
+    for key, value in expected_config.items():
+        if key != "_wandb":  # W&B's own, which grows while the run goes on
+            assert config[key] == value, key
 
 
 def test_cut_off_and_damaged_files(folder: Path, tmp_path: Path) -> None:
