@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Upstream's own tests, without hybridcomp and with its patches armed and every dimension "none".
+
+    upstream_tests.py deepspeed /path/to/DeepSpeed --out runs/upstream
+    upstream_tests.py megatron /path/to/Megatron-LM --files tensor_parallel/test_layers.py
+
+Nothing is fetched: CHECKOUT is a clone of the version that is installed, or of one near it. Only
+its tests are used, on the package that this Python imports, on CPUs over gloo. Every file runs
+twice, in turns; a test that passes without hybridcomp and does not pass with it is named, and makes
+the exit status 1. What fails both times is upstream's own affair: most of it wants a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+DIMENSIONS = ("dp", "zero", "tp", "pp", "ep", "cp", "offload")
+#: what runs on a CPU and goes through what hybridcomp patches
+FILES = {
+    "deepspeed": (
+        "unit/v1/zero/test_zero.py",
+        "unit/v1/zero/test_zero_user_backward.py",
+        "unit/v1/zero/test_zero_coalesce_grad_reduction.py",
+        "unit/runtime/zero/test_zero_context.py",
+        "unit/runtime/zero/test_zero_tensor_fragment.py",
+        "unit/runtime/zero/test_zero_grad_clip.py",
+        "unit/runtime/zero/test_ignore_unused_parameters.py",
+        "unit/runtime/pipe/test_pipe.py",
+        "unit/pipe/test_pipe_module.py",
+        "unit/checkpoint/test_zero_optimizer.py",
+        "unit/checkpoint/test_pipeline.py",
+        "unit/checkpoint/test_latest_checkpoint.py",
+        "unit/checkpoint/test_shared_weights.py",
+        "unit/checkpoint/test_lr_scheduler.py",
+    ),
+    "megatron": (
+        "tensor_parallel/test_mappings.py",
+        "tensor_parallel/test_layers.py",
+        "tensor_parallel/test_cross_entropy.py",
+        "tensor_parallel/test_initialization.py",
+        "tensor_parallel/test_tensor_parallel_utils.py",
+        "pipeline_parallel/test_schedules.py",
+        "pipeline_parallel/test_pipeline_layout.py",
+        "distributed/test_distributed_data_parallel.py",
+        "distributed/test_param_and_grad_buffer.py",
+        "distributed/test_finalize_model_grads.py",
+    ),
+}
+#: from bad to good: a test is what it was on its worst rank
+OUTCOMES = ("error", "failed", "missing", "skipped", "passed")
+
+
+@dataclass
+class Run:
+    """How upstream's tests are run, plainly or armed."""
+
+    kind: str
+    tests: Path  # a copy of upstream's folder
+    folder: Path  # reports and texts
+    ranks: int
+    seconds: float  # that one file may take
+
+    def outcomes(self, file: str, armed: bool) -> dict[str, str]:
+        """What came of every test of ``file``; empty where pytest never got to it."""
+        name = "armed" if armed else "plain"
+        reports = self.folder / name / file.replace("/", "-").removesuffix(".py")
+        shutil.rmtree(reports, ignore_errors=True)
+        reports.mkdir(parents=True)
+        with (reports / "output.txt").open("w") as text:
+            try:
+                subprocess.run(
+                    self._command(reports, file), cwd=self._cwd, env=self._environment(armed),
+                    stdout=text, stderr=subprocess.STDOUT, timeout=self.seconds, check=False,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                text.write(f"\nended after {self.seconds:.0f} s\n")
+        return worst([read(path) for path in sorted(reports.glob("*.xml"))])
+
+    @property
+    def _cwd(self) -> Path:
+        return self.tests if self.kind == "deepspeed" else self.tests.parent
+
+    def _command(self, reports: Path, file: str) -> list[str]:
+        if self.kind == "deepspeed":
+            report = f"--junitxml={reports / 'report.xml'}"
+            options = ["-q", "-p", "no:cacheprovider", report]
+            return [sys.executable, "-m", "pytest", *options, file]
+        return [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={self.ranks}", str(HERE / "upstream/megatron_rank.py"),
+            str(reports), f"tests/unit_tests/{file}",
+        ]  # fmt: skip
+
+    def _environment(self, armed: bool) -> dict[str, str]:
+        block = self.folder / "none.json"
+        block.write_text(json.dumps(dict.fromkeys(DIMENSIONS, "none")))
+        paths = [str(HERE / "upstream"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        if self.kind == "megatron":
+            paths.insert(1, str(self.tests.parent))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_SIZE": "4",  # devices that DeepSpeed's CPU accelerator counts
+            # extensions that upstream builds are the same in both runs
+            "TORCH_EXTENSIONS_DIR": str(self.folder / "extensions"),
+        }
+        environment.pop("HYBRIDCOMP_CONFIG", None)
+        return {**environment, "HYBRIDCOMP_CONFIG": str(block)} if armed else environment
+
+
+def read(path: Path) -> dict[str, str]:
+    """What came of every test in one of pytest's reports."""
+    try:
+        cases = ElementTree.parse(path).iter("testcase")
+    except ElementTree.ParseError:  # the process was ended while it wrote
+        return {}
+    found = {}
+    for case in cases:
+        kinds = {child.tag for child in case}
+        outcome = "passed"
+        for tag, word in (("skipped", "skipped"), ("failure", "failed"), ("error", "error")):
+            outcome = word if tag in kinds else outcome
+        found[f"{case.get('classname')}::{case.get('name')}"] = outcome
+    return found
+
+
+def worst(by_rank: Sequence[dict[str, str]]) -> dict[str, str]:
+    """By test, the worst outcome over the ranks; "missing" where one never reported it."""
+    names = dict.fromkeys(name for outcomes in by_rank for name in outcomes)
+    return {
+        name: min((outcomes.get(name, "missing") for outcomes in by_rank), key=OUTCOMES.index)
+        for name in names
+    }
+
+
+def broken(plain: dict[str, str], armed: dict[str, str]) -> list[str]:
+    """The tests that pass without hybridcomp and do not with it."""
+    return [
+        f"{name}: {armed.get(name, 'missing')} with hybridcomp"
+        for name, outcome in plain.items()
+        if outcome == "passed" and armed.get(name) != "passed"
+    ]
+
+
+def told(outcomes: dict[str, str]) -> str:
+    """How many tests came to what, in words."""
+    counts = Counter(outcomes.values())
+    return ", ".join(f"{counts[word]} {word}" for word in reversed(OUTCOMES) if counts[word]) or "-"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=sorted(FILES))
+    parser.add_argument("checkout", type=Path, help="a clone of the upstream repository")
+    parser.add_argument("--files", nargs="+", metavar="FILE", help="others than the usual ones")
+    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="of Megatron's tests")
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="a file")
+    parser.add_argument("--out", type=Path, default=Path("runs/upstream"), metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    top = "tests/unit" if options.kind == "deepspeed" else "tests/unit_tests"
+    if not (options.checkout / top).is_dir():
+        parser.error(f"{options.checkout}: expected a checkout with {top}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 where a test passes only without hybridcomp, or none passes."""
+    options = parse(arguments)
+    folder = (options.out / options.kind).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    totals: dict[str, dict[str, str]] = {"plain": {}, "armed": {}}
+    with tempfile.TemporaryDirectory(prefix="upstream") as copy:
+        # the tests alone: beside them upstream's package would hide the installed one
+        tests = Path(copy, "tests")
+        shutil.copytree(options.checkout / "tests", tests, symlinks=True)
+        for package in (tests, tests / "unit_tests"):
+            if package.is_dir() and options.kind == "megatron":
+                # a package without this file loses against any other called "tests"
+                (package / "__init__.py").touch()
+        run = Run(options.kind, tests, folder, options.ranks, options.timeout)
+        for file in options.files or FILES[options.kind]:
+            start = time.monotonic()
+            plain, armed = run.outcomes(file, False), run.outcomes(file, True)
+            totals["plain"] |= plain
+            totals["armed"] |= armed
+            seconds = time.monotonic() - start
+            print(f"{file}: {told(plain)}; armed {told(armed)} ({seconds:.0f} s)", flush=True)
+            for line in broken(plain, armed):
+                print(f"  {line}", flush=True)
+    (folder / "outcomes.json").write_text(json.dumps(totals, indent=1) + "\n", encoding="utf-8")
+    bad = broken(totals["plain"], totals["armed"])
+    print(f"{options.kind}: {told(totals['plain'])}; armed {told(totals['armed'])}")
+    print(f"{len(bad)} pass only without hybridcomp; reports in {folder}")
+    return 1 if bad or "passed" not in totals["plain"].values() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

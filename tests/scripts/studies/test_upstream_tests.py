@@ -1,0 +1,68 @@
+"""``scripts/studies/upstream_tests.py`` on a folder of tests that stands in for upstream's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from studies import upstream_tests
+
+TESTS = """
+import os
+
+
+def test_always():
+    assert True
+
+
+def test_only_plainly():
+    assert "HYBRIDCOMP_CONFIG" not in os.environ
+
+
+def test_is_armed_or_not():
+    import sys
+    armed = "HYBRIDCOMP_CONFIG" in os.environ
+    assert ("hybridcomp" in sys.modules) == armed
+
+
+def test_never():
+    raise ValueError
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose tests say what they run under."""
+    unit = tmp_path / "checkout/tests/unit"
+    unit.mkdir(parents=True)
+    (unit / "test_one.py").write_text(TESTS)
+    return tmp_path / "checkout"
+
+
+def test_what_passes_only_plainly_is_named(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    status = upstream_tests.main(
+        ["deepspeed", str(checkout), "--files", "unit/test_one.py", "--out", str(out)]
+    )
+    said = capsys.readouterr().out
+    assert status == 1
+    assert "unit/test_one.py: 3 passed, 1 failed; armed 2 passed, 2 failed" in said
+    assert "unit.test_one::test_only_plainly: failed with hybridcomp" in said
+    assert "1 pass only without hybridcomp" in said
+    outcomes = json.loads((out / "deepspeed/outcomes.json").read_text())
+    assert outcomes["plain"]["unit.test_one::test_never"] == "failed"
+
+
+def test_the_worst_rank_counts() -> None:
+    ranks = [{"a": "passed", "b": "passed", "c": "skipped"}, {"a": "passed", "b": "failed"}]
+    assert upstream_tests.worst(ranks) == {"a": "passed", "b": "failed", "c": "missing"}
+
+
+def test_a_checkout_without_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        upstream_tests.main(["megatron", str(tmp_path)])
+    assert "expected a checkout with tests/unit_tests" in capsys.readouterr().err
