@@ -57,8 +57,8 @@ ALLOWED: dict[str, set[str]] = {
     # what is known of upstream's objects: read, never replaced
     "upstream": {
         "config",
-        "channels", "codecs", "errors", "log", "metric_names", "policy", "process", "routing",
-        "saved", "session",
+        "channels", "codecs", "errors", "log", "metric_names", "patching", "policy", "process",
+        "routing", "saved", "session",
     },
     "compare": {"config", "errors", "metric_names"},
     "patches": {

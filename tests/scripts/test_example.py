@@ -357,8 +357,10 @@ def test_tensor_parallel_without_megatron(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    monkeypatch.setitem(sys.modules, "megatron", None)  # what is not installed
+    for name in ("megatron", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, None)  # what is not installed
     monkeypatch.delitem(sys.modules, "gpt.tensor_parallel", raising=False)
+    monkeypatch.delattr("gpt.tensor_parallel", raising=False)
     with pytest.raises(train_gpt.ParallelismError, match=r"--tp 2: .* 'hybridcomp\[megatron\]'"):
         train_gpt.lay_out(2, 2)
     with pytest.raises(train_gpt.ParallelismError, match=r"--tp 3 --pp 2: .* 6 ranks, found 4"):

@@ -17,6 +17,7 @@ from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.patches.ds import tied_weights
 from hybridcomp.patching import Patch, apply_all, revert_all
+from tests.stand_ins.process_groups import fake_group
 
 LOSSY = {"codec": "blockint", "bits": 4}
 
@@ -36,8 +37,9 @@ class FakeEngine(SimpleNamespace):
             "weight": weight,
         }
         super().__init__(**{**defaults, **flags})
+        group = fake_group()
         self.module = SimpleNamespace(
-            get_tied_weights_and_groups=lambda: [(weight, "group")],
+            get_tied_weights_and_groups=lambda: [(weight, group)],
             tied_comms={"embed": {}},
             _synchronize_tied_weights=lambda: self.log.append("broadcast"),
         )

@@ -15,6 +15,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import check as mcore_refuse
 from hybridcomp.patches.mcore import pipeline, pipeline_message
 from hybridcomp.rules import mcore
+from tests.stand_ins.process_groups import fake_group
 
 B8 = {"codec": "blockint", "bits": 8}
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "cp": 2, "dp": 2, "zero": 2}
@@ -161,7 +162,8 @@ def test_two_interleaved_stages_need_single_sends(monkeypatch: pytest.MonkeyPatc
 
 def link_of(block: CompressionConfig) -> pipeline_message.Link | None:
     """How four values travel to another stage."""
-    return pipeline_message.link(Channels(block), torch.ones(4), None, "forward", None, (0, 1))
+    group = fake_group()
+    return pipeline_message.link(Channels(block), torch.ones(4), group, "forward", None, (0, 1))
 
 
 def test_variable_size_on_the_pipeline_needs_gloo(
