@@ -90,7 +90,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one message of a dimension, for one rank."""
+    """What one message of a dimension costs one rank."""
 
     native_nbytes: float
     wire_nbytes: float
@@ -111,7 +111,7 @@ class Cost:
         return saved / self.coding_s if self.coding_s else math.inf
 
     def speed_up(self, rate: float, compute_s: float) -> float:
-        """Of a step with this compute whose messages are these, over ``rate`` bits a second."""
+        """How much faster a step with this compute is, at ``rate`` bits a second."""
         hidden = OVERLAP * compute_s
         native = compute_s + max(0.0, 8 * self.native_nbytes / rate - hidden)
         encoded = compute_s + max(0.0, 8 * self.wire_nbytes / rate - hidden) + self.coding_s
@@ -181,7 +181,7 @@ def codecs_of(config: CompressionConfig) -> dict[tuple[Dimension, Direction], Co
 def step_cost(
     config: CompressionConfig, parameters: float, job: Job, device: Device, micro_batches: int = 1
 ) -> Cost:
-    """Of all messages of ``dp`` and ``zero`` in one step, in buckets as DeepSpeed makes them.
+    """What all messages of ``dp`` and ``zero`` cost in one step, in DeepSpeed's buckets.
 
     ZeRO 2 and 3 reduce in every micro-batch, ZeRO 3 gathers before the forward pass and before the
     backward pass of each. A native dimension costs its bytes.
@@ -201,7 +201,7 @@ def step_cost(
 
 
 def native_cost(dimension: Dimension, numel: float, job: Job) -> Cost:
-    """Of a dimension that is not compressed."""
+    """What a dimension costs that is not compressed."""
     other = (job.ranks - 1) / job.ranks
     twice = dimension == "dp" and job.stage != 3
     nbytes = (2 if twice else 1) * other * numel * job.dtype.itemsize

@@ -85,7 +85,7 @@ def _is_first(text: str) -> bool:
 
 
 def _first_in_store(distributed: Any, name: str) -> bool:
-    """By the process group's store, which every rank of the job reaches."""
+    """Ask the process group's store, which every rank of the job reaches."""
     whole = distributed.distributed_c10d._get_default_store()
     store = distributed.PrefixStore("hybridcomp/uncaught", whole)
     store.set_timeout(timedelta(seconds=LINGER_S))
@@ -98,7 +98,7 @@ def _first_in_store(distributed: Any, name: str) -> bool:
 
 
 def _first_on_node(name: str) -> bool:
-    """By a name of a socket, of ranks that one launcher started on this node (Linux)."""
+    """Ask by a socket's name among ranks that one launcher started on this node (Linux)."""
     try:
         started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
         held = socket.socket(socket.AF_UNIX)

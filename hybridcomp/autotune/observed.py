@@ -35,7 +35,7 @@ class Kind:
 
     @property
     def nbytes(self) -> int:
-        """Of one message on one rank."""
+        """Bytes of one message on one rank."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -78,7 +78,7 @@ class Seen:
         self.counts[dimension][Kind(ranks, hop is not None, direction, dtype, numel, codec)] += 1
 
     def is_due(self) -> bool:
-        """After each step: whether to look now. Later and later, as there may never be any."""
+        """Whether to look now, after a step: later and later, as there may never be any."""
         self._steps += 1
         return self._steps & (self._steps - 1) == 0
 
@@ -87,7 +87,7 @@ class Seen:
         self.counts.pop(dimension, None)
 
     def plans(self) -> dict[Dimension, tuple[list[Planned], int]]:
-        """By dimension that any rank has seen messages of: what to time, bytes of the largest.
+        """What to time and bytes of the largest, by dimension that any rank has seen messages of.
 
         A collective over the job. 0 bytes: there are messages, but none that its ranks agree on.
         """
@@ -116,7 +116,7 @@ class Seen:
 
 
 def _heaviest(counts: Counter[Kind]) -> list[Kind]:
-    """Of each group, or pair, and direction the kind with the most bytes."""
+    """The kind with the most bytes of each group, or pair, and direction."""
     best: dict[tuple[Ranks, bool, Direction], tuple[int, str, Kind]] = {}
     for kind, count in counts.items():
         key = (kind.ranks, kind.is_send, kind.direction)

@@ -109,7 +109,7 @@ class Recheck:
         }
 
     def _seconds(self, step: int) -> float:
-        """Of one step; 0: it was not seen, as a run was continued in the middle.
+        """Seconds of one step; 0 where it was not seen, as a run was continued in the middle.
 
         Where nobody says when a step begins, it does when the one before is over.
         """
@@ -117,7 +117,7 @@ class Recheck:
         return 0.0 if start is None or stop is None else _between(start, stop)
 
     def _judged(self, name: Dimension, pays: bool, seconds: Sequence[float]) -> Finding | None:
-        """None: unclear, as long as more may come."""
+        """The verdict; None while it is unclear and more may come."""
         pairs = self._pairs(name, seconds)
         last = self.rounds == ROUNDS
         if len(pairs) < CELLS // 2:

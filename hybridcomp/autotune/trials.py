@@ -71,7 +71,7 @@ class Sent:
 
     @property
     def numel(self) -> int:
-        """Of all messages."""
+        """Values of all messages."""
         return sum(self.numels)
 
     def cut(self, most: int) -> Sent:
@@ -148,7 +148,7 @@ class _Reduce:
             collectives.all_reduce(values, how)
 
     def _owners(self, index: int) -> list[OwnedRange]:
-        """Of message ``index``: every rank owns one stretch of what a step sums."""
+        """Owners of message ``index``: every rank owns one stretch of what a step sums."""
         world_size = self.place.group.size
         first, numel = sum(self.sent.numels[:index]), self.sent.numels[index]
         return [
@@ -159,7 +159,7 @@ class _Reduce:
 
 
 def _residual_lengths(numel: int, sent: Sent, place: Place) -> tuple[int, int]:
-    """Of what this rank encodes of a message, and of its chunk of it."""
+    """Lengths of what this rank encodes of a message, and of its chunk of it."""
     group = place.group
     if sent.how == "scatter":
         edges = chunk_ranges(numel, group.size)

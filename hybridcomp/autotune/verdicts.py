@@ -126,7 +126,7 @@ class Link:
         return step > verdict.flush
 
     def compare(self, step: int, without: Collection[Dimension], device: torch.device) -> list[str]:
-        """Before ``step``, the run being warm: begin, go on with or end the comparison of steps.
+        """Begin, go on with or end the comparison of steps, before ``step`` of a warm run.
 
         ``without``: dimensions that no step encodes any more. A collective where it ends. Returns
         what to tell the user.
@@ -248,7 +248,7 @@ def judge(
 
 
 def _largest(numel: int, device: torch.device) -> int:
-    """Of all ranks: other stages have other numbers."""
+    """The largest of all ranks: other stages have other numbers."""
     largest = torch.tensor(numel, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)

@@ -70,7 +70,7 @@ class Channel(Moves):
 
     @property
     def generation(self) -> int:
-        """Of the references of deltas; see ``Channels.resync``."""
+        """The generation of the references of deltas; see ``Channels.resync``."""
         return self._state.generation
 
     @property

@@ -167,7 +167,7 @@ class Choice:
             self._samples.take(values, codec, direction, cuts, relative_to, residual)
 
     def meter(self, device: torch.device) -> Meter:
-        """Of a message on ``device``."""
+        """A meter for one message on ``device``."""
         clock = HOST if device.type == "cpu" else self._state.clock(device)
         return Meter(clock=clock, where=f"{self.dimension} at step {self._state.step}")
 

@@ -186,13 +186,13 @@ class Channels(EngineState):
                 ledger.encoded_since[name] = verdict.since
 
     def open_step(self, device: torch.device) -> bool:
-        """At the first forward pass of a step, if it can be told; whether more of them matter."""
+        """Note the first forward pass of a step, if it can be told; whether more of them matter."""
         if self.link.recheck is not None:
             self.link.recheck.open(self.step, device)
         return self.link.may_compare
 
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
-        """After an optimizer step, with ``step`` counted on: measure what is due, ask the guard.
+        """Close an optimizer step, with ``step`` counted on: measure what is due, ask the guard.
 
         ``sampled``: whether that step was a ``sampling`` one. A collective. Returns what to tell
         the user, the same on all ranks. Raises CodecError where this rank has heard of a damaged

@@ -56,7 +56,7 @@ class Samples:
     def _write(
         self, direction: Direction, error_sq: float, value_sq: float, held: float, outside: int = 0
     ) -> None:
-        """For the ledger and the guard: squared norms of an error, its values, their residual."""
+        """Give ledger and guard the squared norms of an error, its values and their residual."""
         if not math.isfinite(value_sq):
             return  # an overflow step tells nothing
         error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite

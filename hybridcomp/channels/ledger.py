@@ -65,7 +65,7 @@ class Entry:
 
     @property
     def inter_ratio(self) -> float | None:
-        """Of what crosses nodes, native over encoded; None where nothing crossed."""
+        """Native over encoded bytes of what crosses nodes; None where nothing crossed."""
         return self.inter_raw_nbytes / self.inter_nbytes if self.inter_nbytes else None
 
     @property
@@ -74,7 +74,7 @@ class Entry:
         return "device" if self.device_nbytes else "host"
 
     def seconds(self) -> tuple[float | None, float | None]:
-        """Of coding and of waiting; None where a GPU encoded and none of these steps was timed."""
+        """Seconds of coding and of waiting; None where a GPU encoded and no step was timed."""
         if not self.device_nbytes:
             return self.codec_s, self.wait_s
         if not self.timed_nbytes:

@@ -74,7 +74,7 @@ def keep(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> N
 
 
 def leave(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Before a gather that upstream does: what it gives everyone is kept where deltas go on."""
+    """Prepare a gather that upstream does: what it gives everyone is kept where deltas go on."""
     if channel.delta and channel.pauses:
         keep(channel, buffer, group)
     else:
@@ -82,7 +82,7 @@ def leave(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def forget(buffer: Tensor) -> None:
-    """After a gather that left the reference behind: the next one is exact."""
+    """Drop a reference that a gather left behind: the next one is exact."""
     if reference_of(buffer) is not None:
         delattr(buffer, ATTRIBUTE)
 
@@ -218,7 +218,7 @@ def _state(
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Of 1-D tensors of one length, so that what is made of them stays small, on a CPU in cache."""
+    """Cut 1-D tensors of one length into pieces that stay in a CPU's cache."""
     numel = CPU_PIECE if tensors[0].device.type == "cpu" else PIECE
     yield from zip(*(torch.split(tensor, numel) for tensor in tensors), strict=True)
 

@@ -235,7 +235,7 @@ class Bounded(Codec):
         self._moved(dtype).decode_add(payload, out, dtype)
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        """Of a message that is moved; ``absmax`` of its segment."""
+        """The bound of a message that is moved; ``absmax`` is its segment's."""
         return self._moved(dtype).element_bound(absmax, dtype)
 
 

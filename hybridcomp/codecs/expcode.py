@@ -20,7 +20,7 @@ HEADER, TILE_HEADER = 32, 4
 
 
 def _largest_tile(numel: int, dtype: torch.dtype) -> int:
-    """As in kernels/cpu_expcode.cpp: codes as wide as exponents, and a mask."""
+    """The largest tile, as kernels/cpu has it: codes as wide as exponents, and a mask."""
     blocks = -(-numel // BLOCK)
     return -(-(TILE_HEADER + -(-blocks // 8) + blocks * BLOCK * dtype.itemsize) // 4) * 4
 

@@ -32,7 +32,7 @@ def _floor_float32(value: float) -> float:
 
 
 def _largest_tile(numel: int, dtype: torch.dtype) -> int:
-    """As in kernels/cpu_radix.cpp: every block raw, and the largest heads."""
+    """The largest tile, as kernels/cpu has it: every block raw, and the largest heads."""
     blocks = -(-numel // BLOCK)
     head = TILE_HEADER + 7 * -(-blocks // 8)
     return -(-(head + blocks * BLOCK * dtype.itemsize + 8) // 4) * 4

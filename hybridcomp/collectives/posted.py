@@ -41,7 +41,7 @@ class Posting:
 
     @property
     def parts(self) -> int:
-        """In how many parts it travels."""
+        """How many parts it travels in."""
         return 1 if self.holders is None else self.holders.size
 
     @property

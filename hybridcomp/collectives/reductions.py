@@ -117,7 +117,7 @@ def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
 
 
 def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
-    """Between two ranks a pair; else in segments, all of them side by side (``_segment``)."""
+    """Let two ranks swap; else sum in segments, all of them side by side (``_segment``)."""
     group, device = how.group, tensor.device
     if group.size == 1 or tensor.numel() == 0:
         return

@@ -94,7 +94,7 @@ def _in_two_levels(
 def _flat(
     shards: Sequence[Tensor], how: Reduction, residuals: Residuals, cuts: Cuts
 ) -> Steps[Tensor]:
-    """In one launch where a GPU has that; else in segments, all of them side by side."""
+    """Reduce in one launch where a GPU has that; else in segments, all of them side by side."""
     group, me = how.group, how.group.rank
     if residuals is not None:
         _check_residuals(shards, residuals)

@@ -106,7 +106,7 @@ def train(options: argparse.Namespace, wishes: Wishes) -> list[str]:
 
 
 def wishes_of(options: argparse.Namespace) -> Wishes:
-    """Of the command line. Raises CompareError."""
+    """What the command line asks for. Raises CompareError."""
     if options.last < 1 or options.smooth < 0:
         raise CompareError("--last: expected at least 1; --smooth: expected at least 0")
     return Wishes(

@@ -138,7 +138,7 @@ def check_comparable(baseline: Run, run: Run) -> list[str]:
 
 
 def pair(baseline: Run, run: Run) -> list[int]:
-    """For each training of ``run`` the baseline's of its seed; by order where seeds are unknown."""
+    """Pair each training of ``run`` with the baseline's of its seed, else of its place."""
     if None in run.seeds or None in baseline.seeds:
         if len(run.seeds) != len(baseline.seeds):
             raise CompareError(

@@ -45,7 +45,7 @@ class Training:
 
     @property
     def seed(self) -> int | None:
-        """Of weights and data order."""
+        """The seed of weights and data order."""
         found = self.identity.get("seed")
         return None if found is None else int(found)
 
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def seeds(self) -> list[int | None]:
-        """In the order of the trainings."""
+        """Seeds, in the order of the trainings."""
         return [training.seed for training in self.trainings]
 
     def speed(self) -> float | None:

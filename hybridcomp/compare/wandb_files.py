@@ -196,7 +196,7 @@ def _last(history: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> f
 def _tokens(
     history: Mapping[int, Mapping[str, Any]], config: Mapping[str, Any], at: list[int]
 ) -> Curve | None:
-    """As logged; else iterations times the batch and the length of the trainer's config."""
+    """Tokens as logged; else iterations times batch and length of the trainer's config."""
     for name in (TOKENS, TRAINER_TOKENS):
         if (logged := _at(history, name, at)) is not None:
             return logged

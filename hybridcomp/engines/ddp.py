@@ -212,7 +212,7 @@ class Reducer:
 
     @contextmanager
     def _beside(self, gradients: Tensor) -> Iterator[None]:
-        """On a GPU, a stream beside that of the backward pass."""
+        """A stream beside that of the backward pass, on a GPU."""
         if gradients.device.type != "cuda":
             with nullcontext():
                 yield

@@ -76,7 +76,7 @@ class Layout:
             values[whole.numel() :].copy_(rest)
 
     def _views(self, gradients: Tensor, table: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of every parameter: its gradient, the rows that it fills, and its part of another."""
+        """The gradient of every parameter, the rows that it fills, its part of another."""
         found = []
         for place in self._places:
             values = gradients[place.start : place.start + place.numel]

@@ -178,7 +178,7 @@ class EncodedReplicas(dist.ProcessGroup):
         self._inner, self._scatter = inner, scatter
 
     def getBackendName(self) -> str:
-        """Of the group that sends."""
+        """The backend of the group that sends."""
         return str(dist.get_backend(self._inner))
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
@@ -224,7 +224,7 @@ def divided(total: Tensor, op: Any, group: Any, world_size: int) -> Tensor:
 
 
 def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
-    """By name of a residual, what the sum that it is a part of is divided by in the end.
+    """What the sum that a residual is a part of is divided by in the end, by its name.
 
     The divisor of all gradients, or what of it is left: fp16 is divided by a power of two before,
     and replicas sum what shards have averaged.

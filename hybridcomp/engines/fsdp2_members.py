@@ -37,7 +37,7 @@ class Member:
         return math.ceil(self.rows / world_size) * (self.numel // max(1, self.rows))
 
     def pieces(self, world_size: int) -> list[list[Piece]]:
-        """By rank, what of the parameter and what padding its chunk holds."""
+        """What of the parameter and what padding the chunk of every rank holds."""
         chunk = self.chunk(world_size)
         name = self.name if self.dim == 0 else f"{self.name} cut at {self.dim} in {world_size}"
         found = []
@@ -101,7 +101,7 @@ class Members:
         )
 
     def pieces(self, places: tuple[int, ...], world_size: int) -> list[list[Piece]]:
-        """By rank, what a message with these parameters holds for it."""
+        """What a message with these parameters holds for every rank."""
         key = (*places, world_size)
         if key not in self._pieces:
             rows: list[list[Piece]] = [[] for _ in range(world_size)]

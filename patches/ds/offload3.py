@@ -159,7 +159,7 @@ def _close(
 def _send(
     channels: Channels, values: Tensor, held: Tensor, out: Tensor, codec: Codec, raw_nbytes: int
 ) -> None:
-    """To where the optimizer reads it; in fp16 first to where upstream looks for overflows."""
+    """Send to where the optimizer reads; in fp16 first to where upstream looks for overflows."""
     if values.dtype != torch.float16:
         channels.host.to_host(values, out, codec, raw_nbytes=raw_nbytes)
         return

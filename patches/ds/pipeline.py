@@ -73,7 +73,7 @@ class Pipe:
     trained: Sequence[bool] | None = None
 
     def begin(self) -> None:
-        """Before a schedule. May ask the engine to send the shapes again (mutates it).
+        """Prepare a schedule. May ask the engine to send the shapes again (mutates it).
 
         In an evaluation nobody knows which tensors will require grad, so the first training
         batch after it agrees anew: 1 KiB. Every stage runs the same schedule and does the same.

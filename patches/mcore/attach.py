@@ -71,7 +71,7 @@ _progress = _Progress()
 
 
 def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..., None]:
-    """After the groups exist, before they carry a message: begin the session."""
+    """Begin the session once the groups exist, before they carry a message."""
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:

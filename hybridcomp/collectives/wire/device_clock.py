@@ -29,7 +29,7 @@ class Totals(Protocol):
 
 
 class SilentClock:
-    """For the steps of a GPU that are not timed."""
+    """Measures nothing: the steps of a GPU that are not timed."""
 
     on_device = True
     _nothing = nullcontext()

@@ -39,7 +39,7 @@ SEGMENT, HALF = 1 << 20, 1 << 18
 
 
 def segment_count(longest: int, codecs: Sequence[Codec], device: torch.device, group: Group) -> int:
-    """In how many segments a message goes; 1: as a whole, which is better for short ones.
+    """How many segments a message goes in; short ones are better off as a whole, which is 1.
 
     ``longest``: elements of its longest row; ``codecs``: all that the rows go through. GPUs keep
     messages whole, as a launch costs more than coding a segment.

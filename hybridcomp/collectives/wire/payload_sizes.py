@@ -75,7 +75,7 @@ class Sizes:
         return arrival.sizes()
 
     def _copied_beside(self, words: Tensor, message: Steps[None]) -> Arrival:
-        """As ``copied``, behind ``message`` on a stream of its own.
+        """Copy as ``copied`` does, behind ``message`` on a stream of its own.
 
         So the caller's stream waits neither for the message nor for the copy, and both are under
         way before anybody waits for them.

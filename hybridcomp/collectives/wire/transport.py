@@ -196,7 +196,7 @@ def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group)
 
 
 def _learn(group: Group) -> None:
-    """Once: who is in the group, and how long its messages may take over gloo."""
+    """Learn, once, who is in the group and how long its messages may take over gloo."""
     if not group.global_ranks:
         group.global_ranks = tuple(dist.get_process_group_ranks(group.process_group))
         group.limit = presence.time_limit()
@@ -224,7 +224,7 @@ def backend_of(group: Group, device: torch.device) -> str:
 
 @cache
 def _backends(config: str) -> dict[str, str]:
-    """By the type of a device."""
+    """The backends of a group, by the type of a device."""
     return dict(part.split(":") for part in config.split(","))
 
 

@@ -182,7 +182,7 @@ class CudaKernels:
         self, segment: int, relative: bool, bound: float, dtype: int, payload: int, nbytes: int,
         out: int, numel: int, add: bool, threads: int, /,
     ) -> None:  # fmt: skip
-        """Half as many threads a segment for 16-bit values. Damage is told by ``check``."""
+        """16-bit values take half as many threads a segment. Damage is told by ``check``."""
         self._fixed(
             "radix.cu", (), "radix_add" if add else f"radix_decode_{DTYPES[dtype]}", payload,
             ceil_div(numel, segment),

@@ -29,7 +29,7 @@ DIGEST_NBYTES = 32
 
 @cache
 def sources_digest() -> str:
-    """Of all kernel sources and of how they are compiled."""
+    """The digest of all kernel sources and of how they are compiled."""
     digest = hashlib.sha256(" ".join(OPTIONS[:-2]).encode())
     for path in sorted((*FORMATS.glob("*.h"), *FOLDER.glob("*.h"), *FOLDER.glob("*.cu"))):
         digest.update(path.read_bytes())
@@ -127,7 +127,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, found: bytes) -> None:
-    """Under another name first: a reader sees all of the file or none. Raises OSError."""
+    """Write under another name first: a reader sees all of the file or none. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix="hybridcomp-", suffix=".part")
     try:

@@ -41,7 +41,7 @@ class CudaSetup:
 
 
 def setup() -> CudaSetup:
-    """Of this process. Never raises for what is missing."""
+    """What this process has of CUDA. It never raises for what is missing."""
     nvrtc, architectures, problem = _nvrtc()
     return CudaSetup(
         driver=_driver(), torch=_version_of(torch.version.cuda), devices=_devices(),
@@ -129,7 +129,7 @@ def _version_of(text: str | None) -> Version | None:
 
 
 def _driver() -> Version | None:
-    """From libcuda itself: torch asks for a device first."""
+    """The driver's version, from libcuda itself: torch asks for a device first."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -76,7 +76,7 @@ def resume(folder: Path, engine: Any, channels: Channels) -> None:
 
 
 def forget(engine: Any) -> None:
-    """Before anything is loaded: what ranks hold will be of no use, the next gather is exact."""
+    """Forget what ranks hold, which a load makes useless: the next gather is exact."""
     for flat, _, _ in flat_groups(engine.optimizer):
         parameter_deltas.forget(flat)
 

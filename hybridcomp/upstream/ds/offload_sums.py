@@ -91,7 +91,7 @@ def settle(optimizer: Any, channels: Channels) -> bool:
 
 
 def close_step(optimizer: Any, channels: Channels) -> None:
-    """After a step: time it where that is asked for."""
+    """Time a step that has ended, where that is asked for."""
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())
@@ -110,7 +110,7 @@ def at_boundary(optimizer: Any) -> bool:
 
 
 def norm_dtype(optimizer: Any) -> torch.dtype:
-    """In which upstream takes norms of gradients; always fp64 in 0.19.0."""
+    """The dtype in which upstream takes norms of gradients; always fp64 in 0.19.0."""
     module = importlib.import_module("deepspeed.runtime.zero.utils")
     found = getattr(module, "get_norm_dtype", None)
     dtype: torch.dtype = torch.float64 if found is None else found()
