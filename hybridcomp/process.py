@@ -8,6 +8,7 @@ one it begins with the block of ``hybridcomp.install(config)`` or of the file th
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -45,6 +46,18 @@ class _Holder:
 
 
 _holder = _Holder()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Drop the session, and with it the process groups, while the interpreter still runs.
+
+    A group of gloo that lives on until the interpreter ends is not joined by torch's
+    ``destroy_process_group``; a thread of it that then lets go of a tensor ends the process with
+    SIGABRT (seen once in ten starts on a busy machine).
+    """
+    global _holder
+    _holder = _Holder()
 
 
 def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +16,7 @@ from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.session import EngineSession
+from tests.paths import ROOT
 
 
 class Engine:
@@ -68,3 +72,28 @@ def test_the_first_living_engine_lends() -> None:
     later = session({"tp": "bf16"})
     process.lend(second, later)  # the first is gone, though a cycle holds it
     assert process.current() is later.channels
+
+
+def test_the_session_is_let_go_before_the_interpreter_ends() -> None:
+    code = (
+        "import atexit, gc, weakref\n"
+        "kept = []\n"
+        "def look():\n"
+        "    gc.collect()\n"
+        "    print('gone' if kept[0]() is None else 'alive')\n"
+        "atexit.register(look)\n"  # registered first, called last
+        "from hybridcomp import process\n"
+        "from hybridcomp.channels import Channels\n"
+        "from hybridcomp.config import CompressionConfig\n"
+        "from hybridcomp.session import EngineSession\n"
+        "session = EngineSession(Channels(CompressionConfig.parse({'dp': 'bf16'})))\n"
+        "process.use(session)\n"
+        "kept.append(weakref.ref(session))\n"
+        "del session\n"
+    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert found.stdout == "gone\n"
