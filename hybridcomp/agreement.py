@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import time
 from collections import Counter
@@ -81,15 +82,23 @@ def tell(
     if len(speakers) == 1:
         return [dict(statement)]
     if ranks is None:
-        prefix = f"hybridcomp/agree/{next(_round)}"
+        prefix = f"hybridcomp/agree/{start()}/{next(_round)}"
     else:
         part = tuple(ranks)
-        prefix = f"hybridcomp/agree/{','.join(map(str, part))}/{_rounds_of[part]}"
+        prefix = f"hybridcomp/agree/{start()}/{','.join(map(str, part))}/{_rounds_of[part]}"
         _rounds_of[part] += 1
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     store.set(str(dist.get_rank()), json.dumps(statement, sort_keys=True))
     _await_all(store, speakers, what)
     return [json.loads(text) for text in store.multi_get([str(rank) for rank in speakers])]
+
+
+def start() -> str:
+    """Which start of the job this is, for keys in its store.
+
+    torchrun starts ranks again with the same store: what they said before must not count.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _await_all(store: Store, speakers: Sequence[int], what: str) -> None:

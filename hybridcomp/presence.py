@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from hybridcomp.agreement import tell
+from hybridcomp.agreement import start, tell
 from hybridcomp.errors import ConfigError, HybridcompError, PeerError
 
 #: seconds that ranks of other hosts get to say that they have failed as well
@@ -189,7 +189,7 @@ def _silent(peers: Sequence[Peer]) -> list[Peer]:
 
 def _roll_call(peers: Sequence[Peer], silent: list[Peer]) -> None:
     try:
-        store = PrefixStore("hybridcomp/failed", _store())
+        store = PrefixStore(f"hybridcomp/failed/{start()}", _store())
         store.set(str(dist.get_rank()), json.dumps(True))
         deadline = time.monotonic() + ROLL_CALL_S
         silent.extend(peers)

@@ -87,7 +87,8 @@ def _is_first(text: str) -> bool:
 def _first_in_store(distributed: Any, name: str) -> bool:
     """Ask the process group's store, which every rank of the job reaches."""
     whole = distributed.distributed_c10d._get_default_store()
-    store = distributed.PrefixStore("hybridcomp/uncaught", whole)
+    started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # see agreement.start
+    store = distributed.PrefixStore(f"hybridcomp/uncaught/{started}", whole)
     store.set_timeout(timedelta(seconds=LINGER_S))
     number = store.add(name, 1)
     deadline = time.monotonic() + LINGER_S

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import os
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -27,6 +30,22 @@ def differ() -> str:
     except AgreementError as error:
         return str(error)
     return "no error"
+
+
+def restarted() -> list[dict[str, Any]]:
+    """What ranks say that torchrun has started again, with the store of the start before."""
+    agree({"compression.dp": "of the start before"})
+    dist.barrier()
+    agreement._round = itertools.count()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    if dist.get_rank() == 1:
+        time.sleep(0.5)  # rank 0 must not take what rank 1 said before it was restarted
+    agreement.agree({"compression.dp": "first"})
+    return agreement.tell({"rank": dist.get_rank()}, what="rank")
+
+
+def test_what_was_said_before_a_restart_does_not_count() -> None:
+    assert run_ranks(2, restarted) == [[{"rank": 0}, {"rank": 1}]] * 2
 
 
 def test_equal_ranks_pass() -> None:

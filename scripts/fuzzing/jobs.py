@@ -179,6 +179,9 @@ def _environment(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         "CHAOS_FOLDER": str(folder), "CHAOS_SETTINGS": json.dumps(dict(settings)),
         "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_EXTENSIONS_DIR": str(folder / "ext"), "PYTHONWARNINGS": "ignore",
+        # ranks that start again get a store of their own: in the one that they had before gloo
+        # finds the addresses of ranks that have ended ("Connect timeout")
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
 
 
