@@ -142,12 +142,16 @@ class EngineSession:
             self._device = default_device()
         return self._device
 
-    def open_reporter(self) -> None:
-        """Report from now on, into the block's ``ledger.jsonl`` and the W&B run that there is."""
+    def open_reporter(self, jsonl: Path | None = None) -> None:
+        """Report from now on, into ``jsonl`` and the W&B run that there is.
+
+        ``jsonl``: None for the block's ``ledger.jsonl``, where it names one.
+        """
         config = self.channels.config
         describe_run(config)
-        jsonl = config.ledger.jsonl
-        self.reporter = Reporter(self.channels, Path(jsonl) if jsonl else None, self.device)
+        if jsonl is None and config.ledger.jsonl:
+            jsonl = Path(config.ledger.jsonl)
+        self.reporter = Reporter(self.channels, jsonl, self.device)
 
     # what the caller knows of its model and its groups
 

@@ -19,7 +19,6 @@ from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK, CompressionConfig, describe
 from hybridcomp.log import say_once
 from hybridcomp.policy import Dimension
-from hybridcomp.reporter import Reporter, describe_run
 from hybridcomp.session import EngineSession
 from hybridcomp.topology import Ranks
 
@@ -58,9 +57,7 @@ def session_of(
     path = block.ledger.jsonl
     if path:
         _writers[path] += 1
-    ledger = _numbered(path, _writers[path]) if path else None
-    found.reporter = Reporter(found.channels, ledger, device)
-    describe_run(block)
+    found.open_reporter(_numbered(path, _writers[path]) if path else None)
     return found
 
 

@@ -38,6 +38,7 @@ from hybridcomp.upstream.ds.offload_sums import (
     at_boundary,
     close_step,
     has,
+    make_finalize,
     norm_dtype,
     offloads,
     settle,
@@ -224,21 +225,6 @@ def make_update_lp_params(original: Callable[..., None]) -> Callable[..., None]:
         )
 
     return update_lp_params
-
-
-def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
-    """Close the sums of the host, too."""
-
-    @functools.wraps(original)
-    def finalize_gradient_accumulation_boundary(self: Any) -> None:
-        original(self)
-        channels = channels_of(self)
-        if channels is not None and offloads(self):
-            sums = sums_of(self)
-            for key in list(sums.open):
-                sums.open.pop(key)()
-
-    return finalize_gradient_accumulation_boundary
 
 
 def make_get_lp_grad_fragment(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ from hybridcomp.upstream.ds.offload_sums import (
     at_boundary,
     close_step,
     has,
+    make_finalize,
     offloads,
     settle,
     upload,
@@ -221,21 +222,6 @@ def _zero_padding(params: list[Any], master: Tensor) -> None:
         if filled < size:
             master[start + max(0, filled) : start + size].zero_()
         start += size
-
-
-def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
-    """Close the sums of the host, too."""
-
-    @functools.wraps(original)
-    def finalize_gradient_accumulation_boundary(self: Any) -> None:
-        original(self)
-        channels = channels_of(self)
-        if channels is not None and offloads(self):
-            sums = sums_of(self)
-            for key in list(sums.open):
-                sums.open.pop(key)()
-
-    return finalize_gradient_accumulation_boundary
 
 
 def make_get_fp32_grad(original: Callable[..., Any]) -> Callable[..., Any]:

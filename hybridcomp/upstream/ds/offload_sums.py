@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -115,6 +116,21 @@ def norm_dtype(optimizer: Any) -> torch.dtype:
     found = getattr(module, "get_norm_dtype", None)
     dtype: torch.dtype = torch.float64 if found is None else found()
     return dtype
+
+
+def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
+    """Close the sums of the host, too; the boundary is one method at stages 1, 2 and 3."""
+
+    @functools.wraps(original)
+    def finalize_gradient_accumulation_boundary(self: Any) -> None:
+        original(self)
+        channels = channels_of(self)
+        if channels is not None and offloads(self):
+            sums = sums_of(self)
+            for key in list(sums.open):
+                sums.open.pop(key)()
+
+    return finalize_gradient_accumulation_boundary
 
 
 def offloads(optimizer: Any) -> bool:
