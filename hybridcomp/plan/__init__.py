@@ -4,6 +4,7 @@ cuts       stages of a chain of layers on unequal devices, by dynamic programmin
 ideals     stages of a model that is no chain, by dynamic programming over ideals
 recompute  which layers to recompute under a memory limit, by dynamic programming on the chain
 timeline   an event simulation of one step, and delta simulation of an edited one
+slices     where to slice a sequence for a pipeline, as TeraPipe does
 anneal     a seeded Metropolis search over choices that are too many to enumerate
 
 cluster       what the machines can do: lookups of links, codecs and kernels, each with its spread
