@@ -32,6 +32,7 @@ class Decoder:
     it has no kernel of its own (CPUs), which computes in fp32 and keeps two more copies.
     attention_copies: how often the output of attention is kept.
     held_logits: the training loop holds the logits while backward runs.
+    head_norms: queries and keys are normed head by head (Qwen 3).
     """
 
     name: str
@@ -59,6 +60,7 @@ class Decoder:
     composed_norm: bool = False
     attention_copies: int = 1
     held_logits: bool = False
+    head_norms: bool = False
 
     @property
     def depth(self) -> int:
@@ -190,6 +192,7 @@ def _block(model: Decoder, shape: Shape, sparse: bool) -> Layer:
     stream = _stream(model, shape)
     n, experts = shape.tokens, 0.0
     parameters = cut + whole + 2 * model.norm_parameters
+    parameters += 2 * model.head_width if model.head_norms else 0
     if sparse:
         width = model.expert_intermediate or model.intermediate
         routed = n * model.per_token
@@ -202,7 +205,7 @@ def _block(model: Decoder, shape: Shape, sparse: bool) -> Layer:
         kept += held + 8 * n * model.experts + 2 * shape.width * routed * model.hidden
         if model.shared_intermediate:
             own, bias, more, held = _mlp(model, shape, model.shared_intermediate, n)
-            parameters += own + bias
+            parameters += own + bias + model.hidden  # and its gate
             flops, backward, kept = flops + more, backward + 2 * more, kept + held
     else:
         own, bias, more, held = _mlp(model, shape, model.intermediate, n)

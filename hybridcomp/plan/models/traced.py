@@ -85,9 +85,7 @@ class TracedModel:
     @property
     def is_chain(self) -> bool:
         """Whether every unit reads the one before it alone."""
-        return all(
-            set(unit.inputs) <= {index - 1} for index, unit in enumerate(self._any())
-        )
+        return all(set(unit.inputs) <= {index - 1} for index, unit in enumerate(self._any()))
 
     def refuses(self, shape: Shape) -> str | None:
         """Why the model cannot be cut so: nobody knows how its layers would be."""
@@ -142,9 +140,7 @@ def units(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 def _has_list(module: nn.Module) -> bool:
     """Whether a list of layers lies somewhere inside."""
-    return any(
-        isinstance(inner, nn.ModuleList) and len(inner) > 1 for inner in module.modules()
-    )
+    return any(isinstance(inner, nn.ModuleList) and len(inner) > 1 for inner in module.modules())
 
 
 def named(path: str) -> TracedModel:
