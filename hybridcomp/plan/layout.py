@@ -18,6 +18,8 @@ from hybridcomp.errors import HybridcompError
 Group = Literal["tensor", "context", "data", "expert", "pipeline", "replicas"]
 #: what carries context parallelism: DeepSpeed's Ulysses (all-to-all), Megatron's ring (sends)
 ContextWay = Literal["ulysses", "ring"]
+#: keys of the written form that follow from the fields
+DERIVED = ("world_size", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ class Layout:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON knows them."""
-        found = dataclasses.asdict(self)
+        """All fields as JSON knows them, and the facts that a job is asked for (``DERIVED``)."""
+        found = {"world_size": self.ranks, "pipeline": self.stages, **dataclasses.asdict(self)}
         found["cuts"] = list(self.cuts)
         found["recompute"] = [list(segment) for segment in self.recompute]
         return found
@@ -142,6 +144,7 @@ class Layout:
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
         """The layout that ``to_json`` wrote. Raises HybridcompError for keys it does not know."""
         known = {field.name for field in dataclasses.fields(cls)}
+        data = {name: value for name, value in data.items() if name not in DERIVED}
         if unknown := sorted(set(data) - known):
             raise HybridcompError(f"layout: unknown keys {', '.join(unknown)}; expected some of "
                                   f"{', '.join(sorted(known))}")  # fmt: skip

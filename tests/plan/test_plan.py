@@ -62,7 +62,6 @@ def test_layouts_that_contradict_themselves(fields: dict[str, object], said: str
 
 def test_choices_are_the_block() -> None:
     block = {
-        "preset": "none",
         "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
         "zero": {"codec": "mpc", "delta": True},
         "tp": {"forward": {"codec": "expcode"}, "backward": {"error_bound": 0.01}},
@@ -135,7 +134,7 @@ def test_plans_come_back_from_their_file(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "plan.json").read_text())
     CompressionConfig.parse(data["block"])
     for broken, said in (
-        ({**data, "version": 99}, "version 99; expected 1"),
+        ({**data, "hybridcomp_plan": 99}, "version 99; expected 1"),
         ({name: value for name, value in data.items() if name != "length"}, "'length'"),
         ({**data, "layout": {**data["layout"], "tensors": 2}}, "unknown keys tensors"),
     ):

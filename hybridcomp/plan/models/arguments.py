@@ -15,7 +15,7 @@ MULTIPLE = 128
 
 
 def parsed(arguments: str | Sequence[str]) -> dict[str, str | bool]:
-    """Options by name with ``_`` for ``-``; flags are True. Words without an option are left out."""
+    """Options by name, ``_`` for ``-``; flags are True. Words without an option are left out."""
     words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
     found: dict[str, str | bool] = {}
     last: str | None = None

@@ -1,8 +1,8 @@
 """Closed forms for decoders: parameters, FLOPs, activation bytes and messages of every layer.
 
-FLOPs are counted as torch's ``FlopCounterMode`` counts them: two a multiplication, attention without
-the causal half. Activations are those that torch's autograd keeps with a fused attention (Korthikanti
-et al. 2022, section 4, without the products of attention); dropout is not counted.
+FLOPs are counted as torch's ``FlopCounterMode`` counts them: two a multiplication, attention as if
+nothing were masked. Activations are those that torch's autograd keeps with a fused attention
+(Korthikanti et al. 2022, section 4, without the products of attention); dropout is not counted.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _norm_kept(model: Decoder, shape: Shape) -> float:
 
 
 def _attention(model: Decoder, shape: Shape) -> tuple[float, float, float, float, float]:
-    """Of attention: weights cut by tensor, weights that are whole, FLOPs forward and backward, kept.
+    """Of attention: weights that tensor cuts, those that are whole, FLOPs of both passes, kept.
 
     Kept, in bytes: normed input, q, k and v, output, and the log-sum-exp of each row in fp32.
     """
