@@ -98,6 +98,9 @@ class Model(Protocol):
     def layers(self, shape: Shape) -> tuple[Layer, ...]:
         """The layers as one rank sees them."""
 
+    def shared(self, shape: Shape) -> float:
+        """Values on a rank that the first and the last layer share (tied embeddings)."""
+
     def refuses(self, shape: Shape) -> str | None:
         """Why the model cannot be cut so; None where it can."""
 

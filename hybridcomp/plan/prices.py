@@ -129,9 +129,7 @@ class Prices:
             return self._two_levels(call, choice, dtype, native)
         return self._encoded(call, choice, dtype, native)
 
-    def _native(
-        self, call: Call, operation: Operation, dtype: torch.dtype, native: float
-    ) -> Price:
+    def _native(self, call: Call, operation: Operation, dtype: torch.dtype, native: float) -> Price:
         nbytes = call.numel * dtype.itemsize
         seconds = self._seconds(operation, nbytes, call.ranks, call.nodes)
         where = {"wire": seconds} if call.nodes > 1 else {"inside": seconds}
@@ -143,9 +141,7 @@ class Prices:
         found = self.cluster.seconds(operation, nbytes, ranks, nodes, busy=others)
         return found.times(self.calibration.slowdown)
 
-    def _encoded(
-        self, call: Call, choice: Choice, dtype: torch.dtype, native: float
-    ) -> Price:
+    def _encoded(self, call: Call, choice: Choice, dtype: torch.dtype, native: float) -> Price:
         """Steps: (1) its coding, (2) its payloads, (3) what a call costs, (4) its bytes."""
         codec, operation = choice.codec, call.encoded_as or call.operation
         assert codec is not None
@@ -172,9 +168,7 @@ class Prices:
         where = {"wire": wire} if call.nodes > 1 else {"inside": wire}
         return Price(coding=coding, nbytes=nbytes, native_nbytes=native, **where)
 
-    def _two_levels(
-        self, call: Call, choice: Choice, dtype: torch.dtype, native: float
-    ) -> Price:
+    def _two_levels(self, call: Call, choice: Choice, dtype: torch.dtype, native: float) -> Price:
         """Native inside a node, encoded between nodes, where each rank has its stretch."""
         local = round(call.ranks / call.nodes)
         operation = call.encoded_as or call.operation

@@ -77,7 +77,11 @@ class Decoder:
         """Of the whole model; a tied weight counts once."""
         whole = self.layers(Shape(1, 1))
         total = sum(layer.parameters + layer.expert_parameters for layer in whole)
-        return total - (self.vocabulary * self.hidden if self.tied else 0)
+        return total - self.shared(Shape(1, 1))
+
+    def shared(self, shape: Shape) -> float:
+        """Values on a rank that embedding and output share."""
+        return self.vocabulary * self.hidden / shape.tensor if self.tied else 0.0
 
     def refuses(self, shape: Shape) -> str | None:
         """Why the model cannot be cut so; None where it can."""

@@ -87,6 +87,10 @@ class TracedModel:
         """Whether every unit reads the one before it alone."""
         return all(set(unit.inputs) <= {index - 1} for index, unit in enumerate(self._any()))
 
+    def shared(self, shape: Shape) -> float:
+        """Nothing: a weight counts for the first unit that has it."""
+        return 0.0
+
     def refuses(self, shape: Shape) -> str | None:
         """Why the model cannot be cut so: nobody knows how its layers would be."""
         for name in ("tensor", "context", "expert"):
