@@ -23,19 +23,25 @@ class Overhead(NamedTuple):
 
 
 def overheads(
-    rows: Sequence[Encoded], parts: Callable[[Encoded], float]
-) -> dict[Operation, dict[tuple[int, int], Overhead]]:
-    """By operation and group (ranks, nodes). ``parts``: seconds of coding and wire of a message.
+    rows: Sequence[Encoded],
+    parts: Callable[[Encoded], float],
+    fixed_size: Callable[[str], bool],
+) -> dict[tuple[Operation, bool], dict[tuple[int, int], Overhead]]:
+    """By operation, by whether payloads have a fixed size, and by group (ranks, nodes).
 
-    Only messages that were timed alone count.
+    Args:
+        rows: only messages that were timed alone count.
+        parts: seconds of coding and wire of a message.
+        fixed_size: of the payloads of a setting; others take an exchange of sizes.
     """
-    groups: dict[tuple[Operation, int, int], list[Encoded]] = {}
+    groups: dict[tuple[Operation, bool, int, int], list[Encoded]] = {}
     for row in rows:
         if row.beside == "alone":
-            groups.setdefault((row.operation, row.ranks, row.nodes), []).append(row)
-    found: dict[Operation, dict[tuple[int, int], Overhead]] = {}
-    for (operation, ranks, nodes), own in groups.items():
-        found.setdefault(operation, {})[ranks, nodes] = _overhead(own, parts)
+            key = (row.operation, fixed_size(row.setting), row.ranks, row.nodes)
+            groups.setdefault(key, []).append(row)
+    found: dict[tuple[Operation, bool], dict[tuple[int, int], Overhead]] = {}
+    for (operation, fixed, ranks, nodes), own in groups.items():
+        found.setdefault((operation, fixed), {})[ranks, nodes] = _overhead(own, parts)
     return found
 
 
