@@ -1,6 +1,7 @@
 """``hybridcomp measure``: what links, codecs and devices of a cluster give, measured on it.
 
-command   the command line: how it is started, and how it says how to start it
+options   its arguments, and what it says to those who start it on one rank only
+command   the command under a launcher
 run       one measurement, its parts one after the other, and the file that comes of it
 team      the ranks that measure: agreement on figures, shapes of groups, the budget of time
 clock     timing a call, alone or beside matrix products, on a host and on a GPU
@@ -10,6 +11,7 @@ coders    codecs, and copies between device and host
 kernels   matrix products, elementwise work, Adam steps and transformer blocks
 block     the transformer block that is timed
 machine   what a rank runs on, and with which versions
+report    a cluster in a few lines
 
 It is started like a training, on the real machines:
 

@@ -6,45 +6,19 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.log import say
-from hybridcomp.measure.kernels import DTYPES
+from hybridcomp.measure.options import HOW, add_arguments
 from hybridcomp.measure.report import lines
 from hybridcomp.measure.run import measure
 from hybridcomp.plan import cluster_file
 
 #: exit status where nothing was measured
 NOT_STARTED = 2
-HOW = """\
-hybridcomp measure times the links between ranks, so a launcher starts it on all of them, like a
-training:
-
-    torchrun --nnodes N --nproc-per-node R ... -m hybridcomp.measure --out cluster.json
-    deepspeed --hostfile HOSTS --module hybridcomp.measure --out cluster.json
-    srun ... python -m hybridcomp.measure --out cluster.json     (with RANK, WORLD_SIZE, ... set)
-
-One device alone, without links:
-
-    torchrun --nproc-per-node 1 -m hybridcomp.measure --out cluster.json
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    add = parser.add_argument
-    add("--out", type=Path, default=cluster_file.DEFAULT, metavar="FILE",
-        help="written by rank 0 (cluster.json)")  # fmt: skip
-    add("--seconds", type=float, default=90.0, metavar="S", help="that it may take (90)")
-    add("--dtype", choices=tuple(DTYPES), default="bf16", help="of messages (bf16)")
-    add("--ranks-per-node", type=int, metavar="N",
-        help="consecutive ranks that share a node, where the launcher does not say")  # fmt: skip
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # set by DeepSpeed's launcher
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
