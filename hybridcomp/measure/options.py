@@ -1,4 +1,4 @@
-"""The arguments of ``hybridcomp measure``, declared without torch, which takes seconds to import."""
+"""The arguments of ``hybridcomp measure``, without torch, which takes seconds to import."""
 
 from __future__ import annotations
 
