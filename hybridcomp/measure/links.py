@@ -23,9 +23,9 @@ from hybridcomp.plan.rows import Beside, Operation, Timing
 
 #: bytes of messages in the order in which they are timed; the first says what a message costs,
 #: whatever its length
-SIZES = (1 << 12, 1 << 20, 1 << 16, 1 << 24, 1 << 18, 1 << 22, 1 << 26, 1 << 28)
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 18, 1 << 22, 1 << 26, 1 << 28)
 #: those that are timed with others at work
-BUSY_SIZES = (1 << 20, 1 << 16, 1 << 24)
+BUSY_SIZES = (1 << 16, 1 << 20, 1 << 24)
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 #: a size is left out if two calls and LEAST timings of it may take this many times the allowance
 PATIENCE = 2.0
@@ -70,8 +70,9 @@ def link_rows(
         if nbytes > limits[key]:
             continue
         left = sum(size <= limits[other] for size, other in cases[index:])
-        allowance, known = part.each(left), points.get(key)
-        expected = Curve.through(known).at(nbytes).value if known else 0.0
+        allowance, known = part.each(left), points.get(key, [])
+        # of one size alone nobody can tell what is latency and what is bandwidth
+        expected = Curve.through(known).at(nbytes).value if len(known) > 1 else 0.0
         if expected * (2 + LEAST) > PATIENCE * allowance:
             limits[key] = nbytes - 1
             continue

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from hybridcomp.plan.figures import Figure, median, summary
+from hybridcomp.plan.figures import Figure, median
 from hybridcomp.plan.rows import Encoded, Operation
 
 
@@ -47,7 +47,8 @@ def overheads(
 
 def _overhead(rows: Sequence[Encoded], parts: Callable[[Encoded], float]) -> Overhead:
     """Of the lines ``seconds = host + factor * parts`` through two sizes of each setting."""
-    hosts, factors = [], []
+    hosts: list[Figure] = []
+    factors: list[float] = []
     by_setting: dict[tuple[str, str], list[Encoded]] = {}
     for row in rows:
         by_setting.setdefault((row.setting, row.dtype), []).append(row)
@@ -59,9 +60,11 @@ def _overhead(rows: Sequence[Encoded], parts: Callable[[Encoded], float]) -> Ove
         host = small.seconds.value - factor * known
         if host < 0:  # all of it grows with the message
             host, factor = 0.0, large.seconds.value / more if more else 1.0
-        hosts.append(host)
+        below, above = (abs(small.seconds.value - end) for end in small.seconds[1:3])
+        hosts.append(Figure(host, max(0.0, host - below), host + above))
         factors.append(factor)
-    return Overhead(summary(hosts), median(factors))
+    low, high = min(one.low for one in hosts), max(one.high for one in hosts)
+    return Overhead(Figure(median([one.value for one in hosts]), low, high), median(factors))
 
 
 def closest(known: Collection[tuple[int, int]], ranks: int, nodes: int) -> tuple[int, int]:
