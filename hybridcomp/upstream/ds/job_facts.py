@@ -38,6 +38,22 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
     }
 
 
+def layout(engine: Any) -> dict[str, int | None]:
+    """The layout of an engine, by the names of a plan (``config.planned``); None: not known."""
+    stages = getattr(engine, "num_stages", None)  # of a PipelineEngine
+    experts = getattr(engine, "expert_data_parallel_group", None) or {}
+    return {
+        "world_size": dist.get_world_size(),
+        "data": dist.get_world_size(engine.data_parallel_group),
+        "tensor": max(tensor_ranks(), engine.autotp_size() or 1),
+        "pipeline": 1 if stages is None else int(stages),
+        "expert": None if experts else 1,
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
+        "accumulation": int(engine.gradient_accumulation_steps()),
+    }
+
+
 def sequence_size(mpu: Any, mesh_device: Any) -> int:
     """Ranks over which the sequence is split."""
     size = getattr(mpu, "get_sequence_parallel_world_size", None)
