@@ -44,6 +44,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "mcore.experts",
         "mcore.pipeline",
         "mcore.ddp",
+        "mcore.context_parallel",
     ),
     "transformer_engine.pytorch": ("mcore.transformer_engine",),
     "megatron.mpu": ("neox.mpu",),

@@ -183,9 +183,7 @@ class Moves(Choice):
     def _posting(self, codec: Codec | None, holders: ProcessGroup | None) -> Posting:
         return Posting(codec, None if holders is None else self.group(holders))
 
-    def ring(
-        self, codec: Codec | None, group: ProcessGroup | None, device: torch.device
-    ) -> Ring:
+    def ring(self, codec: Codec | None, group: ProcessGroup | None, device: torch.device) -> Ring:
         """What takes the messages of ring attention round ``group``; ``circled`` ends it."""
         return Ring(codec, self.group(group), self.meter(device), device)
 

@@ -162,7 +162,7 @@ def test_each_direction_has_its_setting(on_ranks: RunRanks) -> None:
         assert min(forward) > 1e-3
         # the context and the gradient of queries do not travel
         assert max(backward[:2]) <= 1e-6 < 1e-3 < min(backward[2:]) <= max(backward[2:]) < 0.2
-        assert 1e-4 < max(bounded) < 2e-2
+        assert 1e-4 < max(bounded) < 5e-2
 
 
 def bounded_gradients() -> float:
@@ -218,21 +218,19 @@ def test_groups_are_apart(on_ranks: RunRanks) -> None:
 
 def unequal() -> str:
     with_block(None)
-    q = torch.zeros(1, 1, 4 if dist.get_rank() else 8, 8)
+    q = torch.zeros(1, 1, 4, 8) if dist.get_rank() else torch.zeros(1, 1, 8, 8, dtype=torch.half)
     try:
         ring_attention(q, q, q)
     except CodecError as error:
         return str(error)
-    except RuntimeError as error:  # gloo: the message does not fit into the room
-        return str(error)
     return ""
 
 
-def test_neighbours_of_other_lengths_are_told(on_ranks: RunRanks) -> None:
-    from tests.ranks import run_ranks
-
-    found = run_ranks(2, unequal)
-    assert any("sent 64" in text and "expects 128" in text for text in found), found
+def test_neighbours_with_other_values_are_told(on_ranks: RunRanks) -> None:
+    """As many bytes, but other ones: nobody computes with rubbish."""
+    first, second = on_ranks(2, unequal)
+    assert "rank 1 sent 64 torch.float32 elements" in first and "rank 0 expects 128" in first
+    assert "rank 0 sent 128 torch.float16 elements" in second and "rank 1 expects 64" in second
 
 
 def test_wrong_shapes_are_told() -> None:

@@ -166,19 +166,21 @@ class _RingAttention(torch.autograd.Function):
                 merge(out[:, :, rows], logs[:, :, rows], context, more)
         assert out is not None and logs is not None
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, logs)
-        ctx.call, ctx.keys, ctx.kind, ctx.shapes = call, keys, kind, shapes
+        ctx.sealed, message = (None, None) if keys is None else keys.seal()
+        ctx.save_for_backward(q, k, v, result, logs, message)
+        ctx.call, ctx.kind, ctx.shapes = call, kind, shapes
         return result
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Compute the gradients; keys and values go round once more."""
-        q, k, v, out, logs = ctx.saved_tensors
-        grads = _Backward(ctx.call, ctx.kind, q, k, v, out, logs, grad, ctx.shapes)
-        found = grads.run(ctx.keys)
-        ctx.keys = None
-        return (*found, None)
+        q, k, v, out, logs, message = ctx.saved_tensors
+        call, keys = ctx.call, None
+        if ctx.sealed is not None:
+            keys = call.traffic.again(ctx.sealed, message, lambda: _stretches(k, v, call))
+        grads = _Backward(call, ctx.kind, q, k, v, out, logs, grad, ctx.shapes)
+        return (*grads.run(keys), None)
 
 
 class _Backward:
@@ -302,11 +304,14 @@ def _first(values: Tensor) -> Tensor:
 
 
 def _packed(k: Tensor, v: Tensor, call: Call) -> Keys | None:
-    """Keys and values on their way; None where there is one rank. First halves come first."""
-    if call.traffic.ranks == 1:
-        return None
+    """Keys and values on their way; None where there is one rank."""
+    return None if call.traffic.ranks == 1 else call.traffic.keys(_stretches(k, v, call))
+
+
+def _stretches(k: Tensor, v: Tensor, call: Call) -> list[Tensor]:
+    """Keys and values as the flat tensors of a message: those of the first half come first."""
     pairs = zip(*(_first(t).contiguous().chunk(call.halves) for t in (k, v)), strict=True)
-    return call.traffic.keys([values.reshape(-1) for pair in pairs for values in pair])
+    return [values.reshape(-1) for pair in pairs for values in pair]
 
 
 def _around(keys: Keys | None, call: Call) -> Any:

@@ -2,7 +2,7 @@
 
 Keys and values go round the ring: their owner encodes them once, and every rank hands on the bytes
 that came. In the backward pass the same bytes go round once more, as keeping what came would take
-the memory that cutting a sequence saves.
+the memory that cutting a sequence saves; the owner keeps its own, unless they are the values.
 
 Gradients of keys and values do not go round. A sum that is handed on has to be encoded anew at
 every hop: of N ranks its last part is quantized once and its first part N - 1 times, and each time
@@ -16,7 +16,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,17 @@ class Traffic:
         ring = self._ring(codec, tensors[0].device)
         return Keys(self, codec, ring.pack(tensors), ring.meter)
 
+    def again(
+        self, sealed: Sealed, message: Tensor | None, pack: Callable[[], Sequence[Tensor]]
+    ) -> Keys:
+        """Keys and values as they went round before; ``pack`` gives them where nothing was kept."""
+        if message is not None:
+            own = Parcel(sealed.contents, message, sealed.nbytes, sealed.head)
+            return Keys(self, sealed.codec, own, None)
+        tensors = pack()
+        ring = self._ring(None, tensors[0].device)
+        return Keys(self, None, ring.pack(tensors), ring.meter)
+
     def gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Gradients:
         """What takes gradients to their owners; ``numel``: of all keys and values of a rank."""
         codec = self._codec(numel, dtype, "backward")
@@ -80,6 +91,16 @@ class Traffic:
             self._channel.circled(ring, raw_nbytes, direction)
 
 
+@dataclass(frozen=True)
+class Sealed:
+    """What is known of a parcel while its message is kept for the backward pass."""
+
+    codec: Codec | None
+    contents: Contents
+    nbytes: Sequence[int]
+    head: int
+
+
 @dataclass(eq=False)
 class Keys:
     """Keys and values of this rank, packed; they go round once in each pass.
@@ -91,6 +112,12 @@ class Keys:
     codec: Codec | None
     own: Parcel
     meter: Meter | None
+
+    def seal(self) -> tuple[Sealed, Tensor | None]:
+        """What the backward pass needs; no message where packing the values again costs nothing."""
+        own = self.own
+        sealed = Sealed(self.codec, own.contents, own.nbytes, own.head)
+        return sealed, None if self.codec is None else own.message
 
     def around(self) -> Iterator[tuple[int, Parcel, Ring]]:
         """Hand on what this rank holds, and give what it holds next, by owner.
