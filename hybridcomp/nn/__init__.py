@@ -7,6 +7,8 @@ Without a block they send natively.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 #: public name -> the module that has it, imported when it is asked for
@@ -21,12 +23,22 @@ _NAMES = {
     "unshard": "hybridcomp.nn.context.layout",
 }
 
+#: modules that stand in the support matrix: their COVERS, REQUIREMENT and first sentence
+_ROWS = ("context.attention", "huggingface")
+
 __all__ = sorted(_NAMES)
 
 
 def __getattr__(name: str) -> Any:
     if name in _NAMES:
-        from importlib import import_module
-
         return getattr(import_module(_NAMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Rows of the support matrix: dimension, what of it, which versions of what."""
+    for name in _ROWS:
+        module = import_module(f"{__name__}.{name}")
+        what = (module.__doc__ or "").partition("\n\n")[0].rstrip(".")
+        for dimension in module.COVERS:
+            yield dimension, " ".join(what.split()), module.REQUIREMENT

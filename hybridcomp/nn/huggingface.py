@@ -25,6 +25,8 @@ from torch.nn import functional as F
 from hybridcomp.nn.context.attention import ring_attention
 from hybridcomp.nn.context.layout import documents_of_mask, gather, shard
 
+COVERS = ("cp",)
+REQUIREMENT = "transformers >= 4.53"
 #: label of a token that has no loss
 IGNORED = -100
 

@@ -13,6 +13,8 @@ from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.nn import RingAttention, gather, ring_attention, shard
+from hybridcomp.nn.context import blocks
+from hybridcomp.policy import DIRECTIONS
 from tests.nn.dense import Case, inputs, whole
 from tests.nn.test_ring import errors, with_block
 from tests.ranks import RunRanks, run_ranks
@@ -88,8 +90,15 @@ def test_the_example_trains_as_ever(on_ranks: RunRanks, ranks: int) -> None:
 # ---- DeepSpeed: Ulysses inside, a ring outside
 
 
-def two_dimensions(block: dict[str, Any] | None) -> tuple[float, dict[str, float]]:
-    """The largest error of 2 x 2 ranks against the dense model, and messages by dimension."""
+def two_dimensions() -> list[tuple[float, dict[str, float]]]:
+    """By block: the largest error of 2 x 2 ranks against the dense model, and messages."""
+    from tests.training.pipe_trainer import start_deepspeed
+
+    start_deepspeed()
+    return [_two_dimensions(block) for block in (None, EIGHT)]
+
+
+def _two_dimensions(block: dict[str, Any] | None) -> tuple[float, dict[str, float]]:
     from deepspeed.sequence.layer import DistributedAttention
 
     rank = dist.get_rank()
@@ -119,14 +128,17 @@ def two_dimensions(block: dict[str, Any] | None) -> tuple[float, dict[str, float
 
 
 def test_ulysses_inside_and_a_ring_outside() -> None:
-    for error, _ in run_ranks(4, two_dimensions, None):
-        assert error <= 1e-6
-    for error, messages in run_ranks(4, two_dimensions, EIGHT):
+    for (native, _), (error, messages) in run_ranks(4, two_dimensions):
+        assert native <= 1e-6
         assert 1e-4 < error <= 3e-2
         assert messages == {"forward": 2, "backward": 1}  # of the ring: no seam was applied
 
 
 # ---- megatron-core
+
+
+def core_attentions() -> list[tuple[list[float], str, str]]:
+    return [core_attention(bits) for bits in (None, 8)]
 
 
 def core_attention(bits: int | None) -> tuple[list[float], str, str]:
@@ -183,12 +195,11 @@ def core_attention(bits: int | None) -> tuple[list[float], str, str]:
 
 def test_core_attention_of_megatron() -> None:
     pytest.importorskip("megatron.core")
-    for found, without, padding in run_ranks(2, core_attention, None):
-        assert max(found) <= 1e-6
+    for (native, without, padding), (encoded, _, _) in run_ranks(2, core_attentions):
+        assert max(native) <= 1e-6
         assert "only supported by TEDotProductAttention" in without
         assert "attn_mask_type" in padding and "use AttnMaskType.causal" in padding
-    for found, _, _ in run_ranks(2, core_attention, 8):
-        assert 1e-4 < max(found) <= 3e-2
+        assert 1e-4 < max(encoded) <= 3e-2
 
 
 # ---- transformers
@@ -254,3 +265,63 @@ def alone() -> float:
     out = ring_attention(q, k, v)
     expected = whole(case)[0]
     return float((out.double() - expected).norm() / expected.norm())
+
+
+# ---- torch's own ring
+
+
+def torch_ring() -> list[tuple[list[float], float, float]]:
+    """By setting: errors of torch's ring on this machine, messages of ``cp`` and native ones."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    from hybridcomp.patches import torch_context
+    from hybridcomp.patching import Patch, apply_all, revert_all
+
+    case, found = Case(kept=4, width=16), []
+    q, k, v, grad = (shard(values, dim=2) for values in inputs(case))
+    scale = case.width**-0.5
+    theirs._cp_options.enable_load_balance = True
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        return blocks.forward(q, k, v, blocks.Mask(is_causal), scale)
+
+    def backward(
+        query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+        is_causal: bool, grad_out: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        delta = (out * grad_out).sum(-1)
+        mask = blocks.Mask(is_causal)
+        return blocks.backward(grad_out, query, key, value, delta, logsumexp, mask, scale)
+
+    group: Any = dist.group.WORLD
+    applied = apply_all(Patch(seam, make) for seam, make in torch_context.PATCHES)
+    try:
+        for block in (None, {"cp": "none"}, {"cp": "expcode"}, EIGHT):
+            channels = with_block(block)
+            out, logs = theirs._templated_ring_attention(
+                group, 2, forward, q, k, v, is_causal=True
+            )[:2]
+            grads = theirs._templated_ring_attention_backward(
+                group, 2, backward, grad, "grad_out", q, k, v, out, logs, True
+            )[:3]
+            parts = [gather(t, dim=2) for t in (out, *grads)]
+            counted = (0.0, 0.0)
+            if channels is not None:
+                ways = [channels.ledger.interval["cp", way] for way in DIRECTIONS]
+                counted = (sum(w.messages for w in ways), sum(w.native for w in ways))
+            found.append((errors(case, parts), *counted))
+    finally:
+        with_block(None)
+        revert_all(applied)
+    return found
+
+
+def test_the_rotation_of_torch(on_ranks: RunRanks) -> None:
+    pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._attention")
+    ranks = 3
+    messages = 2 * (ranks - 1) + ranks  # keys twice, sums of gradients to the end of the ring
+    for native, none, lossless, lossy in on_ranks(ranks, torch_ring):
+        assert max(native[0]) <= 1e-6
+        assert none == (native[0], messages, messages)
+        assert lossless == (native[0], messages, 0)
+        assert lossy[1:] == (messages, 0) and 1e-4 < max(lossy[0]) <= 3e-2

@@ -26,6 +26,9 @@ from hybridcomp.nn.context.blocks import Mask, accumulator, merge
 from hybridcomp.nn.context.layout import LAYOUTS, Layout, Part, part, shard
 from hybridcomp.nn.context.traffic import Gradients, Keys, Traffic
 
+COVERS = ("cp",)
+REQUIREMENT = "torch >= 2.4"
+
 
 def ring_attention(
     q: Tensor,

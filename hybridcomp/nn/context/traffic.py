@@ -43,11 +43,10 @@ class Traffic:
     def keys(self, tensors: Sequence[Tensor]) -> Keys:
         """Pack keys and values, flat and of one dtype, in the stretches that are opened."""
         numel = sum(tensor.numel() for tensor in tensors)
-        codec = self._codec(numel, tensors[0].dtype, "forward")
-        if self._channel is not None and codec is not None:
-            for tensor in tensors[:2]:
-                self._channel.sample(tensor, codec, "forward")
-        ring = self._ring(codec, tensors[0].device)
+        codec = self.codec(numel, tensors[0].dtype, "forward")
+        for tensor in tensors[:2]:
+            self.sample(tensor, codec, "forward")
+        ring = self.ring(codec, tensors[0].device)
         return Keys(self, codec, ring.pack(tensors), ring.meter)
 
     def again(
@@ -58,19 +57,19 @@ class Traffic:
             own = Parcel(sealed.contents, message, sealed.nbytes, sealed.head)
             return Keys(self, sealed.codec, own, None)
         tensors = pack()
-        ring = self._ring(None, tensors[0].device)
+        ring = self.ring(None, tensors[0].device)
         return Keys(self, None, ring.pack(tensors), ring.meter)
 
     def gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Gradients:
         """What takes gradients to their owners; ``numel``: of all keys and values of a rank."""
-        codec = self._codec(numel, dtype, "backward")
-        return Gradients(self, codec, self._ring(codec, device))
+        codec = self.codec(numel, dtype, "backward")
+        return Gradients(self, codec, self.ring(codec, device))
 
     @property
     def _channel(self) -> Channel | None:
         return None if self.channels is None else self.channels["cp"]
 
-    def _codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
+    def codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
         """The codec of a message of ``numel`` values, None for native."""
         if self._channel is None:
             return None
@@ -81,12 +80,24 @@ class Traffic:
             return codec.hops(1, 1, result=dtype)[0]
         return codec.hops(1, self.ranks, result=dtype, exact=1)[0]
 
-    def _ring(self, codec: Codec | None, device: torch.device) -> Ring:
+    def ring(self, codec: Codec | None, device: torch.device) -> Ring:
+        """What takes messages round, with a meter of its own."""
         if self._channel is not None:
             return self._channel.ring(codec, self.group, device)
         return Ring(codec, Group.of(self.group), Meter(), device)
 
-    def _circled(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
+    def sample(self, values: Tensor, codec: Codec | None, direction: Direction) -> None:
+        """Measure, in a sampling step, what encoding ``values`` leaves out."""
+        if self._channel is not None and codec is not None:
+            self._channel.sample(values, codec, direction)
+
+    def native(self, raw_nbytes: int, direction: Direction) -> None:
+        """Write down a message that somebody else sends."""
+        if self._channel is not None:
+            self._channel.native(raw_nbytes, direction)
+
+    def circled(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
+        """Write down what went through ``ring``."""
         if self._channel is not None:
             self._channel.circled(ring, raw_nbytes, direction)
 
@@ -127,7 +138,7 @@ class Keys:
         The caller reads a parcel only until it asks for the next one. Its own comes first.
         """
         traffic, device = self.traffic, self.own.message.device
-        ring = traffic._ring(self.codec, device)
+        ring = traffic.ring(self.codec, device)
         if self.meter is not None:
             ring.meter, self.meter = self.meter, None
         held, contents = self.own, self.own.contents
@@ -146,7 +157,7 @@ class Keys:
                 held = came
         held.release()
         raw_nbytes = (traffic.ranks - 1) * contents.numel * contents.dtype.itemsize
-        traffic._circled(ring, raw_nbytes, "forward")
+        traffic.circled(ring, raw_nbytes, "forward")
 
 
 class Gradients:
@@ -168,9 +179,7 @@ class Gradients:
         came = self._wait()
         parcel = None
         if parts is not None:
-            channel = self._traffic._channel
-            if channel is not None and self._codec is not None:
-                channel.sample(parts[0], self._codec, "backward")
+            self._traffic.sample(parts[0], self._codec, "backward")
             parcel = self._ring.pack(parts)
             self._raw_nbytes += parcel.contents.numel * parcel.contents.dtype.itemsize
         self._coming = self._ring.shift(parcel, -step, expected)
@@ -188,7 +197,7 @@ class Gradients:
 
     def record(self) -> None:
         """Write down what was sent, once the last parcel was added."""
-        self._traffic._circled(self._ring, self._raw_nbytes, "backward")
+        self._traffic.circled(self._ring, self._raw_nbytes, "backward")
 
     def _wait(self) -> Parcel | None:
         coming, self._coming = self._coming, None
