@@ -16,6 +16,7 @@ from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
 from hybridcomp.collectives.owner_plan import OwnedRange, plan_reduction
 from hybridcomp.collectives.owner_reduction import owner_hops, reduce_to_owners
 from hybridcomp.collectives.reductions import all_reduce, all_reduce_codecs
+from hybridcomp.collectives.rooted import broadcast, broadcast_native, reduce, reduce_native
 from hybridcomp.collectives.scatter_reduction import reduce_scatter
 from hybridcomp.collectives.send_recv import recv, send
 from hybridcomp.collectives.wire import (
@@ -45,6 +46,8 @@ __all__ = [
     "all_reduce",
     "all_reduce_codecs",
     "all_to_all",
+    "broadcast",
+    "broadcast_native",
     "check_headers",
     "chunk_ranges",
     "gather_words",
@@ -53,6 +56,8 @@ __all__ = [
     "plan_reduction",
     "poll_headers",
     "recv",
+    "reduce",
+    "reduce_native",
     "reduce_scatter",
     "reduce_to_owners",
     "send",

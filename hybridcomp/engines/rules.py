@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from hybridcomp.config import CompressionConfig
 from hybridcomp.engines.session import say
 from hybridcomp.errors import SeamError
-from hybridcomp.policy import DIRECTIONS, Dimension
+from hybridcomp.policy import Dimension, directions_of
 from hybridcomp.rules import engine
 from hybridcomp.rules.engine import Rule
 
 
 def lossy(block: CompressionConfig, name: Dimension) -> bool:
     """Whether messages of ``name`` change values."""
-    codecs = [block.codecs().get((name, way)) for way in DIRECTIONS]
+    codecs = [block.codecs().get((name, way)) for way in directions_of(name)]
     return any(codec is not None and not codec.lossless for codec in codecs)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension
+from hybridcomp.policy import DIMENSIONS, Dimension, directions_of
 from hybridcomp.rules.engine import Rule
 
 
@@ -160,7 +160,7 @@ def lossy(block: CompressionConfig) -> frozenset[Dimension]:
     return frozenset(
         name
         for name in DIMENSIONS
-        for way in DIRECTIONS
+        for way in directions_of(name)
         if (codec := codecs.get((name, way))) is not None and not codec.lossless
     )
 
