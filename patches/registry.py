@@ -81,6 +81,7 @@ def support_matrix() -> str:
     docstring says what of them.
     """
     from hybridcomp.engines import attach as engines  # DTensor takes its time to import
+    from hybridcomp.nn import tp2d
 
     rows = ["| dimension | what | upstream |", "|---|---|---|"]
     found = []
@@ -90,6 +91,9 @@ def support_matrix() -> str:
             requirement = module.PATCHES[0][0].requirement
             found += [(name, what.rstrip("."), requirement) for name in covers(module)]
     found += engines.rows()  # torch's own engines have slots, and no seams
+    for layers in (tp2d,):  # layers of our own have neither
+        what = (layers.__doc__ or "").partition(", dimension ``")[0]
+        found += [(name, what, layers.REQUIREMENT) for name in layers.COVERS]
     order = DIMENSIONS
     found.sort(key=lambda row: order.index(row[0]))
     rows += [f"| `{name}` | {what} | `{requirement}` |" for name, what, requirement in found]

@@ -5,7 +5,8 @@ deepspeed --num_gpus 2 scripts/train_gpt.py --deepspeed_config configs/ds_zero1_
 
 Precision, ZeRO, optimizer, learning rate schedule, batch sizes: --deepspeed_config. Data: two
 datasets written by scripts/prepare_data.py. With --pp N the model is a PipelineModule of N stages,
-with --tp N megatron-core cuts its layers over N ranks; the ranks that are left are replicas.
+with --tp N megatron-core cuts its layers over N ranks, with --tp2d Q hybridcomp over Q x Q; the ranks
+that are left are replicas.
 
 torchrun --nproc-per-node 2 scripts/train_gpt.py --engine fsdp2 --deepspeed_config FILE
 
@@ -73,6 +74,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tie-embeddings", action="store_true", help="one weight for embedding and output")
     add("--tp", type=int, default=1, metavar="N",
         help="tensor-parallel ranks; pip install 'hybridcomp[megatron]'")  # fmt: skip
+    add("--tp2d", type=int, default=1, metavar="Q",
+        help="tensor parallel in two dimensions, Q x Q ranks; needs hybridcomp")  # fmt: skip
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
     add("--lr", type=float, default=1e-3, help="only where the DeepSpeed file has no optimizer")
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
@@ -82,6 +85,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--save", type=Path, metavar="FOLDER", help="checkpoint at the end")
     add("--save-every", type=int, default=0, metavar="N", help="and every N steps")
     add("--load", type=Path, metavar="FOLDER", help="go on from its latest checkpoint")
+    add("--weights-from", type=Path, metavar="FILE",
+        help="begin with the weights that --weights-to wrote, with or without --tp2d")  # fmt: skip
+    add("--weights-to", type=Path, metavar="FILE", help="write the weights of the plain model")
     add("--wandb", metavar="PROJECT", help="log to W&B; WANDB_MODE=offline works")
     add("--wandb-group", metavar="GROUP")
     add("--wandb-name", metavar="NAME")
@@ -89,7 +95,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     found = parser.parse_args(arguments)
     if found.deepspeed_config is None:
         parser.error("--deepspeed_config FILE is needed")
-    for name in ("steps", "length", "tp", "pp", "print_every"):
+    for name in ("steps", "length", "tp", "tp2d", "pp", "print_every"):
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     return found
@@ -118,12 +124,14 @@ def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def lay_out(tp: int, pp: int) -> Any:
-    """DeepSpeed's topology of the ranks and megatron-core's groups; None without --tp.
+def lay_out(tp: int, pp: int, tp2d: int) -> Any:
+    """DeepSpeed's topology of the ranks, with the groups of --tp or --tp2d; None without these.
 
     Raises ParallelismError.
     """
     world_size = dist.get_world_size()
+    if tp2d > 1:
+        return mesh_of(tp2d, tp * pp)
     if world_size % (tp * pp):
         raise ParallelismError(
             f"--tp {tp} --pp {pp}: expected a multiple of {tp * pp} ranks, found {world_size}; "
@@ -143,16 +151,59 @@ def lay_out(tp: int, pp: int) -> Any:
     return tensor_parallel.start(tp, pp)
 
 
+def mesh_of(tp2d: int, others: int) -> Any:
+    """The mesh of --tp2d, ``others`` are the ranks of --tp and --pp. Raises ParallelismError."""
+    world_size = dist.get_world_size()
+    if others > 1 or world_size % tp2d**2:
+        raise ParallelismError(
+            f"--tp2d {tp2d}: expected a multiple of {tp2d**2} ranks, --tp 1 and --pp 1, found "
+            f"{world_size} ranks and {others} for --tp and --pp; change them"
+        )
+    try:
+        from gpt import two_dimensional
+    except ImportError as error:
+        raise ParallelismError(
+            f"--tp2d {tp2d}: expected hybridcomp, found none that can be imported ({error}); "
+            "pip install hybridcomp"
+        ) from None
+    return two_dimensional.start(tp2d)
+
+
+def convert(arguments: argparse.Namespace, config: ModelConfig, model: Any, load: bool) -> None:
+    """Read (--weights-from) or write (--weights-to) weights of the plain model.
+
+    Raises ParallelismError where they are cut in another way than by --tp2d.
+    """
+    path = arguments.weights_from if load else arguments.weights_to
+    if path is None:
+        return
+    if arguments.tp * arguments.pp > 1 or arguments.engine != "deepspeed":
+        name = "--weights-from" if load else "--weights-to"
+        raise ParallelismError(
+            f"{name}: expected a plain model or --tp2d, under --engine deepspeed; leave it out"
+        )
+    if config.tp2d > 1:
+        from gpt import two_dimensional
+
+        (two_dimensional.load_plain if load else two_dimensional.save_plain)(model, path)
+    elif load:
+        model.load_state_dict(torch.load(path, map_location="cpu"))
+    elif dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), path)
+
+
 def torch_trainer(
     arguments: argparse.Namespace, settings: dict[str, Any], config: ModelConfig
 ) -> loop.Trainer:
     """The model under torch's own engine. Raises ParallelismError, SettingsError."""
     from gpt.torch_engines import Engine, TorchTrainer
 
-    if arguments.tp * arguments.pp > 1:
+    if arguments.tp * arguments.pp * arguments.tp2d > 1:
         raise ParallelismError(
-            f"--engine {arguments.engine}: expected --tp 1 --pp 1, found --tp {arguments.tp} "
-            f"--pp {arguments.pp}; leave them out, or use --engine deepspeed"
+            f"--engine {arguments.engine}: expected --tp 1 --pp 1 --tp2d 1, found --tp "
+            f"{arguments.tp} --pp {arguments.pp} --tp2d {arguments.tp2d}; leave them out, or use "
+            "--engine deepspeed"
         )
     if arguments.wandb:
         raise SettingsError("--wandb: DeepSpeed's monitor logs; leave it out without DeepSpeed")
@@ -171,10 +222,11 @@ def build_engine(
         model = pipeline(config, **cut)
     else:
         model = GPT(config)
+        convert(arguments, config, model, load=True)
         if topology is not None:
-            from gpt.tensor_parallel import grid
+            from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-            mpu = grid(topology)
+            mpu = PipelineParallelGrid(topology=topology)
     arguments.deepspeed_config = None  # DeepSpeed takes one or the other
     optimizer = None
     if "optimizer" not in settings:
@@ -188,7 +240,7 @@ def build_engine(
         mpu=mpu,
         config=settings,
     )
-    if topology is not None:
+    if topology is not None and config.tp > 1:
         from gpt.tensor_parallel import check_groups
 
         check_groups(engine.mpu)
@@ -199,7 +251,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Everything between the command line and the summary."""
     prepare_machine(arguments.seed)
     torch_engine = arguments.engine != "deepspeed"
-    topology = None if torch_engine else lay_out(arguments.tp, arguments.pp)
+    topology = None if torch_engine else lay_out(arguments.tp, arguments.pp, arguments.tp2d)
     folder, name = arguments.data.parent, arguments.data.name
     samples = Samples(IndexedTokens(folder / f"{name}_train"), arguments.length, arguments.seed)
     valid = None
@@ -216,6 +268,7 @@ def run(arguments: argparse.Namespace) -> None:
         tied=arguments.tie_embeddings,
         seed=arguments.seed,
         tp=arguments.tp,
+        tp2d=arguments.tp2d,
     )
     trainer: loop.Trainer
     if torch_engine:
@@ -232,6 +285,7 @@ def run(arguments: argparse.Namespace) -> None:
         "seed": arguments.seed,
         "world_size": dist.get_world_size(),
         "tensor_parallel": arguments.tp,
+        "tensor_parallel_2d": arguments.tp2d,
         "pipeline_stages": arguments.pp,
         "tokens_per_step": trainer.share.global_batch * arguments.length,
         "apex": what_is_apex(),
@@ -252,6 +306,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     log = loop.Log(arguments.log if first else None, header, step)
     loop.train(trainer, samples, valid, plan, log, consumed)
+    convert(arguments, config, getattr(trainer.engine, "module", None), load=False)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -33,6 +33,11 @@ def elsewhere(name: str) -> tuple[Rule[Any], ...]:
             "messages of pipelines, of routed tokens and of contexts, and copies to the host, are "
             "encoded under DeepSpeed and Megatron only", "leave it out", lambda job: True,
         ),
+        Rule(
+            "absent", ("tp2d",), f"a model under {name}",
+            "layers of hybridcomp.nn.tp2d send through the channels of their mesh",
+            "give the mesh a session with tp2d in its block (docs/tp2d.md)", lambda job: True,
+        ),
     )  # fmt: skip
 
 

@@ -79,6 +79,10 @@ RULES: tuple[Rule[Job], ...] = (
         lambda job: bool(job.get("tp_comm_overlap", False)),
     ),
     Rule(
+        "absent", ("tp2d",), "a job on megatron-core",
+        "its layers are cut in one dimension", "leave it out", lambda job: True,
+    ),
+    Rule(
         "bypass", ("cp",), "context parallelism of attention",
         "it is done inside Transformer Engine, where no seam reaches", "leave cp out",
         lambda job: job.size("cp") > 1 and job.transformer_engine,
