@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hybridcomp.collectives.hierarchical.inside import hand_on, node_sum, ranges_of_nodes
 from hybridcomp.collectives.owner_plan import (
-    OwnedRange,
-    OwnerPlan,
     OwnedPart,
+    OwnerPlan,
     part_rounds,
     plan_of,
     range_rounds,
@@ -23,6 +22,7 @@ from hybridcomp.collectives.wire import (
     POOL,
     Group,
     Job,
+    OwnedRange,
     Pending,
     Reduction,
     Steps,
@@ -216,7 +216,9 @@ class _Scatter:
     feedback: bool
 
 
-def _send_on(pieces: Sequence[OwnedPart], mine: dict[OwnedPart, Tensor], scatter: _Scatter) -> Steps[None]:
+def _send_on(
+    pieces: Sequence[OwnedPart], mine: dict[OwnedPart, Tensor], scatter: _Scatter
+) -> Steps[None]:
     """1 send the sums of my chunk (``mine``) to their owners, 2 decode what I own."""
     via, feedback, dtype = scatter.via, scatter.feedback, scatter.dtype
     me, ranks = via.group.rank, range(via.group.size)

@@ -129,8 +129,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
         via = Transfer(codecs[0], group, how.meter)
         rows = [stretches(0, tensor.numel(), how.cuts)]
         yield from overlapped(
-            _pair(tensor, row, how.residual, via)
-            for (row,) in rounds(rows, codecs, device, group)
+            _pair(tensor, row, how.residual, via) for (row,) in rounds(rows, codecs, device, group)
         )
         return
     fused = _both_fused(codecs, device, how.cuts)

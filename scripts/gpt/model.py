@@ -58,7 +58,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
-        self.heads = config.heads // config.tp  # of this rank
+        self.heads = config.heads // (config.tp * config.tp2d)  # of this rank
         self.head_width = config.width // config.heads
         width, draw = config.width, Draw(config, number)
         self.norm1 = make_norm(config)
@@ -173,16 +173,21 @@ def pipeline(config: ModelConfig, **cut: Any) -> Any:
 def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """``lm_loss`` of this model's logits."""
     found: Callable[[Tensor, Tensor], Tensor] = _vocabulary(config).lm_loss
+    if config.tp2d > 1:
+        found = functools.partial(found, vocabulary=config.vocabulary)
     return found
 
 
 def _kinds(config: ModelConfig) -> list[type[nn.Module]]:
     ends = _vocabulary(config)
-    return [ends.Embedding, *[Block] * config.layers, FinalNorm, ends.Output]
+    output = ends.TiedOutput if config.tied and config.tp2d > 1 else ends.Output
+    return [ends.Embedding, *[Block] * config.layers, FinalNorm, output]
 
 
 def _vocabulary(config: ModelConfig) -> Any:
     """The module with this model's Embedding, Output, project and lm_loss."""
+    if config.tp2d > 1:
+        return _mesh()
     return sys.modules[__name__] if config.tp == 1 else _megatron()
 
 
@@ -198,8 +203,17 @@ def _ring() -> Any:
     return context_parallel
 
 
+def _mesh() -> Any:
+    from gpt import two_dimensional  # imports hybridcomp, which the example does without
+
+    return two_dimensional
+
+
 def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: int = 1) -> nn.Module:
     """A linear layer; with tensor parallelism its outputs, ``parts`` matrices, are cut."""
+    if config.tp2d > 1:
+        meshed: nn.Module = _mesh().linear(inputs, outputs, draw, parts)
+        return meshed
     if config.tp > 1:
         cut: nn.Module = _megatron().Column(inputs, outputs, draw, parts)
         return cut
@@ -210,6 +224,9 @@ def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: in
 
 def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module:
     """A linear layer that adds to the residual stream; tensor parallelism cuts its inputs."""
+    if config.tp2d > 1:
+        meshed: nn.Module = _mesh().linear(inputs, outputs, draw.residual)
+        return meshed
     if config.tp > 1:
         cut: nn.Module = _megatron().Row(inputs, outputs, draw.residual)
         return cut
@@ -220,6 +237,9 @@ def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module
 
 def make_norm(config: ModelConfig) -> nn.Module:
     """The norm of ``config``, NVIDIA apex's where it is installed and there is a GPU."""
+    if config.tp2d > 1:
+        cut: nn.Module = _mesh().norm(config)
+        return cut
     fused = fused_norm(config.norm)
     if fused is not None:
         return fused(config.width)

@@ -25,11 +25,13 @@ class ModelConfig:
     seed: int = 0
     tp: int = 1  # ranks over which megatron-core cuts the layers
     cp: int = 1  # ranks over which hybridcomp's ring attention cuts sequences
+    tp2d: int = 1  # ranks on a side of the mesh over which hybridcomp cuts the layers
 
     def __post_init__(self) -> None:
-        if self.heads % self.tp:
+        if self.heads % (self.tp * self.tp2d):
             raise ValueError(
-                f"heads {self.heads}: expected a multiple of the {self.tp} tensor-parallel ranks"
+                f"heads {self.heads}: expected a multiple of the {self.tp * self.tp2d} "
+                "tensor-parallel ranks that share them"
             )
         if self.width % (2 * self.heads):
             raise ValueError(

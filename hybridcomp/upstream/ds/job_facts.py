@@ -17,6 +17,8 @@ from hybridcomp.upstream.neox.checkout import is_neox
 DOMINO = "deepspeed.runtime.domino"
 #: classes of attention layers that exchange heads for sequence, or let keys go round
 SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAttention"})
+#: package of hybridcomp's own layers that are cut over a mesh
+MESH_LAYERS = "hybridcomp.nn.tp2d"
 
 
 def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
@@ -34,6 +36,7 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "tensor": domino or "TensorParallel_Layer" in names or tensor_ranks() > 1,
         "replicas": None if replicas is None else replicas(),
+        "mesh": any(cls.__module__.startswith(MESH_LAYERS) for cls in kinds),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
     }
 
