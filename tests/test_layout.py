@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
         "process", "session", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},
-    "plan": {"codecs", "config", "errors", "pays", "policy"},
+    "plan": {"codecs", "collectives", "config", "errors", "pays", "policy"},
     "measure": {
         "agreement", "autotune", "codecs", "collectives", "config", "errors", "log", "plan",
         "topology",
