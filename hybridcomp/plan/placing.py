@@ -16,6 +16,7 @@ from hybridcomp.plan.model import Layer
 from hybridcomp.plan.recompute import Stored, cheapest_recomputation
 from hybridcomp.plan.schedule import in_flight
 from hybridcomp.plan.work import Stage, Work, work_of
+from hybridcomp.policy import DIRECTIONS
 
 #: limits of one pass under which recomputation is searched, where several are in flight
 LIMITS = 8
@@ -179,8 +180,8 @@ class Placer:
     def _send_seconds(self, layout: Layout, layer: Layer) -> float:
         return sum(
             self.job.prices.of(item.call, NATIVE, item.dtype).seconds.value
-            for way in ("forward", "backward")
-            for item in self.job.sends(layout, 0, layer.output, way)  # type: ignore[arg-type]
+            for way in DIRECTIONS
+            for item in self.job.sends(layout, 0, layer.output, way)
         )
 
     def _split(self, layout: Layout, reserve: Reserve | None) -> Layout | None:

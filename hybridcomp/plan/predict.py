@@ -30,7 +30,7 @@ def predicted(job: Job, work: Work, choices: Choices) -> Prediction:
     names = [name for name in BETWEEN_RANKS if any(name in one for one in sent)]
     alone = step_of(job, work, choices, View(without=frozenset(BETWEEN_RANKS)))
     busiest = max(_compute(work, stage) for stage in work.stages)
-    exposed = {
+    exposed: dict[str, float] = {
         name: step.seconds - step_of(job, work, choices, View(without=frozenset([name])))
         for name in names
     }

@@ -42,11 +42,12 @@ def measured(config: ModelConfig, batch: int, length: int, dtype: torch.dtype,
             else:
                 hidden = inside[0](hidden)
             position += len(inside)
-        return hidden
+        out: Tensor = hidden
+        return out
 
     def step() -> None:
         logits = forward()
-        loss(logits, labels).backward()
+        torch.autograd.backward(loss(logits, labels))
         optimizer.step()
         optimizer.zero_grad()
 

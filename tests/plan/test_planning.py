@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -157,7 +158,9 @@ def space(seed: int) -> tuple[Job, Budget]:
     machines: Cluster = cluster(
         nodes=ranks, ranks_per_node=1, gbits=draw.uniform(0.02, 10), memory_gb=draw.uniform(0.1, 1)
     )
-    settings = [{"codec": "blockint", "bits": draw.choice([4, 8])}, {"codec": "expcode"}]
+    settings: list[dict[str, Any]] = [
+        {"codec": "blockint", "bits": draw.choice([4, 8])}, {"codec": "expcode"},
+    ]  # fmt: skip
     names = draw.sample(["dp", "zero", "tp", "pp"], 3)
     budget = Budget.parse({name: settings[: draw.randrange(1, 3)] for name in names})
     limits = Limits(

@@ -27,7 +27,12 @@ RECOMMENDED = Choices.of_block({"preset": "recommended"})
 
 
 def test_orders_of_1f1b() -> None:
-    forward, backward = (lambda n: Op(False, 0, n)), (lambda n: Op(True, 0, n))
+    def forward(number: int) -> Op:
+        return Op(False, 0, number)
+
+    def backward(number: int) -> Op:
+        return Op(True, 0, number)
+
     assert order(1, 2, 1, 3) == (
         forward(0), backward(0), forward(1), backward(1), forward(2), backward(2),
     )  # fmt: skip
