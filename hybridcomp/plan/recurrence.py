@@ -15,7 +15,7 @@ def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: i
     """Seconds of a step of ``micro_batches``."""
     stages = layout.stages
     orders = [order(stage, stages, layout.virtual, micro_batches) for stage in range(stages)]
-    places, ready, link = [0] * stages, [0.0] * stages, [0.0] * stages
+    places, ready = [0] * stages, [0.0] * stages
     sent: list[dict[Op, float]] = [{} for _ in range(stages)]
     left = sum(map(len, orders))
     while left:
@@ -30,19 +30,13 @@ def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: i
                 took = (own.backward if op.backward else own.forward)[op.chunk]
                 last = place == len(ops) - 1
                 if last or (op.backward and op.chunk == 0 and own.reduces):
-                    ready[stage], link[stage], ends[op] = _reduced(
-                        own, op, begin, link[stage], last
-                    )
+                    ready[stage], ends[op] = _reduced(own, op, begin, last)
                 else:
-                    end = max(begin + took.busy, link[stage]) + took.sent
-                    ready[stage] = link[stage] = ends[op] = end
+                    ready[stage] = ends[op] = begin + took.busy + took.sent
                 place += 1
                 left -= 1
             places[stage] = place
-    return max(
-        max(end + own.adam, free) + own.gather.both
-        for own, end, free in zip(times, ready, link, strict=True)
-    )
+    return max(end + own.adam + own.gather.both for own, end in zip(times, ready, strict=True))
 
 
 def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> float | None:
@@ -56,26 +50,15 @@ def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> 
     return 0.0
 
 
-def _reduced(
-    own: StageTimes, op: Op, begin: float, link: float, last: bool
-) -> tuple[float, float, float]:
-    """A pass with reductions behind it: when the stage, its link and what it sends are done."""
+def _reduced(own: StageTimes, op: Op, begin: float, last: bool) -> tuple[float, float]:
+    """A pass with reductions behind it: when the stage goes on, and what it sends has been sent."""
     took = (own.backward if op.backward else own.forward)[op.chunk]
-    reduced = [own.micro] if op.backward and op.chunk == 0 else []
+    reduced = [own.micro] if op.backward and op.chunk == 0 and own.reduces else []
     hidden = own.hidden_micro
     if last:
         reduced.append(own.reduce)
         hidden = own.hidden_step
     wire = sum(one.link for one in reduced)
-    behind = min(hidden, took.compute, wire)
-    begun = begin + took.busy - behind
-    rest = begun + behind
-    if behind:  # the link begins with the reduction
-        gone = max(begun, link) + wire
-        done = max(rest, gone) + took.sent
-        free = done
-    else:
-        done = max(rest, link) + took.sent
-        gone = free = done + wire
-    coded = max(rest, gone, done) + sum(one.coding for one in reduced)
-    return coded, free, done
+    gone = begin + took.busy - min(hidden, took.compute, wire) + wire
+    done = begin + took.busy + took.sent
+    return max(gone, done) + sum(one.coding for one in reduced), done

