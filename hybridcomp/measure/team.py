@@ -83,7 +83,8 @@ def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[Shape]:
     then groups whose size divides it, of neighbours and of ranks far apart, until there are
     ``most`` beside the pairs.
     """
-    world, found = len(nodes), {}
+    world = len(nodes)
+    found: dict[tuple[int, int], Shape] = {}
     candidates = [_pairs(nodes, across=False), _pairs(nodes, across=True)]
     sizes = [world, *(size for size in range(2, world) if world % size == 0)]
     for size in sorted(sizes, key=lambda size: (size != world, size)):
