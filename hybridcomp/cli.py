@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     validate.set_defaults(run=_validate)
 
     schema = commands.add_parser("schema", help="print the JSON schema of the block")
+    schema.add_argument("--cluster", action="store_true", help="of the file of a cluster instead")
     schema.set_defaults(run=_schema)
 
     seams = commands.add_parser("seams", help="print what is compressed where, as in the README")
@@ -133,8 +134,9 @@ def _validate(options: argparse.Namespace) -> int:
 
 def _schema(options: argparse.Namespace) -> int:
     from hybridcomp.config import schema
+    from hybridcomp.plan import cluster_file
 
-    print(json.dumps(schema(), indent=2))
+    print(json.dumps(cluster_file.schema() if options.cluster else schema(), indent=2))
     return 0
 
 
