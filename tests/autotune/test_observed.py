@@ -68,7 +68,7 @@ def two_steps(times: tuple[float, float], odd_rank: int | None) -> dict[str, Any
     planned: list[tuple[Any, ...]] = []
 
     def kept(plan: list[PlannedMessage], device: torch.device) -> Any:
-        planned.extend((one.hop, one.numel, one.codec.spec) for one in plan)
+        planned.extend((one.between, one.numel, one.codec.spec) for one in plan)
         return trials.messages(plan, device)
 
     found: dict[str, Any] = {"native": [], "told": [], "planned": planned}
