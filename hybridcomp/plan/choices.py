@@ -152,7 +152,7 @@ class Choices:
 
     def block(self, *, hierarchy: bool = True) -> dict[str, Any]:
         """The ``"compression"`` block: every dimension is named, directions where they differ."""
-        found: dict[str, Any] = {"preset": "none"}
+        found: dict[str, Any] = {}
         for name in dict.fromkeys(name for (name, _), _ in self.items):
             ways = DIRECTIONS[:1] if name in ONE_WAY else DIRECTIONS
             chosen = [self[name, way] for way in ways]

@@ -146,7 +146,7 @@ class Cluster:
         parts = self.encoded_parts(
             operation, setting, dtype, numel, nbytes, ranks, nodes, busy, computing
         )
-        extra = self.overhead(operation, ranks, nodes)
+        extra = self.overhead(operation, ranks, nodes, setting)
         return Figure.total(parts).times(extra.factor).plus(extra.host)
 
     def encoded_parts(
@@ -165,12 +165,14 @@ class Cluster:
         )
         return coding, wire
 
-    def overhead(self, operation: Operation, ranks: int, nodes: int) -> Overhead:
+    def overhead(self, operation: Operation, ranks: int, nodes: int, setting: str = "") -> Overhead:
         """What an encoded message costs beside coding and wire, by the group most like this one.
 
-        Nothing where none was timed.
+        ``setting``: of the codec; those whose payloads vary in size cost an exchange of sizes.
+        Nothing where no such message was timed.
         """
-        known = self._overheads.get(operation, {})
+        fixed = self._is_fixed(setting)
+        known = self._overheads.get((operation, fixed), self._overheads.get((operation, True), {}))
         return known[closest(known, ranks, nodes)] if known else Overhead(NOTHING, 1.0)
 
     def copy(self, direction: Literal["to_host", "to_device"], nbytes: float) -> Figure:
@@ -298,8 +300,15 @@ class Cluster:
         )
 
     @cached_property
-    def _overheads(self) -> dict[Operation, dict[tuple[int, int], Overhead]]:
-        return overheads(self.encoded, self._parts_of)
+    def _overheads(self) -> dict[tuple[Operation, bool], dict[tuple[int, int], Overhead]]:
+        return overheads(self.encoded, self._parts_of, self._is_fixed)
+
+    def _is_fixed(self, setting: str) -> bool:
+        return self._fixed.get(setting.partition("(")[0], True)
+
+    @cached_property
+    def _fixed(self) -> dict[str, bool]:
+        return {row.setting.partition("(")[0]: row.fixed_size for row in self.codecs}
 
     def _parts_of(self, row: Encoded) -> float:
         parts = self.encoded_parts(

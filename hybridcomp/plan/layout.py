@@ -18,6 +18,8 @@ from hybridcomp.errors import HybridcompError
 Group = Literal["tensor", "context", "data", "expert", "pipeline", "replicas"]
 #: what carries context parallelism: DeepSpeed's Ulysses (all-to-all), Megatron's ring (sends)
 ContextWay = Literal["ulysses", "ring"]
+#: keys of the written form that follow from the fields
+DERIVED = ("world_size", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Layout:
     zero_stage: 0 to 3; of Megatron's distributed optimizer 1.
     micro_batch: samples of one forward pass of a replica. accumulation: such passes in a step.
     recompute: segments ``[start, stop)`` of layers that keep only their input for backward.
+    nodes: of a model that is no chain, the layers of every stage.
     offload: optimizer states on the host. hierarchy: two levels for dp and zero across nodes.
     """
 
@@ -51,6 +54,7 @@ class Layout:
     recompute: tuple[tuple[int, int], ...] = ()
     offload: bool = False
     hierarchy: bool = True
+    nodes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse degrees below 1 and what contradicts itself."""
@@ -113,14 +117,16 @@ class Layout:
         """The pipeline stage of a rank."""
         return rank // self.ranks_per_stage
 
-    def chunks(self, stage: int) -> list[range]:
-        """The layers that ``stage`` holds, as one range for each virtual stage."""
+    def chunks(self, stage: int) -> list[tuple[int, ...]]:
+        """The layers that ``stage`` holds, for each of its virtual stages."""
+        if self.nodes:
+            return [self.nodes[stage]]
         stops, total = [], 0
         for count in self.cuts:
             total += count
             stops.append(total)
         numbers = range(stage, self.stages * self.virtual, self.stages)
-        return [range(stops[n] - self.cuts[n], stops[n]) for n in numbers]
+        return [tuple(range(stops[n] - self.cuts[n], stops[n])) for n in numbers]
 
     @property
     def recomputed(self) -> frozenset[int]:
@@ -132,9 +138,10 @@ class Layout:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON knows them."""
-        found = dataclasses.asdict(self)
+        """All fields as JSON knows them, and the facts that a job is asked for (``DERIVED``)."""
+        found = {"world_size": self.ranks, "pipeline": self.stages, **dataclasses.asdict(self)}
         found["cuts"] = list(self.cuts)
+        found["nodes"] = [list(stage) for stage in self.nodes]
         found["recompute"] = [list(segment) for segment in self.recompute]
         return found
 
@@ -142,11 +149,13 @@ class Layout:
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
         """The layout that ``to_json`` wrote. Raises HybridcompError for keys it does not know."""
         known = {field.name for field in dataclasses.fields(cls)}
+        data = {name: value for name, value in data.items() if name not in DERIVED}
         if unknown := sorted(set(data) - known):
             raise HybridcompError(f"layout: unknown keys {', '.join(unknown)}; expected some of "
                                   f"{', '.join(sorted(known))}")  # fmt: skip
         values = dict(data)
         values["cuts"] = tuple(values.get("cuts", ()))
+        values["nodes"] = tuple(map(tuple, values.get("nodes", ())))
         values["recompute"] = tuple(
             (int(start), int(stop)) for start, stop in values.get("recompute", ())
         )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from hybridcomp.plan.figures import Figure, median, summary
+from hybridcomp.plan.figures import Figure, median
 from hybridcomp.plan.rows import Encoded, Operation
 
 
@@ -23,25 +23,32 @@ class Overhead(NamedTuple):
 
 
 def overheads(
-    rows: Sequence[Encoded], parts: Callable[[Encoded], float]
-) -> dict[Operation, dict[tuple[int, int], Overhead]]:
-    """By operation and group (ranks, nodes). ``parts``: seconds of coding and wire of a message.
+    rows: Sequence[Encoded],
+    parts: Callable[[Encoded], float],
+    fixed_size: Callable[[str], bool],
+) -> dict[tuple[Operation, bool], dict[tuple[int, int], Overhead]]:
+    """By operation, by whether payloads have a fixed size, and by group (ranks, nodes).
 
-    Only messages that were timed alone count.
+    Args:
+        rows: only messages that were timed alone count.
+        parts: seconds of coding and wire of a message.
+        fixed_size: of the payloads of a setting; others take an exchange of sizes.
     """
-    groups: dict[tuple[Operation, int, int], list[Encoded]] = {}
+    groups: dict[tuple[Operation, bool, int, int], list[Encoded]] = {}
     for row in rows:
         if row.beside == "alone":
-            groups.setdefault((row.operation, row.ranks, row.nodes), []).append(row)
-    found: dict[Operation, dict[tuple[int, int], Overhead]] = {}
-    for (operation, ranks, nodes), own in groups.items():
-        found.setdefault(operation, {})[ranks, nodes] = _overhead(own, parts)
+            key = (row.operation, fixed_size(row.setting), row.ranks, row.nodes)
+            groups.setdefault(key, []).append(row)
+    found: dict[tuple[Operation, bool], dict[tuple[int, int], Overhead]] = {}
+    for (operation, fixed, ranks, nodes), own in groups.items():
+        found.setdefault((operation, fixed), {})[ranks, nodes] = _overhead(own, parts)
     return found
 
 
 def _overhead(rows: Sequence[Encoded], parts: Callable[[Encoded], float]) -> Overhead:
     """Of the lines ``seconds = host + factor * parts`` through two sizes of each setting."""
-    hosts, factors = [], []
+    hosts: list[Figure] = []
+    factors: list[float] = []
     by_setting: dict[tuple[str, str], list[Encoded]] = {}
     for row in rows:
         by_setting.setdefault((row.setting, row.dtype), []).append(row)
@@ -53,9 +60,11 @@ def _overhead(rows: Sequence[Encoded], parts: Callable[[Encoded], float]) -> Ove
         host = small.seconds.value - factor * known
         if host < 0:  # all of it grows with the message
             host, factor = 0.0, large.seconds.value / more if more else 1.0
-        hosts.append(host)
+        below, above = (abs(small.seconds.value - end) for end in small.seconds[1:3])
+        hosts.append(Figure(host, max(0.0, host - below), host + above))
         factors.append(factor)
-    return Overhead(summary(hosts), median(factors))
+    low, high = min(one.low for one in hosts), max(one.high for one in hosts)
+    return Overhead(Figure(median([one.value for one in hosts]), low, high), median(factors))
 
 
 def closest(known: Collection[tuple[int, int]], ranks: int, nodes: int) -> tuple[int, int]:

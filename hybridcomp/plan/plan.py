@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hybridcomp.config.planned import FORMAT, VERSION
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Choice, Choices, Key
 from hybridcomp.plan.layout import Layout
 
-#: of ``plan.json``; a reader refuses another major one
-VERSION = 1
 #: what memory of a rank goes to
 MEMORY_KINDS = (
     "weights", "gradients", "optimizer", "activations", "residuals", "references", "payloads",
@@ -43,6 +42,8 @@ class Prediction:
     nbytes, native_nbytes: by dimension, what the rank that sends most sends in a step, encoded and
     as it would be natively. exposed, hidden: seconds of its messages by dimension that lengthen the
     step, and that lie behind compute.
+    job_nbytes, job_native_nbytes, job_codec_seconds: by dimension, of all ranks together, as the
+    ledger counts them (``wire_MB``, ``raw_MB``, codec seconds).
     spans: the timeline, by stage.
     """
 
@@ -59,6 +60,9 @@ class Prediction:
     native_nbytes: Mapping[str, float]
     exposed: Mapping[str, float]
     hidden: Mapping[str, float]
+    job_nbytes: Mapping[str, float] = field(default_factory=dict)
+    job_native_nbytes: Mapping[str, float] = field(default_factory=dict)
+    job_codec_seconds: Mapping[str, float] = field(default_factory=dict)
     spans: tuple[Span, ...] = field(default=(), repr=False)
 
     @property
@@ -112,7 +116,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan with its block; read by ``from_json`` and by the preset ``planned``."""
         return {
-            "version": VERSION,
+            FORMAT: VERSION,
             **{name: getattr(self, name) for name in _NAMES},
             "layout": self.layout.to_json(),
             "block": self.block,
@@ -123,9 +127,9 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """What ``to_json`` wrote. Raises HybridcompError for another version or a missing key."""
-        if data.get("version") != VERSION:
+        if data.get(FORMAT) != VERSION:
             raise HybridcompError(
-                f"plan: version {data.get('version')!r}; expected {VERSION}; run hybridcomp plan "
+                f"plan: version {data.get(FORMAT)!r}; expected {VERSION}; run hybridcomp plan "
                 "of this version again"
             )
         try:

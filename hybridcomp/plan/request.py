@@ -41,6 +41,7 @@ class Limits:
     fixed: fields of ``Layout`` that the user has decided, for example ``{"tensor": 2}``.
     memory_share: of a device's memory that a plan may fill; the rest is for the allocator.
     optimizer_nbytes: of a parameter's optimizer states and master weight; None: of Adam.
+    bucket_numel: values of one bucket of gradients or parameters (``reduce_bucket_size``).
     ranks: how many to use; None: all of the cluster. most_micro_batch: samples, at most.
     recompute, offload: whether the search may switch them on.
     keep: plans that are returned. method, seed, chains, proposals: of the search.
@@ -51,6 +52,7 @@ class Limits:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     memory_share: float = 0.92
     optimizer_nbytes: float | None = None
+    bucket_numel: float = 5e8
     ranks: int | None = None
     most_micro_batch: int = 64
     recompute: bool = True

@@ -84,7 +84,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Coding:
-    """Seconds in which a device encodes, decodes or decodes and adds ``numel`` values."""
+    """Seconds in which a device encodes, decodes or decodes and adds ``numel`` values.
+
+    fixed_size: whether payloads have a size that all ranks know, so that none has to be exchanged.
+    """
 
     __pydantic_config__ = STRICT
 
@@ -94,6 +97,7 @@ class Coding:
     numel: Positive
     seconds: Stored
     beside: Beside = "alone"
+    fixed_size: bool = True
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ def test_ranks_are_numbered_as_upstream_numbers_them() -> None:
     assert LAYOUT.members("expert", 5) == (5, 7)
     assert LAYOUT.members("pipeline", 5) == (5, 13)
     assert [LAYOUT.stage_of(rank) for rank in (0, 7, 8, 15)] == [0, 0, 1, 1]
-    assert LAYOUT.chunks(0) == [range(0, 3), range(5, 7)]
-    assert LAYOUT.chunks(1) == [range(3, 5), range(7, 8)]
+    assert LAYOUT.chunks(0) == [(0, 1, 2), (5, 6)]
+    assert LAYOUT.chunks(1) == [(3, 4), (7,)]
     assert LAYOUT.recomputed == {0, 1, 4}
     cut = Layout(tensor=2, context=2, data=2)
     assert cut.members("context", 1) == (1, 3) and cut.members("replicas", 1) == (1, 3, 5, 7)
@@ -62,7 +62,6 @@ def test_layouts_that_contradict_themselves(fields: dict[str, object], said: str
 
 def test_choices_are_the_block() -> None:
     block = {
-        "preset": "none",
         "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
         "zero": {"codec": "mpc", "delta": True},
         "tp": {"forward": {"codec": "expcode"}, "backward": {"error_bound": 0.01}},
@@ -135,7 +134,7 @@ def test_plans_come_back_from_their_file(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "plan.json").read_text())
     CompressionConfig.parse(data["block"])
     for broken, said in (
-        ({**data, "version": 99}, "version 99; expected 1"),
+        ({**data, "hybridcomp_plan": 99}, "version 99; expected 1"),
         ({name: value for name, value in data.items() if name != "length"}, "'length'"),
         ({**data, "layout": {**data["layout"], "tensors": 2}}, "unknown keys tensors"),
     ):
