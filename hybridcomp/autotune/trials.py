@@ -31,18 +31,18 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedMessage:
     """A message of a layer or between stages; gathers and scatters are timed as reductions."""
 
     codec: Codec
     group: dist.ProcessGroup | None
-    hop: tuple[int, int] | None  # global ranks of sender and receiver of a send
+    between: tuple[int, int] | None  # global ranks of sender and receiver of a send
     dtype: torch.dtype
     numel: int
 
 
 @dataclass(frozen=True)
-class Place:
+class TrialGroup:
     """Whose messages are timed, and of what they are made."""
 
     group: Group
@@ -86,19 +86,21 @@ class Sent:
         return replace(self, numels=tuple(kept))
 
 
-def reductions(codec: Codec, feedback: bool, place: Place) -> Callable[[Sent], tuple[Run, Run]]:
+def reductions(
+    codec: Codec, feedback: bool, where: TrialGroup
+) -> Callable[[Sent], tuple[Run, Run]]:
     """Trials of sums of gradients; with ``feedback`` residuals are kept, too."""
 
     def trial(sent: Sent) -> tuple[Run, Run]:
-        longest, world_size = max(sent.numels), place.group.size
-        values = place.values(longest)
-        kept = _residuals(sent, place) if feedback else None
-        chosen = [codec.for_message(numel, place.dtype, world_size) for numel in sent.numels]
-        reduce = _Reduce(sent, place)
+        longest, world_size = max(sent.numels), where.group.size
+        values = where.values(longest)
+        kept = _residuals(sent, where) if feedback else None
+        chosen = [codec.for_message(numel, where.dtype, world_size) for numel in sent.numels]
+        reduce = _Reduce(sent, where)
 
         def coded() -> None:
             for index, (numel, one) in enumerate(zip(sent.numels, chosen, strict=True)):
-                held = (None, None) if kept is None else _cut_residuals(kept, numel, sent, place)
+                held = (None, None) if kept is None else _cut_residuals(kept, numel, sent, where)
                 reduce.coded(values[:numel], one, held, index)
                 values[:numel].mul_(0.5)  # sums of sums must not overflow
 
@@ -117,10 +119,10 @@ class _Reduce:
     """One sum of the messages of ``sent``, as upstream and as a codec's."""
 
     sent: Sent
-    place: Place
+    where: TrialGroup
 
     def native(self, values: torch.Tensor) -> None:
-        group = self.place.group
+        group = self.where.group
         share = values.numel() // group.size
         if self.sent.how == "scatter" and share:
             whole = values[: share * group.size]
@@ -135,7 +137,7 @@ class _Reduce:
         held: tuple[torch.Tensor | None, torch.Tensor | None],
         index: int,
     ) -> None:
-        group, (residual, owner) = self.place.group, held
+        group, (residual, owner) = self.where.group, held
         how = Reduction(codec, group, Meter(), (), residual, owner)
         if self.sent.how == "own":
             collectives.reduce_to_owners(values, self._owners(index), how)
@@ -149,7 +151,7 @@ class _Reduce:
 
     def _owners(self, index: int) -> list[OwnedRange]:
         """Owners of message ``index``: every rank owns one stretch of what a step sums."""
-        world_size = self.place.group.size
+        world_size = self.where.group.size
         first, numel = sum(self.sent.numels[:index]), self.sent.numels[index]
         return [
             OwnedRange(max(start, first) - first, min(stop, first + numel) - first, (rank,))
@@ -158,9 +160,9 @@ class _Reduce:
         ]
 
 
-def _residual_lengths(numel: int, sent: Sent, place: Place) -> tuple[int, int]:
+def _residual_lengths(numel: int, sent: Sent, where: TrialGroup) -> tuple[int, int]:
     """Lengths of what this rank encodes of a message, and of its chunk of it."""
-    group = place.group
+    group = where.group
     if sent.how == "scatter":
         edges = chunk_ranges(numel, group.size)
         return sum(edges[rank][1] - edges[rank][0] for rank in group.receivers), 0
@@ -169,29 +171,29 @@ def _residual_lengths(numel: int, sent: Sent, place: Place) -> tuple[int, int]:
     return high - low, stop - start
 
 
-def _residuals(sent: Sent, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def _residuals(sent: Sent, where: TrialGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros as long as the longest residuals of messages of these lengths."""
     sender, owner = map(
-        max, zip(*(_residual_lengths(n, sent, place) for n in set(sent.numels)), strict=True)
+        max, zip(*(_residual_lengths(n, sent, where) for n in set(sent.numels)), strict=True)
     )
-    return torch.zeros(sender, device=place.device), torch.zeros(owner, device=place.device)
+    return torch.zeros(sender, device=where.device), torch.zeros(owner, device=where.device)
 
 
 def _cut_residuals(
-    kept: tuple[torch.Tensor, torch.Tensor], numel: int, sent: Sent, place: Place
+    kept: tuple[torch.Tensor, torch.Tensor], numel: int, sent: Sent, where: TrialGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    sender, owner = _residual_lengths(numel, sent, place)
+    sender, owner = _residual_lengths(numel, sent, where)
     return kept[0][:sender], kept[1][:owner]
 
 
-def gathers(codec: Codec, place: Place) -> Callable[[Sent], tuple[Run, Run]]:
+def gathers(codec: Codec, where: TrialGroup) -> Callable[[Sent], tuple[Run, Run]]:
     """Trials of all-gathers of parameters; sizes are those of what is gathered."""
-    group = place.group
+    group = where.group
 
     def trial(sent: Sent) -> tuple[Run, Run]:
         world_size = group.size
         lengths = [-(-numel // world_size) for numel in sent.numels]
-        values = place.values(max(lengths))
+        values = where.values(max(lengths))
         room = values.new_empty(world_size * (sum(lengths) if sent.together else max(lengths)))
         starts = accumulate(lengths if sent.together else [0] * len(lengths), initial=0)
         messages = [
@@ -199,7 +201,7 @@ def gathers(codec: Codec, place: Place) -> Callable[[Sent], tuple[Run, Run]]:
             for start, length in zip(starts, lengths, strict=False)
         ]
         chosen = [
-            codec.for_message(shard.numel(), place.dtype, world_size) for shard, _ in messages
+            codec.for_message(shard.numel(), where.dtype, world_size) for shard, _ in messages
         ]
 
         def coded() -> None:
@@ -271,7 +273,7 @@ def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return torch.randn(numel, generator=generator).to(device, dtype)
 
 
-def messages(planned: Sequence[Planned], device: torch.device) -> tuple[Run, Run]:
+def messages(planned: Sequence[PlannedMessage], device: torch.device) -> tuple[Run, Run]:
     """A trial of several messages of layers or stages, one after the other.
 
     ``planned``: those that this rank takes part in, on all ranks in one order, so that no two wait
@@ -282,23 +284,23 @@ def messages(planned: Sequence[Planned], device: torch.device) -> tuple[Run, Run
 
     def native() -> None:
         for one, tensor in zip(planned, values, strict=True):
-            if one.hop is None:
+            if one.between is None:
                 dist.all_reduce(tensor, group=one.group)
                 tensor.mul_(0.5)  # sums of sums must not overflow
-            elif one.hop[0] == dist.get_rank():
-                dist.send(tensor, one.hop[1], group=one.group)
+            elif one.between[0] == dist.get_rank():
+                dist.send(tensor, one.between[1], group=one.group)
             else:
-                dist.recv(tensor, one.hop[0], group=one.group)
+                dist.recv(tensor, one.between[0], group=one.group)
 
     def coded() -> None:
         for one, group, tensor in zip(planned, groups, values, strict=True):
             how = one.codec, group, Meter()
-            if one.hop is None:
+            if one.between is None:
                 collectives.all_reduce(tensor, Reduction(*how))
                 tensor.mul_(0.5)
-            elif one.hop[0] == dist.get_rank():
-                collectives.send(tensor, one.hop[1], Transfer(*how))
+            elif one.between[0] == dist.get_rank():
+                collectives.send(tensor, one.between[1], Transfer(*how))
             else:
-                collectives.recv(tensor, one.hop[0], Transfer(*how))
+                collectives.recv(tensor, one.between[0], Transfer(*how))
 
     return native, coded

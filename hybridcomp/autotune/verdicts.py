@@ -80,11 +80,11 @@ class Verdict:
         return f"{dimension}: {figures} (compression.{dimension}.when: auto): {todo}"
 
 
-class Link:
+class Verdicts:
     """The verdicts of one engine."""
 
     def __init__(self) -> None:
-        self.verdicts: dict[Dimension, Verdict] = {}
+        self.by_dimension: dict[Dimension, Verdict] = {}
         self.recheck: Recheck | None = None
         self._is_planned = False
 
@@ -93,7 +93,7 @@ class Link:
         coded = None if self.recheck is None else self.recheck.coded(dimension, step)
         if coded is not None:
             return not coded
-        verdict = self.verdicts.get(dimension)
+        verdict = self.by_dimension.get(dimension)
         return verdict is not None and verdict.pays == (step < verdict.since)
 
     def comparing(self, step: int) -> bool:
@@ -104,23 +104,23 @@ class Link:
     def may_compare(self) -> bool:
         """Whether steps are still to be compared."""
         undone = self.recheck is not None and not all(
-            self.verdicts[name].checked for name in self.recheck.names
+            self.by_dimension[name].checked for name in self.recheck.names
         )
         return undone or not self._is_planned
 
     def begins(self, dimension: Dimension) -> bool:
         """Whether a comparison would begin now, with ``dimension`` in it."""
-        verdict = self.verdicts.get(dimension)
+        verdict = self.by_dimension.get(dimension)
         return not self._is_planned and verdict is not None and verdict.is_close
 
     def flushes(self, dimension: Dimension, step: int) -> bool:
         """Whether messages of ``step`` take along, losslessly, what error feedback still holds."""
-        verdict = self.verdicts.get(dimension)
+        verdict = self.by_dimension.get(dimension)
         return verdict is not None and verdict.flush == step
 
     def holds_nothing(self, dimension: Dimension, step: int) -> bool:
         """Whether no message of ``step`` or later will take residuals."""
-        verdict = self.verdicts.get(dimension)
+        verdict = self.by_dimension.get(dimension)
         if verdict is None or verdict.pays or self.comparing(step):
             return False
         return step > verdict.flush
@@ -134,7 +134,7 @@ class Link:
         told = []
         if not self._is_planned:
             self._is_planned = True
-            close = [n for n, v in self.verdicts.items() if v.is_close and n not in without]
+            close = [n for n, v in self.by_dimension.items() if v.is_close and n not in without]
             if close:
                 told.append(self._begin(close[: recheck.MOST], step))
         if self.recheck is not None and step <= self.recheck.stop:
@@ -146,7 +146,7 @@ class Link:
     def _begin(self, names: Sequence[Dimension], step: int) -> str:
         self.recheck = Recheck(names, step)
         for name in names:
-            self.verdicts[name] = replace(self.verdicts[name], first=step)
+            self.by_dimension[name] = replace(self.by_dimension[name], first=step)
         return (
             f"{', '.join(names)}: as neither way was clearly faster in its trial, steps "
             f"{step} to {self.recheck.stop - 1} run in both ways, in turns, and are compared"
@@ -155,17 +155,17 @@ class Link:
     def _end(
         self, done: Recheck, without: Collection[Dimension], device: torch.device
     ) -> list[str]:
-        findings = done.judge({n: self.verdicts[n].pays for n in done.names}, device)
+        findings = done.judge({n: self.by_dimension[n].pays for n in done.names}, device)
         told = []
         for name, found in ({} if findings is None else findings).items():
-            verdict = replace(self.verdicts[name], checked=True)
+            verdict = replace(self.by_dimension[name], checked=True)
             if found.changes:
                 verdict = replace(verdict, pays=not verdict.pays, since=done.stop)
             if name not in without:
                 if not verdict.pays:
                     verdict = replace(verdict, flush=done.stop)
                 told.append(recheck.told(name, found, verdict.pays, done.stop))
-            self.verdicts[name] = verdict
+            self.by_dimension[name] = verdict
         return told
 
     def state(self) -> dict[str, dict[str, Any]]:
@@ -173,7 +173,7 @@ class Link:
         usual = {f.name: f.default for f in fields(Verdict)}
         return {
             name: {key: value for key, value in asdict(verdict).items() if value != usual[key]}
-            for name, verdict in self.verdicts.items()
+            for name, verdict in self.by_dimension.items()
         }
 
     def restore(
@@ -184,7 +184,7 @@ class Link:
         ``waiting``: dimensions that would be measured later; those of ``state`` are not.
         """
         told = []
-        for name, verdict in self.verdicts.items():
+        for name, verdict in self.by_dimension.items():
             stored = Verdict(**state[name]) if name in state else verdict
             if stored.pays != verdict.pays:
                 was = "compressed" if stored.pays else "native"
@@ -194,20 +194,22 @@ class Link:
                     f"{verdict.nbytes / 1e6:.3g} MB now takes {verdict.coded_s * 1e3:.1f} ms and "
                     f"native {verdict.native_s * 1e3:.1f} ms; {change} changes that"
                 )
-            self.verdicts[name] = stored
+            self.by_dimension[name] = stored
         for name in waiting:
             if name in state:
-                self.verdicts[name] = Verdict(**state[name])
-                was = "compressed" if self.verdicts[name].pays else "native"
+                self.by_dimension[name] = Verdict(**state[name])
+                was = "compressed" if self.by_dimension[name].pays else "native"
                 told.append(f"{name}: {was}, as measured in the run that is continued")
         self._go_on()
         return told
 
     def _go_on(self) -> None:
         """The comparison that the continued run was in, or would have come to, goes on."""
-        under_way = {n: v.first for n, v in self.verdicts.items() if v.first >= 0 and not v.checked}
+        under_way = {
+            n: v.first for n, v in self.by_dimension.items() if v.first >= 0 and not v.checked
+        }
         self.recheck = Recheck(list(under_way), min(under_way.values())) if under_way else None
-        self._is_planned = any(verdict.first >= 0 for verdict in self.verdicts.values())
+        self._is_planned = any(verdict.first >= 0 for verdict in self.by_dimension.values())
 
 
 def judge(

@@ -30,7 +30,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, native_nbytes
 from hybridcomp.engines import rules, steps
 from hybridcomp.engines.attached import Attached
-from hybridcomp.engines.ddp_layout import Layout
+from hybridcomp.engines.ddp_layout import BucketLayout
 from hybridcomp.engines.session import Source, agree_on, read, session_of
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Dimension
@@ -116,7 +116,7 @@ class _Pending:
     future: Bucket
     gradients: Tensor
     message: Tensor  # what travels: the gradients, or the table of ``layout``
-    layout: Layout | None
+    layout: BucketLayout | None
 
 
 class Reducer:
@@ -129,7 +129,7 @@ class Reducer:
         self._attached = attached
         self._channel = attached.channels["dp"]
         self._pending: list[_Pending] = []
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._layouts: dict[tuple[str, ...], BucketLayout] = {}
         self._is_rebuilt = False
         self._stream: Any = None
 
@@ -179,12 +179,12 @@ class Reducer:
         )
         return _Pending(handle, future, gradients, message, layout)
 
-    def _layout(self, bucket: Any) -> Layout:
+    def _layout(self, bucket: Any) -> BucketLayout:
         parameters = bucket.parameters()
         names = tuple(getattr(parameter, NAME) for parameter in parameters)
         if names not in self._layouts:
             numels = [parameter.numel() for parameter in parameters]
-            self._layouts[names] = Layout(names, numels, self._world_size)
+            self._layouts[names] = BucketLayout(names, numels, self._world_size)
         return self._layouts[names]
 
     def _follow_rebuilt(self) -> None:

@@ -84,7 +84,7 @@ def pack(attached: Attached) -> bytes:
         "divisors": dict(attached.divisors()),
         "residuals": channels.residuals.state_dict(),
         "guard": channels.guard.state(),
-        "link": channels.link.state(),
+        "link": channels.verdicts.state(),
         "factors": channels.factors.state_dict(),
     }
     file = io.BytesIO()
@@ -110,7 +110,7 @@ def load(attached: Attached, entries: Mapping[str, Any]) -> None:
     channels.step = int(told["step"])
     for text in channels.resume_guard(told["guard"]) if channels.guard.watching else ():
         say(text)
-    for text in channels.resume_link(told["link"]) if channels.config.measured() else ():
+    for text in channels.resume_verdicts(told["link"]) if channels.config.measured() else ():
         say(text)
     if not any(channel.error_feedback for channel in channels):
         return
