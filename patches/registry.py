@@ -92,7 +92,7 @@ def support_matrix() -> str:
             found += [(name, what.rstrip("."), requirement) for name in covers(module)]
     found += engines.rows()  # torch's own engines have slots, and no seams
     for layers in (tp2d,):  # layers of our own have neither
-        what = (layers.__doc__ or "").partition(", dimension ``")[0]
+        what = (layers.__doc__ or "").partition("\n\n")[0].rstrip(".")
         found += [(name, what, layers.REQUIREMENT) for name in layers.COVERS]
     order = DIMENSIONS
     found.sort(key=lambda row: order.index(row[0]))
