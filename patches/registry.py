@@ -81,7 +81,7 @@ def support_matrix() -> str:
     docstring says what of them.
     """
     from hybridcomp.engines import attach as engines  # DTensor takes its time to import
-    from hybridcomp.nn import tp2d
+    from hybridcomp.nn import slices, tp2d
 
     rows = ["| dimension | what | upstream |", "|---|---|---|"]
     found = []
@@ -91,7 +91,7 @@ def support_matrix() -> str:
             requirement = module.PATCHES[0][0].requirement
             found += [(name, what.rstrip("."), requirement) for name in covers(module)]
     found += engines.rows()  # torch's own engines have slots, and no seams
-    for layers in (tp2d,):  # layers of our own have neither
+    for layers in (slices, tp2d):  # layers of our own have neither
         what = (layers.__doc__ or "").partition("\n\n")[0].rstrip(".")
         found += [(name, what, layers.REQUIREMENT) for name in layers.COVERS]
     order = DIMENSIONS

@@ -5,8 +5,8 @@ deepspeed --num_gpus 2 scripts/train_gpt.py --deepspeed_config configs/ds_zero1_
 
 Precision, ZeRO, optimizer, learning rate schedule, batch sizes: --deepspeed_config. Data: two
 datasets written by scripts/prepare_data.py. With --pp N the model is a PipelineModule of N stages,
-with --tp N megatron-core cuts its layers over N ranks, with --tp2d Q hybridcomp over Q x Q; the ranks
-that are left are replicas.
+with --tp N megatron-core cuts its layers over N ranks, with --tp2d Q hybridcomp over Q x Q; the
+ranks that are left are replicas.
 
 torchrun --nproc-per-node 2 scripts/train_gpt.py --engine fsdp2 --deepspeed_config FILE
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ def train(job: Job) -> Outcome:
     topology, config = two_dimensional.start(job.tp2d), config_of(job)
     module = model.GPT(config)
     if job.start_from:
-        two_dimensional.load_plain(module, job.start_from)
+        two_dimensional.load_plain(module, Path(job.start_from))
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "optimizer": {"type": "AdamW", "params": {**ADAM, "torch_adam": True}},
@@ -147,7 +148,7 @@ def train(job: Job) -> Outcome:
         if step + 1 == job.save:
             engine.save_checkpoint(job.folder, client_state={"step": step + 1})
     if job.plain:
-        two_dimensional.save_plain(engine.module, job.plain)
+        two_dimensional.save_plain(engine.module, Path(job.plain))
     channels = channels_of(engine)
     if channels is not None:
         for kind in KINDS:
