@@ -6,7 +6,8 @@ deepspeed --num_gpus 2 scripts/train_gpt.py --deepspeed_config configs/ds_zero1_
 Precision, ZeRO, optimizer, learning rate schedule, batch sizes: --deepspeed_config. Data: two
 datasets written by scripts/prepare_data.py. With --pp N the model is a PipelineModule of N stages,
 with --tp N megatron-core cuts its layers over N ranks, with --tp2d Q hybridcomp over Q x Q; the
-ranks that are left are replicas.
+ranks that are left are replicas. With --cp N every N replicas share their sequences, by the ring
+attention of hybridcomp.
 
 torchrun --nproc-per-node 2 scripts/train_gpt.py --engine fsdp2 --deepspeed_config FILE
 
@@ -40,13 +41,9 @@ from gpt.apex import fused_adam, what_is_apex
 from gpt.data import Samples
 from gpt.ds_file import SettingsError
 from gpt.indexed import DatasetError, IndexedTokens
+from gpt.layouts import ParallelismError, convert, cut_sequences, lay_out
 from gpt.model import GPT, loss_of, pipeline
 from gpt.weights import ModelConfig
-
-
-class ParallelismError(ValueError):
-    """Ranks or packages that --tp and --pp need are not there."""
-
 
 #: what a user can get wrong: told in one line
 MISTAKES = (
@@ -77,6 +74,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tp2d", type=int, default=1, metavar="Q",
         help="tensor parallel in two dimensions, Q x Q ranks; needs hybridcomp")  # fmt: skip
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
+    add("--cp", type=int, default=1, metavar="N",
+        help="context-parallel ranks, of the replicas; needs hybridcomp")  # fmt: skip
     add("--lr", type=float, default=1e-3, help="only where the DeepSpeed file has no optimizer")
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
     add("--print-every", type=int, default=10, metavar="N")
@@ -95,7 +94,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     found = parser.parse_args(arguments)
     if found.deepspeed_config is None:
         parser.error("--deepspeed_config FILE is needed")
-    for name in ("steps", "length", "tp", "tp2d", "pp", "print_every"):
+    for name in ("steps", "length", "tp", "tp2d", "pp", "cp", "print_every"):
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     return found
@@ -122,75 +121,6 @@ def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.wandb_name:
             os.environ["WANDB_NAME"] = arguments.wandb_name
     return settings
-
-
-def lay_out(tp: int, pp: int, tp2d: int) -> Any:
-    """DeepSpeed's topology of the ranks, with the groups of --tp or --tp2d; None without these.
-
-    Raises ParallelismError.
-    """
-    world_size = dist.get_world_size()
-    if tp2d > 1:
-        return mesh_of(tp2d, tp * pp)
-    if world_size % (tp * pp):
-        raise ParallelismError(
-            f"--tp {tp} --pp {pp}: expected a multiple of {tp * pp} ranks, found {world_size}; "
-            "change --num_gpus"
-        )
-    if tp == 1:
-        return None
-    # Megatron overlaps the all-reduce of input gradients with matrix products on this condition
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    try:
-        from gpt import tensor_parallel
-    except ImportError as error:
-        raise ParallelismError(
-            f"--tp {tp}: expected megatron-core, found none that can be imported ({error}); "
-            "pip install 'hybridcomp[megatron]'"
-        ) from None
-    return tensor_parallel.start(tp, pp)
-
-
-def mesh_of(tp2d: int, others: int) -> Any:
-    """The mesh of --tp2d, ``others`` are the ranks of --tp and --pp. Raises ParallelismError."""
-    world_size = dist.get_world_size()
-    if others > 1 or world_size % tp2d**2:
-        raise ParallelismError(
-            f"--tp2d {tp2d}: expected a multiple of {tp2d**2} ranks, --tp 1 and --pp 1, found "
-            f"{world_size} ranks and {others} for --tp and --pp; change them"
-        )
-    try:
-        from gpt import two_dimensional
-    except ImportError as error:
-        raise ParallelismError(
-            f"--tp2d {tp2d}: expected hybridcomp, found none that can be imported ({error}); "
-            "pip install hybridcomp"
-        ) from None
-    return two_dimensional.start(tp2d)
-
-
-def convert(arguments: argparse.Namespace, config: ModelConfig, model: Any, load: bool) -> None:
-    """Read (--weights-from) or write (--weights-to) weights of the plain model.
-
-    Raises ParallelismError where they are cut in another way than by --tp2d.
-    """
-    path = arguments.weights_from if load else arguments.weights_to
-    if path is None:
-        return
-    if arguments.tp * arguments.pp > 1 or arguments.engine != "deepspeed":
-        name = "--weights-from" if load else "--weights-to"
-        raise ParallelismError(
-            f"{name}: expected a plain model or --tp2d, under --engine deepspeed; leave it out"
-        )
-    if config.tp2d > 1:
-        from gpt import two_dimensional
-
-        (two_dimensional.load_plain if load else two_dimensional.save_plain)(model, path)
-    elif load:
-        model.load_state_dict(torch.load(path, map_location="cpu"))
-    elif dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), path)
 
 
 def torch_trainer(
@@ -251,7 +181,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Everything between the command line and the summary."""
     prepare_machine(arguments.seed)
     torch_engine = arguments.engine != "deepspeed"
-    topology = None if torch_engine else lay_out(arguments.tp, arguments.pp, arguments.tp2d)
+    cuts = (arguments.tp, arguments.pp, arguments.tp2d, arguments.cp)
+    topology = None if torch_engine else lay_out(*cuts)
+    if arguments.cp > 1:
+        cut_sequences(arguments.cp, arguments.tp, arguments.pp, arguments.length)
     folder, name = arguments.data.parent, arguments.data.name
     samples = Samples(IndexedTokens(folder / f"{name}_train"), arguments.length, arguments.seed)
     valid = None
@@ -269,6 +202,7 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         tp=arguments.tp,
         tp2d=arguments.tp2d,
+        cp=arguments.cp,
     )
     trainer: loop.Trainer
     if torch_engine:
@@ -278,6 +212,10 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         engine = build_engine(arguments, settings, config, topology)
         trainer = loop.PlainTrainer(engine, loss_of(config))
+    if arguments.cp > 1:
+        from gpt.context_parallel import share
+
+        trainer.share = share(trainer.share)
     step, consumed = loop.load(trainer.engine, arguments.load) if arguments.load else (0, 0)
     header = {
         "deepspeed_config": config_path,
@@ -287,6 +225,7 @@ def run(arguments: argparse.Namespace) -> None:
         "tensor_parallel": arguments.tp,
         "tensor_parallel_2d": arguments.tp2d,
         "pipeline_stages": arguments.pp,
+        "context_parallel": arguments.cp,
         "tokens_per_step": trainer.share.global_batch * arguments.length,
         "apex": what_is_apex(),
     }

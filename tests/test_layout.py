@@ -76,7 +76,11 @@ ALLOWED: dict[str, set[str]] = {
         "process", "session", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},
-    "plan": {"errors"},
+    "plan": {"codecs", "config", "errors", "pays", "policy"},
+    "measure": {
+        "agreement", "autotune", "codecs", "collectives", "config", "errors", "log", "plan",
+        "topology",
+    },
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late

@@ -15,8 +15,8 @@ from hybridcomp.upstream.neox.checkout import is_neox
 
 #: module whose layers reduce over tensor-parallel ranks themselves
 DOMINO = "deepspeed.runtime.domino"
-#: classes of attention layers that exchange heads for sequence
-SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention"})
+#: classes of attention layers that exchange heads for sequence, or let keys go round
+SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAttention"})
 #: package of hybridcomp's own layers that are cut over a mesh
 MESH_LAYERS = "hybridcomp.nn.tp2d"
 
