@@ -24,7 +24,7 @@ from hybridcomp.collectives.wire import (
     check_values,
     exchange,
     overlapped,
-    segments,
+    rounds,
     transport,
 )
 from hybridcomp.errors import CodecError
@@ -61,7 +61,7 @@ def broadcast(
 
 
 def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
-    """Cut into segments, then all of them side by side."""
+    """Cut into rounds, then all of them side by side."""
     group, numel = via.group, out.numel()
     if group.size == 1 and values is not None:
         out.copy_(values)
@@ -70,9 +70,9 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
     (codec,) = via.codec.hops(1, 1, result=out.dtype)
     via.meter.use(codec.spec)
     only = Transfer(codec, group, via.meter)
-    cut = segments([[(0, numel)]], (codec,), out.device, group)
+    cut = rounds([[(0, numel)]], (codec,), out.device, group)
     yield from overlapped(
-        _broadcast_segment(
+        _broadcast_round(
             None if values is None else values[row[0][0] : row[-1][1]],
             out[row[0][0] : row[-1][1]],
             root,
@@ -83,7 +83,7 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
     )
 
 
-def _broadcast_segment(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
+def _broadcast_round(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
     """1 the root encodes and sends to the others, 2 everybody decodes."""
     me, ranks = via.group.rank, range(via.group.size)
     # 1
@@ -122,7 +122,7 @@ def reduce(
 
 
 def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Steps[None]:
-    """Everyone sends to the root, in segments that run side by side."""
+    """Everyone sends to the root, in rounds that run side by side."""
     group, numel = via.group, values.numel()
     if group.size == 1 and out is not None:
         out.copy_(values)
@@ -131,7 +131,7 @@ def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Ste
     (codec,) = via.codec.hops(1, group.size, exact=1)
     via.meter.use(codec.spec)
     hop = Transfer(codec, group, via.meter)
-    cut = segments([[(0, numel)]], (codec,), values.device, group)
+    cut = rounds([[(0, numel)]], (codec,), values.device, group)
     yield from overlapped(
         sum_parts(
             [
