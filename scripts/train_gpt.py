@@ -41,7 +41,7 @@ from gpt.apex import fused_adam, what_is_apex
 from gpt.data import Samples
 from gpt.ds_file import SettingsError
 from gpt.indexed import DatasetError, IndexedTokens
-from gpt.layouts import ParallelismError, convert, cut_sequences, lay_out
+from gpt.layouts import ParallelismError, check, convert, cut_sequences, lay_out
 from gpt.model import GPT, loss_of, pipeline
 from gpt.weights import ModelConfig
 
@@ -179,6 +179,8 @@ def build_engine(
 
 def run(arguments: argparse.Namespace) -> None:
     """Everything between the command line and the summary."""
+    config_path, settings = arguments.deepspeed_config, ds_settings(arguments)
+    check(arguments, settings)
     prepare_machine(arguments.seed)
     torch_engine = arguments.engine != "deepspeed"
     cuts = (arguments.tp, arguments.pp, arguments.tp2d, arguments.cp)
@@ -191,7 +193,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.eval_batches:
         valid = Samples(IndexedTokens(folder / f"{name}_valid"), arguments.length, 0)
     vocabulary = max(s.vocabulary for s in (samples, valid) if s is not None)
-    config_path, settings = arguments.deepspeed_config, ds_settings(arguments)
     config = ModelConfig(
         vocabulary=vocabulary,
         layers=arguments.layers,

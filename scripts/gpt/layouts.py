@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,19 +65,34 @@ def mesh_of(tp2d: int, others: int) -> Any:
     return two_dimensional.start(tp2d)
 
 
-def convert(arguments: argparse.Namespace, config: ModelConfig, model: Any, load: bool) -> None:
-    """Read (--weights-from) or write (--weights-to) weights of the plain model.
+def check(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """Raise ParallelismError for options that do not go together, before anything is built."""
+    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if arguments.tp2d > 1 and stage == 3:
+        raise ParallelismError(
+            f"--tp2d {arguments.tp2d}: expected zero_optimization.stage 0, 1 or 2, found 3; its "
+            "layers hold parts already, which ZeRO 3 would cut again"
+        )
+    batch = settings.get("train_micro_batch_size_per_gpu")
+    if isinstance(batch, int) and batch % arguments.tp2d:
+        raise ParallelismError(
+            f"--tp2d {arguments.tp2d}: expected a train_micro_batch_size_per_gpu that it divides, "
+            f"found {batch}; change it"
+        )
+    asked = [name for name in ("weights_from", "weights_to") if getattr(arguments, name)]
+    plain = arguments.tp * arguments.pp == 1 and arguments.engine == "deepspeed" and stage < 3
+    if asked and not plain:
+        raise ParallelismError(
+            f"--{asked[0].replace('_', '-')}: expected --engine deepspeed with ZeRO 0, 1 or 2 and no "
+            "--tp or --pp; leave it out"
+        )
 
-    Raises ParallelismError where they are cut in another way than by --tp2d.
-    """
+
+def convert(arguments: argparse.Namespace, config: ModelConfig, model: Any, load: bool) -> None:
+    """Read (--weights-from) or write (--weights-to) weights of the plain model; see ``check``."""
     path = arguments.weights_from if load else arguments.weights_to
     if path is None:
         return
-    if arguments.tp * arguments.pp > 1 or arguments.engine != "deepspeed":
-        name = "--weights-from" if load else "--weights-to"
-        raise ParallelismError(
-            f"{name}: expected a plain model or --tp2d, under --engine deepspeed; leave it out"
-        )
     if config.tp2d > 1:
         from gpt import two_dimensional
 
