@@ -83,7 +83,7 @@ def check(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     plain = arguments.tp * arguments.pp == 1 and arguments.engine == "deepspeed" and stage < 3
     if asked and not plain:
         raise ParallelismError(
-            f"--{asked[0].replace('_', '-')}: expected --engine deepspeed with ZeRO 0, 1 or 2 and no "
+            f"--{asked[0].replace('_', '-')}: expected --engine deepspeed, ZeRO 0, 1 or 2 and no "
             "--tp or --pp; leave it out"
         )
 
