@@ -41,8 +41,8 @@ from gpt.apex import fused_adam, what_is_apex
 from gpt.data import Samples
 from gpt.ds_file import SettingsError
 from gpt.indexed import DatasetError, IndexedTokens
+from gpt.layouts import ParallelismError, check, convert, cut_sequences, lay_out
 from gpt.model import GPT, loss_of, pipeline
-from gpt.parallel import ParallelismError, convert, cut_sequences, lay_out
 from gpt.weights import ModelConfig
 
 #: what a user can get wrong: told in one line
@@ -179,9 +179,12 @@ def build_engine(
 
 def run(arguments: argparse.Namespace) -> None:
     """Everything between the command line and the summary."""
+    config_path, settings = arguments.deepspeed_config, ds_settings(arguments)
+    check(arguments, settings)
     prepare_machine(arguments.seed)
     torch_engine = arguments.engine != "deepspeed"
-    topology = None if torch_engine else lay_out(arguments.tp, arguments.pp, arguments.tp2d)
+    cuts = (arguments.tp, arguments.pp, arguments.tp2d, arguments.cp)
+    topology = None if torch_engine else lay_out(*cuts)
     if arguments.cp > 1:
         cut_sequences(arguments.cp, arguments.tp, arguments.pp, arguments.length)
     folder, name = arguments.data.parent, arguments.data.name
@@ -190,7 +193,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.eval_batches:
         valid = Samples(IndexedTokens(folder / f"{name}_valid"), arguments.length, 0)
     vocabulary = max(s.vocabulary for s in (samples, valid) if s is not None)
-    config_path, settings = arguments.deepspeed_config, ds_settings(arguments)
     config = ModelConfig(
         vocabulary=vocabulary,
         layers=arguments.layers,
@@ -200,8 +202,8 @@ def run(arguments: argparse.Namespace) -> None:
         tied=arguments.tie_embeddings,
         seed=arguments.seed,
         tp=arguments.tp,
-        cp=arguments.cp,
         tp2d=arguments.tp2d,
+        cp=arguments.cp,
     )
     trainer: loop.Trainer
     if torch_engine:

@@ -72,7 +72,7 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
     only = Transfer(codec, group, via.meter)
     cut = rounds([[(0, numel)]], (codec,), out.device, group)
     yield from overlapped(
-        _broadcast_segment(
+        _broadcast_round(
             None if values is None else values[row[0][0] : row[-1][1]],
             out[row[0][0] : row[-1][1]],
             root,
@@ -83,7 +83,7 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
     )
 
 
-def _broadcast_segment(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
+def _broadcast_round(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
     """1 the root encodes and sends to the others, 2 everybody decodes."""
     me, ranks = via.group.rank, range(via.group.size)
     # 1

@@ -35,7 +35,7 @@ _NAMES = {
 }
 
 #: modules that stand in the support matrix: their COVERS, REQUIREMENT and first sentence
-_ROWS = ("context.attention", "huggingface", "tp2d")
+_ROWS = ("context.attention", "huggingface", "slices", "tp2d")
 
 __all__ = [
     "RingAttention",

@@ -197,16 +197,16 @@ def _megatron() -> Any:
     return tensor_parallel
 
 
-def _ring() -> Any:
-    from gpt import context_parallel  # imports hybridcomp, which the example does without
-
-    return context_parallel
-
-
 def _mesh() -> Any:
     from gpt import two_dimensional  # imports hybridcomp, which the example does without
 
     return two_dimensional
+
+
+def _ring() -> Any:
+    from gpt import context_parallel  # imports hybridcomp, which the example does without
+
+    return context_parallel
 
 
 def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: int = 1) -> nn.Module:

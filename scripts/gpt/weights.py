@@ -24,8 +24,8 @@ class ModelConfig:
     tied: bool = False  # one weight for embedding and output
     seed: int = 0
     tp: int = 1  # ranks over which megatron-core cuts the layers
-    cp: int = 1  # ranks over which hybridcomp's ring attention cuts sequences
     tp2d: int = 1  # ranks on a side of the mesh over which hybridcomp cuts the layers
+    cp: int = 1  # ranks over which hybridcomp's ring attention cuts sequences
 
     def __post_init__(self) -> None:
         if self.heads % (self.tp * self.tp2d):

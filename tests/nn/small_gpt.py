@@ -30,6 +30,7 @@ class Plain(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 nn.init.uniform_(parameter, 0.5, 1.5)
+        nn.init.normal_(self.table.weight, std=0.1)  # logits of a tied one as models have them
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.table(tokens)

@@ -1,4 +1,4 @@
-"""Layers of two-dimensional tensor parallelism (SUMMA), dimension ``tp2d``.
+"""Layers of two-dimensional tensor parallelism: products, embeddings, norms, loss.
 
 q * q ranks share every matrix and every activation: rank (i, j) of a ``Mesh`` holds rows i of the
 batch and columns j of the features, and one block of each weight (Optimus, arXiv 2104.05343). What

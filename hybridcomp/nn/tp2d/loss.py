@@ -35,7 +35,8 @@ class CrossEntropyFunction(torch.autograd.Function):
         loss, count = mesh.gather(sums, "column", "activations").sum(0)
         ctx.mesh, ctx.vocabulary, ctx.ignore = mesh, vocabulary, ignore
         ctx.save_for_backward(logits, labels, log_sum, count)
-        return loss / count
+        mean: Tensor = loss / count
+        return mean
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -85,5 +86,5 @@ def cross_entropy(
         ignore_index: tokens with this label do not count.
     """
     size = mesh.q * logits.shape[-1] if vocabulary is None else vocabulary
-    out: Tensor = CrossEntropyFunction.apply(logits, labels, mesh, size, ignore_index)
+    out: Tensor = CrossEntropyFunction.apply(logits, labels, mesh, size, ignore_index)  # type: ignore[no-untyped-call]
     return out

@@ -86,5 +86,5 @@ def normed(
     centred: bool,
 ) -> Tensor:
     """LayerNorm (``centred``) or RMSNorm on the mesh; see ``NormFunction``."""
-    out: Tensor = NormFunction.apply(values, weight, bias, mesh, eps, centred)
+    out: Tensor = NormFunction.apply(values, weight, bias, mesh, eps, centred)  # type: ignore[no-untyped-call]
     return out

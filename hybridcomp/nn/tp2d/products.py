@@ -184,23 +184,23 @@ class SpreadFunction(torch.autograd.Function):
 
 def linear(values: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
     """``F.linear`` on the mesh, without a bias; see ``LinearFunction``."""
-    out: Tensor = LinearFunction.apply(values, weight, mesh)
+    out: Tensor = LinearFunction.apply(values, weight, mesh)  # type: ignore[no-untyped-call]
     return out
 
 
 def projected(values: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
     """Logits with the table of an embedding; see ``ProjectFunction``."""
-    out: Tensor = ProjectFunction.apply(values, table, mesh)
+    out: Tensor = ProjectFunction.apply(values, table, mesh)  # type: ignore[no-untyped-call]
     return out
 
 
 def looked_up(tokens: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
     """``F.embedding`` on the mesh; see ``LookUpFunction``."""
-    out: Tensor = LookUpFunction.apply(tokens, table, mesh)
+    out: Tensor = LookUpFunction.apply(tokens, table, mesh)  # type: ignore[no-untyped-call]
     return out
 
 
 def spread(part: Tensor, mesh: Mesh) -> Tensor:
     """This column's part of a vector; see ``SpreadFunction``."""
-    out: Tensor = SpreadFunction.apply(part, mesh)
+    out: Tensor = SpreadFunction.apply(part, mesh)  # type: ignore[no-untyped-call]
     return out
