@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
         "process", "session", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},
-    "plan": {"errors"},
+    "plan": {"codecs", "config", "errors", "pays", "policy"},
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late
