@@ -58,7 +58,7 @@ class Budget:
                 raise ConfigError(
                     f"budget.{name}", value, f"expected one of {', '.join(DIMENSIONS)}"
                 )
-            dimension: Dimension = name  # type: ignore[assignment]
+            dimension: Dimension = name
             found.append((dimension, _allowed(dimension, value)))
         return cls(label, tuple(found))
 
