@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
         "process", "session", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},
-    "plan": {"codecs", "config", "errors", "pays", "policy"},
+    "plan": {"codecs", "compare", "config", "errors", "pays", "policy", "rules"},
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late

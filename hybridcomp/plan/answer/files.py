@@ -30,26 +30,32 @@ CONFIGS = {"deepspeed": "ds_config.json", "megatron": "megatron_args.txt", "neox
 BLOCK_FILE = "compression.json"
 #: what stands where the user has not said what to start
 SCRIPT = "SCRIPT"
+#: the user's own configuration of an engine
+Base = Mapping[str, Any]
 
 
 def write(
     plan: Plan,
     cluster: Cluster,
     folder: Path,
-    base: Mapping[str, Any] | None = None,
+    base: Base | None = None,
     command: Sequence[str] = (),
+    ledger: Path | None = None,
 ) -> list[Path]:
     """Write everything that starts ``plan`` into ``folder``; the files written.
 
     Args:
         base: the user's own configuration of the engine; what the plan decides is replaced.
         command: the user's own command with places to fill in (``filled``); empty: a general one.
+        ledger: where the run writes its ledger; None: as the user's own block says.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = (folder / PLAN_FILE).resolve()
     plan.write(path)
     config = folder / CONFIGS[plan.engine]
-    block = {"preset": PLANNED, "plan": str(path)}
+    block: dict[str, Any] = {**_kept(base or {}), "preset": PLANNED, "plan": str(path)}
+    if ledger is not None:
+        block["ledger"] = {**block.get("ledger", {}), "jsonl": str(ledger)}
     written = [path, config]
     if plan.engine == "deepspeed":
         config.write_text(json.dumps(ds_config(plan, block, base or {}), indent=2) + "\n")
@@ -66,7 +72,13 @@ def write(
     return [*written, start]
 
 
-def ds_config(plan: Plan, block: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(base: Base) -> dict[str, Any]:
+    """Of the user's own block, what no plan decides."""
+    own = base.get(BLOCK) or base.get(EXTRA, {}).get(BLOCK) or {}
+    return {key: own[key] for key in ("ledger", "on_unsupported", "start_step") if key in own}
+
+
+def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any]:
     """The DeepSpeed file: ``base`` with what the plan decides."""
     layout = plan.layout
     zero = {**base.get("zero_optimization", {}), "stage": layout.zero_stage}
@@ -85,7 +97,7 @@ def ds_config(plan: Plan, block: Mapping[str, Any], base: Mapping[str, Any]) -> 
     }
 
 
-def neox_config(plan: Plan, block: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+def neox_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any]:
     """The GPT-NeoX file, as JSON, which is YAML: ``base`` with what the plan decides."""
     layout = plan.layout
     extra = {**base.get(EXTRA, {}), BLOCK: dict(block)}
@@ -204,10 +216,18 @@ def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
     return words
 
 
-def base_of(path: Path | None, engine: str) -> Mapping[str, Any]:
+def base_of(path: Path | None, engine: str) -> Base:
     """The user's own configuration. Raises ConfigError where it is none for ``engine``."""
     if path is None:
         return {}
     if engine == "megatron":
         raise ConfigError("--base", str(path), "Megatron takes arguments, not a file; leave it out")
+    if path.suffix in (".yml", ".yaml"):
+        import yaml  # comes with GPT-NeoX, whose files these are
+
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError("--base", str(path), " ".join(str(error).split())) from None
+        return {str(key).replace("-", "_"): value for key, value in dict(found or {}).items()}
     return read_source(path)
