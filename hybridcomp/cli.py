@@ -11,6 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from hybridcomp.errors import HybridcompError
+from hybridcomp.plan.answer.arguments import DESCRIPTION as PLAN_DESCRIPTION
+from hybridcomp.plan.answer.arguments import add_arguments as add_plan_arguments
+from hybridcomp.plan.answer.arguments import split
 
 #: exit status of a configuration that cannot act, as argparse uses it for bad arguments
 BAD_INPUT = 2
@@ -18,7 +21,13 @@ BAD_INPUT = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    behind: list[str] = []
+    if words[:1] == ["plan"]:  # takes a command of the user's own, with options, behind --
+        words, behind = split(words)
+    options = _parser().parse_args(words)
+    if behind:
+        options.command = behind
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -79,6 +88,14 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_pays(commands.add_parser("pays", help="up to which speed of the link compression pays"))
 
+    plan = commands.add_parser(
+        "plan",
+        help="which layout, stage and codecs for a model on a cluster; files that start it",
+        description=PLAN_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_plan_arguments(plan)
+    plan.set_defaults(run=_plan, command=[])
     from hybridcomp.compare import command
 
     compare = commands.add_parser(
@@ -114,6 +131,12 @@ def _pays(options: argparse.Namespace) -> int:
     from hybridcomp import pays
 
     return pays.run(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from hybridcomp.plan.answer import command
+
+    return command.run(options)
 
 
 def _print_seams(options: argparse.Namespace) -> int:

@@ -77,11 +77,7 @@ ALLOWED: dict[str, set[str]] = {
         "process", "session", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},
-    "plan": {"codecs", "collectives", "config", "errors", "pays", "policy"},
-    "measure": {
-        "agreement", "autotune", "codecs", "collectives", "config", "errors", "log", "plan",
-        "topology",
-    },
+    "plan": {"codecs", "collectives", "compare", "config", "errors", "pays", "policy", "rules"},
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late

@@ -46,10 +46,10 @@ def layout(engine: Any) -> dict[str, int | None]:
     stages = getattr(engine, "num_stages", None)  # of a PipelineEngine
     experts = getattr(engine, "expert_data_parallel_group", None) or {}
     return {
-        "world_size": dist.get_world_size(),
+        "ranks": dist.get_world_size(),
         "data": dist.get_world_size(engine.data_parallel_group),
         "tensor": max(tensor_ranks(), engine.autotp_size() or 1),
-        "pipeline": 1 if stages is None else int(stages),
+        "stages": 1 if stages is None else int(stages),
         "expert": None if experts else 1,
         "zero_stage": int(engine.zero_optimization_stage()),
         "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
