@@ -74,6 +74,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tp", type=int, default=1, metavar="N",
         help="tensor-parallel ranks; pip install 'hybridcomp[megatron]'")  # fmt: skip
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
+    add("--cuts", type=numbers, default=(), metavar="N,N,...",
+        help="layers of each stage, as a plan has them (even in parameters)")  # fmt: skip
+    add("--recompute", type=numbers, default=(), metavar="N,N,...",
+        help="layers, from 0, that run forward again in backward (none)")  # fmt: skip
     add("--lr", type=float, default=1e-3, help="only where the DeepSpeed file has no optimizer")
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
     add("--print-every", type=int, default=10, metavar="N")
@@ -93,6 +97,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     return found
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers with commas between; ``none``: no number. Raises ValueError, as argparse wants."""
+    return () if text == "none" else tuple(int(part) for part in text.split(","))
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Raise ParallelismError where --cuts or --recompute are not those of the layers."""
+    strange = [number for number in arguments.recompute if not 0 <= number < arguments.layers]
+    if strange:
+        raise ParallelismError(
+            f"--recompute {strange[0]}: expected a layer, 0 to {arguments.layers - 1}"
+        )
+    cuts = arguments.cuts if arguments.pp > 1 else ()
+    if cuts and (len(cuts) != arguments.pp or sum(cuts) != arguments.layers or min(cuts) < 0):
+        raise ParallelismError(
+            f"--cuts {','.join(map(str, cuts))}: expected {arguments.pp} numbers, one a stage of "
+            f"--pp, {arguments.layers} layers together"
+        )
 
 
 def prepare_machine(seed: int) -> None:
@@ -168,7 +192,7 @@ def build_engine(
     mpu = None
     if arguments.pp > 1:
         cut = {"num_stages": arguments.pp} if topology is None else {"topology": topology}
-        model = pipeline(config, **cut)
+        model = pipeline(config, arguments.cuts, **cut)
     else:
         model = GPT(config)
         if topology is not None:
@@ -197,6 +221,7 @@ def build_engine(
 
 def run(arguments: argparse.Namespace) -> None:
     """Everything between the command line and the summary."""
+    check_numbers(arguments)
     prepare_machine(arguments.seed)
     torch_engine = arguments.engine != "deepspeed"
     topology = None if torch_engine else lay_out(arguments.tp, arguments.pp)
@@ -216,6 +241,7 @@ def run(arguments: argparse.Namespace) -> None:
         tied=arguments.tie_embeddings,
         seed=arguments.seed,
         tp=arguments.tp,
+        recompute=arguments.recompute,
     )
     trainer: loop.Trainer
     if torch_engine:

@@ -43,6 +43,8 @@ class Prediction:
     nbytes, native_nbytes: by dimension, what the rank that sends most sends in a step, encoded and
     as it would be natively. exposed, hidden: seconds of its messages by dimension that lengthen the
     step, and that lie behind compute.
+    job_nbytes, job_native_nbytes: by dimension, what all ranks send in a step, as the ledger counts
+    it, encoded and native.
     spans: the timeline, by stage.
     """
 
@@ -59,6 +61,8 @@ class Prediction:
     native_nbytes: Mapping[str, float]
     exposed: Mapping[str, float]
     hidden: Mapping[str, float]
+    job_nbytes: Mapping[str, float] = field(default_factory=dict)
+    job_native_nbytes: Mapping[str, float] = field(default_factory=dict)
     spans: tuple[Span, ...] = field(default=(), repr=False)
 
     @property
@@ -112,7 +116,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan with its block; read by ``from_json`` and by the preset ``planned``."""
         return {
-            "version": VERSION,
+            "hybridcomp_plan": VERSION,
             **{name: getattr(self, name) for name in _NAMES},
             "layout": self.layout.to_json(),
             "block": self.block,
@@ -123,7 +127,7 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """What ``to_json`` wrote. Raises HybridcompError for another version or a missing key."""
-        if data.get("version") != VERSION:
+        if data.get("hybridcomp_plan") != VERSION:
             raise HybridcompError(
                 f"plan: version {data.get('version')!r}; expected {VERSION}; run hybridcomp plan "
                 "of this version again"
