@@ -41,7 +41,15 @@ from gpt.apex import fused_adam, what_is_apex
 from gpt.data import Samples
 from gpt.ds_file import SettingsError
 from gpt.indexed import DatasetError, IndexedTokens
-from gpt.layouts import ParallelismError, check, convert, cut_sequences, lay_out
+from gpt.layouts import (
+    ParallelismError,
+    check,
+    check_numbers,
+    convert,
+    cut_sequences,
+    lay_out,
+    numbers,
+)
 from gpt.model import GPT, loss_of, pipeline
 from gpt.weights import ModelConfig
 
@@ -76,6 +84,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
     add("--cp", type=int, default=1, metavar="N",
         help="context-parallel ranks, of the replicas; needs hybridcomp")  # fmt: skip
+    add("--cuts", type=numbers, default=(), metavar="N,N,...",
+        help="layers of each stage, as a plan has them (even in parameters)")  # fmt: skip
+    add("--recompute", type=numbers, default=(), metavar="N,N,...",
+        help="layers, from 0, that run forward again in backward (none)")  # fmt: skip
     add("--lr", type=float, default=1e-3, help="only where the DeepSpeed file has no optimizer")
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
     add("--print-every", type=int, default=10, metavar="N")
@@ -149,7 +161,7 @@ def build_engine(
     mpu = None
     if arguments.pp > 1:
         cut = {"num_stages": arguments.pp} if topology is None else {"topology": topology}
-        model = pipeline(config, **cut)
+        model = pipeline(config, arguments.cuts, **cut)
     else:
         model = GPT(config)
         convert(arguments, config, model, load=True)
@@ -181,6 +193,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Everything between the command line and the summary."""
     config_path, settings = arguments.deepspeed_config, ds_settings(arguments)
     check(arguments, settings)
+    check_numbers(arguments)
     prepare_machine(arguments.seed)
     torch_engine = arguments.engine != "deepspeed"
     cuts = (arguments.tp, arguments.pp, arguments.tp2d, arguments.cp)
@@ -204,6 +217,7 @@ def run(arguments: argparse.Namespace) -> None:
         tp=arguments.tp,
         tp2d=arguments.tp2d,
         cp=arguments.cp,
+        recompute=arguments.recompute,
     )
     trainer: loop.Trainer
     if torch_engine:

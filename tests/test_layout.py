@@ -78,6 +78,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"codecs", "collectives", "compare", "config", "errors", "pays", "policy", "rules"},
+    "measure": {
+        "agreement", "autotune", "codecs", "collectives", "config", "errors", "log", "plan",
+        "topology",
+    },
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late

@@ -124,3 +124,23 @@ def cut_sequences(cp: int, tp: int, pp: int, length: int) -> None:
             "pip install hybridcomp"
         ) from None
     context_parallel.start(cp, tp, pp)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers with commas between; ``none``: no number. Raises ValueError, as argparse wants."""
+    return () if text == "none" else tuple(int(part) for part in text.split(","))
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Raise ParallelismError where --cuts or --recompute are not those of the layers."""
+    strange = [number for number in arguments.recompute if not 0 <= number < arguments.layers]
+    if strange:
+        raise ParallelismError(
+            f"--recompute {strange[0]}: expected a layer, 0 to {arguments.layers - 1}"
+        )
+    cuts = arguments.cuts if arguments.pp > 1 else ()
+    if cuts and (len(cuts) != arguments.pp or sum(cuts) != arguments.layers or min(cuts) < 0):
+        raise ParallelismError(
+            f"--cuts {','.join(map(str, cuts))}: expected {arguments.pp} numbers, one a stage of "
+            f"--pp, {arguments.layers} layers together"
+        )

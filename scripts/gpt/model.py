@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gpt.apex import fused_norm
 from gpt.weights import Draw, ModelConfig
@@ -69,9 +71,16 @@ class Block(nn.Module):
         self.down = row(config, 4 * width, width, draw)
         self.cp = config.cp
         self.ring = _ring().attention() if config.cp > 1 else None
+        self.recompute = number - 1 in config.recompute  # layer 0 is the embedding
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
+        if self.recompute and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self._run, hidden, use_reentrant=False)
+            return out
+        return self._run(hidden)
+
+    def _run(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self._attend(self.norm1(hidden))
         out: Tensor = hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
         return out
@@ -154,9 +163,13 @@ class GPT(nn.Module):
         return hidden
 
 
-def pipeline(config: ModelConfig, **cut: Any) -> Any:
-    """The same layers as a ``PipelineModule``; ``cut`` is its ``num_stages`` or ``topology``."""
-    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+def pipeline(config: ModelConfig, blocks: Sequence[int] = (), **cut: Any) -> Any:
+    """The same layers as a ``PipelineModule``; ``cut`` is its ``num_stages`` or ``topology``.
+
+    ``blocks``: how many each stage has; the embedding is with the first, norm and output with the
+    last. Without it stages are as even in parameters as layers allow.
+    """
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     kinds = _kinds(config)
     specs = [LayerSpec(kind, config, n) for n, kind in enumerate(kinds)]
@@ -167,7 +180,25 @@ def pipeline(config: ModelConfig, **cut: Any) -> Any:
             *table, forward_fn=_vocabulary(config).project, tied_weight_attr="weight"
         )
     loss_fn = loss_of(config)
-    return PipelineModule(specs, loss_fn=loss_fn, partition_method="parameters", **cut)
+    return _module(blocks)(specs, loss_fn=loss_fn, partition_method="parameters", **cut)
+
+
+def _module(blocks: Sequence[int]) -> Any:
+    """The class of the module: upstream's, which knows no cuts of a user's own."""
+    from deepspeed.pipe import PipelineModule
+
+    if not blocks:
+        return PipelineModule
+    stops = [0, *(1 + stop for stop in accumulate(blocks))]
+    stops[-1] += 2
+
+    class Cut(PipelineModule):
+        def _partition_layers(self, method: str = "uniform") -> None:
+            self.parts = stops
+            stage = self._topo.get_coord(self.global_rank).pipe
+            self._set_bounds(start=stops[stage], stop=stops[stage + 1])
+
+    return Cut
 
 
 def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from hybridcomp.plan.choices import KEYS
 from hybridcomp.plan.cluster import Cluster
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan
 from hybridcomp.plan.request import Found
-from hybridcomp.policy import DIMENSIONS
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS
 
 #: two plans whose steps are nearer than this share are called equally fast
 SAME = 0.005
@@ -32,15 +33,14 @@ def duration(seconds: float) -> str:
 
 def codecs(plan: Plan) -> str:
     """What is encoded, in a few words: ``dp blockint(bits=4) feedback, pp ...``."""
-    shown: dict[str, list[str]] = {}
-    for (name, way), choice in plan.choices:
-        shown.setdefault(name, []).append(f"{way} {choice}")
     parts = []
-    for name in (name for name in DIMENSIONS if name in shown):
-        ways = [text.split(" ", 1)[1] for text in shown[name]]
-        same = len(set(ways)) == 1
-        both = same or (len(ways) == 1 and shown[name][0].startswith("forward"))
-        parts.append(f"{name} {ways[0] if both else ', '.join(shown[name])}")
+    for name in DIMENSIONS:
+        ways = {way: plan.choices[name, way] for way in DIRECTIONS if (name, way) in KEYS}
+        if all(choice.native for choice in ways.values()):
+            continue
+        same = len(set(ways.values())) == 1
+        shown = [f"{way} {choice}" for way, choice in ways.items()]
+        parts.append(f"{name} {next(iter(ways.values())) if same else ', '.join(shown)}")
     return "; ".join(parts) or "nothing"
 
 
