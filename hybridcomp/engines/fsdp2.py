@@ -21,22 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybridcomp.autotune.trials import Sent
-from hybridcomp.engines import fsdp2_comms, fsdp2_rules, rules, steps
+from hybridcomp.engines import fsdp2_comms, fsdp2_rules, rules, steps, windows
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.fsdp2_members import Members, names_of
 from hybridcomp.engines.session import Source, agree_on, read, session_of
-from hybridcomp.errors import SeamError
 from hybridcomp.policy import Dimension
 from hybridcomp.session import EngineSession
 
-#: 2.9 is the first with both slots (pytorch#155189)
-REQUIREMENT = "torch >= 2.9, < 2.14"
+REQUIREMENT = windows.FSDP2
 COVERS = ("zero", "dp")
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to ``model`` or to a part of it."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def groups_of(model: nn.Module) -> list[Any]:
@@ -58,32 +51,28 @@ def _groups(state: Any) -> list[Any]:
 def attach(model: nn.Module, source: Source | None) -> Attached | None:
     """Fill the slots. None where there is no block.
 
-    Raises ConfigError, AgreementError, and SeamError on a torch without slots.
+    Raises ConfigError, AgreementError.
     """
     block, groups = read(source), groups_of(model)
     job = fsdp2_rules.job_of(model, groups)
     agree_on(block, "fsdp2", job.ranks)
     if block is None:
         return None
-    rules.check_version("fsdp2", REQUIREMENT)
-    if not hasattr(FSDPModule, "set_custom_all_gather"):
-        raise SeamError(f"fsdp2: needs {REQUIREMENT}; this torch has no set_custom_all_gather")
     absent = rules.check(block, fsdp2_rules.FSDP2, job)
     fsdp2_rules.check_hierarchy(block, job)
     session = session_of(block, groups[0].device, absent)
     names = names_of(model)
-    members = [Members(group, names) for group in groups]
+    members = [Members(group, names, fsdp2_rules.whereabouts(group, job)) for group in groups]
     for one in members:
         for member in one.members:
             session.channels.factors.learn(member.name, (member.rows, member.numel // member.rows))
     session.place(job.process_groups)
     _measure(session, job, members)
     session.warn(job.dtypes)
-    inside = job.replicas > 1 and block.hierarchy != "none"
-    layout = {"shards": job.shards, "replicas": job.replicas}
+    inside = block.hierarchy != "none"
     attached = Attached(
         "fsdp2", session, lambda: _parameters(groups),
-        lambda: fsdp2_comms.divisors(members, inside), layout,
+        lambda: fsdp2_comms.divisors(members, inside), job.layout,
     )  # fmt: skip
     for one in members:
         fsdp2_comms.fill(one, attached, native_inside=inside)

@@ -32,14 +32,17 @@ def fill(members: Members, attached: Attached, native_inside: bool) -> None:
     here every group has objects of its own, so they are set where the setters would set them.
 
     Args:
-        native_inside: gradients are reduce-scattered natively, as replicas encode their sum.
+        native_inside: where there are replicas, gradients are reduce-scattered natively, as these
+            encode their sum.
     """
     group = members.group
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    has_replicas = replicas is not None and replicas.size() > 1
     group._all_gather_comm = EncodedAllGather(members, attached, group._all_gather_comm)
+    native_inside = native_inside and has_replicas
     scatter = EncodedReduceScatter(members, attached, group._reduce_scatter_comm, native_inside)
     group._reduce_scatter_comm = scatter
-    replicas = getattr(group.mesh_info, "replicate_process_group", None)
-    if replicas is not None and replicas.size() > 1:
+    if has_replicas:
         group.mesh_info.replicate_process_group = EncodedReplicas(replicas, scatter)
 
 
@@ -248,7 +251,7 @@ def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
         for member in members.members:
             for row in member.pieces(size):
                 for piece in row:
-                    if piece.name and not native_inside:
+                    if piece.name and not (native_inside and whole > size):
                         found[piece.name] = factor
                     if piece.name and whole > size:
                         found[BETWEEN + piece.name] = between

@@ -1,0 +1,7 @@
+"""placeholder"""
+
+NATIVE = "native_fp32"
+
+
+def chapter(folder, out):
+    return ""
