@@ -112,15 +112,25 @@ def _parameters(groups: list[Any]) -> Iterator[Tensor]:
 
 
 def _measure(session: EngineSession, job: fsdp2_rules.Job, members: list[Members]) -> None:
-    """Let the dimensions that are timed see messages like those of a step."""
+    """Let the dimensions that are timed see messages like those of a step, each on its own links.
+
+    Parameters are gathered inside a shard group; an HSDP mesh sums gradients between its replicas,
+    in the dtype that FSDP reduces in, which is often wider than that of the parameters.
+    """
     if not session.channels.config.measured():
         return
     size = job.shards
     numels = tuple(filter(None, (one.numel(one.trained, size) for one in members)))
     whole = tuple(one.numel(range(len(one.members)), size) for one in members)
-    sent: dict[Dimension, Sent] = {"zero": Sent(whole, "gather"), "dp": Sent(numels, "scatter")}
+    total = sum(numels)
+    if size > 1:
+        gathers: dict[Dimension, Sent] = {"zero": Sent(whole, "gather")}
+        dtype = next(iter(job.dtypes))
+        session.measure(job.shard_group, dtype, total, gathers, only=("zero",))
+    sums: dict[Dimension, Sent] = {"dp": Sent(numels, "scatter")}
     group = job.shard_group
     if job.replicas > 1:
-        sent["dp"] = Sent(tuple(-(-numel // size) for numel in numels), "sum")
+        sums["dp"] = Sent(tuple(-(-numel // size) for numel in numels), "sum")
         group = job.replica_group
-    session.measure(group, next(iter(job.dtypes)), sum(numels), sent)
+    dtype = fsdp2_comms.reduce_dtype(members[0].group)
+    session.measure(group, dtype, total, sums, only=("dp",))

@@ -241,7 +241,7 @@ def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
         whole = size * (1 if replicas is None else replicas.size())
         factor = float(group.gradient_divide_factor or whole)
         between = factor
-        if _reduce_dtype(group) == torch.float16:
+        if reduce_dtype(group) == torch.float16:
             before = 1.0
             while factor % before == 0 and factor / before > before:
                 before *= 2
@@ -258,7 +258,7 @@ def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
     return found
 
 
-def _reduce_dtype(group: Any) -> torch.dtype:
+def reduce_dtype(group: Any) -> torch.dtype:
     """What FSDP will reduce in; it settles that at the first forward pass only."""
     policy = group.mp_policy
     found = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype

@@ -1,4 +1,4 @@
-"""scripts/bench/peers/torch_engines.py: torch's own ways to send less, and what they are counted."""
+"""scripts/bench/peers/torch_engines.py: what torch has to send less, and what is counted of it."""
 
 from __future__ import annotations
 
