@@ -24,7 +24,7 @@ STEPS = 4
 
 
 def trained(job: Job, native_s: float, coded_s: float) -> tuple[Any, list[Any]]:
-    """The end of a run on a link of this speed, and what was timed: dimensions, how far apart, dtype."""
+    """The end of a run on such a link, and what was timed: dimensions, distance of ranks, dtype."""
     seen: list[Any] = []
     weigh = Channels.weigh
 
