@@ -15,7 +15,7 @@ from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.engines import rules, windows
 from hybridcomp.engines.attached import Attached
-from hybridcomp.engines.session import Source, read
+from hybridcomp.engines.session import Source, read, say
 from hybridcomp.engines.stateful import AtCheckpoint
 from hybridcomp.errors import ConfigError, SeamError
 
@@ -47,8 +47,8 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
 
 def _attach(model: nn.Module, source: Source | None) -> Attached | None:
     if isinstance(model, DistributedDataParallel):
-        if isinstance(model.module, nn.ParameterList):
-            raise ConfigError(BLOCK, Shown("replicate"), REPLICATE)
+        if isinstance(model.module, nn.ParameterList):  # nobody else wraps what has no forward
+            return _refuse_replicate(source)
         from hybridcomp.engines import ddp
 
         return ddp.attach(model, source)
@@ -58,7 +58,7 @@ def _attach(model: nn.Module, source: Source | None) -> Attached | None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if isinstance(model, DDP):
-        raise ConfigError(BLOCK, Shown("replicate"), REPLICATE)
+        return _refuse_replicate(source)
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         todo = "FSDP1 has no slots for communication; shard with torch's fully_shard (FSDP2)"
         raise ConfigError(BLOCK, Shown("FullyShardedDataParallel (FSDP1)"), todo)
@@ -67,6 +67,15 @@ def _attach(model: nn.Module, source: Source | None) -> Attached | None:
         "them. DeepSpeed and Megatron take hybridcomp.install"
     )
     raise ConfigError(BLOCK, Shown(type(model).__name__), todo)
+
+
+def _refuse_replicate(source: Source | None) -> None:
+    block = read(source)
+    if block is None:
+        return
+    if block.on_unsupported != "native":
+        raise ConfigError(BLOCK, Shown("replicate"), REPLICATE)
+    say(f"replicate stays native: {REPLICATE}")
 
 
 def is_sharded(model: nn.Module) -> bool:

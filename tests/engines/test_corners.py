@@ -157,8 +157,11 @@ def replicas() -> dict[str, Any]:
     arm.arm()
     with pytest.raises(ConfigError) as caught:
         replicate(layers())(torch.ones(2, WIDTH))
-    arm.disarm()
+    process.configure({"dp": B4, **QUIET, "on_unsupported": "native"})
+    replicate(layers())(torch.ones(2, WIDTH))
     process.configure(None)
+    replicate(layers())(torch.ones(2, WIDTH))
+    arm.disarm()
     return {**found, "unasked": str(caught.value)}
 
 
