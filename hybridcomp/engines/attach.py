@@ -48,7 +48,8 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
 def _attach(model: nn.Module, source: Source | None) -> Attached | None:
     if isinstance(model, DistributedDataParallel):
         if isinstance(model.module, nn.ParameterList):  # nobody else wraps what has no forward
-            return _refuse_replicate(source)
+            _refuse_replicate(source)
+            return None
         from hybridcomp.engines import ddp
 
         return ddp.attach(model, source)
@@ -58,7 +59,8 @@ def _attach(model: nn.Module, source: Source | None) -> Attached | None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if isinstance(model, DDP):
-        return _refuse_replicate(source)
+        _refuse_replicate(source)
+        return None
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         todo = "FSDP1 has no slots for communication; shard with torch's fully_shard (FSDP2)"
         raise ConfigError(BLOCK, Shown("FullyShardedDataParallel (FSDP1)"), todo)

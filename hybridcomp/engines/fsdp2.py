@@ -30,6 +30,8 @@ from hybridcomp.session import EngineSession
 
 REQUIREMENT = windows.FSDP2
 COVERS = ("zero", "dp")
+ZERO: tuple[Dimension, ...] = ("zero",)
+DP: tuple[Dimension, ...] = ("dp",)
 
 
 def groups_of(model: nn.Module) -> list[Any]:
@@ -126,11 +128,11 @@ def _measure(session: EngineSession, job: fsdp2_rules.Job, members: list[Members
     if size > 1:
         gathers: dict[Dimension, Sent] = {"zero": Sent(whole, "gather")}
         dtype = next(iter(job.dtypes))
-        session.measure(job.shard_group, dtype, total, gathers, only=("zero",))
+        session.measure(job.shard_group, dtype, total, gathers, only=ZERO)
     sums: dict[Dimension, Sent] = {"dp": Sent(numels, "scatter")}
     group = job.shard_group
     if job.replicas > 1:
         sums["dp"] = Sent(tuple(-(-numel // size) for numel in numels), "sum")
         group = job.replica_group
     dtype = fsdp2_comms.reduce_dtype(members[0].group)
-    session.measure(group, dtype, total, sums, only=("dp",))
+    session.measure(group, dtype, total, sums, only=DP)

@@ -37,12 +37,13 @@ def fill(members: Members, attached: Attached, native_inside: bool) -> None:
     """
     group = members.group
     replicas = getattr(group.mesh_info, "replicate_process_group", None)
-    has_replicas = replicas is not None and replicas.size() > 1
+    if replicas is not None and replicas.size() < 2:
+        replicas = None
     group._all_gather_comm = EncodedAllGather(members, attached, group._all_gather_comm)
-    native_inside = native_inside and has_replicas
+    native_inside = native_inside and replicas is not None
     scatter = EncodedReduceScatter(members, attached, group._reduce_scatter_comm, native_inside)
     group._reduce_scatter_comm = scatter
-    if has_replicas:
+    if replicas is not None:
         group.mesh_info.replicate_process_group = EncodedReplicas(replicas, scatter)
 
 

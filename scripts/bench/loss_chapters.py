@@ -81,7 +81,8 @@ fp32, two CPU ranks. Every run of a seed has the weights and the order of the da
 run of that seed. The final loss is the mean of the last 20 steps; gaps are in percent of it, paired
 by seed, with the 95% interval of their mean (Student's t). The validation loss is that of text that
 no run trained on. Speeds and curves over wall clock are left out: the machine did other work beside
-it, and two ranks of one machine have no network to save time on.
+it, and two ranks of one machine have no network to save time on. The same under torch's own FSDP2
+and DDP: [loss_torch.md](loss_torch.md).
 """
 TORCH_HEAD = """\
 As in [loss](loss.md), under torch's own engines (`scripts/train_gpt.py --engine`): the example GPT,

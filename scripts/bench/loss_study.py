@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hybridcomp.compare import CompareError, Wishes, compare_runs, launch
 
@@ -33,6 +33,9 @@ BASELINE = launch.BASELINE
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
 
 
+Engine = Literal["deepspeed", "ddp", "fsdp2"]
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the ranks stand to each other."""
@@ -41,7 +44,7 @@ class Layout:
     ranks: int
     arguments: tuple[str, ...] = ()
     peers: bool = False  # whether this is data parallelism and nothing else
-    engine: str = "deepspeed"  # or one of torch's own
+    engine: Engine = "deepspeed"
 
     @property
     def known_peers(self) -> tuple[str, ...]:
@@ -49,8 +52,9 @@ class Layout:
         from bench.peers.methods import PEERS
         from bench.peers.torch_engines import METHODS
 
-        of_engine: dict[str, Any] = {"deepspeed": PEERS if self.peers else {}, **METHODS}
-        return tuple(of_engine[self.engine])
+        if self.engine == "deepspeed":
+            return tuple(PEERS) if self.peers else ()
+        return tuple(METHODS[self.engine])
 
 
 LAYOUTS = {

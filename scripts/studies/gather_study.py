@@ -109,7 +109,7 @@ class Gathers:
                 parameter.copy_(exact)
                 continue
             wanted = exact + left if self._way.feedback else exact
-            shards = wanted.flatten().split(_owned(exact))
+            shards = torch.split(wanted.flatten(), _owned(exact))
             arrived = torch.cat([decoded(shard, self._way, self._bits) for shard in shards])
             parameter.copy_(arrived.view_as(exact))
             if keep and self._way.feedback:

@@ -82,7 +82,7 @@ def _row(folder: Path, bits: int, way: str, seeds: list[int], native: dict[int, 
     runs = [(_read(folder, f"{way}_{bits}", seed), native[seed]) for seed in seeds]
 
     def gap(key: str) -> float:
-        return statistics.mean(100 * (own[key] / base[key] - 1) for own, base in runs)
+        return float(statistics.mean(100 * (own[key] / base[key] - 1) for own, base in runs))
 
     return Row(
         way, bits, runs[0][0]["bits"], statistics.mean(own["error"] for own, _ in runs),
@@ -94,7 +94,7 @@ def _row(folder: Path, bits: int, way: str, seeds: list[int], native: dict[int, 
 
 
 def _final(run: dict[str, Any]) -> float:
-    return statistics.mean(run["losses"][-max(1, run["steps"] // 10) :])
+    return float(statistics.mean(run["losses"][-max(1, run["steps"] // 10) :]))
 
 
 def chapter(folder: Path, out: Path) -> str:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp import process
-from hybridcomp.engines import arm, attach, rules
+from hybridcomp.engines import arm, attach, rules, windows
 from hybridcomp.errors import CheckpointError, ConfigError, SeamError
 from tests.engines.trainer import digest
 from tests.ranks import run_ranks
@@ -44,7 +44,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> flo
     return float(loss.detach())
 
 
-def trained(model: nn.Module, block: dict[str, Any] | None, steps: int = 3) -> tuple[Any, ...]:
+def trained(model: Any, block: dict[str, Any] | None, steps: int = 3) -> tuple[Any, ...]:
     """Losses, digest of the parameters, and what is attached."""
     attached = None if block is None else hybridcomp.attach(model, {**QUIET, **block})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -59,9 +59,9 @@ def wire_of(attached: Any, name: str) -> float:
 # ---- meshes of experts
 
 
-def with_experts(replicas: int = 1) -> nn.Module:
+def with_experts(replicas: int = 1) -> Any:
     """The middle layer is an expert, another one on ranks 0, 2 than on 1, 3, and cut over two."""
-    model = layers()
+    model: Any = layers()
     whole = init_device_mesh("cpu", (4,))
     if replicas > 1:
         whole = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("r", "s"))
@@ -113,7 +113,7 @@ def test_meshes_of_experts(tmp_path: Path) -> None:
 # ---- parameters on the host
 
 
-def offloaded(is_offloaded: bool) -> nn.Module:
+def offloaded(is_offloaded: bool) -> Any:
     model = layers()
     given: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if is_offloaded else {}
     for layer in model:
@@ -124,7 +124,9 @@ def offloaded(is_offloaded: bool) -> nn.Module:
 def on_host() -> dict[str, Any]:
     native = trained(offloaded(False), None)[:2]
     lossless = trained(offloaded(True), {"zero": LOSSLESS})[:2]
-    lossy = [trained(offloaded(on), {"dp": B4, "zero": {"codec": "blockint"}}) for on in (0, 1)]
+    lossy = [
+        trained(offloaded(on), {"dp": B4, "zero": {"codec": "blockint"}}) for on in (False, True)
+    ]
     return {
         "identity": native == lossless,
         "as without": lossy[0][:2] == lossy[1][:2],
@@ -216,10 +218,10 @@ def test_another_torch_is_an_error_at_start(found: str, monkeypatch: pytest.Monk
     assert str(caught.value).count(";") == 1 and "\n" not in str(caught.value)
     assert "fsdp2: needs torch >= 2.9, < 2.14" in str(caught.value) and found in str(caught.value)
     if found.startswith("2.8"):
-        rules.check_version("ddp", attach.windows.DDP)
+        rules.check_version("ddp", windows.DDP)
     else:
         with pytest.raises(SeamError, match=r"ddp: needs torch >= 2\.6, < 2\.14, found torch"):
-            rules.check_version("ddp", attach.windows.DDP)
+            rules.check_version("ddp", windows.DDP)
 
 
 def test_without_a_block_another_torch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,11 +88,12 @@ class Wire:
             self.gathered += shard.nbytes * (members - 1)
 
         with contextlib.ExitStack() as stack:
-            for name, count in (
+            counts: list[tuple[str, Callable[..., None]]] = [
                 ("all_reduce", sum_all),
                 *((name, sum_shards) for name in SCATTERS),
                 *((name, gather) for name in GATHERS),
-            ):
+            ]
+            for name, count in counts:
                 if hasattr(dist, name):
                     counted = _counted(getattr(dist, name), count)
                     stack.enter_context(mock.patch.object(dist, name, counted))
