@@ -64,16 +64,17 @@ def test_ways_of_torch_learn_alike_and_are_counted(
     (native, base, _), _ = two.run(train, kind, None, tmp_path)
     assert native[-1] < native[0] - 0.3
     numel = sum(p.numel() for p in GPT(ModelConfig(16, layers=2, width=32, heads=2)).parameters())
-    if kind == "ddp":  # two ranks, each of which sends what it has
+    if kind == "ddp":  # two ranks, each of which sends what it has; C++ does, and is not counted
         assert base["raw_MB"] == pytest.approx(2 * 4 * numel * STEPS / 1e6)
-    assert base["wire_MB"] == pytest.approx(base["raw_MB"])
+    else:
+        assert base["wire_MB"] == pytest.approx(base["raw_MB"])
     for name in METHODS[kind]:
         (losses, row, weights), (_, _, other) = two.run(train, kind, name, tmp_path)
         assert weights == pytest.approx(other, rel=1e-6), name
         assert losses[0] == pytest.approx(native[0], rel=1e-4), name
         assert losses[-1] == pytest.approx(native[-1], rel=0.1), name
         assert row["raw_MB"] == pytest.approx(base["raw_MB"]), name
-        share = row["wire_MB"] / base["wire_MB"]
+        share = row["wire_MB"] / base["raw_MB"]
         if kind == "fsdp2":  # sums of 16 bits, gathers as they were: twice as many values
             assert 0.82 < share < 0.86
         else:
