@@ -34,14 +34,16 @@ def loss_chapter(source: Path, out: Path) -> str:
 
 def torch_chapter(source: Path, out: Path) -> str:
     """The same under torch's own engines, beside what torch has. Raises Missing."""
-    return _chapter("loss_torch", TORCH_HEAD, source, out)
+    return _chapter("loss_torch", TORCH_HEAD, source, out, least=1)
 
 
-def _chapter(stem: str, head: str, source: Path, out: Path) -> str:
+def _chapter(stem: str, head: str, source: Path, out: Path, least: int = 2) -> str:
+    """Of the layouts with ``least`` seeds of a finished baseline. Raises Missing."""
     found = {name: Study.of(source / name) for name in LAYOUTS[stem]}
-    studies = {name: study for name, study in found.items() if len(study.seeds) > 1}
+    studies = {name: study for name, study in found.items() if len(study.seeds) >= least}
     if not studies:
-        raise Missing(f"{source}: two seeds of a baseline are finished in no layout")
+        seeds = "two seeds" if least > 1 else "one seed"
+        raise Missing(f"{source}: {seeds} of a baseline are finished in no layout")
     parts, figures, blocks = [], {}, {}
     for layout, study in studies.items():
         words = [f"{name}={study.paths(name)}" for name in study.whole]
@@ -53,7 +55,7 @@ def _chapter(stem: str, head: str, source: Path, out: Path) -> str:
             blocks[layout] = further
     (out / f"{stem}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     (out / f"{stem}_blocks.json").write_text(json.dumps(blocks, indent=1) + "\n", encoding="utf-8")
-    missing = [name for name in LAYOUTS[stem] if name not in studies]
+    missing = [name for name in LAYOUTS[stem] if len(found[name].seeds) < 2]
     if missing:
         parts.append(f"\nNot measured yet with several seeds: {', '.join(missing)}.")
     return "\n".join([head, *parts, *commands(studies, stem)])
