@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hybridcomp.collectives.hierarchical.inside import hand_on, node_sum, ranges_of_nodes
 from hybridcomp.collectives.owner_plan import (
+    OwnedPart,
     OwnedRange,
     OwnerPlan,
-    OwnedPart,
     part_rounds,
     plan_of,
     range_rounds,
