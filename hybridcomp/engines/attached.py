@@ -16,8 +16,8 @@ from hybridcomp.session import EngineSession
 
 Kind = Literal["ddp", "fsdp2"]
 UNEVEN = (
-    "steps inside of join() are not counted, as ranks make different numbers of them: reports, "
-    "samples, the guard, ramps and start_step stand still until it ends"
+    "join(): from here on steps are not counted, as ranks make different numbers of them; reports, "
+    "samples, the guard, ramps and start_step stand still"
 )
 _numbers = count()
 
@@ -48,8 +48,8 @@ class Attached:
                 it is a gradient: the unit of the residual.
             layout: how residuals are spread over the ranks; equal where they may be taken over as
                 they are.
-            uneven: says whether ranks may make different numbers of steps now, so that none of
-                them is one that all ranks count.
+            uneven: says whether ranks may make different numbers of steps from now on, so that none
+                of them is one that all ranks count.
         """
         self.kind = kind
         self.number = next(_numbers)  # in the order of attaching, which all ranks share

@@ -87,7 +87,7 @@ def experts(folder: Path) -> dict[str, Any]:
     return {
         "identity": native == lossless, "losses": (native[0], losses),
         "wire": wire_of(attached, "dp"), "names": names, "layout": attached.layout,
-        "loaded": attached.channels.residuals.norm() == before > 0,
+        "norms": (before, attached.channels.residuals.norm()),
         "hsdp": wire_of(trained(with_experts(2), {"dp": B4})[2], "dp"),
     }  # fmt: skip
 
@@ -98,7 +98,8 @@ def test_meshes_of_experts(tmp_path: Path) -> None:
     whole, part = 2 * (WIDTH * WIDTH + WIDTH), WIDTH * WIDTH + WIDTH
     numel = whole * 3 / 4 + part / 2
     for rank, one in enumerate(found):
-        assert one["identity"] and one["loaded"]
+        assert one["identity"] and one["norms"][0] > 0
+        assert one["norms"][1] == pytest.approx(one["norms"][0])
         native, lossy = one["losses"]
         assert lossy == pytest.approx(native, rel=0.05) and lossy != native
         assert one["wire"] == pytest.approx(3 * numel * 4.25 / 8, rel=0.05)
@@ -179,7 +180,8 @@ def test_replicate() -> None:
 
 
 def joined() -> dict[str, Any]:
-    """Rank 0 has three batches, rank 1 five; then both have two more."""
+    """Rank 0 has three batches, rank 1 five; then both have two more, of which torch tells nobody
+    that they are behind the context."""
     found: dict[str, Any] = {}
     for name, codec in (("native", None), ("lossless", LOSSLESS), ("lossy", B4)):
         model = DistributedDataParallel(layers())
@@ -191,11 +193,9 @@ def joined() -> dict[str, Any]:
         with model.join():
             for number in range(3 + 2 * dist.get_rank()):
                 step(model, optimizer, number)
-        inside = 0 if attached is None else attached.step
         for number in range(2):
             step(model, optimizer, number)
-        steps = 2 if attached is None else attached.step
-        found[name] = (digest(model), inside, steps)
+        found[name] = (digest(model), 0 if attached is None else attached.step)
     return found
 
 
@@ -203,8 +203,8 @@ def test_ranks_that_join_early() -> None:
     """Shadowed passes are encoded as all others; steps that only some make are not counted."""
     one, other = run_ranks(2, joined)
     assert one == other
-    assert one["native"] == one["lossless"] == (one["native"][0], 0, 2)
-    assert one["lossy"][0] != one["native"][0]
+    assert one["native"] == one["lossless"] == (one["native"][0], 0)
+    assert one["lossy"][0] != one["native"][0] and one["lossy"][1] == 0
 
 
 # ---- versions of torch
