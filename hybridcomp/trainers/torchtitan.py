@@ -1,0 +1,52 @@
+"""torchtitan: figures beside its own, for its TensorBoard and W&B.
+
+An override of torchtitan's, named on its command line: no configuration has to be changed.
+
+``-m torchtitan.train ... --override.imports hybridcomp.trainers.torchtitan.ledger_metrics``
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import derive, override
+
+from hybridcomp.trainers.figures import take
+from hybridcomp.wandb_run import added
+
+
+class LedgerMetrics(MetricsProcessor):  # type: ignore[misc]
+    """torchtitan's metrics, with the ledger's figures among them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):  # type: ignore[misc]
+        """That of torchtitan."""
+
+    def __init__(self, config: Any, **given: Any) -> None:
+        super().__init__(config, **given)
+        self._figures: dict[str, float] = {}
+
+    def should_log(self, step: int) -> bool:
+        """As torchtitan says; it asks in every step, so no report between two logs is lost."""
+        self._collect()
+        return bool(super().should_log(step))
+
+    def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **given: Any) -> None:
+        """Log what torchtitan has measured, and the reports since the last time."""
+        self._collect()
+        extra = {**self._figures, **(extra_metrics or {})}
+        self._figures = {}
+        super().log(*args, extra_metrics=extra, **given)
+
+    def _collect(self) -> None:
+        for part in self.model_parts or ():
+            if figures := take(part):
+                self._figures = {**self._figures, **added(self._figures, figures)}
+
+
+@override(target=MetricsProcessor.Config, exact=True)  # type: ignore[untyped-decorator]
+def ledger_metrics(config: Any) -> Any:
+    """The override: the same settings, for ``LedgerMetrics``."""
+    return derive(LedgerMetrics.Config, config)
