@@ -17,8 +17,8 @@ class HybridcompCallback(lightning.Callback):  # type: ignore[misc]
     """Logs the ledger: ``lightning.Trainer(callbacks=[HybridcompCallback()], ...)``."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        """Log a report that this batch has made, under the optimizer step."""
+        """Log a report that this batch has made, under its step, which Lightning counts from 0."""
         figures = take(trainer.strategy.model)
         if figures:
             for logger in trainer.loggers:
-                logger.log_metrics(figures, step=trainer.global_step)
+                logger.log_metrics(figures, step=trainer.global_step - 1)

@@ -49,4 +49,4 @@ class LedgerMetrics(MetricsProcessor):  # type: ignore[misc]
 @override(target=MetricsProcessor.Config, exact=True)  # type: ignore[untyped-decorator]
 def ledger_metrics(config: Any) -> Any:
     """The override: the same settings, for ``LedgerMetrics``."""
-    return derive(LedgerMetrics.Config, config)
+    return derive(config, LedgerMetrics.Config)

@@ -5,13 +5,83 @@ None of it is about hybridcomp, and a script for GPUs needs none of it.
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
 
-def allow_fsdp() -> None:
-    """Let accelerate shard on CPUs: it asks for nothing but processes that are those of GPUs."""
+def accelerate_on_cpu(engine: str = "") -> None:
+    """Let accelerate shard and use DeepSpeed on CPUs: it asks only whose processes they are.
+
+    ``engine``: "fsdp", "deepspeed" or "ddp"; without it what ``accelerate launch`` was told.
+    """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
+    for name in ("fsdp", "deepspeed"):
+        if os.environ.get(f"ACCELERATE_USE_{name.upper()}") == "true":
+            engine = engine or name
     if not torch.cuda.is_available():
-        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        state = PartialState(cpu=True)
+        if engine == "fsdp":
+            state.distributed_type = DistributedType.MULTI_GPU
+        elif engine == "deepspeed":
+            state.distributed_type = DistributedType.DEEPSPEED
+
+
+def lightning_accelerator() -> Any:
+    """What ``lightning.Trainer(accelerator=...)`` takes: GPUs, else CPUs that pass for GPUs.
+
+    Lightning's DeepSpeed strategy refuses every accelerator that is not a ``CUDAAccelerator``.
+    """
+    from lightning.pytorch.accelerators import CUDAAccelerator
+
+    if torch.cuda.is_available():
+        return "gpu"
+
+    class OnCPU(CUDAAccelerator):  # type: ignore[misc]
+        """Processes on CPUs."""
+
+        parse_devices = staticmethod(int)
+        is_available = staticmethod(lambda: True)
+
+        @staticmethod
+        def get_parallel_devices(devices: int) -> list[torch.device]:
+            """One for each process."""
+            return [torch.device("cpu", place) for place in range(devices)]
+
+        def setup_device(self, device: torch.device) -> None:
+            """Nothing is chosen."""
+
+        def setup(self, trainer: Any) -> None:
+            """Nothing is emptied."""
+
+        def get_device_stats(self, device: Any) -> dict[str, Any]:
+            """Nothing is known."""
+            return {}
+
+        def teardown(self) -> None:
+            """Nothing is freed."""
+
+    return OnCPU()
+
+
+class TorchtitanDevice:
+    """What torchtitan asks of ``torch.cuda``, answered for a process on CPUs."""
+
+    set_device = synchronize = empty_cache = reset_peak_memory_stats = staticmethod(lambda *_: None)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 1)
+    get_device_name = staticmethod(lambda _: "CPU")
+    get_device_properties = staticmethod(lambda _: SimpleNamespace(total_memory=1))
+    memory_stats = staticmethod(lambda _: {})
+
+
+def torchtitan_devices() -> None:
+    """Let torchtitan train on CPUs: before anything else of it is imported."""
+    if not torch.cuda.is_available():
+        from torchtitan.tools import utils
+
+        utils.device_type, utils.device_module = "cpu", TorchtitanDevice()

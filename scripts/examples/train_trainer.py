@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from on_cpu import allow_fsdp
+from on_cpu import accelerate_on_cpu
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hybridcomp.trainers.hugging_face import HybridcompCallback
@@ -49,7 +49,7 @@ def main() -> None:
         fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
     )  # fmt: skip
     if arguments.fsdp2:
-        allow_fsdp()
+        accelerate_on_cpu("fsdp")
     trainer = Trainer(GPT2LMHeadModel(config), settings, train_dataset=samples(512, 256, 64))
     trainer.add_callback(HybridcompCallback(trainer, arguments.block))
     trainer.train(resume_from_checkpoint=arguments.resume)
