@@ -58,14 +58,11 @@ def test_zero_resumed_shows_the_ledger_in_log_json_and_wandb(stage: int, tmp_pat
             errors = figures_of(history, f"compression/{dimension}/error")
             assert errors[steps[-1]] == pytest.approx(report["error"])
         assert list(losses_of(history)) == list(range(5, steps[-1] + 1, 5))
-        newest = max(
-            (tmp_path / "wandb").glob("offline-run-*"), key=lambda run: run.stat().st_mtime
-        )
-        row = read_wandb(newest).ledger["dp"]["forward"]
-        assert row["wire_MB"] == pytest.approx(
-            reports[-1]["dimensions"]["dp"]["forward"]["wire_MB"]
-        )
-        assert row["codec"] == "blockint(bits=4)"
+        runs = (tmp_path / "wandb").glob("offline-run-*")
+        row = read_wandb(max(runs, key=lambda run: run.stat().st_mtime)).ledger["dp"]["forward"]
+        report = reports[-1]["dimensions"]["dp"]["forward"]
+        assert row["wire_MB"] == pytest.approx(report["wire_MB"])
+        assert row["codec"] == report["codec"] == "blockint(bits=4)"
     assert losses_of(history)[20] < losses_of(history)[5]
 
 
