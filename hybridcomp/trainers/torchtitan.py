@@ -1,8 +1,9 @@
-"""torchtitan: figures beside its own, for its TensorBoard and W&B.
+"""torchtitan: figures beside its own for its TensorBoard and W&B, residuals in its checkpoints.
 
-An override of torchtitan's, named on its command line: no configuration has to be changed.
+Overrides, as torchtitan calls them, named on its command line: no configuration has to be changed.
 
 ``-m torchtitan.train ... --override.imports hybridcomp.trainers.torchtitan.ledger_metrics``
+``hybridcomp.trainers.torchtitan.checkpoints``
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import derive, override
 
+import hybridcomp
 from hybridcomp.trainers.figures import take
 from hybridcomp.wandb_run import added
 
@@ -50,3 +53,30 @@ class LedgerMetrics(MetricsProcessor):  # type: ignore[misc]
 def ledger_metrics(config: Any) -> Any:
     """The override: the same settings, for ``LedgerMetrics``."""
     return derive(config, LedgerMetrics.Config)
+
+
+class Checkpoints(CheckpointManager):  # type: ignore[misc]
+    """torchtitan's checkpoints, with what error feedback left out among its states."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """That of torchtitan."""
+
+    def __init__(
+        self, config: Any, *, model_parts: list[Any], states: dict[str, Any], **given: Any
+    ) -> None:
+        for number, part in enumerate(model_parts):
+            if hybridcomp.attach(part) is not None:
+                name = "hybridcomp" if number == 0 else f"hybridcomp_{number}"
+                states[name] = hybridcomp.stateful(part)
+        super().__init__(config, model_parts=model_parts, states=states, **given)
+
+
+@override(target=CheckpointManager.Config, exact=True)  # type: ignore[untyped-decorator]
+def checkpoints(config: Any) -> Any:
+    """The override: the same settings, for ``Checkpoints``.
+
+    A checkpoint that was written without it is loaded with
+    ``--checkpoint.exclude_from_loading hybridcomp``.
+    """
+    return derive(config, Checkpoints.Config)

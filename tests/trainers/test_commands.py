@@ -31,7 +31,8 @@ def losses_of(folder: Path, printed: str) -> tuple[float, float]:
         with (folder / found[1]).open() as file:
             rows = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
         return rows[0], rows[-1]
-    rows = [float(loss) for loss in re.findall(r"loss: +([\d.]+)", printed)]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", printed)  # torchtitan's colours
+    rows = [float(loss) for loss in re.findall(r"loss: +([\d.]+)", plain)]
     return rows[0], rows[-1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,28 @@ def test_torchtitans_tensorboard_gets_the_figures(tmp_path: Path) -> None:
     wire = [report["dimensions"]["dp"]["forward"]["wire_MB"] for report in ledger(tmp_path)[:-1]]
     # both reports since torchtitan's last log
     assert event.step == 20 and event.value == pytest.approx(sum(wire), rel=1e-5)
+
+
+def test_torchtitans_checkpoints_hold_the_residuals(tmp_path: Path) -> None:
+    needs("scripts/examples/train_torchtitan.py")
+    overrides = ",".join(
+        f"hybridcomp.trainers.torchtitan.{name}" for name in ("ledger_metrics", "checkpoints")
+    )
+    arguments = "--module torchtitan_small --config small --dump_folder out --checkpoint.enable "
+    arguments += f"--checkpoint.interval 10 --override.imports {overrides}"
+    command = "torchrun --standalone --nproc-per-node 2 -m hybridcomp.run "
+    command += f"scripts/examples/train_torchtitan.py {arguments}"
+    whole = launch(tmp_path, f"HYBRIDCOMP_CONFIG=scripts/examples/fsdp2.json {command}")
+    norms = [report["residual_norm"] for report in ledger(tmp_path)[:-1]]
+    command += " --checkpoint.load_step 10"
+    resumed = launch(tmp_path, f"HYBRIDCOMP_CONFIG=scripts/examples/fsdp2.json {command}")
+    assert titan_losses(resumed) == {
+        step: loss for step, loss in titan_losses(whole).items() if step > 10
+    }
+    assert [report["residual_norm"] for report in ledger(tmp_path)[:-1]] == norms[1:]
+
+
+def titan_losses(printed: str) -> dict[int, str]:
+    """By step what torchtitan says of it on the console."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", printed)
+    return {int(step): loss for step, loss in re.findall(r"step: +(\d+) +loss: +([\d.]+)", plain)}
