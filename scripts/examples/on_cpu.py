@@ -68,15 +68,13 @@ def lightning_accelerator() -> Any:
     return OnCPU()
 
 
-class TorchtitanDevice:
-    """What torchtitan asks of ``torch.cuda``, answered for a process on CPUs."""
-
-    set_device = synchronize = empty_cache = reset_peak_memory_stats = staticmethod(lambda *_: None)
-    current_device = staticmethod(lambda: 0)
-    device_count = staticmethod(lambda: 1)
-    get_device_name = staticmethod(lambda _: "CPU")
-    get_device_properties = staticmethod(lambda _: SimpleNamespace(total_memory=1))
-    memory_stats = staticmethod(lambda _: {})
+#: what torchtitan asks of ``torch.cuda``, answered for a process on CPUs
+TORCHTITAN_DEVICE = SimpleNamespace(
+    set_device=lambda _: None, synchronize=lambda: None, empty_cache=lambda: None,
+    reset_peak_memory_stats=lambda: None, current_device=lambda: 0, device_count=lambda: 1,
+    get_device_name=lambda _: "CPU", memory_stats=lambda _: {},
+    get_device_properties=lambda _: SimpleNamespace(total_memory=1),
+)  # fmt: skip
 
 
 def torchtitan_devices() -> None:
@@ -84,4 +82,4 @@ def torchtitan_devices() -> None:
     if not torch.cuda.is_available():
         from torchtitan.tools import utils
 
-        utils.device_type, utils.device_module = "cpu", TorchtitanDevice()
+        utils.device_type, utils.device_module = "cpu", TORCHTITAN_DEVICE

@@ -86,6 +86,7 @@ def small() -> Trainer.Config:
     config.dataloader, config.tokenizer = CountingLoader.Config(), Numbers.Config()
     config.training.local_batch_size, config.training.seq_len = 4, 128
     config.training.steps, config.training.disable_cuda_graphs = 20, True
+    config.parallelism.spmd_backend = "partial_dtensor"  # others want parameters to be DTensors
     config.activation_checkpoint = None
     config.metrics.enable_tensorboard = True
     config.metrics.log_freq = 5

@@ -85,8 +85,8 @@ def test_resumed_under_torchs_own_engines_is_the_unbroken_run(engine: str, tmp_p
         found = figures_of(histories["whole"], name)
         assert list(found) == [10, 20] and found == figures_of(histories["broken"], name)
     whole, broken = (tmp_path / name / "out" for name in ("whole", "broken"))
-    found = compared([str(whole), str(broken)], Wishes(last=2))
-    assert found.comparisons[1].gap == 0
+    result = compared([str(whole), str(broken)], Wishes(last=2))
+    assert result.comparisons[1].gap == 0
     training = read_training(whole / FILE, "none.jsonl")  # from the log itself
     assert training.ledger["dp"]["forward"]["wire_MB"] > 0
 
