@@ -8,15 +8,17 @@ HYBRIDCOMP_CONFIG=scripts/examples/fsdp2.json torchrun --nproc-per-node 2 -m hyb
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.common import ScaledDotProductAttention
+from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
@@ -76,9 +78,19 @@ class Numbers(BaseTokenizer):  # type: ignore[misc]
         return VOCABULARY
 
 
+def parallelize(model: Any, **given: Any) -> Any:
+    """As torchtitan does; on CPUs gloo is asked for plain sums, as it multiplies none."""
+    model = parallelize_llama(model, **given)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and not torch.cuda.is_available():
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
 def small() -> Trainer.Config:
     """torchtitan's ``llama3_debugmodel``, smaller, and with attention that CPUs can train."""
     config = llama3_debugmodel()
+    config.model_spec = replace(config.model_spec, parallelize_fn=parallelize)
     model = config.model_spec.model
     model.layers = model.layers[:2]
     for layer in model.layers:
