@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""torchtitan's own program, ``python -m torchtitan.train``, which runs on CPUs too.
+"""torchtitan's own program, ``python -m torchtitan.train``, on torch 2.13 and on CPUs too.
 
-Where there are GPUs ``-m torchtitan.train`` may stand in the place of this file; the command is
-that of ``torchtitan_small.py``.
+The command is that of ``torchtitan_small.py``. Of torch 2.14, which torchtitan 0.3 is written for,
+it calls one thing that torch 2.13 has under another name.
 """
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from on_cpu import torchtitan_devices
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 torchtitan_devices()
+if not hasattr(dist, "set_timeout"):
+    dist.set_timeout = _set_pg_timeout  # type: ignore[attr-defined]
 
 from torchtitan.train import main  # noqa: E402
 
