@@ -99,8 +99,9 @@ class Job:
                 "--num_gpus", count, "--master_addr", "127.0.0.1", "--master_port", port,
                 "--module", "hybridcomp.run", script,
             ],
+            # not --master_port: the store of a static rendezvous is shared by all starts
             "torchrun": [
-                "--nproc_per_node", count, "--master_port", port,
+                "--nproc_per_node", count, "--standalone",
                 "--max_restarts", str(self.settings.get("restarts", 0)),
                 "-m", "hybridcomp.run", script,
             ],
