@@ -158,7 +158,8 @@ KINDS: Mapping[str, tuple[int, Callable[[random.Random, Path], Strike]]] = {
 def _send(number: signal.Signals) -> Callable[[Job, int], None]:
     def act(job: Job, rank: int) -> None:
         pid = job.rank_pid(rank)
-        assert pid is not None
+        if pid is None:  # it ended before; the job is judged by how it ends
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
