@@ -62,7 +62,19 @@ def _parser() -> argparse.ArgumentParser:
     examples.add_command(commands)
 
     doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
+    doctor.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="show this measurement (cluster.json, if any)"
+    )
     doctor.set_defaults(run=_doctor)
+
+    from hybridcomp.measure import options
+
+    measure = commands.add_parser(
+        "measure", help="time links, codecs and devices; started by a launcher",
+        description=options.HOW, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    options.add_arguments(measure)
+    measure.set_defaults(run=_measure)
 
     _add_pays(commands.add_parser("pays", help="up to which speed of the link compression pays"))
 
@@ -129,7 +141,13 @@ def _schema(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from hybridcomp import doctor
 
-    return doctor.run()
+    return doctor.run(options.cluster)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from hybridcomp.measure import command
+
+    return command.run(options)
 
 
 def _version(name: str) -> str | None:

@@ -21,6 +21,9 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.kernels import kernels_of
 from hybridcomp.kernels.cuda import images, setup
 from hybridcomp.kernels.cuda.setup import CudaSetup
+from hybridcomp.measure import report
+from hybridcomp.measure.machine import device_name
+from hybridcomp.plan import cluster_file
 
 #: what stands in front of a line
 OK, INFO, FAIL = "ok", "-", "FAIL"
@@ -32,16 +35,19 @@ CONFIG = process.ENVIRONMENT
 cuda: Any = torch.cuda  # parts of it are untyped
 
 
-def run() -> int:
-    """Print a line for each finding as it comes; the exit status is 1 if something fails."""
+def run(cluster: Path | None = None) -> int:
+    """Print a line for each finding as it comes; the exit status is 1 if something fails.
+
+    ``cluster``: the file of a measurement; None: the one of the working folder, if there is one.
+    """
     failed = False
-    for mark, text in findings():
+    for mark, text in findings(cluster):
         print(f"{mark:4} {text}", flush=True)
         failed = failed or mark == FAIL
     return int(failed)
 
 
-def findings() -> Iterator[Finding]:
+def findings(cluster: Path | None = None) -> Iterator[Finding]:
     """Everything that is looked at, in the order in which it is printed."""
     yield from _requirements()
     yield _kernels()
@@ -53,6 +59,26 @@ def findings() -> Iterator[Finding]:
     yield _apex()
     yield from _optional()
     yield from _environment()
+    yield from _cluster(cluster)
+
+
+def _cluster(path: Path | None) -> Iterator[Finding]:
+    """What ``hybridcomp measure`` found, and whether this machine can be part of it."""
+    if path is None and not cluster_file.DEFAULT.is_file():
+        yield INFO, "no cluster.json here (optional: hybridcomp measure writes one)"
+        return
+    try:
+        cluster = cluster_file.read(path or cluster_file.DEFAULT)
+    except HybridcompError as error:
+        yield FAIL, str(error)
+        return
+    for line in report.lines(cluster):
+        yield OK, line
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    mine = device_name(torch.device(kind)).partition(",")[0]
+    known = {rank.device.partition(",")[0] for rank in cluster.ranks}
+    if mine not in known and not cluster.by_hand:
+        yield INFO, f"the cluster is not of machines like this one, which has {mine}"
 
 
 def _gpu(found: CudaSetup) -> Iterator[Finding]:

@@ -22,6 +22,8 @@ from hybridcomp.config import notes as dtype_notes
 from hybridcomp.errors import ConfigError
 from hybridcomp.rules import ds_check as check
 from hybridcomp.rules import neox as rules
+from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.planned import hold_to_plan
 
 SILENT = "started in another way, the job ignores the block without a word"
 DEEPSPEED_START = """\
@@ -77,6 +79,7 @@ def lines(
     if not bare:
         notes += dtype_notes(block, _dtype(source))
         notes += check.check(block, source, **known, world_size=world_size)
+        hold_to_plan(block, _written_layout(source, world_size))
     if not neox and not _is_strict(file):
         notes.append(_NOT_STRICT)
     yield f"{file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}"
@@ -86,6 +89,17 @@ def lines(
         yield from _resumed(block, checkpoint)
     start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
     yield start.format(file=file, block=BLOCK, silent=SILENT)
+
+
+def _written_layout(source: Mapping[str, Any], world_size: int | None) -> dict[str, int | None]:
+    """What a ds_config says of the layout, by the names of a plan; None: it does not."""
+    job = Job(source, world_size=world_size)
+    return {
+        "world_size": world_size,
+        "zero_stage": job.stage,
+        "micro_batch": job.get("train_micro_batch_size_per_gpu"),
+        "accumulation": job.get("gradient_accumulation_steps"),
+    }
 
 
 _NOT_STRICT = (

@@ -44,16 +44,23 @@ MODULES: dict[str, tuple[str, ...]] = {
         "mcore.experts",
         "mcore.pipeline",
         "mcore.ddp",
+        "mcore.context_parallel",
     ),
     "transformer_engine.pytorch": ("mcore.transformer_engine",),
     "megatron.mpu": ("neox.mpu",),
     "megatron.training": ("neox.log",),
+    "torch.distributed.tensor.experimental._context_parallel._attention": ("torch_context",),
 }
 #: packages whose name another upstream bears too -> whether this process has the one that is meant
 TOLD_BY: dict[str, Callable[[], bool]] = {"megatron.mpu": is_neox, "megatron.training": is_neox}
 
 #: packages that a job may have and not need: what keeps their patches away is told to whoever asks
-OPTIONAL = frozenset({"transformer_engine.pytorch"})
+OPTIONAL = frozenset(
+    {
+        "transformer_engine.pytorch",
+        "torch.distributed.tensor.experimental._context_parallel._attention",
+    }
+)
 
 _armed = False
 _hooked: set[str] = set()
@@ -80,6 +87,7 @@ def support_matrix() -> str:
     A seam module says with ``COVERS`` which dimensions it carries; the first sentence of its
     docstring says what of them.
     """
+    from hybridcomp import nn
     from hybridcomp.engines import attach as engines  # DTensor takes its time to import
 
     rows = ["| dimension | what | upstream |", "|---|---|---|"]
@@ -90,6 +98,7 @@ def support_matrix() -> str:
             requirement = module.PATCHES[0][0].requirement
             found += [(name, what.rstrip("."), requirement) for name in covers(module)]
     found += engines.rows()  # torch's own engines have slots, and no seams
+    found += nn.rows()  # and what no upstream has is called by its name
     order = DIMENSIONS
     found.sort(key=lambda row: order.index(row[0]))
     rows += [f"| `{name}` | {what} | `{requirement}` |" for name, what, requirement in found]

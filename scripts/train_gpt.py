@@ -5,7 +5,8 @@ deepspeed --num_gpus 2 scripts/train_gpt.py --deepspeed_config configs/ds_zero1_
 
 Precision, ZeRO, optimizer, learning rate schedule, batch sizes: --deepspeed_config. Data: two
 datasets written by scripts/prepare_data.py. With --pp N the model is a PipelineModule of N stages,
-with --tp N megatron-core cuts its layers over N ranks; the ranks that are left are replicas.
+with --tp N megatron-core cuts its layers over N ranks; the ranks that are left are replicas. With
+--cp N every N replicas share their sequences, by the ring attention of hybridcomp.
 
 torchrun --nproc-per-node 2 scripts/train_gpt.py --engine fsdp2 --deepspeed_config FILE
 
@@ -44,7 +45,7 @@ from gpt.weights import ModelConfig
 
 
 class ParallelismError(ValueError):
-    """Ranks or packages that --tp and --pp need are not there."""
+    """Ranks or packages that --tp, --pp and --cp need are not there."""
 
 
 #: what a user can get wrong: told in one line
@@ -74,6 +75,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tp", type=int, default=1, metavar="N",
         help="tensor-parallel ranks; pip install 'hybridcomp[megatron]'")  # fmt: skip
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
+    add("--cp", type=int, default=1, metavar="N",
+        help="context-parallel ranks, of the replicas; needs hybridcomp")  # fmt: skip
     add("--lr", type=float, default=1e-3, help="only where the DeepSpeed file has no optimizer")
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
     add("--print-every", type=int, default=10, metavar="N")
@@ -89,7 +92,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     found = parser.parse_args(arguments)
     if found.deepspeed_config is None:
         parser.error("--deepspeed_config FILE is needed")
-    for name in ("steps", "length", "tp", "pp", "print_every"):
+    for name in ("steps", "length", "tp", "pp", "cp", "print_every"):
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     return found
@@ -141,6 +144,28 @@ def lay_out(tp: int, pp: int) -> Any:
             "pip install 'hybridcomp[megatron]'"
         ) from None
     return tensor_parallel.start(tp, pp)
+
+
+def cut_sequences(cp: int, tp: int, pp: int, length: int) -> None:
+    """Make the groups of --cp. Raises ParallelismError."""
+    replicas = dist.get_world_size() // (tp * pp)
+    if replicas % cp:
+        raise ParallelismError(
+            f"--cp {cp}: expected a multiple of {cp} replicas, found {replicas}; change --num_gpus"
+        )
+    if length % (2 * cp):
+        raise ParallelismError(
+            f"--cp {cp} --length {length}: expected a multiple of {2 * cp} tokens, two chunks a "
+            "rank; change --length"
+        )
+    try:
+        from gpt import context_parallel
+    except ImportError as error:
+        raise ParallelismError(
+            f"--cp {cp}: expected hybridcomp, found none that can be imported ({error}); "
+            "pip install hybridcomp"
+        ) from None
+    context_parallel.start(cp, tp, pp)
 
 
 def torch_trainer(
@@ -200,6 +225,8 @@ def run(arguments: argparse.Namespace) -> None:
     prepare_machine(arguments.seed)
     torch_engine = arguments.engine != "deepspeed"
     topology = None if torch_engine else lay_out(arguments.tp, arguments.pp)
+    if arguments.cp > 1:
+        cut_sequences(arguments.cp, arguments.tp, arguments.pp, arguments.length)
     folder, name = arguments.data.parent, arguments.data.name
     samples = Samples(IndexedTokens(folder / f"{name}_train"), arguments.length, arguments.seed)
     valid = None
@@ -216,6 +243,7 @@ def run(arguments: argparse.Namespace) -> None:
         tied=arguments.tie_embeddings,
         seed=arguments.seed,
         tp=arguments.tp,
+        cp=arguments.cp,
     )
     trainer: loop.Trainer
     if torch_engine:
@@ -225,6 +253,10 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         engine = build_engine(arguments, settings, config, topology)
         trainer = loop.PlainTrainer(engine, loss_of(config))
+    if arguments.cp > 1:
+        from gpt.context_parallel import share
+
+        trainer.share = share(trainer.share)
     step, consumed = loop.load(trainer.engine, arguments.load) if arguments.load else (0, 0)
     header = {
         "deepspeed_config": config_path,
@@ -233,6 +265,7 @@ def run(arguments: argparse.Namespace) -> None:
         "world_size": dist.get_world_size(),
         "tensor_parallel": arguments.tp,
         "pipeline_stages": arguments.pp,
+        "context_parallel": arguments.cp,
         "tokens_per_step": trainer.share.global_batch * arguments.length,
         "apex": what_is_apex(),
     }

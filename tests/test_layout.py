@@ -64,14 +64,23 @@ ALLOWED: dict[str, set[str]] = {
     "patches": {
         "errors", "codecs", "policy", "config", "collectives", "channels", "autotune",
         "reporter", "topology", "patching", "process", "session", "log", "rules", "routing",
-        "upstream", "wandb_run", "engines",
+        "upstream", "wandb_run", "engines", "nn",
     },
     "engines": {
         "agreement", "autotune", "channels", "codecs", "collectives", "config", "errors", "log",
         "patching", "policy", "process", "reporter", "rules", "session", "topology",
     },
+    # layers whose own traffic goes through the channels of a session, or natively without one
+    "nn": {
+        "agreement", "channels", "codecs", "collectives", "config", "errors", "log", "policy",
+        "process", "session", "topology",
+    },
     "pays": {"errors", "codecs", "policy", "config"},
-    "plan": {"errors"},
+    "plan": {"codecs", "config", "errors", "pays", "policy"},
+    "measure": {
+        "agreement", "autotune", "codecs", "collectives", "config", "errors", "log", "plan",
+        "topology",
+    },
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
     "run": {""},
     # hybridcomp/__init__.py: the public names, imported late

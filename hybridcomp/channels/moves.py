@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -15,6 +16,7 @@ from hybridcomp.channels.codec_choice import Choice
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, Meter, ReduceScatterHandle, Transfer
 from hybridcomp.collectives.posted import Posting
+from hybridcomp.collectives.ring import Ring
 from hybridcomp.policy import Direction
 
 H = TypeVar("H", Handle, ReduceScatterHandle)
@@ -180,6 +182,22 @@ class Moves(Choice):
 
     def _posting(self, codec: Codec | None, holders: ProcessGroup | None) -> Posting:
         return Posting(codec, None if holders is None else self.group(holders))
+
+    def ring(self, codec: Codec | None, group: ProcessGroup | None, device: torch.device) -> Ring:
+        """What takes the messages of ring attention round ``group``; ``circled`` ends it."""
+        return Ring(codec, self.group(group), self.meter(device), device)
+
+    def circled(self, ring: Ring, raw_nbytes: int, direction: Direction = "forward") -> None:
+        """Write down what went round, once it has; ``raw_nbytes``: what native would have sent.
+
+        Without a codec they are what was sent, but for headers.
+        """
+        if ring.codec is None:
+            self.native(raw_nbytes, direction)
+            self._state.ledger.record_time((self.dimension, direction), ring.meter)
+            return
+        ring.meter.use(ring.codec.spec)
+        self._record(ring.meter, raw_nbytes, direction, ring.group.ring)
 
     def posts_once(self, codec: Codec, group: ProcessGroup | None) -> bool:
         """Whether the handle of an ``all_gather`` sends nothing in ``wait()``."""

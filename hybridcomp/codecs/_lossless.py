@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from hybridcomp.codecs._variable import VariableCodec
 from hybridcomp.codecs.base import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import DTYPE_CODES
+from hybridcomp.kernels import DTYPE_CODES, KernelSet, VariableKernels
 
 
 class LosslessCodec(VariableCodec):
@@ -20,10 +19,8 @@ class LosslessCodec(VariableCodec):
 
     lossless = True
     about: ClassVar[str] = "lossless, variable size"
-
-    @abstractmethod
-    def _kernels(self, device: torch.device) -> tuple[Callable[..., int], Callable[..., None]]:
-        """(encode, decode) for ``device``. Raises CodecError if the device has none."""
+    #: behind ``_settings`` both functions take what is handed to them below
+    kernels: ClassVar[KernelSet[VariableKernels]]
 
     @property
     @abstractmethod
@@ -38,7 +35,7 @@ class LosslessCodec(VariableCodec):
     def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
         check_encode(self.spec, values, out, nbytes)
-        return self._kernels(values.device)[0](
+        return self.kernels.on(values.device).encode(
             *self._settings,
             DTYPE_CODES[values.dtype],
             values.data_ptr(),
@@ -59,7 +56,7 @@ class LosslessCodec(VariableCodec):
     def _decode(self, payload: Tensor, out: Tensor, dtype: torch.dtype, *, add: bool) -> None:
         check_decode(self.spec, payload, out, self._least_nbytes if out.numel() else 0)
         try:
-            self._kernels(out.device)[1](
+            self.kernels.on(out.device).decode(
                 *self._settings,
                 DTYPE_CODES[dtype],
                 payload.data_ptr(),

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, check_size
-from hybridcomp.kernels import kernels_of, stores_sizes
+from hybridcomp.kernels import stores_sizes
 
 
 class VariableCodec(Codec):
@@ -23,7 +23,7 @@ class VariableCodec(Codec):
         return self._encode(values, out)
 
     def encode_into(self, values: Tensor, out: Tensor, size: Tensor) -> None:
-        if stores_sizes(kernels_of(values.device)) and values.numel():
+        if stores_sizes(values.device) and values.numel():
             check_size(self.spec, size, values.device)
             self._encode(values, out, size.data_ptr())
         else:

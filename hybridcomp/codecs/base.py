@@ -7,6 +7,7 @@ collective owns the wire buffers, so that one buffer holds the payloads for all 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from hybridcomp.codecs.capabilities import Capabilities
 from hybridcomp.codecs.launches import Each, Fused
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import DTYPE_CODES, FixedDecode, FixedEncode
+from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 __all__ = [
     "PAYLOAD_ALIGN", "VALUE_DTYPES", "Codec", "Each", "FixedCodec", "Fused", "align", "check_add",
@@ -176,14 +177,8 @@ class FixedCodec(Codec):
 
     lossless = False
     fixed_size = True
-
-    @abstractmethod
-    def _encode_kernel(self, device: torch.device) -> FixedEncode:
-        """The kernel that writes payloads. Raises CodecError if the device has none."""
-
-    @abstractmethod
-    def _decode_kernel(self, device: torch.device) -> FixedDecode:
-        """The kernel that reads payloads. Raises CodecError if the device has none."""
+    #: of the subclass
+    kernels: ClassVar[KernelSet[FixedKernels]]
 
     @property
     @abstractmethod
@@ -193,7 +188,7 @@ class FixedCodec(Codec):
     def encode(self, values: Tensor, out: Tensor) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
         check_encode(self.spec, values, out, nbytes)
-        self._encode_kernel(values.device)(
+        self.kernels.on(values.device).encode(
             self._setting,
             DTYPE_CODES[values.dtype],
             values.data_ptr(),
@@ -214,7 +209,7 @@ class FixedCodec(Codec):
     def _decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
         nbytes = self.wire_nbytes(out.numel(), out.dtype)
         check_decode(self.spec, payload, out, nbytes)
-        self._decode_kernel(out.device)(
+        self.kernels.on(out.device).decode(
             self._setting,
             DTYPE_CODES[out.dtype],
             payload.data_ptr(),

@@ -14,7 +14,7 @@ import torch
 from hybridcomp.codecs.base import Each, FixedCodec, Fused, align, check_dtype
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of
+from hybridcomp.kernels import FixedKernels, KernelSet
 
 BLOCK = 32
 TILE = 1024
@@ -76,6 +76,7 @@ class BlockInt(FixedCodec):
     about: ClassVar[str] = "integers of `bits` bits with a scale for every 32 values, fixed size"
     settings: ClassVar[tuple[Setting, ...]] = SETTINGS
     span: ClassVar[int] = TILE
+    kernels = KernelSet[FixedKernels](name)
 
     def __init__(self, bits: int = 8, rotate: bool = False, levels: Levels = "uniform") -> None:
         self.check_settings(bits=bits, rotate=rotate, levels=levels)
@@ -112,20 +113,14 @@ class BlockInt(FixedCodec):
         blocks, tiles = -(-numel // BLOCK), -(-numel // TILE)
         return align(blocks * (4 * self.bits + 1) + tiles)
 
-    def _encode_kernel(self, device: torch.device) -> FixedEncode:
-        return kernels_of(device).blockint_encode
-
-    def _decode_kernel(self, device: torch.device) -> FixedDecode:
-        return kernels_of(device).blockint_decode
-
     def fused(self, device: torch.device) -> Fused | None:
-        kernels = getattr(kernels_of(device), "blockint_fused", None)
-        fused: Fused | None = None if kernels is None else kernels(self._setting)
+        make = getattr(self.kernels.on(device), "fused", None)
+        fused: Fused | None = None if make is None else make(self._setting)
         return fused
 
     def each(self, device: torch.device) -> Each | None:
-        kernels = getattr(kernels_of(device), "blockint_each", None)
-        each: Each | None = None if kernels is None else kernels(self._setting)
+        make = getattr(self.kernels.on(device), "each", None)
+        each: Each | None = None if make is None else make(self._setting)
         return each
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:

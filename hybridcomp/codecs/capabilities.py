@@ -1,7 +1,8 @@
 """What a codec says about itself. Nobody asks which codec one is: they ask what it can do.
 
 A codec module sets these beside its encoder, and the block, the schema, bounded mode, the guard and
-the reductions follow them. No other module but the registry names a codec.
+the reductions follow them. No other module names a codec, but for those that the registry takes
+where none was asked for.
 """
 
 from __future__ import annotations

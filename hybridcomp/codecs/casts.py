@@ -8,7 +8,7 @@ so a NaN or an Inf in what was decoded was there before. The formats are in
 from __future__ import annotations
 
 from functools import cached_property
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -23,11 +23,26 @@ from hybridcomp.codecs.base import (
     check_encode,
 )
 from hybridcomp.codecs.setting import Setting
-from hybridcomp.kernels import DTYPE_CODES, FixedDecode, FixedEncode, kernels_of
+from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 ABOUT = "casts"
 #: 8-bit floats: bits of exponent and mantissa
 Format = Literal["e4m3", "e5m2"]
+
+
+class CastKernels(Protocol):
+    """What the casts have on every back end."""
+
+    def cast(
+        self, source: int, to: int, values: int, out: int, numel: int, add: bool, threads: int, /
+    ) -> None:
+        """Convert between dtypes, saturating; ``source`` and ``to`` are dtype codes.
+
+        ``add`` accumulates into fp32.
+        """
+
+
+KERNELS = KernelSet[CastKernels]("casts")
 
 
 class Cast(Codec):
@@ -49,7 +64,7 @@ class Cast(Codec):
     def encode(self, values: Tensor, out: Tensor) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
         check_encode(self.spec, values, out, nbytes)
-        kernels_of(values.device).cast(
+        KERNELS.on(values.device).cast(
             DTYPE_CODES[values.dtype],
             DTYPE_CODES[self._dtype],
             values.data_ptr(),
@@ -72,7 +87,7 @@ class Cast(Codec):
 
     def _decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
         check_decode(self.spec, payload, out, self.wire_nbytes(out.numel(), out.dtype))
-        kernels_of(out.device).cast(
+        KERNELS.on(out.device).cast(
             DTYPE_CODES[self._dtype],
             DTYPE_CODES[out.dtype],
             payload.data_ptr(),
@@ -138,6 +153,7 @@ class Fp8(FixedCodec):
     )
     BLOCK: ClassVar[int] = 4096
     span: ClassVar[int] = BLOCK
+    kernels = KernelSet[FixedKernels](name)
 
     def __init__(self, format: Format = "e4m3") -> None:
         self.check_settings(format=format)
@@ -158,12 +174,6 @@ class Fp8(FixedCodec):
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         check_dtype(self.spec, dtype)
         return align(-(-numel // 4) * 4 + 4 * -(-numel // self.BLOCK))
-
-    def _encode_kernel(self, device: torch.device) -> FixedEncode:
-        return kernels_of(device).fp8_encode
-
-    def _decode_kernel(self, device: torch.device) -> FixedDecode:
-        return kernels_of(device).fp8_decode
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Largest error of an element whose aligned block of 4096 values has this finite absmax."""

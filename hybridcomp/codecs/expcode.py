@@ -5,15 +5,14 @@ The format is at the top of ``kernels/formats/expcode.h``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
 from hybridcomp.codecs._lossless import LosslessCodec
 from hybridcomp.codecs.base import align, check_dtype
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import kernels_of
+from hybridcomp.kernels import KernelSet
 
 BLOCK, TILE = 32, 2048
 HEADER, TILE_HEADER = 32, 4
@@ -25,6 +24,36 @@ def _largest_tile(numel: int, dtype: torch.dtype) -> int:
     return -(-(TILE_HEADER + -(-blocks // 8) + blocks * BLOCK * dtype.itemsize) // 4) * 4
 
 
+class ExpCodeKernels(Protocol):
+    """What expcode has on every back end."""
+
+    def encode(
+        self,
+        dtype: int,
+        values: int,
+        numel: int,
+        out: int,
+        nbytes: int,
+        threads: int,
+        size: int = 0,
+        /,
+    ) -> int:
+        """Write a payload of at most ``nbytes``, which is the worst case."""
+
+    def decode(
+        self,
+        dtype: int,
+        payload: int,
+        nbytes: int,
+        out: int,
+        numel: int,
+        add: bool,
+        threads: int,
+        /,
+    ) -> None:
+        """Read values; ``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
+
+
 class ExpCode(LosslessCodec):
     """Lossless, variable size: about 11.2 bits a value on bf16, 14.2 on fp16, 27.2 on fp32.
 
@@ -34,6 +63,7 @@ class ExpCode(LosslessCodec):
 
     name: ClassVar[str] = "expcode"
     remark: ClassVar[str] = "expcode saves more"
+    kernels = KernelSet[ExpCodeKernels](name)
 
     @property
     def spec(self) -> str:
@@ -49,10 +79,6 @@ class ExpCode(LosslessCodec):
         last = numel - (tiles - 1) * TILE
         most = (tiles - 1) * _largest_tile(TILE, dtype) + _largest_tile(last, dtype)
         return align(HEADER + 4 * tiles + most)
-
-    def _kernels(self, device: torch.device) -> tuple[Callable[..., int], Callable[..., None]]:
-        kernels = kernels_of(device)
-        return kernels.expcode_encode, kernels.expcode_decode
 
     @property
     def _settings(self) -> tuple[int, ...]:

@@ -5,9 +5,8 @@ The stream is described at the top of ``kernels/formats/mpc.h``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -15,10 +14,42 @@ from hybridcomp.codecs._lossless import LosslessCodec
 from hybridcomp.codecs.base import align, check_dtype
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import kernels_of
+from hybridcomp.kernels import KernelSet
 
 GROUP = 32
 HEADER_WORDS = 2
+
+
+class MpcKernels(Protocol):
+    """What mpc has on every back end."""
+
+    def encode(
+        self,
+        dim: int,
+        dtype: int,
+        values: int,
+        numel: int,
+        out: int,
+        nbytes: int,
+        threads: int,
+        size: int = 0,
+        /,
+    ) -> int:
+        """Write a payload of at most ``nbytes``, which is the worst case."""
+
+    def decode(
+        self,
+        dim: int,
+        dtype: int,
+        payload: int,
+        nbytes: int,
+        out: int,
+        numel: int,
+        add: bool,
+        threads: int,
+        /,
+    ) -> None:
+        """Read values; ``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
 
 
 class Mpc(LosslessCodec):
@@ -44,6 +75,7 @@ class Mpc(LosslessCodec):
             most=32,
         ),
     )
+    kernels = KernelSet[MpcKernels](name)
 
     def __init__(self, dim: int = 1) -> None:
         self.check_settings(dim=dim)
@@ -59,10 +91,6 @@ class Mpc(LosslessCodec):
             raise CodecError(f"{self.spec}: the format holds fewer than 2^32 values, found {numel}")
         groups = -(-numel * dtype.itemsize // (4 * GROUP))
         return align(4 * (HEADER_WORDS + groups + GROUP * groups + 1)) if numel else 0
-
-    def _kernels(self, device: torch.device) -> tuple[Callable[..., int], Callable[..., None]]:
-        kernels = kernels_of(device)
-        return kernels.mpc_encode, kernels.mpc_decode
 
     @property
     def _settings(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import ClassVar, get_args
+from typing import ClassVar, Protocol, get_args
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from hybridcomp.codecs._variable import VariableCodec
 from hybridcomp.codecs.base import align, check_add, check_decode, check_dtype, check_encode
 from hybridcomp.codecs.budget import LARGEST_SEGMENT, SEGMENT_STEP, SMALLEST_SEGMENT, Mode
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import DTYPE_CODES, kernels_of
+from hybridcomp.kernels import DTYPE_CODES, KernelSet
 
 BLOCK = SEGMENT_STEP
 HEADER, TILE_HEADER, TAIL = 32, 8, 8
@@ -36,6 +36,42 @@ def _largest_tile(numel: int, dtype: torch.dtype) -> int:
     blocks = -(-numel // BLOCK)
     head = TILE_HEADER + 7 * -(-blocks // 8)
     return -(-(head + blocks * BLOCK * dtype.itemsize + 8) // 4) * 4
+
+
+class RadixKernels(Protocol):
+    """What radix has on every back end; ``bound`` is a float32."""
+
+    def encode(
+        self,
+        segment: int,
+        relative: bool,
+        bound: float,
+        dtype: int,
+        values: int,
+        numel: int,
+        out: int,
+        nbytes: int,
+        threads: int,
+        size: int = 0,
+        /,
+    ) -> int:
+        """Write a payload of at most ``nbytes``, which is the worst case."""
+
+    def decode(
+        self,
+        segment: int,
+        relative: bool,
+        bound: float,
+        dtype: int,
+        payload: int,
+        nbytes: int,
+        out: int,
+        numel: int,
+        add: bool,
+        threads: int,
+        /,
+    ) -> None:
+        """Read values; ``dtype`` is that of ``out``, the payload says which one was encoded."""
 
 
 class Radix(VariableCodec):
@@ -63,6 +99,7 @@ class Radix(VariableCodec):
     about: ClassVar[str] = "fewest bits for an `error_bound`, variable size"
     lossless = False
     fixed_size = False
+    kernels = KernelSet[RadixKernels](name)
 
     def __init__(
         self, error_bound: float = 1e-2, segment: int = LARGEST_SEGMENT, mode: Mode = "rel"
@@ -109,7 +146,7 @@ class Radix(VariableCodec):
     def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
         check_encode(self.spec, values, out, nbytes)
-        return kernels_of(values.device).radix_encode(
+        return self.kernels.on(values.device).encode(
             self.segment,
             self.mode == "rel",
             self.error_bound,
@@ -133,7 +170,7 @@ class Radix(VariableCodec):
         # the smallest payload there is; the kernel checks the rest against header and offsets
         check_decode(self.spec, payload, out, align(HEADER + TAIL) if out.numel() else 0)
         try:
-            kernels_of(out.device).radix_decode(
+            self.kernels.on(out.device).decode(
                 self.segment,
                 self.mode == "rel",
                 self.error_bound,

@@ -1,7 +1,8 @@
 """The registry: every codec that a block may name, ours and those that other packages bring.
 
-This is the one place, besides a codec's own module, that names our codecs. A package brings its
-own by an entry point of the group ``hybridcomp.codecs``, whose name is the codec's:
+Ours are the codecs in the modules of this folder: nobody lists them, and here stands only which of
+them bounded mode falls back on. A package brings its own by an entry point of the group
+``hybridcomp.codecs``, whose name is the codec's:
 
     [project.entry-points."hybridcomp.codecs"]
     mine = "my_package:Mine"
@@ -15,27 +16,22 @@ from __future__ import annotations
 
 import inspect
 import keyword
+import pkgutil
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.blockint import BlockInt
-from hybridcomp.codecs.casts import Bf16, Fp8, Fp16
 from hybridcomp.codecs.expcode import ExpCode
-from hybridcomp.codecs.mpc import Mpc
-from hybridcomp.codecs.powersgd import PowerSgd
 from hybridcomp.codecs.radix import Radix
-from hybridcomp.codecs.zfp import Zfp
 from hybridcomp.errors import CodecError
 
 #: the group of entry points in which other packages bring codecs
 GROUP = "hybridcomp.codecs"
-#: our codecs, in the order in which the schema explains them
-BUILT_IN: tuple[type[Codec], ...] = (
-    Bf16, Fp16, Fp8, BlockInt, Zfp, Radix, Mpc, ExpCode, PowerSgd,
-)  # fmt: skip
 #: loses nothing, with the fewest bits: taken where no bound can be kept or nothing may be left out
 LOSSLESS: Codec = ExpCode()
 #: keeps whatever bound it is given, relative or absolute, with the fewest bits
@@ -55,23 +51,27 @@ TYPES = (bool, int, float)
 class Registry(Mapping[str, type[Codec]]):
     """Codecs by name. ``refused`` has those that cannot be used, with the reason as a sentence."""
 
-    def __init__(self, built_in: tuple[type[Codec], ...]) -> None:
-        self._own = {codec.name: codec for codec in built_in}
+    def __init__(self) -> None:
         self._outside: dict[str, type[Codec]] | None = None
         self._origins: dict[str, str] = {}
         self._refused: dict[str, str] = {}
 
     def __getitem__(self, name: str) -> type[Codec]:
-        return self._own[name] if name in self._own else self.outside[name]
+        return self.built_in[name] if name in self.built_in else self.outside[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in self.outside
+        return name in self.built_in or name in self.outside
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self._own, *self.outside))
+        return iter((*self.built_in, *self.outside))
 
     def __len__(self) -> int:
-        return len(self._own) + len(self.outside)
+        return len(self.built_in) + len(self.outside)
+
+    @cached_property
+    def built_in(self) -> Mapping[str, type[Codec]]:
+        """Our codecs; the first call imports the modules of this folder."""
+        return {codec.name: codec for codec in _built_in()}
 
     @property
     def outside(self) -> Mapping[str, type[Codec]]:
@@ -100,8 +100,8 @@ class Registry(Mapping[str, type[Codec]]):
 
     def _take(self, name: str, found: list[EntryPoint]) -> None:
         told = [_told(point) for point in found]
-        if name in self._own or name in RESERVED:
-            owner = "hybridcomp has a codec" if name in self._own else "the block has a meaning"
+        if name in self.built_in or name in RESERVED:
+            owner = "hybridcomp has a codec" if name in self.built_in else "the block has a meaning"
             reason = f"{owner} of that name; rename the entry point, or uninstall its package"
             self._refused[name] = f"{told[0]} cannot be used: {reason}"
         elif len(found) > 1:
@@ -117,6 +117,26 @@ class Registry(Mapping[str, type[Codec]]):
                 assert self._outside is not None
                 self._outside[name] = codec
                 self._origins[name] = told[0]
+
+
+def _built_in() -> list[type[Codec]]:
+    """Every codec that a module of this folder defines and that settings alone can make.
+
+    Their order is that in which the schema explains them: those of fixed size first, then those of
+    variable size, lossless ones, and those for gradients only.
+    """
+    codecs: list[type[Codec]] = []
+    for module in sorted(info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)])):
+        name = f"{__package__}.{module}"
+        codecs += (
+            value
+            for value in vars(import_module(name)).values()
+            if isinstance(value, type) and issubclass(value, Codec) and value.__module__ == name
+            if not inspect.isabstract(value) and not value.bounded
+        )
+    return sorted(
+        codecs, key=lambda codec: (codec.gradients_only, codec.lossless, not codec.fixed_size)
+    )
 
 
 def _by_name() -> dict[str, list[EntryPoint]]:
@@ -157,7 +177,7 @@ def _loaded(point: EntryPoint) -> type[Codec]:
 
 
 #: every codec that a block may name
-CODECS = Registry(BUILT_IN)
+CODECS = Registry()
 
 
 def make_codec(name: str, **settings: object) -> Codec:

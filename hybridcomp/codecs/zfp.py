@@ -14,7 +14,7 @@ import torch
 
 from hybridcomp.codecs.base import FixedCodec, align, check_dtype
 from hybridcomp.codecs.setting import Setting
-from hybridcomp.kernels import FixedDecode, FixedEncode, kernels_of
+from hybridcomp.kernels import FixedKernels, KernelSet
 
 BLOCK = 4
 HEADER_BITS = 9
@@ -74,6 +74,7 @@ class Zfp(FixedCodec):
         ),
     )
     span: ClassVar[int] = BLOCK
+    kernels = KernelSet[FixedKernels](name)
 
     def __init__(self, rate: float = 16.0) -> None:
         self.check_settings(rate=rate)
@@ -102,12 +103,6 @@ class Zfp(FixedCodec):
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         check_dtype(self.spec, dtype)
         return align(-(-(-(-numel // BLOCK) * self._setting) // 8))
-
-    def _encode_kernel(self, device: torch.device) -> FixedEncode:
-        return kernels_of(device).zfp_encode
-
-    def _decode_kernel(self, device: torch.device) -> FixedDecode:
-        return kernels_of(device).zfp_decode
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Largest error of an element whose aligned block of 4 values has this finite absmax.

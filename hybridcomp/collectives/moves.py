@@ -25,7 +25,7 @@ from hybridcomp.collectives.wire import (
     gather,
     gather_room,
     overlapped,
-    segments,
+    rounds,
     stretches,
     transport,
 )
@@ -86,7 +86,7 @@ def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
 
 
 def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
-    """Cut into segments, then all of them side by side; all are encoded before the first wait."""
+    """Cut into rounds, then all of them side by side; all are encoded before the first wait."""
     group, numel = via.group, shard.numel()
     if group.size == 1 or numel == 0:
         out.copy_(shard)
@@ -95,11 +95,11 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     via.meter.use(codec.spec)
     only = Transfer(codec, group, via.meter)
     places = torch.split(out, numel)
-    cut = segments([stretches(0, numel, via.cuts)], (codec,), shard.device, group)
-    yield from overlapped(_gather_segment(shard, places, row, only) for (row,) in cut if row)
+    cut = rounds([stretches(0, numel, via.cuts)], (codec,), shard.device, group)
+    yield from overlapped(_gather_round(shard, places, row, only) for (row,) in cut if row)
 
 
-def _gather_segment(
+def _gather_round(
     shard: Tensor, places: Sequence[Tensor], row: Sequence[Range], via: Transfer
 ) -> Steps[None]:
     """1 encode stretches ``row`` of the shard, 2 all-gather, 3 decode to ``places``, by rank."""

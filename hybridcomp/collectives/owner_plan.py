@@ -27,7 +27,7 @@ class OwnedRange:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnedPart:
     """The part of one range inside one chunk, in the second hop of the balanced plan."""
 
     start: int
@@ -126,11 +126,11 @@ def even_ranges(numel: int, world_size: int) -> list[OwnedRange]:
     return [OwnedRange(start, stop, (rank,)) for rank, (start, stop) in enumerate(chunks)]
 
 
-def cut_at_chunks(ranges: Sequence[OwnedRange], world_size: int) -> list[Piece]:
+def cut_at_chunks(ranges: Sequence[OwnedRange], world_size: int) -> list[OwnedPart]:
     """The ranges cut at the borders of ``chunk_ranges``, in order."""
     chunks = chunk_ranges(max((owned.stop for owned in ranges), default=0), world_size)
     return [
-        Piece(max(low, owned.start), min(high, owned.stop), owned.ranks, source)
+        OwnedPart(max(low, owned.start), min(high, owned.stop), owned.ranks, source)
         for owned in ranges
         for source, (low, high) in enumerate(chunks)
         if max(low, owned.start) < min(high, owned.stop)
@@ -171,10 +171,10 @@ def merge_neighbours(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
 
 
 @lru_cache(maxsize=4096)
-def range_segments(
+def range_rounds(
     ranges: tuple[OwnedRange, ...], cuts: tuple[int, ...], count: int
 ) -> list[list[OwnedRange]]:
-    """``ranges`` cut at ``cuts`` and into segments, in which every owner has its share."""
+    """``ranges`` cut at ``cuts`` and into rounds, in which every owner has its share."""
     rows: dict[tuple[int, ...], list[Range]] = {}
     for owned in ranges:
         rows.setdefault(owned.ranks, []).extend(stretches(owned.start, owned.stop, cuts))
@@ -189,10 +189,10 @@ def range_segments(
 
 
 @lru_cache(maxsize=4096)
-def piece_segments(
+def part_rounds(
     ranges: tuple[OwnedRange, ...], cuts: tuple[int, ...], world_size: int, count: int
-) -> list[list[Piece]]:
-    """The pieces of ``ranges``, cut at ``cuts``, in segments with a share of every way from a
+) -> list[list[OwnedPart]]:
+    """The pieces of ``ranges``, cut at ``cuts``, in rounds with a share of every way from a
     source to its owners."""
     rows: dict[tuple[int, tuple[int, ...]], list[Range]] = {}
     cut = [
@@ -204,7 +204,7 @@ def piece_segments(
         rows.setdefault((piece.source, piece.ranks), []).append((piece.start, piece.stop))
     return [
         sorted(
-            (Piece(*edges, ranks, source)
+            (OwnedPart(*edges, ranks, source)
              for (source, ranks), row in zip(rows, shares, strict=True) for edges in row),
             key=lambda piece: piece.start,
         )

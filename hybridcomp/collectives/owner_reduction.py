@@ -13,10 +13,10 @@ from hybridcomp.collectives.hierarchical.inside import hand_on, node_sum, ranges
 from hybridcomp.collectives.owner_plan import (
     OwnedRange,
     OwnerPlan,
-    Piece,
-    piece_segments,
+    OwnedPart,
+    part_rounds,
     plan_of,
-    range_segments,
+    range_rounds,
 )
 from hybridcomp.collectives.reduce_parts import Part, sum_parts
 from hybridcomp.collectives.wire import (
@@ -33,7 +33,7 @@ from hybridcomp.collectives.wire import (
     decode_fp32,
     exchange,
     overlapped,
-    segment_count,
+    round_count,
     sent_dtype,
 )
 from hybridcomp.errors import CodecError
@@ -125,7 +125,7 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Step
     (codec,) = how.codec.hops(1, group.size, exact=int(sole))
     how.meter.use(codec.spec)
     hop = Transfer(codec, group, how.meter)
-    count = segment_count(plan.longest[0], (codec,), device, group)
+    count = round_count(plan.longest[0], (codec,), device, group)
     yield from overlapped(
         sum_parts(
             [
@@ -133,11 +133,11 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Step
                     *_of(tensor, owned, how.residual),
                     _place(sums, owned.start, owned.stop) if me in owned.ranks else None,
                 )
-                for owned in segment
+                for owned in share
             ],
             hop,
         )
-        for segment in range_segments(plan.runs, tuple(how.cuts), count)
+        for share in range_rounds(plan.runs, tuple(how.cuts), count)
     )
 
 
@@ -159,20 +159,20 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
     if total is None:
         buffer, total = POOL.take_fp32(stop - start, device)
     hop = Transfer(first, group, how.meter)
-    count = segment_count(plan.longest[1], (first,), device, group)
+    count = round_count(plan.longest[1], (first,), device, group)
     yield from overlapped(
-        sum_parts([_even_part(tensor, owned, total, start, how) for owned in segment], hop)
-        for segment in range_segments(plan.even, cuts, count)
+        sum_parts([_even_part(tensor, owned, total, start, how) for owned in share], hop)
+        for share in range_rounds(plan.even, cuts, count)
     )
     # 2
     hop = Transfer(second, group, how.meter)
-    count = segment_count(plan.longest[2], (second,), device, group)
+    count = round_count(plan.longest[2], (second,), device, group)
     dtype = sent_dtype(second, tensor.dtype, wide=True)
     scatter = _Scatter(sums, hop, dtype, device, feedback=how.owner_residual is not None)
     messages = []
-    for segment in piece_segments(plan.runs, cuts, group.size, count):
-        mine = {p: total[p.start - start :][: p.numel] for p in segment if p.source == me}
-        messages.append(_send_on(segment, mine, scatter))
+    for share in part_rounds(plan.runs, cuts, group.size, count):
+        mine = {p: total[p.start - start :][: p.numel] for p in share if p.source == me}
+        messages.append(_send_on(share, mine, scatter))
     yield from overlapped(messages)
     POOL.give(buffer)
 
@@ -216,7 +216,7 @@ class _Scatter:
     feedback: bool
 
 
-def _send_on(pieces: Sequence[Piece], mine: dict[Piece, Tensor], scatter: _Scatter) -> Steps[None]:
+def _send_on(pieces: Sequence[OwnedPart], mine: dict[OwnedPart, Tensor], scatter: _Scatter) -> Steps[None]:
     """1 send the sums of my chunk (``mine``) to their owners, 2 decode what I own."""
     via, feedback, dtype = scatter.via, scatter.feedback, scatter.dtype
     me, ranks = via.group.rank, range(via.group.size)

@@ -101,7 +101,7 @@ class Posting:
             return message
         header = Header.unpack(bytes(message[:HEADER_NBYTES].tolist()))
         numel = values.numel() // self.parts
-        check_match(header, src, numel, values.dtype, self.codec)
+        check_match(header, src, numel, values.dtype, self.codec.spec)
         return message[HEADER_NBYTES : HEADER_NBYTES + header.nbytes]
 
     def _gather(self, own: Tensor, values: Tensor, meter: Meter) -> Sequence[Tensor]:

@@ -30,7 +30,7 @@ from hybridcomp.collectives.wire import (
     gather,
     gather_room,
     overlapped,
-    segments,
+    rounds,
     sent_dtype,
     settle,
     show_overflow,
@@ -117,7 +117,7 @@ def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
 
 
 def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
-    """Let two ranks swap; else sum in segments, all of them side by side (``_segment``)."""
+    """Let two ranks swap; else sum in rounds, all of them side by side (``_round``)."""
     group, device = how.group, tensor.device
     if group.size == 1 or tensor.numel() == 0:
         return
@@ -130,7 +130,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
         rows = [stretches(0, tensor.numel(), how.cuts)]
         yield from overlapped(
             _pair(tensor, row, how.residual, via)
-            for (row,) in segments(rows, codecs, device, group)
+            for (row,) in rounds(rows, codecs, device, group)
         )
         return
     fused = _both_fused(codecs, device, how.cuts)
@@ -143,7 +143,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     whole = _Sum(tensor, own, total, chunks[group.rank][0], how)
     rows = [stretches(*chunk, how.cuts) for chunk in chunks]
     yield from overlapped(
-        _segment(whole, segment, *codecs) for segment in segments(rows, codecs, device, group)
+        _round(whole, share, *codecs) for share in rounds(rows, codecs, device, group)
     )
     POOL.give(scratch)
 
@@ -185,10 +185,10 @@ class _Sum:
         return found
 
 
-def _segment(
+def _round(
     whole: _Sum, rows: Sequence[Sequence[Range]], first: Codec, second: Codec
 ) -> Steps[None]:
-    """1-3 sum my part of the segment (``sum_parts``), 4 encode it, 5 all-gather, 6 decode.
+    """1-3 sum my part of the round (``sum_parts``), 4 encode it, 5 all-gather, 6 decode.
 
     ``rows``: by rank, the stretches of the tensor that it sums.
     """

@@ -20,7 +20,7 @@ from hybridcomp.collectives.wire import (
     check_residual,
     check_values,
     overlapped,
-    segments,
+    rounds,
     stretches,
 )
 from hybridcomp.errors import CodecError
@@ -94,7 +94,7 @@ def _in_two_levels(
 def _flat(
     shards: Sequence[Tensor], how: Reduction, residuals: Residuals, cuts: Cuts
 ) -> Steps[Tensor]:
-    """Reduce in one launch where a GPU has that; else in segments, all of them side by side."""
+    """Reduce in one launch where a GPU has that; else in rounds, all of them side by side."""
     group, me = how.group, how.group.rank
     if residuals is not None:
         _check_residuals(shards, residuals)
@@ -123,8 +123,8 @@ def _flat(
         stretches(0, shard.numel(), cuts[rank] if cuts else ()) for rank, shard in enumerate(shards)
     ]
     yield from overlapped(
-        sum_parts(_parts(shards, segment, residuals, total, me), via)
-        for segment in segments(rows, (codec,), total.device, group)
+        sum_parts(_parts(shards, share, residuals, total, me), via)
+        for share in rounds(rows, (codec,), total.device, group)
     )
     return total
 

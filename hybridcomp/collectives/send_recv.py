@@ -162,7 +162,7 @@ def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
     if later:
         UNREAD.add(packed, partial(_compare, codec, src, expected))
     else:
-        check_match(header, src, tensor.numel(), tensor.dtype, codec)
+        check_match(header, src, tensor.numel(), tensor.dtype, codec.spec)
         if codec.fixed_size and header == expected:
             UNREAD.kinds.add(kind)
     if header.nbytes:
@@ -190,7 +190,7 @@ def _check_length(header: Header, expected: Header, src: int, codec: Codec) -> N
     """
     usual = max(expected.nbytes, expected.numel * expected.dtype.itemsize)
     if header.nbytes > MOST_TIMES * usual + SPARE_NBYTES:
-        check_match(header, src, expected.numel, expected.dtype, codec)
+        check_match(header, src, expected.numel, expected.dtype, codec.spec)
         raise CodecError(
             f"rank {src} announces {header.nbytes} bytes for {expected.numel} {expected.dtype} "
             f"elements with {codec.spec}, which takes at most {expected.nbytes}: the header is "
@@ -201,7 +201,7 @@ def _check_length(header: Header, expected: Header, src: int, codec: Codec) -> N
 def _compare(codec: Codec, src: int, expected: Header, data: bytes) -> None:
     """Raise CodecError unless ``data`` is the expected header."""
     header = Header.unpack(data)
-    check_match(header, src, expected.numel, expected.dtype, codec)
+    check_match(header, src, expected.numel, expected.dtype, codec.spec)
     if header != expected:
         raise CodecError(
             f"rank {src} sent {header.dtype} in {header.nbytes} bytes where rank {dist.get_rank()} "
@@ -210,9 +210,9 @@ def _compare(codec: Codec, src: int, expected: Header, data: bytes) -> None:
         )
 
 
-def check_match(header: Header, src: int, numel: int, dtype: torch.dtype, codec: Codec) -> None:
+def check_match(header: Header, src: int, numel: int, dtype: torch.dtype, spec: str) -> None:
     """Raise CodecError that names both sides unless ``header`` is of what this rank expects."""
-    digest = spec_digest(codec.spec)
+    digest = spec_digest(spec)
     if header.spec_digest == digest and header.numel == numel:
         return
     me = dist.get_rank()
@@ -220,5 +220,5 @@ def check_match(header: Header, src: int, numel: int, dtype: torch.dtype, codec:
     raise CodecError(
         f"rank {src} sent {header.numel} {header.dtype} elements with {sent} (spec digest "
         f"{header.spec_digest.hex()}); rank {me} expects {numel} {dtype} elements "
-        f"with {codec.spec} (spec digest {digest.hex()}); both must run the same block and shapes"
+        f"with {spec} (spec digest {digest.hex()}); both must run the same block and shapes"
     )

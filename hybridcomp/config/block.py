@@ -16,6 +16,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.registry import CODECS
+from hybridcomp.config import planned
 from hybridcomp.config.bounds import check_kept
 from hybridcomp.config.codec_settings import NONE, Strict
 from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
@@ -26,7 +27,7 @@ from hybridcomp.config.directional import (
     TensorConfig,
 )
 from hybridcomp.config.error_messages import NOTHING, problem, translate
-from hybridcomp.config.presets import NATIVE, PRESETS, merged
+from hybridcomp.config.presets import NAMES, NATIVE, merged
 from hybridcomp.policy import (
     DIMENSIONS,
     DIRECTIONS,
@@ -81,7 +82,13 @@ class CompressionConfig(Strict):
     preset: str | None = Field(
         None,
         description="Settings to start from; the keys beside it override it.",
-        json_schema_extra={"enum": [*PRESETS, None]},
+        json_schema_extra={"enum": [*NAMES, None]},
+    )
+    plan: str | None = Field(
+        None,
+        min_length=1,
+        description="With `preset` planned: the `plan.json` that `hybridcomp plan` wrote, relative "
+        "to the working directory. A job of another layout is refused.",
     )
     dp: GradientConfig = Field(
         GradientConfig(codec=NONE), description="Gradient reduction. Default: native."
@@ -133,6 +140,7 @@ class CompressionConfig(Strict):
     ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
 
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
+    _planned: planned.Planned | None = PrivateAttr(None)
 
     @field_validator("hierarchy", mode="before")
     @classmethod
@@ -150,7 +158,9 @@ class CompressionConfig(Strict):
     ) -> CompressionConfig:
         if not isinstance(data, Mapping):
             raise problem("", data, 'expected an object, such as {"preset": "recommended"}')
-        config = handler(merged(data))
+        plan = planned.read(data)
+        config = handler(merged(data, plan))
+        config._planned = plan
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
         if data.get("preset") is None and not config._explicit and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
@@ -203,6 +213,11 @@ class CompressionConfig(Strict):
         """Dimensions that the user wrote, as opposed to those that only a preset names."""
         return self._explicit
 
+    @property
+    def planned(self) -> planned.Planned | None:
+        """The plan that this block was taken from, None for any other preset."""
+        return self._planned
+
     def error_feedback(self, dimension: Dimension) -> bool:
         """Whether ``dimension`` keeps residuals; only dp can."""
         return dimension == "dp" and self.dp.feeds_back
@@ -246,6 +261,8 @@ class CompressionConfig(Strict):
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
+        if self._planned is not None:
+            settings[f"{BLOCK}.plan"] = dict(self._planned.layout)
         for (name, direction), rungs in self.ramps().items():
             levels = [[rung.stop, rung.codec.spec] for rung in rungs]
             settings[f"{BLOCK}.{name}.{direction}.ramp"] = levels

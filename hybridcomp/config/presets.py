@@ -5,6 +5,7 @@ messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended
 a rate-distortion study of training tensors: a transform gains nothing on them, so plain integers,
 and 4 bits only where error feedback gives back what is left out. None names ``offload``, which
 takes time of the host, too. ``none`` compresses nothing, for a baseline that is counted as well.
+``planned`` takes the block of a plan (``planned.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridcomp.config.error_messages import near_key, problem
+from hybridcomp.config.planned import PLANNED, Planned
 from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, Dimension
 
 #: the preset that compresses nothing: everything is native, and counted
@@ -48,25 +50,40 @@ PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
 PAPER = frozenset({"naive-zfp", "naive-mpc", "mzhybrid", "zhybrid"})
 
 
-def merged(written: Mapping[str, Any]) -> dict[str, Any]:
-    """A block with its preset's dimensions in it. Raises the error that pydantic turns into a
-    ValidationError, at ``preset``."""
+#: what ``preset`` may be
+NAMES = (*PRESETS, PLANNED)
+
+
+def merged(written: Mapping[str, Any], planned: Planned | None = None) -> dict[str, Any]:
+    """A block with its preset's keys in it, those of ``planned`` where the preset is that.
+
+    Raises the error that pydantic turns into a ValidationError, at ``preset``.
+    """
     found = dict(written)
     preset = written.get("preset")
     if preset is None:
         return found
-    if not isinstance(preset, str) or preset not in PRESETS:
-        near = near_key(PRESETS, preset) if isinstance(preset, str) else None
-        hint = f"did you mean {near!r}? " if near else ""
-        raise problem("preset", preset, f"{hint}expected one of {', '.join(PRESETS)}")
-    for name, settings in PRESETS[preset].items():
+    for name, settings in _settings(preset, planned).items():
         found[name] = overridden(settings, written[name]) if name in written else settings
     return found
 
 
-def overridden(preset: Mapping[str, Any], written: Any) -> Any:
-    """A preset's dimension with what the user wrote for it; a bound alone names codec auto."""
-    if not isinstance(written, Mapping) or "codec" in written or "error_bound" in written:
+def _settings(preset: object, planned: Planned | None) -> Mapping[str, Any]:
+    if planned is not None:
+        whole = merged(planned.block)
+        return {name: value for name, value in whole.items() if name != "preset"}
+    if not isinstance(preset, str) or preset not in PRESETS:
+        near = near_key(NAMES, preset) if isinstance(preset, str) else None
+        hint = f"did you mean {near!r}? " if near else ""
+        raise problem("preset", preset, f"{hint}expected one of {', '.join(NAMES)}")
+    return PRESETS[preset]
+
+
+def overridden(preset: Any, written: Any) -> Any:
+    """A preset's key with what the user wrote for it; a bound alone names codec auto."""
+    if not isinstance(written, Mapping) or not isinstance(preset, Mapping):
+        return written
+    if "codec" in written or "error_bound" in written:
         return written
     ways = [written.get(way) for way in DIRECTIONS]
     if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):

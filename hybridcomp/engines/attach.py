@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hybridcomp import process
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.engines.attached import Attached
@@ -35,6 +36,8 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
         todo = "torch.distributed is not up; call attach after init_process_group"
         raise ConfigError(BLOCK, NOTHING, todo)
     attached = _attach(model, source)
+    if attached is not None and attached.channels["cp"].active:
+        process.lend(model, attached.session)  # attention over ranks knows no engine
     object.__setattr__(model, ATTRIBUTE, attached)
     return attached
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.engines.rules import elsewhere, lossy
+from hybridcomp.engines.rules import elsewhere, has_ring, lossy
 from hybridcomp.errors import ConfigError
 from hybridcomp.rules.engine import Rule
 from hybridcomp.topology import Ranks
@@ -35,6 +35,7 @@ class Job:
     dtypes: frozenset[torch.dtype]  # of messages, so far as they are known before the first pass
     tensor_parallel: bool
     comms: frozenset[str]  # classes in the slots
+    ring: bool = False  # whether its layers cut sequences over ranks
 
 
 def job_of(model: nn.Module, groups: list[Any]) -> Job:
@@ -65,6 +66,7 @@ def job_of(model: nn.Module, groups: list[Any]) -> Job:
             for group in groups
             for comm in (group._all_gather_comm, group._reduce_scatter_comm)
         ),
+        ring=has_ring(model),
     )
 
 
@@ -85,7 +87,7 @@ def _foreign(job: Job) -> bool:
 
 #: of a ``Job``
 FSDP2: tuple[Rule[Job], ...] = (
-    *elsewhere("fully_shard"),
+    *elsewhere("fully_shard", lambda job: job.ring),
     Rule(
         "refuse", ("dp", "zero"), "set_symm_mem_for_comm",
         "symmetric memory sends from buffers of its own, and takes no other collective",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -25,15 +25,24 @@ def lossy(block: CompressionConfig, name: Dimension) -> bool:
     return any(codec is not None and not codec.lossless for codec in codecs)
 
 
-def elsewhere(name: str) -> tuple[Rule[Any], ...]:
-    """What neither engine has."""
+def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ...]:
+    """What neither engine has; ``has_ring``: whether a job has layers of ``hybridcomp.nn``."""
     return (
         Rule(
-            "absent", ("pp", "ep", "cp", "offload"), f"a model under {name}",
-            "messages of pipelines, of routed tokens and of contexts, and copies to the host, are "
-            "encoded under DeepSpeed and Megatron only", "leave it out", lambda job: True,
+            "absent", ("pp", "ep", "offload"), f"a model under {name}",
+            "messages of pipelines and of routed tokens, and copies to the host, are encoded under "
+            "DeepSpeed and Megatron only", "leave it out", lambda job: True,
+        ),
+        Rule(
+            "absent", ("cp",), f"a model under {name}", "no layer of it cuts a sequence",
+            "use hybridcomp.nn.RingAttention", lambda job: not has_ring(job),
         ),
     )  # fmt: skip
+
+
+def has_ring(model: Any) -> bool:
+    """Whether layers of ``model`` cut sequences over ranks."""
+    return any(type(layer).__name__ == "RingAttention" for layer in model.modules())
 
 
 def _has_tensor_parallel(model: Any) -> bool:
@@ -47,7 +56,7 @@ def _is_sparse(model: Any) -> bool:
 
 #: of a DistributedDataParallel
 DDP: tuple[Rule[Any], ...] = (
-    *elsewhere("DistributedDataParallel"),
+    *elsewhere("DistributedDataParallel", has_ring),
     Rule(
         "bypass", ("tp",), "layers that DTensor cuts (tensor parallel)",
         "DTensor communicates by functional collectives, which have no slot",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybridcomp import process
 from hybridcomp.agreement import agree, versions
@@ -19,6 +20,7 @@ from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK, CompressionConfig, describe
 from hybridcomp.log import say_once
 from hybridcomp.policy import Dimension
+from hybridcomp.rules.planned import hold_to_plan
 from hybridcomp.session import EngineSession
 from hybridcomp.topology import Ranks
 
@@ -50,8 +52,10 @@ def session_of(
     """The session of a model whose ranks have agreed on ``block``; tells the user what it does.
 
     ``absent``: dimensions that the model has no traffic of. Further models of a process write
-    their ledger into ``name.2.jsonl`` and so on.
+    their ledger into ``name.2.jsonl`` and so on. Raises ConfigError where ``block`` is a plan's
+    for another number of ranks.
     """
+    hold_to_plan(block, {"world_size": dist.get_world_size()})
     found = EngineSession(Channels(block), device, kept_in="torch.distributed.checkpoint")
     say(*describe(block, absent))
     path = block.ledger.jsonl

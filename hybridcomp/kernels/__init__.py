@@ -1,16 +1,17 @@
 """Kernels: one portable header per codec, and a loader for what was compiled around it.
 
-``<codec>.h`` encodes and decodes blocks, on a host and on a device. ``cpu*.cpp`` loop over it and
-are built at install into ``hybridcomp.kernels._cpu``; ``*.cu`` spread it over a grid and are
-compiled at first use (``cuda.py``). A back end is a set of functions on raw pointers, described by
-:class:`Kernels`; codecs ask :func:`kernels_of` for the one of their tensors.
+``formats/<codec>.h`` encodes and decodes blocks, on a host and on a device. ``cpu/*.cpp`` loop over
+it and are built at install into ``hybridcomp.kernels._cpu``, where a codec's functions stand in a
+module of its name; ``cuda/*.cu`` spread it over a grid and are compiled at first use, and
+``cuda/<codec>.py`` launches them. Nobody lists the codecs: each has a :class:`KernelSet`, which
+knows the arguments of its functions, and asks it for those of its tensors' device.
 """
 
 from __future__ import annotations
 
 import importlib
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -20,14 +21,20 @@ from hybridcomp.errors import CodecError, ConfigError
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 #: must equal VERSION in ``cpu.cpp``; both grow with every change of a function or a format, so that
-#: an extension left over from older sources is told by name
-VERSION = 2
+#: an extension left over from older sources is told by name. A new codec is told by its absence
+VERSION = 3
+#: what a user whose extension is missing or old does
+BUILD = "`pip install .`, or with `pip install --no-build-isolation -e .` in a checkout"
 
 
-class FixedEncode(Protocol):
-    """Writes the payload of ``numel`` values at ``values`` into ``nbytes`` bytes at ``out``."""
+class FixedKernels(Protocol):
+    """What a codec of fixed size with one setting has on every back end.
 
-    def __call__(
+    Addresses come from ``Tensor.data_ptr``, dtypes are DTYPE_CODES. Functions of all codecs raise
+    ValueError when a buffer is too short or an argument is out of range.
+    """
+
+    def encode(
         self,
         setting: int,
         dtype: int,
@@ -37,13 +44,10 @@ class FixedEncode(Protocol):
         nbytes: int,
         threads: int,
         /,
-    ) -> None: ...
+    ) -> None:
+        """Write the payload of ``numel`` values at ``values`` into ``nbytes`` bytes at ``out``."""
 
-
-class FixedDecode(Protocol):
-    """Reads ``numel`` values from ``nbytes`` bytes at ``payload`` into ``out``."""
-
-    def __call__(
+    def decode(
         self,
         setting: int,
         dtype: int,
@@ -54,133 +58,36 @@ class FixedDecode(Protocol):
         add: bool,
         threads: int,
         /,
-    ) -> None: ...
+    ) -> None:
+        """Read ``numel`` values from ``nbytes`` bytes at ``payload`` into ``out``.
+
+        ``add`` accumulates into fp32 instead of writing; the dtype of ``out`` is then fp32.
+        """
+
+
+class VariableKernels(Protocol):
+    """What a codec of variable size has on every back end; the arguments are its own.
+
+    The last argument of ``encode`` may be the address of an int64, on back ends that store sizes:
+    they leave the bytes used there, wait for nothing, and return 0. Otherwise it returns them.
+    """
+
+    def encode(self, *args: Any, **kwargs: Any) -> int:
+        """Write a payload."""
+
+    def decode(self, *args: Any, **kwargs: Any) -> None:
+        """Read values from a payload."""
 
 
 class Kernels(Protocol):
-    """One back end. Addresses come from ``Tensor.data_ptr``; dtypes are DTYPE_CODES.
-
-    ``add`` accumulates into fp32 instead of writing; the dtype of ``out`` is then fp32. Functions
-    raise ValueError when a buffer is too short or an argument is out of range.
-
-    Encoders of variable size return the bytes used. Where ``stores_sizes`` they take the address
-    of an int64 as ``size``: they leave the bytes there, wait for nothing, and return 0.
-    """
+    """One back end: the functions of every codec on the tensors of one device."""
 
     @property
-    def blockint_encode(self) -> FixedEncode:
-        """Setting: bits, + 16 rotated, + 32 with Gaussian levels."""
+    def stores_sizes(self) -> bool:
+        """Whether encoders take the address of a word for the size, and wait for nothing."""
 
-    @property
-    def blockint_decode(self) -> FixedDecode:
-        """Setting: bits, + 16 rotated, + 32 with Gaussian levels."""
-
-    @property
-    def fp8_encode(self) -> FixedEncode:
-        """Setting: 0 e4m3, 1 e5m2."""
-
-    @property
-    def fp8_decode(self) -> FixedDecode:
-        """Setting: 0 e4m3, 1 e5m2."""
-
-    @property
-    def zfp_encode(self) -> FixedEncode:
-        """Setting: bits of a block of 4 values."""
-
-    @property
-    def zfp_decode(self) -> FixedDecode:
-        """Setting: bits of a block of 4 values."""
-
-    def cast(
-        self, source: int, to: int, values: int, out: int, numel: int, add: bool, threads: int, /
-    ) -> None:
-        """Convert between dtypes, saturating; ``source`` and ``to`` are dtype codes."""
-
-    def mpc_encode(
-        self,
-        dim: int,
-        dtype: int,
-        values: int,
-        numel: int,
-        out: int,
-        nbytes: int,
-        threads: int,
-        size: int = 0,
-        /,
-    ) -> int:
-        """``nbytes`` is the worst case."""
-
-    def mpc_decode(
-        self,
-        dim: int,
-        dtype: int,
-        payload: int,
-        nbytes: int,
-        out: int,
-        numel: int,
-        add: bool,
-        threads: int,
-        /,
-    ) -> None:
-        """``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
-
-    def radix_encode(
-        self,
-        segment: int,
-        relative: bool,
-        bound: float,
-        dtype: int,
-        values: int,
-        numel: int,
-        out: int,
-        nbytes: int,
-        threads: int,
-        size: int = 0,
-        /,
-    ) -> int:
-        """``nbytes`` is the worst case. ``bound`` is a float32."""
-
-    def radix_decode(
-        self,
-        segment: int,
-        relative: bool,
-        bound: float,
-        dtype: int,
-        payload: int,
-        nbytes: int,
-        out: int,
-        numel: int,
-        add: bool,
-        threads: int,
-        /,
-    ) -> None:
-        """``dtype`` is that of ``out``; the payload says which one was encoded."""
-
-    def expcode_encode(
-        self,
-        dtype: int,
-        values: int,
-        numel: int,
-        out: int,
-        nbytes: int,
-        threads: int,
-        size: int = 0,
-        /,
-    ) -> int:
-        """``nbytes`` is the worst case."""
-
-    def expcode_decode(
-        self,
-        dtype: int,
-        payload: int,
-        nbytes: int,
-        out: int,
-        numel: int,
-        add: bool,
-        threads: int,
-        /,
-    ) -> None:
-        """``dtype`` is the encoded one, also when ``add`` accumulates into fp32."""
+    def functions(self, codec: str) -> object:
+        """What has the functions of ``codec`` as its attributes. Raises CodecError: none."""
 
 
 class DeviceKernels(Kernels, Protocol):
@@ -193,23 +100,59 @@ class DeviceKernels(Kernels, Protocol):
         """Raise CodecError if one had been met by the call before; waits for nothing."""
 
 
+Functions_co = TypeVar("Functions_co", covariant=True)
+
+
+class KernelSet(Generic[Functions_co]):
+    """The functions of one codec, on whatever back end a tensor needs.
+
+    The type parameter is a Protocol with their arguments: ``KernelSet[FixedKernels]("zfp")`` has
+    those of ``cpu/bind_zfp.cpp`` and of ``cuda/zfp.py``.
+    """
+
+    def __init__(self, codec: str) -> None:
+        self.codec = codec
+
+    def on(self, device: torch.device) -> Functions_co:
+        """The functions for tensors on ``device``. Raises CodecError as ``kernels_of`` does."""
+        return cast(Functions_co, kernels_of(device).functions(self.codec))
+
+
+class CpuKernels:
+    """The back end of CPUs: the modules that the extension has, one a codec."""
+
+    stores_sizes = False
+
+    def __init__(self, extension: object) -> None:
+        self._extension = extension
+
+    def functions(self, codec: str) -> object:
+        """See ``Kernels``. Raises CodecError where the extension is older than the codec."""
+        try:
+            return getattr(self._extension, codec)
+        except AttributeError:
+            raise CodecError(
+                f"the CPU kernels were built from other sources, which had none of {codec}; build "
+                f"them again with {BUILD}"
+            ) from None
+
+
 @lru_cache(maxsize=1)
-def _cpu_kernels() -> Kernels:
+def _cpu_kernels() -> CpuKernels:
     try:
-        module = importlib.import_module("hybridcomp.kernels._cpu")
+        extension = importlib.import_module("hybridcomp.kernels._cpu")
     except ImportError as error:
         raise CodecError(
-            f"the CPU kernels are not built ({error}); build them with `pip install .`, or with "
-            "`pip install --no-build-isolation -e .` in a checkout (needs a C++17 compiler)"
+            f"the CPU kernels are not built ({error}); build them with {BUILD} (needs a C++17 "
+            "compiler)"
         ) from error
-    found = getattr(module, "VERSION", 1)
-    if found != VERSION:
+    version = getattr(extension, "VERSION", 1)
+    if version != VERSION:
         raise CodecError(
             f"the CPU kernels were built from other sources: expected version {VERSION}, found "
-            f"{found}; build them again with `pip install .`, or with "
-            "`pip install --no-build-isolation -e .` in a checkout"
+            f"{version}; build them again with {BUILD}"
         )
-    return cast(Kernels, module)
+    return CpuKernels(extension)
 
 
 #: by index of the device, once a codec has run there
@@ -256,9 +199,9 @@ def poll_payloads() -> None:
         kernels.poll()
 
 
-def stores_sizes(kernels: Kernels) -> bool:
-    """Whether encoders take the address of a word for the size, and wait for nothing."""
-    return bool(getattr(kernels, "STORES_SIZES", False))
+def stores_sizes(device: torch.device) -> bool:
+    """Whether encoders on ``device`` leave sizes where they are told to, and wait for nothing."""
+    return kernels_of(device).stores_sizes
 
 
 def kernels_of(device: torch.device) -> Kernels:

@@ -144,7 +144,8 @@ RULES: tuple[Rule[Job], ...] = (
     ),
     Rule(
         "absent", ("cp",), "a job without sequence parallelism",
-        "no sequence is split over ranks", "use DeepSpeed Ulysses (sequence_parallel_size)",
+        "no sequence is split over ranks",
+        "use DeepSpeed Ulysses (sequence_parallel_size) or hybridcomp.nn.RingAttention",
         lambda job: job.sequence is False and job.get("sequence_parallel_size", 1) == 1,
     ),
     Rule(

@@ -26,6 +26,7 @@ from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.reporter import Event, describe_run, report_interval
 from hybridcomp.routing import layer_scope
 from hybridcomp.rules import ds_check, neox
+from hybridcomp.rules.planned import hold_to_plan
 from hybridcomp.session import ATTRIBUTE as SESSION
 from hybridcomp.session import WHEN_ATTACHED, EngineSession, agree_on, session_of
 from hybridcomp.topology import ranks_of
@@ -128,6 +129,7 @@ def _plan(block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]) -> l
 
 def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     """Begin the engine's session; tag engine, optimizer and parameters with its channels."""
+    hold_to_plan(block, job_facts.layout(engine))
     session = EngineSession(
         Channels(block),
         engine.device,

@@ -18,6 +18,7 @@ import torch
 
 from hybridcomp import process
 from hybridcomp.patching import Seam
+from hybridcomp.rules.planned import hold_to_plan
 from hybridcomp.upstream.mcore import groups
 
 REQUIREMENT = groups.REQUIREMENT
@@ -78,6 +79,7 @@ def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..
         original(*args, **kwargs)
         session = process.own_session()
         if session is not None:
+            hold_to_plan(session.channels.config, groups.layout())
             session.place(groups.data_parallel())
             # gradients are fp32 or bf16, which is not known yet: what pays for bf16 does for fp32
             session.measure(groups.replicas(), torch.bfloat16)

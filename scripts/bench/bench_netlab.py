@@ -60,12 +60,12 @@ def rank_main(megabytes: int, rounds: int, sizes: Sequence[int]) -> None:
         )
     }
     group = Group.of(None)
-    usual = exchanges.SEGMENT, exchanges.HALF
+    usual = exchanges.ROUND, exchanges.HALF
     runs: dict[str, Callable[[], object]] = {"native": lambda: dist.all_reduce(values)}
 
     def compressed(name: str, bits: int, size: int) -> None:
         meter = Meter()
-        exchanges.SEGMENT, exchanges.HALF = (size, size) if size else usual
+        exchanges.ROUND, exchanges.HALF = (size, size) if size else usual
         all_reduce(values, Reduction(make_codec("blockint", bits=bits), group, meter))
         wire[name] = meter.wire_nbytes
         coding[name].append(meter.codec_s)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hybridcomp
-from hybridcomp import errors
+from hybridcomp import errors, nn
 
 FORMATS = Path(hybridcomp.__file__).resolve().parent / "kernels" / "formats"
 #: headers that hold a format, in the order of the page; the others are shared parts
@@ -15,11 +15,13 @@ HEADERS = ("blockint.h", "casts.h", "zfp.h", "mpc.h", "expcode.h", "radix.h")
 
 
 def api() -> str:
-    """Every public name of the package, with its signature and what its docstring says."""
+    """Every public name of the package and of ``hybridcomp.nn``: signature and docstring."""
     parts = []
     for name in hybridcomp.__all__:
         if not name.startswith("__"):
             parts.append("\n".join(_entry(name, getattr(hybridcomp, name))))
+    for name in nn.__all__:
+        parts.append("\n".join(_entry(f"nn.{name}", getattr(nn, name))))
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-// The CPU codecs behind one pair of functions, with the checks that the bindings make (cpu.cpp), and
+// The CPU codecs behind one pair of functions, with the checks that the bindings make (kernels/cpu/bind_*.cpp), and
 // messages for them: hostile values of every kind, encoded with every setting.
 #pragma once
 
@@ -7,7 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "cpu_loops.h"
+#include "cpu_blockint.h"
+#include "cpu_casts.h"
+#include "cpu_expcode.h"
+#include "cpu_mpc.h"
+#include "cpu_radix.h"
+#include "cpu_zfp.h"
 
 namespace damage {
 using namespace hybridcomp;
@@ -76,11 +81,10 @@ inline radix::Settings radix_settings(const Call& c) {
     return {c.setting, c.relative != 0, c.bound};
 }
 #endif
-inline size_t fp8_size(size_t numel, int) { return fp8::wire_nbytes(numel); }
 
 inline std::vector<Codec> codecs() {
     std::vector<Codec> found = {narrow("bf16", 1), narrow("fp16", 2),
-                                fixed<fp8_size, fp8::encode, fp8::decode>("fp8", {0, 1})};
+                                fixed<fp8::wire_nbytes, fp8::encode, fp8::decode>("fp8", {0, 1})};
 #ifdef WITH_BLOCKINT
     found.push_back(fixed<blockint::wire_nbytes, blockint::encode, blockint::decode>(
         "blockint", {2, 3, 4, 5, 6, 7, 8, 18, 19, 20, 36, 52}));

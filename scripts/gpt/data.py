@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,11 @@ def _digest(values: NDArray[np.int64]) -> str:
     return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
 
+def keep_whole(tokens: Tensor) -> Tensor:
+    """All of each sequence."""
+    return tokens
+
+
 @dataclass(frozen=True)
 class Share:
     """The part of every global batch that one data-parallel rank takes."""
@@ -78,6 +83,7 @@ class Share:
     world_size: int  # data-parallel ranks
     micro_batch: int  # samples of one rank in one micro-batch
     micro_batches: int  # micro-batches in one optimizer step
+    cut: Callable[[Tensor], Tensor] = keep_whole  # the tokens of each sequence that a rank takes
 
     @property
     def global_batch(self) -> int:
@@ -94,4 +100,4 @@ class Share:
         """The micro-batches of one step."""
         for indices in self.indices(consumed):
             inputs, labels = samples.batch(indices)
-            yield inputs.to(device), labels.to(device)
+            yield self.cut(inputs).to(device), self.cut(labels).to(device)

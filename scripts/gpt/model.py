@@ -67,6 +67,8 @@ class Block(nn.Module):
         self.norm2 = make_norm(config)
         self.up = column(config, width, 4 * width, draw)
         self.down = row(config, 4 * width, width, draw)
+        self.cp = config.cp
+        self.ring = _ring().attention() if config.cp > 1 else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
@@ -78,11 +80,22 @@ class Block(nn.Module):
         batch, length, _ = hidden.shape
         qkv = self.qkv(hidden).view(batch, length, 3, self.heads, self.head_width)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-        cos, sin = rotary_table(length, self.head_width, hidden.device)
+        cos, sin = self._angles(length, hidden.device)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if self.ring is None:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            mixed = self.ring(query, key, value)
         out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
         return out
+
+    def _angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions of this rank's tokens."""
+        if self.ring is None:
+            return rotary_table(length, self.head_width, device)
+        places = _ring().places(length, device)
+        cos, sin = rotary_table(length * self.cp, self.head_width, device)
+        return cos[places], sin[places]
 
 
 class FinalNorm(nn.Module):
@@ -177,6 +190,12 @@ def _megatron() -> Any:
     from gpt import tensor_parallel  # imports megatron-core, which few need
 
     return tensor_parallel
+
+
+def _ring() -> Any:
+    from gpt import context_parallel  # imports hybridcomp, which the example does without
+
+    return context_parallel
 
 
 def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: int = 1) -> nn.Module:

@@ -24,6 +24,7 @@ class ModelConfig:
     tied: bool = False  # one weight for embedding and output
     seed: int = 0
     tp: int = 1  # ranks over which megatron-core cuts the layers
+    cp: int = 1  # ranks over which hybridcomp's ring attention cuts sequences
 
     def __post_init__(self) -> None:
         if self.heads % self.tp:

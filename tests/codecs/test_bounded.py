@@ -20,11 +20,11 @@ from hybridcomp.codecs.budget import (
     shares,
     worst_ratio,
 )
-from hybridcomp.codecs.registry import BUILT_IN, LOSSLESS, families, ladder_of
+from hybridcomp.codecs.registry import CODECS, LOSSLESS, families, ladder_of
 from hybridcomp.errors import CodecError
 
 BIG = 1 << 30
-LADDERS = {codec.name: codec.ladder() for codec in BUILT_IN if codec.ladder()}
+LADDERS = {codec.name: codec.ladder() for codec in CODECS.built_in.values() if codec.ladder()}
 
 
 @given(

@@ -105,7 +105,7 @@ def test_segments_change_nothing(
 ) -> None:
     codec, found = make_codec("blockint", bits=4), []
     for longest in (ALIGN, 10 * NUMEL):
-        monkeypatch.setattr(exchanges, "SEGMENT", longest)
+        monkeypatch.setattr(exchanges, "ROUND", longest)
         monkeypatch.setattr(exchanges, "HALF", longest)
         left = [values_of(rank + 7, NUMEL) for rank in range(2)] if feedback else []
         kept = [{"residual": each} for each in left] or [{}, {}]

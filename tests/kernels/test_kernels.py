@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -43,15 +44,16 @@ def test_an_extension_of_older_sources_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_extension_checks_sizes_itself() -> None:
     values, room = torch.randn(64), torch.empty(16, dtype=torch.uint8)
-    cpu = kernels.kernels_of(torch.device("cpu"))
+    cpu: Any = kernels.kernels_of(torch.device("cpu"))
+    blockint, mpc, zfp = (cpu.functions(codec) for codec in ("blockint", "mpc", "zfp"))
     address, target = values.data_ptr(), room.data_ptr()
     with pytest.raises(ValueError, match="too short"):
-        cpu.blockint_encode(8, 0, address, 64, target, 16, 1)
+        blockint.encode(8, 0, address, 64, target, 16, 1)
     with pytest.raises(ValueError, match="too short"):
-        cpu.zfp_decode(32, 0, target, 16, address, 64, False, 1)
+        zfp.decode(32, 0, target, 16, address, 64, False, 1)
     with pytest.raises(ValueError, match="out of range"):
-        cpu.blockint_encode(9, 0, address, 0, target, 16, 1)
+        blockint.encode(9, 0, address, 0, target, 16, 1)
     with pytest.raises(ValueError, match="dtype"):
-        cpu.mpc_encode(1, 3, address, 0, target, 16, 1)
+        mpc.encode(1, 3, address, 0, target, 16, 1)
     with pytest.raises(ValueError, match="fp32"):
-        cpu.blockint_decode(8, 1, target, 16, address, 0, True, 1)
+        blockint.decode(8, 1, target, 16, address, 0, True, 1)

@@ -122,3 +122,20 @@ def test_three_dimensions_at_once(folder: Path) -> None:
     assert (
         rows["tp"]["forward"]["native_messages"] == rows["tp"]["backward"]["native_messages"] == 0
     )
+
+
+def test_sequences_over_ranks_in_a_pipeline(folder: Path) -> None:
+    """Two stages by two ranks that share their sequences: the baseline's losses, one ledger."""
+    eight = {"codec": "blockint", "bits": 8}
+    block = {"cp": eight, "pp": "expcode", "min_bytes": 0}
+    block["ledger"] = {"jsonl": "cp/ledger.jsonl"}
+    config = {**CONFIG, "zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 2}
+    (folder / "cp.json").write_text(json.dumps({**config, "compression": block}))
+    train(folder, "cp", "cp", "--steps=3", "--pp=2", "--cp=2", module=True, ranks=4)
+    assert losses(folder, "cp") == pytest.approx(losses(folder, "baseline")[:3], rel=1e-3)
+    header = records(folder, "cp")[0]["run"]
+    assert header["context_parallel"] == 2 and header["tokens_per_step"] == 2 * 4 * 32
+    rows = json.loads((folder / "cp/ledger.jsonl").read_text().splitlines()[-1])["dimensions"]
+    assert rows.keys() == {"cp", "pp"}
+    assert rows["cp"]["forward"]["codec"] == rows["cp"]["backward"]["codec"] == "blockint(bits=8)"
+    assert rows["cp"]["forward"]["native_messages"] == 0 < rows["cp"]["backward"]["messages"]

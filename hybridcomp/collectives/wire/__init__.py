@@ -2,9 +2,9 @@
 
 group          the ranks of a message, how values travel between them and how they are summed
 handle         steps of a collective, the handle that drives them, the meter of what they cost
-cuts           chunks of ranks, stretches between parameters, segments
+cuts           chunks of ranks, stretches between parameters, rounds
 encoding       values into payloads and back, error feedback, buffers
-exchanges      all-to-all of payloads, and in how many segments a message goes
+exchanges      all-to-all of payloads, and in how many rounds a message goes
 gathers        all-gather of payloads
 payload_sizes  of payloads whose size varies
 transport      bytes between ranks; only this calls torch.distributed for messages
@@ -29,7 +29,7 @@ from hybridcomp.collectives.wire.encoding import (
     settle,
     show_overflow,
 )
-from hybridcomp.collectives.wire.exchanges import exchange, segment_count, segments
+from hybridcomp.collectives.wire.exchanges import exchange, round_count, rounds
 from hybridcomp.collectives.wire.gathers import Slots, decode_all, encode_all, gather, gather_room
 from hybridcomp.collectives.wire.group import Group, Levels, Probe, Reduction, Transfer
 from hybridcomp.collectives.wire.handle import (
@@ -74,8 +74,8 @@ __all__ = [
     "gather_room",
     "overlapped",
     "payload_sizes",
-    "segment_count",
-    "segments",
+    "round_count",
+    "rounds",
     "sent_dtype",
     "settle",
     "show_overflow",

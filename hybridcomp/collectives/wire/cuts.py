@@ -1,4 +1,4 @@
-"""How a flat tensor is cut: for the ranks of a group, at parameters, and into segments."""
+"""How a flat tensor is cut: for the ranks of a group, at parameters, and into rounds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stretches(start: int, stop: int, cuts: Sequence[int]) -> list[Range]:
 
 
 def cut_rows(rows: Sequence[Sequence[Range]], count: int) -> list[list[list[Range]]]:
-    """``rows`` cut into ``count`` segments, each with its share of every row."""
+    """``rows`` cut into ``count`` rounds, each with its share of every row."""
     if count == 1:
         return [[list(row) for row in rows]]
     return [list(shares) for shares in zip(*(_cut(row, count) for row in rows), strict=True)]

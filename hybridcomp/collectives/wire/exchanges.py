@@ -1,8 +1,8 @@
 """Payloads between ranks: encode, exchange the bytes, hand out views of what arrived.
 
-Long messages are cut into segments, so that coding one overlaps with the wire of the others. What a
+Long messages are cut into rounds, so that coding one overlaps with the wire of the others. What a
 rank sends or sums is a row of stretches, as everywhere in this package. The rows of all ranks are
-cut into equally many segments, each with its share of every row, so that all links stay busy.
+cut into equally many rounds, each with its share of every row, so that all links stay busy.
 Where the cuts lie depends on the rows alone, which all ranks know, and is where no codec notices:
 bits and residuals are those of the whole message, bytes too if the codec is of fixed size.
 """
@@ -26,7 +26,7 @@ from hybridcomp.collectives.wire.handle import Meter, Steps
 #: Elements of the longest row in one segment, and of half a row where that is less: one message
 #: alone leaves the link idle between its hops, and each costs half a millisecond of its own.
 #: (native time / byte ratio) / time of an all-reduce of fp32, two ranks at 1 Gb/s, load 1.5
-#: (``scripts/bench/bench_netlab.py --segments --megabytes N``):
+#: (``scripts/bench/bench_netlab.py --rounds --megabytes N``):
 #:
 #:                   64 Ki  128 Ki  256 Ki  512 Ki    1 Mi    2 Mi    4 Mi   whole
 #:     64 MB  8 bits   0.86    0.89   0.93    0.96    0.96    0.95    0.94    0.85
@@ -35,27 +35,27 @@ from hybridcomp.collectives.wire.handle import Meter, Steps
 #:            4 bits   0.34    0.50   0.74    0.78    0.78                    0.69
 #:     4 MB   8 bits   0.52    0.69   0.69                                    0.74
 #:            4 bits   0.33    0.34   0.59                                    0.56
-SEGMENT, HALF = 1 << 20, 1 << 18
+ROUND, HALF = 1 << 20, 1 << 18
 
 
-def segment_count(longest: int, codecs: Sequence[Codec], device: torch.device, group: Group) -> int:
-    """How many segments a message goes in; short ones are better off as a whole, which is 1.
+def round_count(longest: int, codecs: Sequence[Codec], device: torch.device, group: Group) -> int:
+    """How many rounds a message goes in; short ones are better off as a whole, which is 1.
 
     ``longest``: elements of its longest row; ``codecs``: all that the rows go through. GPUs keep
     messages whole, as a launch costs more than coding a segment.
     """
-    count = max(longest // SEGMENT, 2 if longest >= 2 * HALF else 1)
+    count = max(longest // ROUND, 2 if longest >= 2 * HALF else 1)
     if count == 1 or device.type != "cpu":
         return 1
     return count if all(_may_be_cut(codec, device, group) for codec in codecs) else 1
 
 
-def segments(
+def rounds(
     rows: Sequence[Sequence[Range]], codecs: Sequence[Codec], device: torch.device, group: Group
 ) -> list[list[list[Range]]]:
-    """``rows`` cut into segments, each with its share of every row; just one if that is better."""
+    """``rows`` cut into rounds, each with its share of every row; just one if that is better."""
     longest = max(sum(stop - start for start, stop in row) for row in rows)
-    return cut_rows(rows, segment_count(longest, codecs, device, group))
+    return cut_rows(rows, round_count(longest, codecs, device, group))
 
 
 def _may_be_cut(codec: Codec, device: torch.device, group: Group) -> bool:

@@ -3,7 +3,7 @@
 A collective such as all_reduce has local work between and after its messages. Written as a
 generator that yields what it waits for it keeps its numbered steps in one body; a handle runs it
 up to its first message when it is made and drives the rest in ``wait()``. Of a long message several
-segments run side by side (``overlapped``), so that coding one overlaps with the wire of the others.
+rounds run side by side (``overlapped``), so that coding one overlaps with the wire of the others.
 
 Seconds are the host's on a CPU. On a GPU they are the device's (``device_clock``).
 """

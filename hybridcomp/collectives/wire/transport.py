@@ -127,6 +127,54 @@ def recv(out: Tensor, src: int, group: Group) -> Steps[None]:
     yield from _transfer(post, out, out[:0], group)
 
 
+def shift(
+    out: Tensor | None,
+    values: Tensor | None,
+    src: int,
+    dst: int,
+    group: Group,
+    meter: Meter,
+) -> Steps[None]:
+    """Send ``values`` to group rank ``dst`` and receive ``out`` from group rank ``src``, at once.
+
+    None: nothing goes that way, which both sides know. ``out`` is as long as what comes; over gloo
+    it may be longer.
+    """
+    if values is not None:
+        meter.sent(values.nbytes, values.nbytes * int(dst in group.remote))
+    like = values if out is None else out
+    if like is None:
+        return
+    if not STAGING.needed(like, group):
+        yield _between_two(out, values, src, dst, group)
+        return
+    host_in = None if values is None else STAGING.out(values)
+    host_out = None if out is None else STAGING.room(out)
+    yield _between_two(host_out, host_in, src, dst, group)
+    if out is not None and host_out is not None:
+        STAGING.back(host_out, out)
+
+
+def _between_two(
+    out: Tensor | None, values: Tensor | None, src: int, dst: int, group: Group
+) -> Work:
+    """Post a receive and then a send; over NCCL as one call, so that none waits for the other."""
+    _learn(group)
+    ranks, own = group.global_ranks, group.process_group
+    device = (values if out is None else out).device  # type: ignore[union-attr]
+    if not over_gloo(device, group) and backend_of(group, device) != "gloo":
+        calls = [] if out is None else [dist.P2POp(dist.irecv, out, ranks[src], group=own)]
+        if values is not None:
+            calls.append(dist.P2POp(dist.isend, values, ranks[dst], group=own))
+        return Works(dist.batch_isend_irecv(calls), None)
+    works = []
+    if out is not None:
+        works.append(_posted(dist.irecv(out, ranks[src], group=own, tag=TAG)))
+    if values is not None:
+        works.append(_posted(dist.isend(values, ranks[dst], group=own, tag=TAG)))
+    return Works(works, group.limit)
+
+
 def _sent_around(slot: int, group: Group, meter: Meter) -> None:
     """Count an all-gather of ``slot`` bytes by a ring: all goes to the next rank."""
     nbytes = (group.size - 1) * slot

@@ -2,7 +2,7 @@
 // of finite blocks run on eight lanes, everything else through the functions of blockint.h; the
 // bytes are the same, and tests compare both with one reference.
 #include "blockint.h"
-#include "cpu.h"
+#include "cpu_blockint.h"
 #include "level_lanes.h"
 #include "rotation_lanes.h"
 

@@ -1,6 +1,6 @@
 // CPU loops of the casts: bf16, fp16 and block-scaled fp8.
 #include "casts.h"
-#include "cpu.h"
+#include "cpu_casts.h"
 
 namespace hybridcomp {
 namespace {
@@ -141,7 +141,7 @@ Decode* const ADD[2] = {add_E4M3, add_E5M2};
 
 }  // namespace
 
-size_t wire_nbytes(size_t numel) { return Layout(numel).total; }
+size_t wire_nbytes(size_t numel, int) { return Layout(numel).total; }
 
 void encode(int format, int dtype, const void* in, size_t numel, u8* out, int threads) {
     Encode* loop = ENCODE[format][dtype];

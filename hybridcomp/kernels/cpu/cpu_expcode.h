@@ -1,36 +1,17 @@
-// What the encoding and the decoding loops of expcode share.
+// The loops of expcode. `dtype` is a Dtype; sizes and ranges were checked by the caller.
 #pragma once
 
 #include "cpu.h"
-#include "cpu_loops.h"
-#include "expcode.h"
-#include "lanes.h"
-#include "shares.h"
 
 namespace hybridcomp {
 namespace expcode {
 
-typedef u16 H16 __attribute__((vector_size(32)));
-typedef u8 B32 __attribute__((vector_size(32)));
-
-inline size_t item_size(int dtype) { return dtype == (int)Dtype::fp32 ? 4 : 2; }
-
-// The most that a tile of `numel` values takes: codes as wide as exponents, and a mask.
-inline size_t largest_tile(size_t numel, size_t item) {
-    size_t blocks = ceil_div(numel, BLOCK);
-    return (TILE_HEADER_BYTES + ceil_div(blocks, 8) + blocks * BLOCK * item + 3) & ~size_t(3);
-}
-
-struct Layout {
-    size_t tiles, largest, data, capacity;
-    Layout(size_t numel, size_t item)
-        : tiles(ceil_div(numel, TILE)), largest(largest_tile(TILE, item)),
-          data(HEADER_BYTES + 4 * tiles), capacity(0) {
-        if (!tiles) return;
-        size_t last = largest_tile(numel - (tiles - 1) * TILE, item);
-        capacity = align16(data + (tiles - 1) * largest + last);
-    }
-};
+// The most that encode may write.
+size_t wire_nbytes(size_t numel, int dtype);
+// Returns the bytes used. May write anywhere in the wire_nbytes of `out`.
+size_t encode(int dtype, const void* in, size_t numel, u8* out, int threads);
+// Throws std::invalid_argument on a payload that no encode made. `dtype` is the encoded one.
+void decode(int dtype, const u8* in, size_t nbytes, void* out, size_t numel, bool add, int threads);
 
 }  // namespace expcode
 }  // namespace hybridcomp

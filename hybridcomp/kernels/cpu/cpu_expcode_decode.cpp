@@ -3,7 +3,7 @@
 #include <atomic>
 
 #include "bitplanes.h"
-#include "cpu_expcode.h"
+#include "cpu_expcode_shared.h"
 #include "level_lanes.h"
 
 namespace hybridcomp {

@@ -1,7 +1,7 @@
 // Encoding loops of expcode. Whole tiles run on eight lanes of 32 bits, or sixteen of 16; the ragged last
 // one through the functions of expcode.h.
 #include "bitplanes.h"
-#include "cpu_expcode.h"
+#include "cpu_expcode_shared.h"
 #include "level_lanes.h"
 
 namespace hybridcomp {

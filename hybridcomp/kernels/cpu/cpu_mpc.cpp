@@ -3,7 +3,7 @@
 // if none were dropped; then the shares are moved together. So the bytes do not depend on threads.
 #include <vector>
 
-#include "cpu.h"
+#include "cpu_mpc.h"
 #include "mpc.h"
 
 namespace hybridcomp {

@@ -3,7 +3,7 @@
 #include <atomic>
 
 #include "bitplanes.h"
-#include "cpu_radix.h"
+#include "cpu_radix_shared.h"
 #include "lanes.h"
 
 namespace hybridcomp {

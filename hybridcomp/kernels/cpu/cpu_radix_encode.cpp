@@ -1,7 +1,7 @@
 // Encoding loops of radix: a segment at a time, from the L1 cache. Blocks of four words, nearly all of
 // them, run on vectors; the others through the functions of radix.h.
 #include "bitplanes.h"
-#include "cpu_radix.h"
+#include "cpu_radix_shared.h"
 
 namespace hybridcomp {
 namespace radix {

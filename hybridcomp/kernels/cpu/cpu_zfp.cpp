@@ -1,6 +1,6 @@
 // CPU loops of zfp. A group of 64 blocks starts and ends at a multiple of 64 bits at every rate, so
 // threads never share a word.
-#include "cpu.h"
+#include "cpu_zfp.h"
 #include "zfp.h"
 
 namespace hybridcomp {

@@ -9,6 +9,7 @@ from itertools import repeat
 from torch import Tensor
 
 from hybridcomp.kernels import DTYPE_CODES
+from hybridcomp.kernels.cuda.functions import ALIGN
 from hybridcomp.kernels.cuda.fused import blockint_image
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
 
@@ -16,7 +17,6 @@ from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
 ROWS = 96
 ROW_WORDS = 5
 TILE = 1024
-ALIGN = 16
 
 
 class EachBlockInt:

@@ -15,8 +15,8 @@ from hybridcomp.upstream.neox.checkout import is_neox
 
 #: module whose layers reduce over tensor-parallel ranks themselves
 DOMINO = "deepspeed.runtime.domino"
-#: classes of attention layers that exchange heads for sequence
-SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention"})
+#: classes of attention layers that exchange heads for sequence, or let keys go round
+SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAttention"})
 
 
 def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
@@ -35,6 +35,22 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
         "tensor": domino or "TensorParallel_Layer" in names or tensor_ranks() > 1,
         "replicas": None if replicas is None else replicas(),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
+    }
+
+
+def layout(engine: Any) -> dict[str, int | None]:
+    """The layout of an engine, by the names of a plan (``config.planned``); None: not known."""
+    stages = getattr(engine, "num_stages", None)  # of a PipelineEngine
+    experts = getattr(engine, "expert_data_parallel_group", None) or {}
+    return {
+        "world_size": dist.get_world_size(),
+        "data": dist.get_world_size(engine.data_parallel_group),
+        "tensor": max(tensor_ranks(), engine.autotp_size() or 1),
+        "pipeline": 1 if stages is None else int(stages),
+        "expert": None if experts else 1,
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
+        "accumulation": int(engine.gradient_accumulation_steps()),
     }
 
 

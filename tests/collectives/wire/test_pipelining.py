@@ -1,4 +1,4 @@
-"""Long messages in segments: the same bytes, bits and residuals as in one piece."""
+"""Long messages in rounds: the same bytes, bits and residuals as in one."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ALONE = Group(cast(Any, None), 0, 1)
 FIXED = [codec for codec in CODECS if codec.fixed_size]
 FIXED_LOSSY = [codec for codec in LOSSY if codec.fixed_size]
 CPU = torch.device("cpu")
-#: no multiple of anything; four segments for three ranks
+#: no multiple of anything; four rounds for three ranks
 NUMEL = 3 * 4 * ALIGN + 1003
 
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Segments of ALIGN elements, in ranks that are threads."""
-    monkeypatch.setattr(exchanges, "SEGMENT", ALIGN)
+    monkeypatch.setattr(exchanges, "ROUND", ALIGN)
     monkeypatch.setattr(exchanges, "HALF", ALIGN)
     with thread_groups.in_process():
         yield
@@ -54,7 +54,7 @@ def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int)
         for length in row:
             rows[-1].append((position, position + length))
             position += length
-    cut = exchanges.segments(rows, [FIXED[0]], CPU, ALONE)
+    cut = exchanges.rounds(rows, [FIXED[0]], CPU, ALONE)
     longest = max(sum(row) for row in lengths)
     assert len(cut) == max(longest // ALIGN, 1)
     for index, ranges in enumerate(rows):
@@ -158,14 +158,14 @@ def test_ranges_take_both_plans() -> None:
 def both(
     run: Callable[[Any, int, Meter], Found], monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> list[list[tuple[Found, Meter]]]:
-    """``run`` on all ranks in segments, and then in one piece."""
+    """``run`` on all ranks in rounds, and then in one."""
 
     def once(group: Any, me: int) -> tuple[Found, Meter]:
         meter = Meter()
         return run(group, me, meter), meter
 
     found = [thread_groups.run(ranks, once)]
-    monkeypatch.setattr(exchanges, "SEGMENT", 10 * NUMEL)
+    monkeypatch.setattr(exchanges, "ROUND", 10 * NUMEL)
     monkeypatch.setattr(exchanges, "HALF", 10 * NUMEL)
     return [*found, thread_groups.run(ranks, once)]
 
@@ -224,27 +224,27 @@ def test_gathers_are_the_same(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> 
 def test_messages_that_wait_for_sizes_stay_whole_and_those_on_gpus() -> None:
     rows, whole = [stretches(0, 8 * ALIGN, [])], [[[(0, 8 * ALIGN)]]]
     even, odd = (make_codec("radix", error_bound=1e-2, segment=n) for n in (256, 240))
-    assert len(exchanges.segments(rows, [FIXED[0]], CPU, ALONE)) == 8
-    assert exchanges.segments(rows, [FIXED[0]], torch.device("cuda"), ALONE) == whole
-    assert exchanges.segments(rows, [FIXED[0], even], CPU, ALONE) == whole
+    assert len(exchanges.rounds(rows, [FIXED[0]], CPU, ALONE)) == 8
+    assert exchanges.rounds(rows, [FIXED[0]], torch.device("cuda"), ALONE) == whole
+    assert exchanges.rounds(rows, [FIXED[0], even], CPU, ALONE) == whole
     with patch.object(payload_sizes, "in_front", return_value=True):
-        assert len(exchanges.segments(rows, [FIXED[0], even], CPU, ALONE)) == 8
+        assert len(exchanges.rounds(rows, [FIXED[0], even], CPU, ALONE)) == 8
         # a cut inside a segment would give its parts steps of their own
-        assert exchanges.segments(rows, [FIXED[0], odd], CPU, ALONE) == whole
+        assert exchanges.rounds(rows, [FIXED[0], odd], CPU, ALONE) == whole
 
 
 def _forget_plans() -> None:
     """They were made with another shortest segment."""
-    owner_plan.range_segments.cache_clear()
-    owner_plan.piece_segments.cache_clear()
+    owner_plan.range_rounds.cache_clear()
+    owner_plan.part_rounds.cache_clear()
 
 
 def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
-    """On gloo; in segments of 1024 elements and in one piece."""
+    """On gloo; in rounds of 1024 elements and in one."""
     expected = everything(codec, dtype, True, 2)
     with ExitStack() as stack:
         stack.enter_context(patch.object(cuts, "SEGMENT_ALIGN", 512))
-        for name, value in {"SEGMENT_ALIGN": 512, "SEGMENT": 1024, "HALF": 512}.items():
+        for name, value in {"SEGMENT_ALIGN": 512, "ROUND": 1024, "HALF": 512}.items():
             stack.enter_context(patch.object(exchanges, name, value))
         _forget_plans()
         found = everything(codec, dtype, True, 2)
@@ -255,7 +255,7 @@ def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
         for (_, cut), (_, one) in zip(found, expected, strict=True)
         if cut
     ]
-    assert sum(more) >= 8, "reductions and gathers go in segments"
+    assert sum(more) >= 8, "reductions and gathers go in rounds"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -280,4 +280,4 @@ def test_long_messages_have_segments_and_others_halves(monkeypatch: pytest.Monke
         7 << 20: 7,
         1 << 26: 64,
     }.items():
-        assert len(exchanges.segments([[(0, longest)], []], [FIXED[0]], CPU, ALONE)) == count
+        assert len(exchanges.rounds([[(0, longest)], []], [FIXED[0]], CPU, ALONE)) == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda.functions import Damage
 from tests.codecs import arrays, guarded
 from tests.kernels.cuda.common import CODECS, assert_same, kernels_replaced, payload_of, results
 from tests.kernels.cuda.emulated import EmulatedLauncher
@@ -57,7 +59,7 @@ def test_sizes_are_left_on_the_device(codec: Codec, dtype: torch.dtype) -> None:
         decoded, out = torch.empty_like(values), torch.empty_like(values)
         codec.decode(expected, decoded)
         with kernels_replaced(KERNELS):
-            with mock.patch.object(CudaKernels, "check", side_effect=refuse):
+            with mock.patch.object(Damage, "check", side_effect=refuse):
                 codec.encode_into(values, room, sizes[1:2])
             codec.decode(room, out)  # all of the slot
         assert sizes.tolist() == [-7, expected.numel(), -7]
@@ -123,7 +125,7 @@ def test_damaged_payloads_are_told_at_the_check(name: str) -> None:
         with kernels_replaced(KERNELS):
             codec.decode(broken, out)
         if (name, position) == ("mpc", 9):
-            KERNELS._damage.zero_()  # a byte of its bitmap: still a stream of some values
+            KERNELS.damage.word.zero_()  # a byte of its bitmap: still a stream of some values
             continue
         with pytest.raises(CodecError, match="damaged"):
             KERNELS.check()
@@ -142,14 +144,15 @@ def test_random_bytes_never_crash() -> None:
             broken[where] = torch.randint(0, 256, (8,), generator=generator).to(torch.uint8)
             with kernels_replaced(KERNELS):
                 codec.decode(broken, guarded.empty(values.numel() * 4, torch.float32))
-    KERNELS._damage.zero_()
+    KERNELS.damage.word.zero_()
 
 
 def test_payloads_that_are_not_aligned_are_refused() -> None:
+    blockint: Any = KERNELS.functions("blockint")
     values, room = torch.randn(64), torch.empty(256, dtype=torch.uint8)
     start = -(-room.data_ptr() // 16) * 16 + 4
     with pytest.raises(ValueError, match="multiple of 16"):
-        KERNELS.blockint_encode(8, 0, values.data_ptr(), 64, start, 100, 1)
+        blockint.encode(8, 0, values.data_ptr(), 64, start, 100, 1)
 
 
 def test_the_ledgers_report_is_where_damage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,96 @@
+"""The preset ``planned``: codecs out of a file that ``hybridcomp plan`` wrote.
+
+A plan holds for one layout. The block is read here; whether the job has that layout is asked where
+an engine attaches (``rules.planned``), because a block does not know its job.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.config.error_messages import NOTHING, problem
+
+#: the preset's name
+PLANNED = "planned"
+#: key of a plan with the version of its format, and the version that this package reads
+FORMAT, VERSION = "hybridcomp_plan", 1
+#: facts of a layout that a job can be asked for, with what they are called in a sentence
+FACTS: Mapping[str, str] = {
+    "world_size": "ranks",
+    "data": "data parallel",
+    "tensor": "tensor parallel",
+    "pipeline": "pipeline stages",
+    "expert": "expert parallel",
+    "context": "context parallel",
+    "zero_stage": "ZeRO stage",
+    "micro_batch": "sequences a micro-batch",
+    "accumulation": "micro-batches a step",
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan gives to a block.
+
+    Attributes:
+        path: of the file.
+        block: the dimensions and other keys that it chose.
+        layout: the facts of its layout, by names out of ``FACTS``.
+    """
+
+    path: str
+    block: Mapping[str, Any]
+    layout: Mapping[str, int]
+
+
+def read(written: Mapping[str, Any]) -> Planned | None:
+    """The plan that a block names, None where its preset is another.
+
+    Raises the error that pydantic turns into a ValidationError, at ``plan``.
+    """
+    path = written.get("plan")
+    if written.get("preset") != PLANNED:
+        if path is not None:
+            todo = f'only "preset": "{PLANNED}" reads it; write that or remove it'
+            raise problem("plan", path, todo)
+        return None
+    if not isinstance(path, str) or not path:
+        todo = f'preset "{PLANNED}" needs what `hybridcomp plan` wrote; add "plan": "plan.json"'
+        raise problem("plan", NOTHING if path is None else path, todo)
+    return _checked(path, _loaded(path))
+
+
+def _loaded(path: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        where = f"no such file, seen from {Path.cwd()}; write the whole path"
+        raise problem("plan", path, where) from None
+    except (OSError, ValueError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise problem("plan", path, f"cannot be read ({first}); plan again") from None
+    if not isinstance(found, Mapping) or FORMAT not in found:
+        todo = "is no plan; expected the plan.json that `hybridcomp plan` wrote"
+        raise problem("plan", path, todo)
+    return found
+
+
+def _checked(path: str, plan: Mapping[str, Any]) -> Planned:
+    if plan[FORMAT] != VERSION:
+        todo = f"has format {plan[FORMAT]!r}, this version reads {VERSION}; plan again"
+        raise problem("plan", path, todo)
+    block, layout = plan.get("block"), plan.get("layout")
+    if not isinstance(block, Mapping) or not isinstance(layout, Mapping):
+        raise problem("plan", path, "lacks its block or its layout; plan again")
+    if block.get("preset") == PLANNED:
+        raise problem("plan", path, "names itself as its preset; plan again")
+    facts = {name: layout[name] for name in FACTS if name in layout}
+    wrong = [name for name, value in facts.items() if type(value) is not int or value < 0]
+    if wrong or not facts:
+        todo = f"{wrong[0]} is no number" if wrong else "its layout says nothing"
+        raise problem("plan", path, f"{todo}; plan again")
+    return Planned(path, block, facts)

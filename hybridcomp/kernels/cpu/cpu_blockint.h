@@ -1,0 +1,17 @@
+// The loops of blockint. `dtype` is a Dtype; sizes and ranges were checked by the caller.
+#pragma once
+
+#include "cpu.h"
+
+namespace hybridcomp {
+namespace blockint {
+
+// A setting is bits + 16 when rotated + 32 with Gaussian levels; the others require a possible one.
+bool possible(int setting);
+// What encode writes.
+size_t wire_nbytes(size_t numel, int setting);
+void encode(int setting, int dtype, const void* in, size_t numel, u8* out, int threads);
+void decode(int setting, int dtype, const u8* in, void* out, size_t numel, bool add, int threads);
+
+}  // namespace blockint
+}  // namespace hybridcomp

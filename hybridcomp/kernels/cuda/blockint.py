@@ -1,0 +1,41 @@
+"""The launches of blockint: for one tensor here, for several in ``fused`` and ``table``."""
+
+from __future__ import annotations
+
+from hybridcomp.kernels.cuda.functions import CudaFunctions
+from hybridcomp.kernels.cuda.fused import FusedBlockInt, blockint_image
+from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, WHOLE, ceil_div
+from hybridcomp.kernels.cuda.table import EachBlockInt
+
+
+class BlockIntOnCuda(CudaFunctions):
+    """``FixedKernels``, and what takes several chunks or tensors at once."""
+
+    def encode(
+        self, setting: int, dtype: int, values: int, numel: int, out: int, nbytes: int,
+        threads: int, /,
+    ) -> None:  # fmt: skip
+        """One warp a tile of 1024 values."""
+        self._fixed(
+            "blockint.cu", blockint_image(setting, dtype), f"blockint_encode_{DTYPES[dtype]}", out,
+            ceil_div(numel, 1024 * WARPS), (values, numel, numel, 0, WHOLE, out),
+        )  # fmt: skip
+
+    def decode(
+        self, setting: int, dtype: int, payload: int, nbytes: int, out: int, numel: int,
+        add: bool, threads: int, /,
+    ) -> None:  # fmt: skip
+        """One warp a tile."""
+        self._fixed(
+            "blockint.cu", blockint_image(setting, 0 if add else dtype),
+            "blockint_add" if add else f"blockint_decode_{DTYPES[dtype]}", payload,
+            ceil_div(numel, 1024 * WARPS), (payload, numel, numel, 0, WHOLE, out),
+        )  # fmt: skip
+
+    def fused(self, setting: int) -> FusedBlockInt:
+        """Kernels for all chunks of an all_reduce."""
+        return FusedBlockInt(self._launcher, setting)
+
+    def each(self, setting: int) -> EachBlockInt:
+        """Kernels for several tensors with a payload each."""
+        return EachBlockInt(self._launcher, setting)

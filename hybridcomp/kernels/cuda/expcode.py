@@ -1,0 +1,36 @@
+"""The launches of expcode."""
+
+from __future__ import annotations
+
+from hybridcomp.kernels.cuda.functions import CudaFunctions
+from hybridcomp.kernels.cuda.launcher import DTYPES, ceil_div
+
+#: of a block of threads of expcode.cu, by dtype code: each has a tile in shared memory
+EXPCODE_ENCODE_WARPS = (4, 8, 8)
+EXPCODE_DECODE_WARPS = (4, 2, 2)
+
+
+class ExpCodeOnCuda(CudaFunctions):
+    """``codecs.expcode.ExpCodeKernels``."""
+
+    def encode(
+        self, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,
+        size: int = 0, /,
+    ) -> int:  # fmt: skip
+        """A warp a tile of 2048 values."""
+        kernel, words = f"expcode_encode_{DTYPES[dtype]}", (values, numel, dtype, out)
+        warps = EXPCODE_ENCODE_WARPS[dtype]
+        groups = ceil_div(numel, 2048 * warps)
+        return self._variable("expcode.cu", kernel, out, groups, words, size, 32 * warps)
+
+    def decode(
+        self, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
+        threads: int, /,
+    ) -> None:  # fmt: skip
+        """A warp a tile. Damage is told by ``check``."""
+        warps = EXPCODE_DECODE_WARPS[dtype]
+        self._fixed(
+            "expcode.cu", (), f"expcode_{'add' if add else 'decode'}_{DTYPES[dtype]}", payload,
+            ceil_div(numel, 2048 * warps),
+            (payload, nbytes, numel, dtype, out, self._damage.word.data_ptr()), 32 * warps,
+        )  # fmt: skip

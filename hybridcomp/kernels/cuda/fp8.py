@@ -1,0 +1,32 @@
+"""The launches of fp8."""
+
+from __future__ import annotations
+
+from hybridcomp.kernels.cuda.functions import CudaFunctions
+from hybridcomp.kernels.cuda.launcher import DTYPES, WHOLE, ceil_div
+
+FORMATS = ("e4m3", "e5m2")
+
+
+class Fp8OnCuda(CudaFunctions):
+    """``FixedKernels``: the setting is the index of the format."""
+
+    def encode(
+        self, form: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
+    ) -> None:
+        """256 threads a block of 4096 values."""
+        self._fixed(
+            "casts.cu", (), f"fp8_{FORMATS[form]}_encode_{DTYPES[dtype]}", out,
+            ceil_div(numel, 4096), (values, numel, numel, 0, WHOLE, out),
+        )  # fmt: skip
+
+    def decode(
+        self, form: int, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
+        threads: int, /,
+    ) -> None:  # fmt: skip
+        """256 threads a block."""
+        name = f"fp8_{FORMATS[form]}_" + ("add" if add else f"decode_{DTYPES[dtype]}")
+        self._fixed(
+            "casts.cu", (), name, payload, ceil_div(numel, 4096),
+            (payload, numel, numel, 0, WHOLE, out),
+        )  # fmt: skip

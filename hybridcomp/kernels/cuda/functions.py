@@ -1,0 +1,84 @@
+"""What the launches of all codecs share: the payload's alignment, sizes, damage."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import Tensor
+
+from hybridcomp.errors import CodecError
+from hybridcomp.kernels.cuda.launcher import THREADS, Launcher
+from hybridcomp.kernels.late_read import LateRead
+
+ALIGN = 16
+
+
+class Damage:
+    """Whether a decoder on this device met a payload which no encoder made."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._late = LateRead()
+
+    @cached_property
+    def word(self) -> Tensor:
+        """One int64 on the device that decoders set; 0 until then."""
+        return self._launcher.zeros(1)
+
+    def check(self) -> None:
+        """Wait for the device; raise CodecError if a payload was damaged since the last check."""
+        if int(self.word):
+            self.word.zero_()
+            raise CodecError(
+                "a payload decoded on the GPU since the last check is damaged, and so is what this "
+                "rank computed from it; go on from the last checkpoint"
+            )
+
+    def poll(self) -> None:
+        """Raise as ``check`` does, by what the call before asked for; waits for nothing."""
+        copied = self._late.take()
+        if copied is not None and int(copied):
+            self.check()  # which may have told of it already
+        if not self._late.pending:
+            self._late.start(self.word)
+
+
+class CudaFunctions:
+    """The functions of one codec on a device, up to the subclass; arguments are those of its
+    Protocol (``kernels.FixedKernels``, or one in the codec's module).
+
+    Raises ValueError for a payload that does not begin at a multiple of 16 bytes.
+    """
+
+    def __init__(self, launcher: Launcher, damage: Damage) -> None:
+        self._launcher = launcher
+        self._damage = damage
+
+    def _fixed(
+        self, source: str, defines: tuple[str, ...], kernel: str, payload: int, blocks: int,
+        words: tuple[int, ...], threads: int = THREADS,
+    ) -> None:  # fmt: skip
+        """Launch ``kernel`` over ``blocks`` blocks, if there are any."""
+        if payload % ALIGN:
+            raise ValueError(f"{kernel}: the payload must begin at a multiple of {ALIGN} bytes")
+        if blocks:
+            self._launcher.launch(source, defines, kernel, (blocks, 1), *words, threads=threads)
+
+    def _variable(
+        self, source: str, kernel: str, out: int, tiles: int, words: tuple[int, ...], size: int,
+        threads: int = THREADS,
+    ) -> int:  # fmt: skip
+        """Launch an encoder; the bytes it used, or 0 where ``size`` will hold them.
+
+        ``tiles`` is 0 for no values: then there is no launch, and nobody else writes ``size``.
+        """
+        if not tiles:
+            return 0
+        work = self._launcher.zeros(2 + tiles)  # the size, the ticket, a word for each tile
+        start = work.data_ptr()
+        self._fixed(source, (), kernel, out, tiles, (*words, start + 8, size or start), threads)
+        if size:
+            return 0
+        nbytes = int(work[0])  # waits
+        self._damage.check()
+        return nbytes

@@ -1,0 +1,8 @@
+"""``python -m hybridcomp.measure``, as a launcher starts it on every rank."""
+
+from __future__ import annotations
+
+from hybridcomp.measure.command import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,74 @@
+"""The transformer block that is timed, and what it takes: FLOP, and bytes kept for backward.
+
+Attention with causal mask and a feed-forward layer of four times the width, each behind a norm and
+beside a residual connection. Shapes: B samples, T tokens, C width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """A block and what goes through it."""
+
+    batch: int
+    length: int
+    width: int
+    head_width: int = 32
+
+    @property
+    def flops(self) -> float:
+        """FLOP of forward, as torch's FlopCounter has them: a masked product counts as a whole."""
+        tokens = self.batch * self.length
+        return 24.0 * tokens * self.width**2 + 4.0 * tokens * self.length * self.width
+
+    def told(self) -> str:
+        """For the note of a row."""
+        return f"batch {self.batch}, length {self.length}, width {self.width}"
+
+
+class Block(nn.Module):
+    """(B, T, C) to (B, T, C)."""
+
+    def __init__(self, size: BlockSize) -> None:
+        super().__init__()
+        width = size.width
+        self.heads = width // size.head_width
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Attend, then feed forward."""
+        batch, length, width = hidden.shape
+        qkv = self.qkv(self.norm1(hidden)).view(batch, length, 3, self.heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
+        return out
+
+
+def kept_nbytes(block: nn.Module, hidden: Tensor) -> int:
+    """Bytes that backward of ``block(hidden)`` needs beside the parameters, each once."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept: dict[int, Tensor] = {}  # tensors are held, so that no address is used again
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = block(hidden)
+    del out
+    return sum(
+        tensor.untyped_storage().nbytes() for where, tensor in kept.items() if where not in own
+    )

@@ -1,0 +1,128 @@
+"""Timing a call: alone, or beside matrix products, on a host and on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+Run = Callable[[], object]
+cuda: Any = torch.cuda  # parts of it are untyped
+#: a call that is shorter is repeated inside one timing
+SHORT_S = 5e-4
+MOST_INNER = 20
+#: timings of a case
+LEAST, MOST = 3, 25
+
+
+class Clock(Protocol):
+    """Times calls on one device."""
+
+    def seconds(self, run: Run, times: int = 1) -> float:
+        """Seconds of one of ``times`` calls of ``run``, until the device has done them."""
+        ...
+
+    def beside(
+        self, run: Run, product: Run, product_s: float, expected_s: float
+    ) -> tuple[float, float]:
+        """Time ``run`` while ``product`` is computed over and over.
+
+        Args:
+            product_s: seconds of one product alone.
+            expected_s: about how long ``run`` takes.
+
+        Returns its seconds, and the share of the products of that time that were still computed.
+        """
+        ...
+
+
+class HostClock:
+    """A CPU: calls return when they are done, products run in this thread, calls in another."""
+
+    def __init__(self) -> None:
+        self._worker = ThreadPoolExecutor(1)
+
+    def seconds(self, run: Run, times: int = 1) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - start) / times
+
+    def beside(
+        self, run: Run, product: Run, product_s: float, expected_s: float
+    ) -> tuple[float, float]:
+        begin = time.perf_counter()
+        future, done = self._worker.submit(self.seconds, run), 0
+        while not future.done():
+            product()
+            done += 1
+        elapsed = time.perf_counter() - begin
+        return future.result(), min(1.0, done * product_s / elapsed)
+
+
+class DeviceClock:
+    """A GPU: events on its streams; calls run on one of their own beside products."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = cuda.Stream(device)
+
+    def seconds(self, run: Run, times: int = 1) -> float:
+        start, stop = _event(), _event()
+        cuda.synchronize(self._device)
+        start.record()
+        for _ in range(times):
+            run()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e-3 / times
+
+    def beside(
+        self, run: Run, product: Run, product_s: float, expected_s: float
+    ) -> tuple[float, float]:
+        start, stop, computed = _event(), _event(), _event()
+        cuda.synchronize(self._device)
+        # enough products to last as long as the call, which they slow down
+        count = max(2, round(1.5 * expected_s / product_s))
+        start.record()
+        self._side.wait_event(start)
+        with cuda.stream(self._side):
+            run()
+            stop.record()
+        for _ in range(count):
+            product()
+        computed.record()
+        cuda.synchronize(self._device)
+        seconds = float(start.elapsed_time(stop)) * 1e-3
+        busy = float(start.elapsed_time(computed)) * 1e-3
+        # where products outlast the call, only what they took longer than alone was taken from them
+        overlap = min(seconds, busy)
+        left = 1 - (busy - count * product_s) / overlap if overlap else 1.0
+        return seconds, min(1.0, max(0.0, left))
+
+
+def _event() -> Any:
+    return cuda.Event(enable_timing=True)
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """What runs inside belongs to ``device``."""
+    return cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def samples(clock: Clock, run: Run, allowance_s: float) -> list[float]:
+    """Timings of ``run``, which no other rank takes part in, after one that does not count."""
+    clock.seconds(run)
+    once = max(clock.seconds(run), 1e-9)
+    inner = min(MOST_INNER, max(1, round(SHORT_S / once)))
+    count = max(LEAST, min(MOST, int(allowance_s / (once * inner))))
+    return [clock.seconds(run, inner) for _ in range(count)]

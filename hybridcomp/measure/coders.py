@@ -1,0 +1,123 @@
+"""What a device codes and copies: every codec by dtype, alone and beside matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product as every
+
+import torch
+
+from hybridcomp.codecs import CODECS, Codec
+from hybridcomp.config import CompressionConfig
+from hybridcomp.config.presets import PRESETS
+from hybridcomp.errors import HybridcompError
+from hybridcomp.measure.clock import LEAST, Clock, Run, samples
+from hybridcomp.measure.kernels import DTYPES, dtypes_of
+from hybridcomp.measure.team import Part, Team
+from hybridcomp.plan.figures import Figure, median, summary
+from hybridcomp.plan.rows import Beside, Coding, Copy, Direction
+
+#: values of one call; the first says what a call costs, whatever its length
+NUMELS = {"cpu": (1 << 12, 1 << 18, 1 << 21), "cuda": (1 << 12, 1 << 20, 1 << 24)}
+COPIES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 26)}
+DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
+#: rows and columns of the matrix product that runs beside
+SIDE = {"cpu": 192, "cuda": 2048}
+
+
+def settings() -> list[Codec]:
+    """The codecs that are timed: those of the presets, and every other one as it is by default.
+
+    Left out are codecs that are a way to reduce gradients and encode nothing.
+    """
+    found: dict[str, Codec] = {}
+    for name in PRESETS:
+        for codec in CompressionConfig.parse({"preset": name}).codecs().values():
+            if codec is not None:
+                found.setdefault(codec.spec, codec)
+    for kind in CODECS.values():
+        codec = kind()
+        if not codec.gradients_only:
+            found.setdefault(codec.spec, codec)
+    return list(found.values())
+
+
+def coding_rows(team: Team, clock: Clock, part: Part) -> list[Coding]:
+    """Rows of this rank; a collective over the job, as all begin every case together."""
+    numels = NUMELS[team.device.type]
+    cases: list[tuple[int, Beside, str, Codec]] = [
+        *every(numels, ("alone",), dtypes_of(team.device), settings()),
+        *every(numels[-2:-1], ("compute",), dtypes_of(team.device), settings()),
+    ]
+    product, product_s = product_beside(clock, team.device)
+    rows = []
+    for (numel, beside, name, codec), allowance in zip(
+        cases, part.allowances(len(cases)), strict=True
+    ):
+        if beside == "alone" and numel == numels[-1] and not allowance:
+            continue
+        for direction, run in _runs(codec, numel, DTYPES[name], team.device):
+            seconds = samples(clock, run, allowance / len(DIRECTIONS))
+            if beside == "compute":
+                expected, count = median(seconds), max(LEAST, len(seconds) // 2)
+                seconds = [clock.beside(run, product, product_s, expected)[0] for _ in range(count)]
+            figure = summary(seconds)
+            row = Coding(codec.spec, name, direction, numel, figure, beside, codec.fixed_size)
+            rows.append(row)
+    return rows
+
+
+def product_beside(clock: Clock, device: torch.device) -> tuple[Run, float]:
+    """The matrix product that runs beside other work, and its seconds alone."""
+    side = SIDE[device.type]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    one, two = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(one)
+
+    def run() -> object:
+        return torch.mm(one, two, out=out)
+
+    return run, median(samples(clock, run, 0.05))
+
+
+def _runs(
+    codec: Codec, numel: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[Direction, Run]]:
+    """What is timed of a codec; nothing of one that does not take the dtype or the device."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(numel, generator=generator).to(device, dtype)
+    try:
+        one = codec.for_message(numel, dtype, 1)
+        payload = torch.zeros(one.wire_nbytes(numel, dtype), dtype=torch.uint8, device=device)
+        one.encode(values, payload)
+    except HybridcompError:
+        return
+    out, total = torch.empty_like(values), torch.zeros(numel, device=device)
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    yield "encode", lambda: one.encode_into(values, payload, size)
+    yield "decode", lambda: one.decode(payload, out)
+    yield "decode_add", lambda: one.decode_add(payload, total, dtype)
+
+
+def copy_rows(team: Team, clock: Clock, part: Part) -> list[Copy]:
+    """Copies between this rank's device and pinned host memory; on a CPU inside its memory."""
+    rows: list[Copy] = []
+    sizes = COPIES[team.device.type]
+    pin = team.device.type == "cuda"
+    for nbytes, allowance in zip(sizes, part.allowances(len(sizes)), strict=True):
+        there = torch.zeros(nbytes, dtype=torch.uint8, device=team.device)
+        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pin)
+        out = samples(clock, lambda a=host, b=there: a.copy_(b, non_blocking=True), allowance / 2)  # type: ignore[misc]
+        back = samples(clock, lambda a=host, b=there: b.copy_(a, non_blocking=True), allowance / 2)  # type: ignore[misc]
+        rows.append(Copy("to_host", nbytes, summary(out)))
+        rows.append(Copy("to_device", nbytes, summary(back)))
+    return rows
+
+
+def merged(figures: Sequence[Figure]) -> Figure:
+    """One figure of all ranks: the median of their medians, from the fastest to the slowest."""
+    return Figure(
+        median([figure.value for figure in figures]),
+        min(figure.low for figure in figures),
+        max(figure.high for figure in figures),
+    )

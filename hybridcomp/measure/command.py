@@ -1,0 +1,77 @@
+"""The command line of ``hybridcomp measure``, the same under every launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.log import say
+from hybridcomp.measure.options import HOW, add_arguments
+from hybridcomp.measure.report import lines
+from hybridcomp.measure.run import measure
+from hybridcomp.plan import cluster_file
+
+#: exit status where nothing was measured
+NOT_STARTED = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m hybridcomp.measure``; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="hybridcomp.measure", description=HOW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        return run(options)
+    except HybridcompError as error:
+        print(f"hybridcomp: {error}", file=sys.stderr)
+        return NOT_STARTED
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and write the file; the exit status. Says how to start it where nobody did."""
+    if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
+        print(HOW, end="")
+        return NOT_STARTED
+    if not options.seconds > 0:
+        raise ConfigError("--seconds", options.seconds, "expected a number above 0")
+    device = _device(options)
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        hierarchy = options.ranks_per_node if options.ranks_per_node is not None else "auto"
+        cluster = measure(device, options.seconds, hierarchy=hierarchy, dtype=options.dtype)
+        if dist.get_rank() == 0:
+            try:
+                cluster_file.write(cluster, options.out)
+            except OSError as error:
+                raise ConfigError("--out", str(options.out), f"cannot write it: {error}") from error
+            say(*lines(cluster), f"wrote {options.out}")
+    finally:
+        if mine:
+            dist.destroy_process_group()
+    return 0
+
+
+def _device(options: argparse.Namespace) -> torch.device:
+    """This rank's device. Raises ConfigError where a GPU was asked for and there is none."""
+    has_gpu = torch.cuda.is_available()
+    if options.device == "cuda" and not has_gpu:
+        raise ConfigError("--device", "cuda", "torch sees no GPU; see `hybridcomp doctor`")
+    wants_cpu = options.device == "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu"
+    if wants_cpu and options.device != "cuda" or not has_gpu:
+        return torch.device("cpu")
+    local = options.local_rank
+    local = int(os.environ.get("LOCAL_RANK", "0")) if local is None else local
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

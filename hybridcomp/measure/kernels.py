@@ -1,0 +1,166 @@
+"""What a device computes: matrix products, elementwise work, Adam steps, transformer blocks.
+
+All ranks compute at the same time, as in a training, so that ranks that share cores or memory slow
+each other down here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridcomp.measure.block import Block, BlockSize, kept_nbytes
+from hybridcomp.measure.clock import LEAST, Clock, Run, samples
+from hybridcomp.measure.team import Part, Team
+from hybridcomp.plan.figures import median, summary
+from hybridcomp.plan.rows import Kernel, Kind
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: a size is left out if two calls and LEAST timings of it may take this many times the allowance
+PATIENCE = 3.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed on one type of device."""
+
+    products: tuple[int, ...]  # rows, columns and depth
+    blocks: tuple[BlockSize, ...]
+    elements: tuple[int, ...]
+    parameters: tuple[int, ...]
+
+
+CPU = Sizes(
+    (64, 128, 256, 512, 1024),
+    tuple(
+        BlockSize(batch, 128, width)
+        for batch, width in ((2, 64), (8, 64), (8, 128), (8, 256), (8, 512))
+    ),
+    (1 << 12, 1 << 16, 1 << 20, 1 << 23),
+    (1 << 14, 1 << 18, 1 << 21),
+)
+GPU = Sizes(
+    (256, 1024, 2048, 4096, 8192),
+    tuple(BlockSize(batch, 2048, width, 128) for batch, width in ((1, 1024), (1, 4096), (4, 4096))),
+    (1 << 12, 1 << 20, 1 << 24, 1 << 27),
+    (1 << 16, 1 << 22, 1 << 26),
+)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One row to be: ``prepare`` makes tensors and returns what is to be timed."""
+
+    kind: Kind
+    dtype: str
+    size: float
+    prepare: Callable[[], Run]
+    note: str = ""
+    kept_nbytes: Callable[[], int] = int
+
+    @property
+    def family(self) -> tuple[str, str]:
+        return self.kind, self.dtype
+
+
+def dtypes_of(device: torch.device) -> dict[str, torch.dtype]:
+    """Dtypes that trainings have on ``device``."""
+    return {
+        name: dtype for name, dtype in DTYPES.items() if name != "fp16" or device.type == "cuda"
+    }
+
+
+def kernel_rows(team: Team, clock: Clock, part: Part) -> list[Kernel]:
+    """Rows of this rank; a collective over the job, as all begin every case together."""
+    cases = list(_cases(team.device))
+    rows = []
+    rates: dict[tuple[str, str], float] = {}  # seconds a unit of size, of the slowest rank
+    for case, allowance in zip(cases, part.allowances(len(cases)), strict=True):
+        expected = rates.get(case.family, 0.0) * case.size
+        if expected * (2 + LEAST) > PATIENCE * allowance:
+            continue
+        seconds = samples(clock, case.prepare(), allowance)
+        rates[case.family] = team.most([median(seconds)])[0] / case.size
+        rows.append(
+            Kernel(
+                team.rank, case.kind, case.dtype, case.size, summary(seconds), case.note,
+                case.kept_nbytes(),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _cases(device: torch.device) -> Iterator[_Case]:
+    """Small ones of everything first, so that a short budget leaves out the largest."""
+    sizes = GPU if device.type == "cuda" else CPU
+    for name, dtype in dtypes_of(device).items():
+        for block in sizes.blocks:
+            made = _Prepared(block, device, dtype)
+            yield _Case(
+                "block_forward", name, block.flops, made.forward, block.told(), made.kept_nbytes
+            )
+            yield _Case("block_backward", name, 2 * block.flops, made.backward, block.told())
+        for side in sizes.products:
+            yield _Case("product", name, 2.0 * side**3, _product(side, device, dtype), str(side))
+        for numel in sizes.elements:
+            nbytes = 2.0 * numel * dtype.itemsize
+            yield _Case("elementwise", name, nbytes, _scale(numel, device, dtype))
+    for numel in sizes.parameters:
+        yield _Case("adam", "fp32", float(numel), _adam(numel, device))
+
+
+def _product(side: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Run]:
+    def prepare() -> Run:
+        one, two = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(one)
+        return lambda: torch.mm(one, two, out=out)
+
+    return prepare
+
+
+def _scale(numel: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Run]:
+    def prepare() -> Run:
+        values = torch.randn(numel, device=device).to(dtype)
+        out = torch.empty_like(values)
+        return lambda: torch.mul(values, 0.5, out=out)
+
+    return prepare
+
+
+def _adam(numel: int, device: torch.device) -> Callable[[], Run]:
+    def prepare() -> Run:
+        parameter = torch.nn.Parameter(torch.randn(numel, device=device))
+        parameter.grad = torch.randn(numel, device=device)
+        return torch.optim.AdamW([parameter], lr=1e-4).step
+
+    return prepare
+
+
+class _Prepared:
+    """A block with values to go through it."""
+
+    def __init__(self, size: BlockSize, device: torch.device, dtype: torch.dtype) -> None:
+        self._size, self._device, self._dtype = size, device, dtype
+
+    def forward(self) -> Run:
+        block, hidden = self._made()
+        return lambda: block(hidden)
+
+    def backward(self) -> Run:
+        block, hidden = self._made()
+        out = block(hidden)
+        gradient = torch.randn_like(out)
+        wanted = [hidden, *block.parameters()]
+        return lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
+
+    def kept_nbytes(self) -> int:
+        return kept_nbytes(*self._made())
+
+    def _made(self) -> tuple[Block, Tensor]:
+        size = self._size
+        block = Block(size).to(self._device, self._dtype)
+        hidden = torch.randn(size.batch, size.length, size.width, device=self._device)
+        return block, hidden.to(self._dtype).requires_grad_()

@@ -1,0 +1,177 @@
+"""Collectives of torch.distributed: by group, by size, alone and with others at work.
+
+Every case is timed by all ranks of its group, and the slowest of them counts. Sizes that are far
+apart come first, then those between them, and what would take longer than its share is left out:
+the planner goes on along a straight line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.autotune.trials import NBYTES, room_for
+from hybridcomp.collectives.wire.transport import all_gather_single
+from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, Clock, Run
+from hybridcomp.measure.coders import product_beside
+from hybridcomp.measure.team import Part, Shape, Team
+from hybridcomp.plan.figures import Curve, Figure, summary
+from hybridcomp.plan.rows import Beside, Operation, Timing
+
+#: bytes of messages in the order in which they are timed; the first says what a message costs,
+#: whatever its length
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 18, 1 << 22, 1 << 26, 1 << 28)
+#: those that are timed with others at work
+BUSY_SIZES = (1 << 16, 1 << 20, 1 << 24)
+COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+#: a size is left out if two calls and LEAST timings of it may take this many times the allowance
+PATIENCE = 2.0
+#: torch 2.13 renames it and warns about the old name
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Key:
+    """Messages of one kind, of whatever size."""
+
+    operation: Operation
+    shape: Shape
+    beside: Beside
+
+    @property
+    def active(self) -> Callable[[Team], bool]:
+        """Whether a rank takes part."""
+        shape, alone = self.shape, self.beside == "alone"
+        return lambda team: bool(shape.own) and (shape.first or not alone)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a case took; the same on all ranks."""
+
+    seconds: Figure
+    left: Figure | None = None
+
+
+def link_rows(
+    team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: torch.dtype
+) -> list[Timing]:
+    """The same rows on all ranks; a collective over the job."""
+    keys, rows = _keys(shapes), []
+    cases = [(size, key) for size in SIZES for key in keys if _wanted(size, key)]
+    most = room_for(team.device) * NBYTES // 3
+    product = product_beside(clock, team.device)
+    points: dict[Key, list[tuple[float, Figure]]] = {}
+    limits = dict.fromkeys(keys, most)
+    for index, (nbytes, key) in enumerate(cases):
+        if nbytes > limits[key]:
+            continue
+        left = sum(size <= limits[other] for size, other in cases[index:])
+        allowance, known = part.each(left), points.get(key, [])
+        # of one size alone nobody can tell what is latency and what is bandwidth
+        expected = Curve.through(known).at(nbytes).value if len(known) > 1 else 0.0
+        if expected * (2 + LEAST) > PATIENCE * allowance:
+            limits[key] = nbytes - 1
+            continue
+        run = runner(key.operation, key.shape, nbytes, dtype, team) if key.active(team) else None
+        found = timed(team, clock, run, key, allowance, product)
+        half = 0.5 if key.operation == "send" else 1.0  # there and back
+        points.setdefault(key, []).append((float(nbytes), found.seconds))
+        rows.append(
+            Timing(
+                key.operation, key.shape.ranks, key.shape.nodes, nbytes,
+                found.seconds.times(half), key.beside, found.left,
+            )
+        )  # fmt: skip
+    return sorted(rows, key=lambda row: (row.ranks, row.nodes, row.operation, row.beside))
+
+
+def _keys(shapes: list[Shape]) -> list[Key]:
+    """Everything that is timed; other groups and products only where there are any."""
+    found = []
+    for shape in shapes:
+        sends: tuple[Operation, ...] = ("send",) if shape.ranks == 2 else ()
+        for operation in (*sends, *COLLECTIVES):
+            found.append(Key(operation, shape, "alone"))
+            if len(shape.groups) > 1:
+                found.append(Key(operation, shape, "groups"))
+            found.append(Key(operation, shape, "compute"))
+    return found
+
+
+def _wanted(nbytes: int, key: Key) -> bool:
+    return key.beside == "alone" or nbytes in BUSY_SIZES
+
+
+def timed(
+    team: Team, clock: Clock, run: Run | None, key: Key, allowance_s: float,
+    product: tuple[Run, float],
+) -> Timed:  # fmt: skip
+    """Time ``run`` on the ranks that have one, all at once; a collective over the job.
+
+    Every timing begins together, so that no rank waits in its own for one that comes late.
+    """
+    once = 0.0
+    for _ in range(2):
+        team.barrier()
+        once = clock.seconds(run) if run is not None else 0.0
+    once = max(team.most([once])[0], 1e-9)
+    beside = key.beside == "compute"
+    inner = 1 if beside else min(MOST_INNER, max(1, round(SHORT_S / once)))
+    count = max(LEAST, min(MOST, int(allowance_s / (once * inner)) - 2))
+    seconds, lost = [0.0] * count, [0.0] * count
+    for index in range(count):
+        team.barrier()
+        if run is None:
+            continue
+        if beside:
+            seconds[index], left = clock.beside(run, *product, once)
+            lost[index] = 1 - left
+        else:
+            seconds[index] = clock.seconds(run, inner)
+    slowest = summary(team.most(seconds))
+    if not beside:
+        return Timed(slowest)
+    most = summary(team.most(lost))
+    return Timed(slowest, Figure(1 - most.value, 1 - most.high, 1 - most.low))
+
+
+def runner(operation: Operation, shape: Shape, nbytes: int, dtype: torch.dtype, team: Team) -> Run:
+    """One call of ``operation`` on this rank's group; of a send there and back.
+
+    Messages hold zeros, whose sums stay what they are.
+    """
+    size, group = shape.ranks, shape.group
+    numel = max(1, nbytes // dtype.itemsize // size) * size
+    values = torch.zeros(numel, dtype=dtype, device=team.device)
+    if operation == "send":
+        return _there_and_back(values, shape, team)
+    if operation == "all_reduce":
+        return lambda: dist.all_reduce(values, group=group)
+    own = values[: numel // size]
+    if operation == "all_gather":
+        shard = torch.zeros_like(own)
+        return lambda: all_gather_single(values, shard, group=group)
+    if operation == "reduce_scatter":
+        out = torch.zeros_like(own)
+        return lambda: _reduce_scatter(out, values, group=group)
+    room = torch.zeros_like(values)
+    return lambda: dist.all_to_all_single(room, values, group=group)
+
+
+def _there_and_back(values: torch.Tensor, shape: Shape, team: Team) -> Run:
+    one, two = shape.own
+    group = shape.group
+
+    def begin() -> None:
+        dist.send(values, two, group=group)
+        dist.recv(values, two, group=group)
+
+    def answer() -> None:
+        dist.recv(values, one, group=group)
+        dist.send(values, one, group=group)
+
+    return begin if team.rank == one else answer

@@ -1,0 +1,54 @@
+"""What a rank runs on, and with which versions: a measurement of another cluster is noticed."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.agreement import versions
+from hybridcomp.measure.team import Team
+
+cuda: Any = torch.cuda  # parts of it are untyped
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or that of the processor with the threads that torch uses of it."""
+    if device.type == "cuda":
+        return str(cuda.get_device_name(device))
+    name = platform.processor() or platform.machine()
+    if CPU_INFO.is_file():
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = models[0] if models else name
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"
+
+
+def memory_nbytes(device: torch.device, ranks_on_node: int) -> int:
+    """Bytes that a rank has: of its GPU, or its share of the host's."""
+    if device.type == "cuda":
+        return int(cuda.get_device_properties(device).total_memory)
+    try:
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 0
+    return whole // ranks_on_node
+
+
+def made(team: Team, seconds: float, dtype: str) -> dict[str, str]:
+    """Versions and circumstances of a measurement, for the file."""
+    found = {name: str(version) for name, version in versions().items() if version is not None}
+    found["backend"] = dist.get_backend()
+    found["nodes known by"] = team.nodes.source
+    found["seconds"] = f"{seconds:.1f}"
+    found["dtype of messages"] = dtype
+    if team.device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+        found["nccl"] = ".".join(map(str, cuda.nccl.version()))
+    return found

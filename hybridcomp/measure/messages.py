@@ -1,0 +1,110 @@
+"""Encoded collectives of hybridcomp, from the call to the result: what the host does counts.
+
+Of coding and wire alone a planner cannot tell what a message costs: headers, buffers, sizes, and
+the Python of every call come on top. Messages of two sizes give that (``plan/overheads``).
+"""
+
+from __future__ import annotations
+
+from itertools import product as every
+
+import torch
+
+from hybridcomp import collectives
+from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.collectives import Group, Meter, Reduction, Transfer
+from hybridcomp.errors import HybridcompError
+from hybridcomp.measure.clock import Clock, Run
+from hybridcomp.measure.coders import product_beside
+from hybridcomp.measure.kernels import DTYPES
+from hybridcomp.measure.links import Key, timed
+from hybridcomp.measure.team import Part, Shape, Team
+from hybridcomp.plan.rows import Encoded, Operation
+
+#: one of fixed and one of variable size, whose sizes have to be exchanged first
+CODECS = (("blockint", {"bits": 8}), ("expcode", {}))
+#: values of the two messages
+NUMELS = (1 << 15, 1 << 20)
+OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+
+
+def message_rows(
+    team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: str
+) -> list[Encoded]:
+    """The same rows on all ranks; a collective over the job."""
+    codecs = [make_codec(name, **settings) for name, settings in CODECS]
+    cases = [
+        (numel, codec, Key(operation, shape, "alone"))
+        for numel, codec, shape in every(NUMELS, codecs, shapes)
+        for operation in (*OPERATIONS, *(("send",) if shape.ranks == 2 else ()))
+    ]  # fmt: skip
+    product, rows = product_beside(clock, team.device), []
+    for (numel, codec, key), allowance in zip(cases, part.allowances(len(cases)), strict=True):
+        run = None
+        if key.active(team):
+            run = runner(key.operation, codec, key.shape, numel, DTYPES[dtype], team)
+        found = timed(team, clock, run, key, allowance, product)
+        half = 0.5 if key.operation == "send" else 1.0  # there and back
+        shape = key.shape
+        rows.append(
+            Encoded(
+                key.operation, codec.spec, dtype, shape.ranks, shape.nodes, numel,
+                payload_nbytes(codec, numel, DTYPES[dtype]), found.seconds.times(half),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def payload_nbytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
+    """Bytes of the payload of the values that messages here have; of whatever size it is."""
+    values = _values(numel, dtype, torch.device("cpu"))
+    room = torch.zeros(codec.wire_nbytes(numel, dtype), dtype=torch.uint8)
+    return codec.encode(values, room)
+
+
+def runner(
+    operation: Operation, codec: Codec, shape: Shape, numel: int, dtype: torch.dtype, team: Team
+) -> Run:
+    """One call of an encoded collective on this rank's group; of a send there and back.
+
+    Raises HybridcompError where the message cannot be cut for the group.
+    """
+    if numel % shape.ranks:
+        numel += shape.ranks - numel % shape.ranks
+    group = Group.of(shape.group)
+    values = _values(numel, dtype, team.device)
+    out = torch.zeros_like(values)
+    shards = list(torch.split(values, numel // shape.ranks))
+    mine = shards[group.rank]
+
+    def all_reduce() -> None:
+        out.copy_(values)  # sums of sums would overflow
+        collectives.all_reduce(out, Reduction(codec, group, Meter()))
+
+    def send() -> None:
+        one, two = shape.own
+        other = two if team.rank == one else one
+        via = Transfer(codec, group, Meter())
+        for sends in (team.rank == one, team.rank == two):
+            if sends:
+                collectives.send(values, other, via)
+            else:
+                collectives.recv(out, other, via)
+
+    runs: dict[Operation, Run] = {
+        "all_reduce": all_reduce,
+        "send": send,
+        "reduce_scatter": lambda: collectives.reduce_scatter(
+            shards, Reduction(codec, group, Meter())
+        ).wait(),
+        "all_gather": lambda: collectives.all_gather(mine, out, Transfer(codec, group, Meter())),
+        "all_to_all": lambda: collectives.all_to_all(out, values, Transfer(codec, group, Meter())),
+    }
+    if operation not in runs:
+        raise HybridcompError(f"{operation} has no encoded form")
+    return runs[operation]
+
+
+def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(numel, generator=generator).to(device, dtype)

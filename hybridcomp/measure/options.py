@@ -1,0 +1,34 @@
+"""The arguments of ``hybridcomp measure``, without torch, which takes seconds to import."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+#: dtypes that messages may have
+DTYPES = ("fp32", "bf16", "fp16")
+HOW = """\
+hybridcomp measure times the links between ranks, so a launcher starts it on all of them, like a
+training:
+
+    torchrun --nnodes N --nproc-per-node R ... -m hybridcomp.measure --out cluster.json
+    deepspeed --hostfile HOSTS --module hybridcomp.measure --out cluster.json
+    srun ... python -m hybridcomp.measure --out cluster.json     (with RANK, WORLD_SIZE, ... set)
+
+One device alone, without links:
+
+    torchrun --nproc-per-node 1 -m hybridcomp.measure --out cluster.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("cluster.json"), metavar="FILE",
+        help="written by rank 0 (cluster.json)")  # fmt: skip
+    add("--seconds", type=float, default=90.0, metavar="S", help="that it may take (90)")
+    add("--dtype", choices=DTYPES, default="bf16", help="of messages (bf16)")
+    add("--ranks-per-node", type=int, metavar="N",
+        help="consecutive ranks that share a node, where the launcher does not say")  # fmt: skip
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # set by DeepSpeed's launcher

@@ -1,0 +1,101 @@
+"""One measurement: its parts one after the other, and the cluster that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from hybridcomp.log import say
+from hybridcomp.measure.clock import clock_for, on_device
+from hybridcomp.measure.coders import coding_rows, copy_rows, merged
+from hybridcomp.measure.kernels import DTYPES, kernel_rows
+from hybridcomp.measure.links import link_rows
+from hybridcomp.measure.machine import device_name, made, memory_nbytes
+from hybridcomp.measure.messages import message_rows
+from hybridcomp.measure.team import Budget, Team, connected, shapes_of
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.rows import Coding, Copy, Kernel, Rank
+from hybridcomp.topology import Hierarchy, discover
+
+#: shares of the time at whose end the parts are over: kernels, codecs, copies, messages, links
+UNTIL = {"kernels": 0.22, "codecs": 0.42, "copies": 0.44, "messages": 0.58, "links": 1.0}
+Row = TypeVar("Row", Coding, Copy)
+
+
+def measure(
+    device: torch.device, seconds: float, *, hierarchy: Hierarchy = "auto", dtype: str = "bf16"
+) -> Cluster:
+    """Measure the cluster that this job runs on; a collective over the job, the same on all ranks.
+
+    Args:
+        device: of this rank.
+        seconds: that it may take, roughly.
+        hierarchy: as in the block: how it is known which ranks share a node.
+        dtype: of the values of messages.
+    """
+    with on_device(device):
+        team = Team(device, discover(hierarchy))
+        clock, budget = clock_for(device), Budget(seconds, team)
+        kernels = kernel_rows(team, clock, budget.part(UNTIL["kernels"], "what each rank computes"))
+        codecs = coding_rows(
+            team, clock, budget.part(UNTIL["codecs"], "codecs, alone and beside matrix products")
+        )
+        copies = copy_rows(
+            team, clock, budget.part(UNTIL["copies"], "copies between device and host")
+        )
+        cluster = _gathered(team, kernels, codecs, copies)
+        if team.world_size > 1:
+            shapes = connected(shapes_of(team.nodes.of_rank), team)
+            groups = ", ".join(shape.told() for shape in shapes)
+            encoded = message_rows(
+                team, clock, budget.part(UNTIL["messages"], f"encoded messages ({groups})"),
+                shapes, dtype,
+            )  # fmt: skip
+            links = link_rows(
+                team, clock, budget.part(UNTIL["links"], "links, alone and with others at work"),
+                shapes, DTYPES[dtype],
+            )  # fmt: skip
+            cluster = replace(cluster, links=tuple(links), encoded=tuple(encoded))
+        spent = budget.spent()
+        say(f"{spent:5.1f} s: done")
+        return replace(cluster, made=made(team, spent, dtype))
+
+
+def _gathered(
+    team: Team, kernels: Sequence[Kernel], codecs: Sequence[Coding], copies: Sequence[Copy]
+) -> Cluster:
+    """The ranks and what their devices do, from all ranks; a collective over the job."""
+    of_rank = team.nodes.of_rank
+    node = of_rank[team.rank]
+    own = Rank(
+        node, device_name(team.device), memory_nbytes(team.device, of_rank.count(node)),
+        {row.dtype: row.seconds.inverse(row.size) for row in _largest(kernels)},
+    )  # fmt: skip
+    said = team.gather((own, tuple(kernels), tuple(codecs), tuple(copies)))
+    return Cluster(
+        tuple(rank for rank, *_ in said),
+        codecs=tuple(_merged(row for _, _, rows, _ in said for row in rows)),
+        copies=tuple(_merged(row for *_, rows in said for row in rows)),
+        kernels=tuple(row for _, rows, *_ in said for row in rows),
+    )
+
+
+def _largest(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """The largest matrix product of every dtype."""
+    found: dict[str, Kernel] = {}
+    for row in kernels:
+        if row.kind == "product" and (row.dtype not in found or row.size > found[row.dtype].size):
+            found[row.dtype] = row
+    return list(found.values())
+
+
+def _merged(rows: Iterable[Row]) -> list[Row]:
+    """One row for each case that any rank has, with the figure of all ranks that have it."""
+    cases: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = tuple(value for name, value in vars(row).items() if name != "seconds")
+        cases.setdefault(key, []).append(row)
+    return [replace(own[0], seconds=merged([row.seconds for row in own])) for own in cases.values()]

@@ -1,0 +1,174 @@
+"""The ranks that measure: they agree on every figure, so that all of them do the same things."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.log import say
+from hybridcomp.topology import Nodes
+
+Ranks = tuple[int, ...]
+#: sizes of groups that are measured beside pairs; the planner's ring model knows the others
+MOST_SHAPES = 6
+
+
+@dataclass(frozen=True)
+class Team:
+    """All ranks of the job, this one's device, and who is on which node."""
+
+    device: torch.device
+    nodes: Nodes
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return dist.get_world_size()
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """The largest of all ranks, one by one; a collective, and so a barrier, too."""
+        found = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return [float(value) for value in found.tolist()]
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        self.most([0.0])
+
+    def gather(self, own: Any) -> list[Any]:
+        """What every rank has, by rank; on all ranks."""
+        found: list[Any] = [None] * self.world_size
+        if self.world_size == 1:
+            return [own]
+        dist.all_gather_object(found, own)
+        return found
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Groups of one size that span equally many nodes, and torch's group of this rank."""
+
+    ranks: int
+    nodes: int
+    groups: tuple[Ranks, ...]
+    own: Ranks = ()
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is in the group that is timed alone."""
+        return self.own == self.groups[0]
+
+    def told(self) -> str:
+        """In words."""
+        place = "inside a node" if self.nodes == 1 else f"on {self.nodes} nodes"
+        return f"{self.ranks} ranks {place}"
+
+
+def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[Shape]:
+    """The shapes that occur where these ranks are cut into tensor, pipeline and data parallelism.
+
+    ``nodes``: of every rank. Pairs inside a node and between nodes come first, then the whole job,
+    then groups whose size divides it, of neighbours and of ranks far apart, until there are
+    ``most`` beside the pairs.
+    """
+    world, found = len(nodes), {}
+    candidates = [_pairs(nodes, across=False), _pairs(nodes, across=True)]
+    sizes = [world, *(size for size in range(2, world) if world % size == 0)]
+    for size in sorted(sizes, key=lambda size: (size != world, size)):
+        strides = [
+            stride for stride in range(1, world // size + 1) if (world // size) % stride == 0
+        ]
+        candidates += [_strided(world, size, stride) for stride in strides]
+    for groups in candidates:
+        spans = {len({nodes[rank] for rank in group}) for group in groups}
+        if len(spans) == 1:
+            shape = Shape(len(groups[0]), spans.pop(), tuple(groups))
+            found.setdefault((shape.ranks, shape.nodes), shape)
+    pairs = [shape for shape in found.values() if shape.ranks == 2]
+    return pairs + [shape for shape in found.values() if shape.ranks > 2][:most]
+
+
+def _pairs(nodes: Sequence[int], *, across: bool) -> list[Ranks]:
+    """Disjoint pairs of ranks on one node, or of equal places on neighbouring nodes."""
+    rows: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        rows.setdefault(node, []).append(rank)
+    if across:
+        rooms = list(rows.values())
+        return [
+            pair for one, two in zip(rooms[::2], rooms[1::2], strict=False)
+            for pair in zip(one, two, strict=False)
+        ]  # fmt: skip
+    return [
+        pair for row in rows.values() for pair in zip(row[::2], row[1::2], strict=False)
+    ]  # fmt: skip
+
+
+def _strided(world: int, size: int, stride: int) -> list[Ranks]:
+    """Groups of ``size`` ranks that are ``stride`` apart, of all ranks."""
+    block = size * stride
+    return [
+        tuple(range(start + offset, start + block, stride))
+        for start in range(0, world, block)
+        for offset in range(stride)
+    ]
+
+
+def connected(shapes: Sequence[Shape], team: Team) -> list[Shape]:
+    """The shapes with a process group of this rank each; a collective over the job."""
+    found = []
+    for shape in shapes:
+        own: Ranks = ()
+        mine: dist.ProcessGroup | None = None
+        for ranks in shape.groups:
+            group = dist.group.WORLD if len(ranks) == team.world_size else dist.new_group(ranks)
+            if team.rank in ranks:
+                own, mine = ranks, group
+        found.append(Shape(shape.ranks, shape.nodes, shape.groups, own, mine))
+    return found
+
+
+class Budget:
+    """The seconds that a measurement may take, the same on all ranks, and what is told of them."""
+
+    def __init__(self, seconds: float, team: Team) -> None:
+        self.seconds, self.team = seconds, team
+        self._start = time.monotonic()
+
+    def spent(self) -> float:
+        """Seconds since the start, of the slowest rank; a collective."""
+        return self.team.most([time.monotonic() - self._start])[0]
+
+    def part(self, until: float, told: str) -> Part:
+        """A part that may last until the share ``until`` of all seconds; a collective."""
+        spent = self.spent()
+        say(f"{spent:5.1f} s of {self.seconds:g}: {told}")
+        return Part(self, max(0.0, until * self.seconds - spent) + spent)
+
+
+class Part:
+    """A part of a measurement: cases that share what time is left."""
+
+    def __init__(self, budget: Budget, stop: float) -> None:
+        self._budget, self._stop = budget, stop
+
+    def allowances(self, count: int) -> Iterator[float]:
+        """The seconds of each of ``count`` cases, never none; a collective for each."""
+        for left in range(count, 0, -1):
+            yield self.each(left)
+
+    def each(self, left: int) -> float:
+        """The seconds of one of ``left`` cases that are still to come; a collective."""
+        return max(0.0, self._stop - self._budget.spent()) / max(1, left)

@@ -1,0 +1,44 @@
+"""Layers and operations whose own traffic goes through the channels: other cuts of a model.
+
+What upstream sends is taken over by the seams of ``patches`` and the slots of ``engines``. This
+room holds what no upstream has: ways to cut a model whose messages exist in hybridcomp alone.
+Without a block they send natively.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+#: public name -> the module that has it, imported when it is asked for
+_NAMES = {
+    "RingAttention": "hybridcomp.nn.context.attention",
+    "documents_of": "hybridcomp.nn.context.layout",
+    "documents_of_mask": "hybridcomp.nn.context.layout",
+    "gather": "hybridcomp.nn.context.layout",
+    "positions": "hybridcomp.nn.context.layout",
+    "ring_attention": "hybridcomp.nn.context.attention",
+    "shard": "hybridcomp.nn.context.layout",
+    "unshard": "hybridcomp.nn.context.layout",
+}
+
+#: modules that stand in the support matrix: their COVERS, REQUIREMENT and first sentence
+_ROWS = ("context.attention", "huggingface")
+
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(import_module(_NAMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Rows of the support matrix: dimension, what of it, which versions of what."""
+    for name in _ROWS:
+        module = import_module(f"{__name__}.{name}")
+        what = (module.__doc__ or "").partition("\n\n")[0].rstrip(".")
+        for dimension in module.COVERS:
+            yield dimension, " ".join(what.split()), module.REQUIREMENT

@@ -1,0 +1,137 @@
+"""Ring attention: every rank holds a part of the sequence, and keys and values go round.
+
+Attention of whole sequences with blocks of it on every rank (Li et al., arXiv 2105.13120; Liu et
+al., arXiv 2310.01889). A rank computes with the keys that it holds while the next ones travel, and
+puts the blocks together by the logarithms of their sums (``blocks.merge``). How messages travel
+stands in ``traffic``, who holds what in ``layout``.
+
+Shapes: B samples, H heads of queries, K heads of keys and values, S tokens of this rank, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridcomp import process
+from hybridcomp.nn.context.layout import LAYOUTS, Layout, shard
+from hybridcomp.nn.context.passes import Call, RingFunction
+from hybridcomp.nn.context.traffic import Traffic
+
+COVERS = ("cp",)
+REQUIREMENT = "torch >= 2.4"
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    layout: Layout = "zigzag",
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Attention over sequences whose tokens are cut over ``group``, with gradients.
+
+    Every rank of the group calls it, with equal shapes and in the same order. Messages take the
+    settings of ``cp`` in the block of this process; without a block they travel natively.
+
+    Args:
+        q: queries (B, H, S, D) of the tokens that this rank holds; see ``shard``.
+        k: keys (B, K, S, D); K divides H (grouped queries).
+        v: values (B, K, S, E).
+        group: the context-parallel group; None: all ranks.
+        causal: whether a token sees those before it only.
+        scale: of the scores; None: 1 / sqrt(D).
+        layout: how sequences are cut: ``zigzag``, or ``contiguous``, which leaves the first ranks
+            idle under a causal mask.
+        documents: whole (B or 1, tokens of the whole sequence), in its order, the same on every
+            rank: a token sees those with its own number; -1 is padding. None: all see each other.
+
+    Returns the context (B, H, S, E), of the dtype of ``q``. Raises ValueError on shapes that do not
+    fit.
+    """
+    _check(q, k, v, layout)
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    length = q.shape[2]
+    if layout == "zigzag" and ranks > 1 and length % 2:
+        raise ValueError(f"q: expected two chunks of equal length, found {length} tokens a rank")
+    held = None
+    if documents is not None:
+        held = _documents(documents, length, ranks, group, layout)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    traffic = Traffic(process.known() if ranks > 1 else None, group, rank, ranks)
+    call = Call(traffic, causal, float(scale), layout, held)
+    out: Tensor = RingFunction.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    return out
+
+
+class RingAttention(nn.Module):
+    """``ring_attention`` as a module, also where the sequence comes before the heads.
+
+    Args:
+        group, causal, scale, layout: as for ``ring_attention``.
+        order: of the dimensions of its inputs and its result: "bhsd", "bshd" (DeepSpeed's
+            DistributedAttention with a batch first) or "sbhd" (Megatron's).
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        layout: Layout = "zigzag",
+        order: str = "bhsd",
+    ) -> None:
+        super().__init__()
+        if sorted(order) != sorted("bhsd"):
+            raise ValueError(f'order: expected the letters of "bhsd", found {order!r}')
+        self.group, self.causal, self.scale, self.layout = group, causal, scale, layout
+        self._there = tuple(order.index(name) for name in "bhsd")
+        self._back = tuple("bhsd".index(name) for name in order)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """The context, in the order of the queries."""
+        q, k, v = (values.permute(self._there) for values in (q, k, v))
+        out = ring_attention(
+            q, k, v, self.group, causal=self.causal, scale=self.scale, layout=self.layout,
+            documents=documents,
+        )  # fmt: skip
+        return out.permute(self._back)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
+    """Raise ValueError unless the shapes fit."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {LAYOUTS}, found {layout!r}")
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"expected (batch, heads, tokens, width) each, found {shapes}")
+    same = q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2] == v.shape[2]
+    if not same or k.shape[1] != v.shape[1] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"expected equal batches, tokens and widths, found {shapes}")
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"expected heads of queries that are a multiple of the keys', found {shapes}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"expected one dtype, found {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def _documents(
+    whole: Tensor, length: int, ranks: int, group: dist.ProcessGroup | None, layout: Layout
+) -> list[Tensor]:
+    """The numbers of documents of the tokens of every rank, by rank."""
+    if whole.dim() != 2 or whole.shape[1] != length * ranks:
+        raise ValueError(
+            f"documents: expected (batch, {length * ranks}), all tokens of {ranks} ranks, found "
+            f"{tuple(whole.shape)}"
+        )
+    return [shard(whole, group, layout=layout, rank=rank) for rank in range(ranks)]

@@ -1,0 +1,119 @@
+"""One block of attention by the fastest way that a device has: torch's own kernels on a GPU.
+
+torch's flash kernel takes fp16 and bf16 and heads of up to 256 values, its memory-efficient one
+fp32 as well. Both give the logarithm of a row's sum, and both take that of the whole context in the
+backward pass, so that a block's gradients are those of the whole. They are called below
+``scaled_dot_product_attention``, which gives no logarithm. What they do not take (documents, fp64)
+and everything on a CPU is computed in plain torch (``blocks``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hybridcomp.nn.context import blocks
+from hybridcomp.nn.context.blocks import Mask
+
+Kind = Literal["flash", "efficient", "plain"]
+#: largest head of the flash kernel, and what heads of both kernels are a multiple of
+FLASH_WIDTH, STEP = 256, 8
+#: rows of the logarithms of the efficient kernel come in multiples of this
+ROWS = 32
+
+
+def kind_of(q: Tensor, v: Tensor, masked: bool) -> Kind:
+    """Which way takes these queries (B, H, S, D) and values; ``masked``: documents are given."""
+    if not q.is_cuda or masked or q.dtype == torch.float64:
+        return "plain"
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if half and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH and _is_ampere(q.device):
+        return "flash"
+    return "efficient"
+
+
+def _is_ampere(device: torch.device) -> bool:
+    """Whether the flash kernel was built for this GPU."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kind: Kind
+) -> tuple[Tensor, Tensor]:
+    """``blocks.forward``; a kernel's context comes in the dtype of ``q``."""
+    if kind == "plain":
+        return blocks.forward(q, k, v, mask, scale)
+    width = v.shape[-1]
+    q, k, v = (_padded(values) for values in (q, k, v))
+    if kind == "flash":
+        out, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, mask.causal, False, scale=scale
+        )
+    else:
+        k, v = (_expanded(values, q.shape[1]) for values in (k, v))
+        out, logs, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, mask.causal, scale=scale
+        )
+    return out[..., :width], logs[:, :, : q.shape[2]]
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    delta: Tensor,
+    logs: Tensor,
+    mask: Mask,
+    scale: float,
+    kind: Kind,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``blocks.backward``; ``out``: the whole context, (B, H, S, D), which kernels take instead of
+    ``delta``. Their gradients come in the dtype of ``q``."""
+    if kind == "plain":
+        return blocks.backward(grad, q, k, v, delta, logs, mask, scale)
+    widths = [values.shape[-1] for values in (q, k, v)]
+    heads, kept = q.shape[1], k.shape[1]
+    grad, q, k, v, out = (_padded(values) for values in (grad, q, k, v, out))
+    if kind == "flash":
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is not
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, logs.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
+            mask.causal, seed, seed[0], scale=scale,
+        )  # fmt: skip
+    else:
+        k, v = (_expanded(values, heads) for values in (k, v))
+        padded = F.pad(logs, (0, -logs.shape[2] % ROWS), value=torch.inf).contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, padded, seed, seed, 0.0, [True, True, True, False],
+            mask.causal, scale=scale,
+        )[:3]  # fmt: skip
+        found = (found[0], *(_reduced(values, kept) for values in found[1:]))
+    grad_q, grad_k, grad_v = (
+        values[..., :width] for values, width in zip(found, widths, strict=True)
+    )
+    return grad_q, grad_k, grad_v
+
+
+def _padded(values: Tensor) -> Tensor:
+    """Heads filled up with zeros to what kernels take: they change neither scores nor context."""
+    missing = -values.shape[-1] % STEP
+    return F.pad(values, (0, missing)) if missing else values
+
+
+def _expanded(values: Tensor, heads: int) -> Tensor:
+    """Keys or values (B, K, T, D) repeated for each of ``heads`` queries."""
+    times = heads // values.shape[1]
+    return values if times == 1 else values.repeat_interleave(times, dim=1)
+
+
+def _reduced(values: Tensor, kept: int) -> Tensor:
+    """Gradients of repeated heads (B, H, T, D) added up to (B, K, T, D), in fp32."""
+    if values.shape[1] == kept:
+        return values
+    return values.unflatten(1, (kept, -1)).float().sum(2)

@@ -1,0 +1,145 @@
+"""Which part of a sequence a rank of context parallelism holds, and what it computes of it.
+
+With a causal mask the first tokens of a sequence see few others and the last ones all of them. In
+the layout ``zigzag`` a sequence is cut into two chunks for each rank, and rank r of N holds chunks
+r and 2 N - 1 - r, so that every rank computes as much as any other, at every step of the ring.
+Megatron cuts sequences in the same way. ``contiguous`` is one chunk a rank, for attention without
+a mask, and where sequences are cut so already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Layout = Literal["zigzag", "contiguous"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank computes with the keys of another one: these of its queries, these keys.
+
+    ``causal``: row i sees keys 0 to i of them; else all.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def chunks_of(rank: int, ranks: int, layout: Layout) -> tuple[int, ...]:
+    """Numbers of the chunks of a sequence that a rank holds, in its order."""
+    return (rank, 2 * ranks - 1 - rank) if layout == "zigzag" else (rank,)
+
+
+def part(
+    rank: int, owner: int, length: int, *, ranks: int, causal: bool, layout: Layout
+) -> Part | None:
+    """What ``rank`` computes with the keys of ``owner``; None: it may see none of them.
+
+    ``length``: tokens that each rank holds.
+    """
+    whole = slice(0, length)
+    if not causal or rank == owner:
+        return Part(whole, whole, causal)
+    if layout == "contiguous":
+        return Part(whole, whole, False) if owner < rank else None
+    half = length // 2
+    if owner < rank:  # both chunks come after its first one, and before its second
+        return Part(whole, slice(0, half), False)
+    return Part(slice(half, length), whole, False)
+
+
+def check_length(length: int, ranks: int, layout: Layout) -> None:
+    """Raise ValueError where ``length`` tokens cannot be cut over ``ranks``."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {LAYOUTS}, found {layout!r}")
+    chunks = ranks * len(chunks_of(0, ranks, layout))
+    if length % chunks:
+        raise ValueError(
+            f"sequence of {length} tokens: expected a multiple of {chunks}, the chunks of "
+            f"{ranks} ranks in layout {layout!r}; pad it to {-(-length // chunks) * chunks}"
+        )
+
+
+def shard(
+    whole: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    dim: int = 1,
+    layout: Layout = "zigzag",
+    rank: int | None = None,
+) -> Tensor:
+    """The part of ``whole`` that a rank of ``group`` holds, a new tensor.
+
+    Args:
+        whole: tokens, labels, position ids or hidden states of whole sequences.
+        group: the context-parallel group; None: all ranks.
+        dim: along which the sequence runs.
+        layout: how it is cut; as in ``ring_attention``.
+        rank: of the group; None: this one.
+
+    Raises ValueError where the sequence cannot be cut evenly.
+    """
+    ranks = dist.get_world_size(group)
+    me = dist.get_rank(group) if rank is None else rank
+    check_length(whole.shape[dim], ranks, layout)
+    chunks = whole.chunk(ranks * len(chunks_of(me, ranks, layout)), dim)
+    return torch.cat([chunks[number] for number in chunks_of(me, ranks, layout)], dim)
+
+
+def unshard(parts: Sequence[Tensor], *, dim: int = 1, layout: Layout = "zigzag") -> Tensor:
+    """Whole sequences of the parts of all ranks, in their order; the inverse of ``shard``."""
+    ranks = len(parts)
+    placed: dict[int, Tensor] = {}
+    for rank, held in enumerate(parts):
+        numbers = chunks_of(rank, ranks, layout)
+        placed |= dict(zip(numbers, held.chunk(len(numbers), dim), strict=True))
+    return torch.cat([placed[number] for number in sorted(placed)], dim)
+
+
+def gather(
+    held: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    dim: int = 1,
+    layout: Layout = "zigzag",
+) -> Tensor:
+    """``unshard`` of what every rank of ``group`` holds, sent natively; without a gradient."""
+    parts = [torch.empty_like(held.contiguous()) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, held.detach().contiguous(), group=group)
+    return unshard(parts, dim=dim, layout=layout)
+
+
+def positions(
+    length: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    layout: Layout = "zigzag",
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Positions, int64, of the tokens that this rank holds of a sequence of ``length`` tokens."""
+    return shard(torch.arange(length, device=device), group, dim=0, layout=layout)
+
+
+def documents_of(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Numbers of documents, int32, (1, length), of sequences packed one behind the other.
+
+    ``cu_seqlens``: where each begins, and where the last one ends, as FlashAttention takes it.
+    Tokens behind the last one are padding: -1.
+    """
+    places = torch.arange(length, device=cu_seqlens.device)
+    found = torch.searchsorted(cu_seqlens.to(places.dtype), places, right=True) - 1
+    found = found.masked_fill(places >= cu_seqlens[-1], -1)
+    return found.to(torch.int32).unsqueeze(0)
+
+
+def documents_of_mask(mask: Tensor) -> Tensor:
+    """Numbers of documents, int32, of a padding mask (B, S): 0 where it is not 0, else -1."""
+    return (mask != 0).to(torch.int32) - 1

@@ -1,0 +1,221 @@
+"""The two passes of ring attention: which block is computed when, and what is kept between them.
+
+Shapes: B samples, H heads of queries, K heads of keys and values, S tokens of this rank, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridcomp.collectives.ring import Contents, Parcel, Ring
+from hybridcomp.nn.context import kernels
+from hybridcomp.nn.context.blocks import Mask, accumulator, merge
+from hybridcomp.nn.context.layout import Layout, Part, part
+from hybridcomp.nn.context.traffic import Gradients, Keys, Traffic
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the two passes of one call share; ``documents``: by rank, (B or 1, S)."""
+
+    traffic: Traffic
+    causal: bool
+    scale: float
+    layout: Layout
+    documents: Sequence[Tensor] | None
+
+    def part(self, rank: int, owner: int, length: int) -> Part | None:
+        """What ``rank`` computes with the keys of ``owner``."""
+        ranks = self.traffic.ranks
+        return part(rank, owner, length, ranks=ranks, causal=self.causal, layout=self.layout)
+
+    def mask(self, what: Part, owner: int) -> Mask:
+        """The mask of this rank's block with the keys of ``owner``."""
+        if self.documents is None:
+            return Mask(what.causal)
+        rows = self.documents[self.traffic.rank][:, what.queries]
+        return Mask(what.causal, rows, self.documents[owner][:, what.keys])
+
+    @property
+    def halves(self) -> int:
+        """Stretches in which keys are encoded and opened: some ranks need only the first half."""
+        split = self.causal and self.layout == "zigzag" and self.traffic.ranks > 1
+        return 2 if split else 1
+
+
+class RingFunction(torch.autograd.Function):
+    """1 pack keys and values, 2 one block after the other, 3 put together."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Compute the context; keeps the packed keys for the backward pass."""
+        # 1
+        shapes = (_first(k).shape, _first(v).shape)
+        keys = _packed(k, v, call)
+        length, rank = q.shape[2], call.traffic.rank
+        kind = kernels.kind_of(q, v, call.documents is not None)
+        out = logs = None
+        # 2
+        for owner, parcel, ring in _around(keys, call):
+            what = call.part(rank, owner, length)
+            if what is None:
+                continue
+            ks, vs = (k, v) if owner == rank else _opened(ring, parcel, what, shapes, k.dtype)
+            mask, rows = call.mask(what, owner), what.queries
+            context, more = kernels.forward(q[:, :, rows], ks, vs, mask, call.scale, kind)
+            # 3
+            if out is None or logs is None:
+                out, logs = context.to(accumulator(q.dtype)), more
+            else:
+                merge(out[:, :, rows], logs[:, :, rows], context, more)
+        assert out is not None and logs is not None
+        result = out.to(q.dtype)
+        ctx.sealed, message = (None, None) if keys is None else keys.seal()
+        ctx.save_for_backward(q, k, v, result, logs, message)
+        ctx.call, ctx.kind, ctx.shapes = call, kind, shapes
+        return result
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Compute the gradients; keys and values go round once more."""
+        q, k, v, out, logs, message = ctx.saved_tensors
+        call, keys = ctx.call, None
+        if ctx.sealed is not None:
+            keys = call.traffic.again(ctx.sealed, message, lambda: _stretches(k, v, call))
+        grads = _Backward(call, ctx.kind, q, k, v, out, logs, grad, ctx.shapes)
+        return (*grads.run(keys), None)
+
+
+class _Backward:
+    """The backward pass: gradients of queries stay, those of keys and values go to their owners."""
+
+    def __init__(
+        self,
+        call: Call,
+        kind: kernels.Kind,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        logs: Tensor,
+        grad: Tensor,
+        shapes: tuple[torch.Size, torch.Size],
+    ) -> None:
+        self._call, self._kind, self._shapes = call, kind, shapes
+        self._q, self._k, self._v = q, k, v
+        self._out, self._logs, self._grad = out, logs, grad
+        wide = accumulator(q.dtype)
+        self._delta = (out.to(wide) * grad.to(wide)).sum(-1)
+        self._grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+        # of keys and values, the sequence first: as they travel
+        self._totals = [torch.zeros(s, dtype=wide, device=q.device) for s in shapes]
+
+    def run(self, keys: Keys | None) -> tuple[Tensor, Tensor, Tensor]:
+        """1 a block with the keys that are held, 2 its gradients to their owner, 3 the last sum."""
+        call, (k, v) = self._call, (self._k, self._v)
+        rank, ranks, length = call.traffic.rank, call.traffic.ranks, self._q.shape[2]
+        numel = k.numel() + v.numel()
+        gradients = call.traffic.gradients(numel, k.dtype, k.device)
+        for step, (owner, parcel, ring) in enumerate(_around(keys, call)):
+            # 1
+            what, parts = call.part(rank, owner, length), None
+            if what is not None:
+                ks, vs = (
+                    (k, v) if owner == rank else _opened(ring, parcel, what, self._shapes, k.dtype)
+                )
+                parts = self._block(ks, vs, what, owner)
+            if owner == rank:
+                assert parts is not None
+                for total, values in zip(self._totals, parts, strict=True):
+                    total += _first(values)
+                continue
+            # 2
+            sent = None if parts is None else self._flat([_first(p) for p in parts], k.dtype)
+            came = gradients.exchange(step, sent, self._expected((rank + step) % ranks))
+            self._add(gradients, came)
+        # 3
+        if ranks > 1:
+            self._add(gradients, gradients.finish())
+            gradients.record()
+        grad_k, grad_v = (total.permute(1, 2, 0, 3) for total in self._totals)
+        return self._grad_q.to(self._q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+    def _block(self, ks: Tensor, vs: Tensor, what: Part, owner: int) -> tuple[Tensor, Tensor]:
+        """Gradients of the keys and values of a block; those of its queries are added up here."""
+        rows, call = what.queries, self._call
+        grad_q, grad_k, grad_v = kernels.backward(
+            self._grad[:, :, rows], self._q[:, :, rows], ks, vs, self._out[:, :, rows],
+            self._delta[:, :, rows], self._logs[:, :, rows], call.mask(what, owner), call.scale,
+            self._kind,
+        )  # fmt: skip
+        self._grad_q[:, :, rows] += grad_q
+        return grad_k, grad_v
+
+    def _flat(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Gradients of some keys and values, the sequence first, as the tensors of a message."""
+        return [tensor.to(dtype).contiguous().view(-1) for tensor in tensors]
+
+    def _expected(self, sender: int) -> Contents | None:
+        """What comes from ``sender``: gradients of the keys of this rank that it has seen."""
+        what = self._call.part(sender, self._call.traffic.rank, self._q.shape[2])
+        if what is None:
+            return None
+        return Contents(tuple(total[what.keys].numel() for total in self._totals), self._k.dtype)
+
+    def _add(self, gradients: Gradients, came: Parcel | None) -> None:
+        """Add what came to the first rows of the totals, as many as there are in it."""
+        if came is None:
+            return
+        numels = came.contents.numels
+        flat = [t.view(-1)[:n] for t, n in zip(self._totals, numels, strict=True)]
+        gradients.add(came, flat)
+
+
+def _first(values: Tensor) -> Tensor:
+    """(B, K, S, D) as (S, B, K, D): then a stretch of the sequence is one of memory."""
+    return values.permute(2, 0, 1, 3)
+
+
+def _packed(k: Tensor, v: Tensor, call: Call) -> Keys | None:
+    """Keys and values on their way; None where there is one rank."""
+    return None if call.traffic.ranks == 1 else call.traffic.keys(_stretches(k, v, call))
+
+
+def _stretches(k: Tensor, v: Tensor, call: Call) -> list[Tensor]:
+    """Keys and values as the flat tensors of a message: those of the first half come first."""
+    pairs = zip(*(_first(t).contiguous().chunk(call.halves) for t in (k, v)), strict=True)
+    return [values.reshape(-1) for pair in pairs for values in pair]
+
+
+def _around(keys: Keys | None, call: Call) -> Any:
+    """``keys.around``, or this rank's own alone."""
+    return iter([(call.traffic.rank, None, None)]) if keys is None else keys.around()
+
+
+def _opened(
+    ring: Ring,
+    parcel: Parcel,
+    what: Part,
+    shapes: tuple[torch.Size, torch.Size],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The keys and values (B, K, T, D) of another rank that a block needs."""
+    found = []
+    for which, shape in enumerate(shapes):
+        length = what.keys.stop
+        out = torch.empty((length, *shape[1:]), dtype=dtype, device=parcel.message.device)
+        position, flat = 0, out.view(-1)
+        for index in range(which, len(parcel.contents.numels), 2):
+            numel = parcel.contents.numels[index]
+            if position < flat.numel():
+                ring.open(parcel, index, flat[position : position + numel])
+            position += numel
+        found.append(out.permute(1, 2, 0, 3))
+    return found[0], found[1]

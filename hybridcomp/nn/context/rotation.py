@@ -1,0 +1,81 @@
+"""A flat tensor handed from rank to rank, in the form that torch's own ring asks for.
+
+Torch's ``context_parallel`` computes the blocks and the sums itself and asks a *rotater* for what
+the rank before held. Keys and values that go on are what came, so the bytes that came go on. Sums
+of gradients do change at every rank, and are encoded anew at each: the error of the first part of
+a sum is that of N - 1 roundings. ``ring_attention`` sends them straight to their owners instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.collectives.ring import Parcel, Ring
+from hybridcomp.collectives.wire import Pending
+from hybridcomp.nn.context.traffic import Traffic
+from hybridcomp.policy import Direction
+
+
+class Rotater:
+    """One tensor of each rank on its way round; the methods are those of torch's ``_RingRotater``.
+
+    Args:
+        traffic: where messages go; it has channels.
+        direction: ``forward`` for keys and values, ``backward`` for sums of their gradients.
+        make_native: gives torch's own, for a message without a codec.
+    """
+
+    def __init__(
+        self, traffic: Traffic, direction: Direction, make_native: Callable[[], Any]
+    ) -> None:
+        self._traffic, self._direction = traffic, direction
+        self._make_native = make_native
+        self._native: Any = None
+        self._ring: Ring | None = None
+        self._held: Parcel | None = None
+        self._coming: Pending[Parcel | None] | None = None
+        self._shape, self._dtype = torch.Size(), torch.float32
+
+    def exchange_buffers(self, curr_buffer: Tensor) -> None:
+        """Send ``curr_buffer``, or the bytes that it was decoded from, to the next rank."""
+        values = curr_buffer.detach().contiguous()
+        if self._ring is None and self._native is None:
+            self._choose(values)
+        if self._native is not None:
+            self._traffic.native(values.nbytes, self._direction)
+            self._native.exchange_buffers(curr_buffer)
+            return
+        ring = self._ring
+        assert ring is not None
+        if self._held is None or self._direction == "backward":
+            self._held = ring.pack([values.view(-1)])
+        self._shape, self._dtype = values.shape, values.dtype
+        self._coming = ring.shift(self._held, 1, self._held.contents)
+
+    def next_buffer(self) -> Tensor:
+        """What the rank before has sent."""
+        if self._native is not None:
+            found: Tensor = self._native.next_buffer()
+            return found
+        ring, coming = self._ring, self._coming
+        assert ring is not None and coming is not None
+        self._coming, came = None, coming.wait()
+        assert came is not None
+        out = torch.empty(self._shape, dtype=self._dtype, device=ring.device)
+        ring.open(came, 0, out.view(-1))
+        self._held = came
+        self._traffic.circled(ring, out.nbytes, self._direction)
+        ring.meter = self._traffic.ring(ring.codec, ring.device).meter  # of the next message
+        return out
+
+    def _choose(self, values: Tensor) -> None:
+        codec = self._traffic.codec(values.numel(), values.dtype, self._direction)
+        if codec is None:
+            self._native = self._make_native()
+            return
+        self._traffic.sample(values.view(-1), codec, self._direction)
+        self._ring = self._traffic.ring(codec, values.device)

@@ -1,0 +1,125 @@
+"""The error that a plan may make: which settings each dimension may have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridcomp.errors import ConfigError
+from hybridcomp.plan.choices import KEYS, NATIVE, Choice, Key
+from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
+
+#: what nothing loses, beside native
+LOSSLESS = (Choice.of("expcode"),)
+#: lossless on what changed: twice the saving of a lossless codec on weights (docs/deltas.md)
+LOSSLESS_DELTA = (Choice.of({"codec": "mpc", "delta": True}),)
+#: as the preset ``recommended``: 4 bits where error feedback or a delta gives back what is left out
+BITS_8 = (Choice.of({"codec": "blockint", "bits": 8}),)
+BITS_4_FEEDBACK = (Choice.of({"codec": "blockint", "bits": 4, "error_feedback": True}),)
+BITS_4_DELTA = (Choice.of({"codec": "blockint", "bits": 4, "delta": True}),)
+#: ``dp`` bounds above this one are given error feedback (configs/README.md)
+FEEDBACK_FROM = 0.005
+NAMES = ("recommended", "lossless", "native")
+
+Allowed = float | str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What each dimension may lose.
+
+    allowed: the choices of every dimension beside native, in order; the same for both directions.
+    name: how the user said it.
+    """
+
+    name: str
+    allowed: tuple[tuple[Dimension, tuple[Choice, ...]], ...]
+
+    @classmethod
+    def parse(cls, written: str | Mapping[str, Allowed]) -> Budget:
+        """Read a budget: ``"recommended"``, ``"lossless"``, ``"native"``, or one for a dimension.
+
+        A dimension takes one of the three names, an error bound (a number), a setting as the block
+        writes it, or a list of settings; one that is missing stays native. Raises ConfigError.
+        """
+        if isinstance(written, str):
+            table: Mapping[str, Allowed] = dict.fromkeys(DIMENSIONS, written)
+            if written == "recommended":  # whose preset leaves the bus to the host alone
+                table = {**table, "offload": "lossless"}
+            label = written
+        else:
+            table = written
+            label = " ".join(f"{name}={_short(value)}" for name, value in written.items())
+        found = []
+        for name, value in table.items():
+            if name not in DIMENSIONS:
+                raise ConfigError(
+                    f"budget.{name}", value, f"expected one of {', '.join(DIMENSIONS)}"
+                )
+            dimension: Dimension = name
+            found.append((dimension, _allowed(dimension, value)))
+        return cls(label, tuple(found))
+
+    def options(self, key: Key, zero_stage: int = 1) -> tuple[Choice, ...]:
+        """Native, and what the budget allows at ``key``; deltas only where ZeRO keeps weights."""
+        choices = dict(self.allowed).get(key[0], ())
+        fitting = [choice for choice in choices if not (choice.delta and zero_stage == 3)]
+        return (NATIVE, *fitting)
+
+    def to_json(self) -> dict[str, Any]:
+        """The name and the allowed settings."""
+        allowed = {name: [choice.written for choice in some] for name, some in self.allowed}
+        return {"name": self.name, "allowed": allowed}
+
+
+def _short(value: Allowed) -> str:
+    return f"{value:g}" if isinstance(value, float | int) else str(value)
+
+
+def _allowed(dimension: Dimension, value: Allowed) -> tuple[Choice, ...]:
+    """The choices beside native. Raises ConfigError."""
+    if isinstance(value, str):
+        if value not in NAMES:
+            raise ConfigError(
+                f"budget.{dimension}", value,
+                f"expected {', '.join(NAMES)}, an error bound or settings as a block writes them",
+            )  # fmt: skip
+        return _named(dimension, value)
+    if isinstance(value, float | int):
+        return (*_named(dimension, "lossless"), *_bounded(dimension, float(value)))
+    settings = [value] if isinstance(value, Mapping) else list(value)
+    return tuple(_usable(dimension, setting) for setting in settings)
+
+
+def _named(dimension: Dimension, name: str) -> tuple[Choice, ...]:
+    if name == "native":
+        return ()
+    lossless = LOSSLESS + (LOSSLESS_DELTA if dimension == "zero" else ())
+    if name == "lossless":
+        return lossless
+    milder = {"dp": BITS_4_FEEDBACK, "zero": BITS_4_DELTA}.get(dimension, ())
+    return (*lossless, *BITS_8, *milder)
+
+
+def _bounded(dimension: Dimension, bound: float) -> tuple[Choice, ...]:
+    """Within ``bound``: the fewest bits, and a fixed size where one keeps it."""
+    feedback = {"error_feedback": True} if dimension == "dp" and bound > FEEDBACK_FROM else {}
+    found = [_usable(dimension, {"error_bound": bound, **feedback})]
+    with contextlib.suppress(ConfigError):  # below what its 8 bits keep the first choice stays
+        found.append(_usable(dimension, {"codec": "blockint", "error_bound": bound, **feedback}))
+    return tuple(found)
+
+
+def _usable(dimension: Dimension, setting: Mapping[str, Any]) -> Choice:
+    """A setting, tried in a block. Raises ConfigError with what the block says of it."""
+    from hybridcomp.config import CompressionConfig
+
+    CompressionConfig.parse({dimension: dict(setting)})
+    return Choice.of(setting)
+
+
+def ways_of(dimension: Dimension) -> tuple[Key, ...]:
+    """The keys of one dimension: one where its messages have one direction, else two."""
+    return tuple(key for key in KEYS if key[0] == dimension)[: 1 if dimension in ONE_WAY else 2]

@@ -1,0 +1,165 @@
+"""What travels how: a codec's setting for each dimension and direction, out of a budget of error.
+
+A choice is what the block writes for one direction of one dimension, so that a plan's choices and
+its block are the same thing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.config.codec_settings import build_codec
+from hybridcomp.errors import HybridcompError
+from hybridcomp.pays import bits as typical_bits
+from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY, Dimension, Direction
+
+Key = tuple[Dimension, Direction]
+#: every place that can have a choice of its own
+KEYS: tuple[Key, ...] = tuple(
+    (name, way)
+    for name in (*BETWEEN_RANKS, "offload")
+    for way in (DIRECTIONS[:1] if name in ONE_WAY else DIRECTIONS)
+    if name in get_args(Dimension)
+)
+#: keys that belong to a dimension, not to its codec
+OWN = ("error_feedback", "delta")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One direction of one dimension: native, or a codec's setting as the block writes it.
+
+    setting: the items of the block's object, sorted, for example ``(("bits", 4), ("codec",
+    "blockint"))``; empty: native. error_feedback: of ``dp``. delta: of ``zero``.
+    """
+
+    setting: tuple[tuple[str, Any], ...] = ()
+    error_feedback: bool = False
+    delta: bool = False
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any] | str) -> Choice:
+        """The choice that a block's object, or a bare name of a codec, stands for."""
+        items = {"codec": written} if isinstance(written, str) else dict(written)
+        own = {name: bool(items.pop(name, False)) for name in OWN}
+        if items.get("codec") == "none":
+            items = {}
+        return cls(tuple(sorted(items.items())), **own)
+
+    @property
+    def native(self) -> bool:
+        """Whether nothing is encoded."""
+        return not self.setting
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """What the block writes; ``{"codec": "none"}`` for native."""
+        own = {name: True for name in OWN if getattr(self, name)}
+        return {**dict(self.setting), **own} if self.setting else {"codec": "none"}
+
+    @property
+    def codec(self) -> Codec | None:
+        """The codec, None for native. Raises the block's own errors for a wrong setting."""
+        return _codec(self.setting)
+
+    def bits(self, dtype: torch.dtype) -> float:
+        """Bits that a value takes on the wire, scales included; typical ones where they vary."""
+        return _bits(self, dtype)
+
+    def __str__(self) -> str:
+        """``native``, ``expcode``, ``blockint(bits=4) feedback``."""
+        if self.codec is None:
+            return "native"
+        words = [self.codec.spec, "feedback" * self.error_feedback, "delta" * self.delta]
+        return " ".join(word for word in words if word)
+
+
+NATIVE = Choice()
+#: bits of a lossless codec on deltas: of fp32 and bf16 (docs/deltas.md, late in a run)
+DELTA_BITS: Mapping[str, tuple[float, float]] = {"mpc": (23.1, 7.6)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _codec(setting: tuple[tuple[str, Any], ...]) -> Codec | None:
+    return build_codec(dict(setting), "", gradients=True) if setting else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _bits(choice: Choice, dtype: torch.dtype) -> float:
+    codec = choice.codec
+    if codec is None:
+        return 8.0 * dtype.itemsize
+    if choice.delta and codec.name in DELTA_BITS:
+        return DELTA_BITS[codec.name][dtype != torch.float32]
+    return typical_bits(codec, dtype)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices of a job; what is not named is native.
+
+    items: ``(dimension, direction), choice`` pairs, sorted, without native ones.
+    """
+
+    items: tuple[tuple[Key, Choice], ...] = ()
+    _found: dict[Key, Choice] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        """Keep a table beside the items."""
+        object.__setattr__(self, "_found", dict(self.items))
+
+    @classmethod
+    def of(cls, choices: Mapping[Key, Choice]) -> Choices:
+        """From a table. Raises HybridcompError for a key that no block has."""
+        for key in choices:
+            if key not in KEYS:
+                raise HybridcompError(f"choices: {key} is no dimension and direction of a block")
+        kept = {key: choice for key, choice in choices.items() if not choice.native}
+        return cls(tuple(sorted(kept.items())))
+
+    @classmethod
+    def of_block(cls, block: Mapping[str, Any]) -> Choices:
+        """What a ``"compression"`` block chooses, preset included. Raises ConfigError."""
+        from hybridcomp.config import CompressionConfig
+
+        config = CompressionConfig.parse(dict(block))
+        found: dict[Key, Choice] = {}
+        for name, way in KEYS:
+            dimension = getattr(config, name)
+            if dimension is None or dimension.codec_of(way) is None:
+                continue
+            own = {key: getattr(dimension, key, False) for key in OWN}
+            found[name, way] = Choice.of({**dimension.settings(way), **own})
+        return cls.of(found)
+
+    def __getitem__(self, key: Key) -> Choice:
+        """The choice of a place, native where none was made."""
+        return self._found.get(key, NATIVE)
+
+    def __iter__(self) -> Iterator[tuple[Key, Choice]]:
+        """The places that are not native."""
+        return iter(self.items)
+
+    def changed(self, key: Key, choice: Choice) -> Choices:
+        """These choices with one more, or another one."""
+        return Choices.of({**self._found, key: choice})
+
+    def block(self, *, hierarchy: bool = True) -> dict[str, Any]:
+        """The ``"compression"`` block: every dimension is named, directions where they differ."""
+        found: dict[str, Any] = {}
+        for name in dict.fromkeys(name for (name, _), _ in self.items):
+            ways = DIRECTIONS[:1] if name in ONE_WAY else DIRECTIONS
+            chosen = [self[name, way] for way in ways]
+            if len(set(chosen)) == 1:
+                found[name] = chosen[0].written
+            else:
+                found[name] = dict(zip(ways, (one.written for one in chosen), strict=True))
+        if not hierarchy:
+            found["hierarchy"] = "none"
+        return found

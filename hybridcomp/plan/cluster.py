@@ -1,0 +1,318 @@
+"""A cluster as a planner sees it: ranks, links, codecs and kernels, each figure with its spread.
+
+``hybridcomp measure`` writes one on the real machines, or somebody describes one by hand
+(``cluster_file``). Where a size was not measured, a straight line through its neighbours says what
+it takes; where a group was not measured, the ring model of ``rings`` does, corrected by the groups
+that were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from hybridcomp.errors import HybridcompError
+from hybridcomp.plan import rings
+from hybridcomp.plan.figures import Curve, Figure, curves
+from hybridcomp.plan.overheads import Overhead, closest, overheads
+from hybridcomp.plan.rows import (
+    STRICT,
+    Beside,
+    Coding,
+    Copy,
+    Direction,
+    Encoded,
+    Kernel,
+    Kind,
+    Operation,
+    Rank,
+    Timing,
+)
+from hybridcomp.plan.speeds import speeds_of
+
+NOTHING = Figure(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines and what they can do. ``made``: versions and back end that it was measured with."""
+
+    __pydantic_config__ = STRICT
+
+    ranks: tuple[Rank, ...]
+    links: tuple[Timing, ...] = ()
+    encoded: tuple[Encoded, ...] = ()
+    codecs: tuple[Coding, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    by_hand: bool = False
+    made: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the cluster."""
+        return len(self.ranks)
+
+    @cached_property
+    def nodes(self) -> int:
+        """Nodes of the cluster."""
+        return len({rank.node for rank in self.ranks})
+
+    @cached_property
+    def ranks_per_node(self) -> int:
+        """Ranks of the largest node."""
+        of_node = [rank.node for rank in self.ranks]
+        return max(map(of_node.count, set(of_node)))
+
+    def nodes_of(self, ranks: Iterable[int]) -> int:
+        """How many nodes a group of these ranks spans."""
+        return len({self.ranks[rank].node for rank in ranks})
+
+    def seconds(
+        self, operation: Operation, nbytes: float, ranks: int, nodes: int,
+        busy: bool = False, computing: bool = False,
+    ) -> Figure:  # fmt: skip
+        """Seconds of one native collective of ``ranks`` ranks that span ``nodes`` nodes.
+
+        Args:
+            busy: all other groups of this shape send at the same time.
+            computing: they do, and the ranks compute beside it.
+
+        Raises HybridcompError where neither this nor a send over such links is known.
+        """
+        if ranks < 2 or not nbytes:
+            return NOTHING
+        wanted: tuple[Beside, ...] = ("compute", "groups") if computing else ("groups",)
+        for beside in wanted if busy or computing else ():
+            curve = self._links.get((operation, ranks, nodes, beside))
+            if curve is not None:
+                return curve.at(nbytes)
+        curve = self._links.get((operation, ranks, nodes, "alone"))
+        sharing = self._sharing(ranks, nodes) if busy or computing else 1.0
+        if curve is not None and sharing == 1.0:
+            return curve.at(nbytes)
+        found = self._ring(operation, nbytes, ranks, nodes, sharing)
+        return found.times(self._correction(operation, nbytes, ranks, nodes))
+
+    def compute_left(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
+        """The share of its speed at which a rank computes while such a message is under way.
+
+        Of the measured message that is most like it; 1 where none was.
+        """
+        rows = {
+            (row.ranks, row.nodes, row.nbytes): row.compute_left.value for row in self.links
+            if row.compute_left is not None and row.operation == operation
+        }  # fmt: skip
+        if not rows:
+            return 1.0
+        group = closest({key[:2] for key in rows}, ranks, nodes)
+        sizes = {key[2]: left for key, left in rows.items() if key[:2] == group}
+        return sizes[min(sizes, key=lambda size: abs(size - nbytes))]
+
+    def coding(
+        self, setting: str, dtype: str, numel: float, direction: Direction, busy: bool = False
+    ) -> Figure:
+        """Seconds in which a device codes ``numel`` values of ``dtype`` in one call.
+
+        Args:
+            setting: a codec's ``spec``, such as ``blockint(bits=4)``; where only other settings of
+                the same codec were measured, the slowest of them stands for it.
+            busy: beside a matrix product.
+
+        Raises HybridcompError where the codec was not measured at all.
+        """
+        if not numel:
+            return NOTHING
+        known = self._coding(setting, dtype, direction)
+        beside: Beside = "compute" if busy else "alone"
+        chosen = [curve for (_, how), curve in known.items() if how == beside]
+        found = [curve.at(numel) for curve in chosen or known.values()]
+        return max(found, key=lambda figure: figure.value)
+
+    def encoded_seconds(
+        self, operation: Operation, setting: str, dtype: str, numel: float, nbytes: float,
+        ranks: int, nodes: int, busy: bool = False, computing: bool = False,
+    ) -> Figure:  # fmt: skip
+        """Seconds of one encoded collective of ``numel`` values whose payload has ``nbytes``.
+
+        Coding and wire (``rings.encoded_shape``), and what a call costs beside them: the host's
+        work for each message, known from messages that were timed end to end. Raises
+        HybridcompError where a part is not known.
+        """
+        if ranks < 2 or not numel:
+            return NOTHING
+        parts = self.encoded_parts(
+            operation, setting, dtype, numel, nbytes, ranks, nodes, busy, computing
+        )
+        extra = self.overhead(operation, ranks, nodes, setting)
+        return Figure.total(parts).times(extra.factor).plus(extra.host)
+
+    def encoded_parts(
+        self, operation: Operation, setting: str, dtype: str, numel: float, nbytes: float,
+        ranks: int, nodes: int, busy: bool = False, computing: bool = False,
+    ) -> tuple[Figure, Figure]:  # fmt: skip
+        """Seconds of the coding and of the wire of one encoded collective, without overhead."""
+        shape = rings.encoded_shape(operation, ranks)
+        coding = Figure.total(
+            self.coding(setting, dtype, share * numel, direction, computing)
+            for direction, share in shape.coded
+        )
+        wire = Figure.total(
+            self.seconds(part, share * nbytes, ranks, nodes, busy, computing)
+            for part, share in shape.sent
+        )
+        return coding, wire
+
+    def overhead(self, operation: Operation, ranks: int, nodes: int, setting: str = "") -> Overhead:
+        """What an encoded message costs beside coding and wire, by the group most like this one.
+
+        ``setting``: of the codec; those whose payloads vary in size cost an exchange of sizes.
+        Nothing where no such message was timed.
+        """
+        fixed = self._is_fixed(setting)
+        known = self._overheads.get((operation, fixed), self._overheads.get((operation, True), {}))
+        return known[closest(known, ranks, nodes)] if known else Overhead(NOTHING, 1.0)
+
+    def copy(self, direction: Literal["to_host", "to_device"], nbytes: float) -> Figure:
+        """Seconds of a copy between device and host. Raises HybridcompError where none is known."""
+        rows = [(row.nbytes, row.seconds) for row in self.copies if row.direction == direction]
+        if not rows:
+            raise HybridcompError(
+                "the cluster has no figure for copies between device and host: measure it again, "
+                'or write "host" into its description'
+            )
+        return Curve.through(rows).at(nbytes)
+
+    def kernel(self, kind: Kind, dtype: str, size: float, rank: int = 0) -> Figure:
+        """Seconds that ``rank`` takes for a kernel of ``size`` (see ``Kernel``).
+
+        Where blocks were not measured the matrix products stand for them, and where those were not
+        the rank's FLOP/s. Raises HybridcompError where nothing is known.
+        """
+        if not size:
+            return NOTHING
+        by_flops = kind not in ("elementwise", "adam")
+        for one in (kind, "product") if by_flops else (kind,):
+            curve = self._kernels.get((rank, one, dtype))
+            if curve is not None:
+                return curve.at(size)
+        rate = self.ranks[rank].flops.get(dtype) if by_flops else None
+        if rate is None:
+            raise HybridcompError(
+                f"the cluster has no figure for {kind} in {dtype} on rank {rank}: measure it "
+                "again, or describe it"
+            )
+        return rate.inverse(size)
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast every rank computes, of the fastest (1.0): by its blocks, else its FLOP/s."""
+        return speeds_of(self.ranks, self.kernels)
+
+    def check(self, ranks: Sequence[tuple[int, str]]) -> None:
+        """Raise HybridcompError unless the cluster has these ranks: node and device of each."""
+        mine = [(rank.node, rank.device) for rank in self.ranks]
+        if len(ranks) != len(mine):
+            raise HybridcompError(
+                f"the measurement is of another cluster: it has {len(mine)} ranks, the job has "
+                f"{len(ranks)}; run `hybridcomp measure` with the launcher of this job"
+            )
+        for index, (was, now) in enumerate(zip(mine, ranks, strict=True)):
+            if was != tuple(now):
+                raise HybridcompError(
+                    f"the measurement is of another cluster: rank {index} was {was[1]} on node "
+                    f"{was[0]} and is {now[1]} on node {now[0]}; run `hybridcomp measure` again"
+                )
+
+    def _sharing(self, ranks: int, nodes: int) -> float:
+        """How many groups of this shape share the link of a node."""
+        return max(1.0, self.ranks_per_node * nodes / ranks) if nodes > 1 else 1.0
+
+    def _ring(
+        self, operation: Operation, nbytes: float, ranks: int, nodes: int, sharing: float
+    ) -> Figure:
+        sends = {
+            span: None if curve is None else curve.at
+            for span in (1, 2)
+            for curve in [self._links.get(("send", 2, span, "alone"))]
+        }
+        needed = 2 if nodes > 1 else 1
+        if sends[needed] is None:
+            where = "between" if nodes > 1 else "inside"
+            raise HybridcompError(
+                f"the cluster has no figure for messages {where} nodes (wanted: {operation} of "
+                f"{ranks} ranks on {nodes} nodes): measure that many nodes, or describe them"
+            )
+        return rings.ring(operation, nbytes, ranks, nodes, sends[1], sends[2], sharing)
+
+    def _correction(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
+        """How much longer than the ring model the most similar group took that was measured."""
+        known = {
+            (key[1], key[2]): curve for key, curve in self._links.items()
+            if key[0] == operation and key[3] == "alone" and (key[2] > 1) == (nodes > 1)
+        }  # fmt: skip
+        if not known:
+            return 1.0
+        group = closest(known, ranks, nodes)
+        ring = self._ring(operation, nbytes, *group, 1.0).value
+        return known[group].at(nbytes).value / ring if ring else 1.0
+
+    def _coding(
+        self, setting: str, dtype: str, direction: Direction
+    ) -> dict[tuple[str, Beside], Curve]:
+        """Curves by setting and what runs beside: of the setting, else of others of its codec."""
+        name = setting.partition("(")[0]
+        for wanted in (direction, "decode"):
+            for exact in (True, False):
+                found = {
+                    (known, beside): curve
+                    for (known, kind, way, beside), curve in self._codings.items()
+                    if kind in (dtype, "any") and way == wanted
+                    and (known == setting if exact else known.partition("(")[0] == name)
+                }  # fmt: skip
+                if found:
+                    return found
+        listed = ", ".join(sorted({key[0] for key in self._codings})) or "none"
+        raise HybridcompError(
+            f"the cluster has no figure for {setting} of {dtype} ({direction}); it has: {listed}"
+        )
+
+    @cached_property
+    def _links(self) -> dict[tuple[Any, ...], Curve]:
+        return curves(
+            ((row.operation, row.ranks, row.nodes, row.beside), row.nbytes, row.seconds)
+            for row in self.links
+        )
+
+    @cached_property
+    def _codings(self) -> dict[tuple[Any, ...], Curve]:
+        return curves(
+            ((row.setting, row.dtype, row.direction, row.beside), row.numel, row.seconds)
+            for row in self.codecs
+        )
+
+    @cached_property
+    def _kernels(self) -> dict[tuple[Any, ...], Curve]:
+        return curves(
+            ((row.rank, row.kind, row.dtype), row.size, row.seconds) for row in self.kernels
+        )
+
+    @cached_property
+    def _overheads(self) -> dict[tuple[Operation, bool], dict[tuple[int, int], Overhead]]:
+        return overheads(self.encoded, self._parts_of, self._is_fixed)
+
+    def _is_fixed(self, setting: str) -> bool:
+        return self._fixed.get(setting.partition("(")[0], True)
+
+    @cached_property
+    def _fixed(self) -> dict[str, bool]:
+        return {row.setting.partition("(")[0]: row.fixed_size for row in self.codecs}
+
+    def _parts_of(self, row: Encoded) -> float:
+        parts = self.encoded_parts(
+            row.operation, row.setting, row.dtype, row.numel, row.nbytes, row.ranks, row.nodes,
+            row.beside != "alone", row.beside == "compute",
+        )  # fmt: skip
+        return Figure.total(parts).value

@@ -1,0 +1,166 @@
+"""A cluster described by hand: the few figures that data sheets have, all of them assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
+
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.figures import Figure
+from hybridcomp.plan.rows import STRICT, Coding, Copy, Direction, Kernel, Kind, Rank, Timing
+
+Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotBelow = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Whole = Annotated[int, Field(ge=1)]
+#: two sizes that stand for every other one: assumed figures lie on straight lines
+SMALL, LARGE = 1, 1 << 28
+DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link: seconds to the first byte, and bytes after that.
+
+    gbytes_per_second (1e9): inside a node, of one rank to another; between nodes, of a whole node,
+        which its ranks share.
+    """
+
+    __pydantic_config__ = STRICT
+
+    gbytes_per_second: Above
+    latency_us: NotBelow = 10.0
+
+    def timings(self, nodes: int, spread: float) -> list[Timing]:
+        """Two sends that say what every send takes."""
+        return [
+            Timing(
+                "send", 2, nodes, nbytes,
+                Figure.exact(
+                    1e-6 * self.latency_us + nbytes / (1e9 * self.gbytes_per_second),
+                    assumed=True, spread=spread,
+                ),
+            )
+            for nbytes in (SMALL, LARGE)
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CodecSpeed:
+    """A codec: 1e9 bytes of native values a second, and what a call costs beside them."""
+
+    __pydantic_config__ = STRICT
+
+    gbytes_per_second: Above
+    launch_us: NotBelow = 20.0
+    decode_gbytes_per_second: Above | None = None
+
+    def codings(self, setting: str, spread: float) -> list[Coding]:
+        """Rows for the widths of values that a training has."""
+        rows = []
+        for dtype, width in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
+            for direction in DIRECTIONS:
+                speed = self.gbytes_per_second
+                if direction != "encode" and self.decode_gbytes_per_second is not None:
+                    speed = self.decode_gbytes_per_second
+                for numel in (SMALL, LARGE):
+                    seconds = 1e-6 * self.launch_us + width * numel / (1e9 * speed)
+                    figure = Figure.exact(seconds, assumed=True, spread=spread)
+                    rows.append(Coding(setting, dtype, direction, numel, figure))
+        return rows
+
+
+@dataclass(frozen=True)
+class Description:
+    """What somebody knows of a cluster that nobody measured.
+
+    Attributes:
+        nodes, ranks_per_node: how many there are; rank r is on node ``r // ranks_per_node``.
+        device: what the ranks compute with.
+        memory_gb: of a rank (1e9 bytes).
+        tflops: what a rank reaches in a transformer's matrix products (1e12 FLOP/s), by dtype.
+        inside, between: links inside and between nodes.
+        memory_gbytes_per_second: of the device's memory, for everything that is no matrix product.
+        speeds: ranks that are slower than the others, such as ``{"3": 0.5}``.
+        codecs: by name or setting, such as ``blockint`` or ``blockint(bits=4)``.
+        host: copies between device and host.
+        spread: how far off every figure may be, as a share of it.
+    """
+
+    __pydantic_config__ = STRICT
+
+    nodes: Whole
+    ranks_per_node: Whole
+    device: str
+    memory_gb: Above
+    tflops: Annotated[Mapping[str, Above], Field(min_length=1)]
+    inside: Link | None = None
+    between: Link | None = None
+    memory_gbytes_per_second: Above | None = None
+    speeds: Mapping[Annotated[int, Field(ge=0)], Above] = field(default_factory=dict)
+    codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
+    host: Link | None = None
+    spread: Share = 0.1
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where fields do not fit together."""
+        count = self.nodes * self.ranks_per_node
+        if self.nodes > 1 and self.between is None:
+            raise ValueError('several nodes need the link "between" them')
+        if self.ranks_per_node > 1 and self.inside is None:
+            raise ValueError('several ranks on a node need the link "inside" it')
+        strange = [rank for rank in self.speeds if rank >= count]
+        if strange:
+            raise ValueError(f'"speeds" names rank {strange[0]}; there are {count} ranks')
+
+    def cluster(self) -> Cluster:
+        """The cluster, with every figure marked as assumed."""
+        ranks, kernels = [], []
+        for index in range(self.nodes * self.ranks_per_node):
+            speed = self.speeds.get(index, 1.0)
+            flops = {
+                dtype: Figure.exact(1e12 * speed * rate, assumed=True, spread=self.spread)
+                for dtype, rate in self.tflops.items()
+            }
+            node, nbytes = index // self.ranks_per_node, round(1e9 * self.memory_gb)
+            ranks.append(Rank(node, self.device, nbytes, flops))
+            kernels += self._kernels(index, speed)
+        links = []
+        for nodes, link in ((1, self.inside), (2, self.between)):
+            links += link.timings(nodes, self.spread) if link is not None else []
+        codecs = [
+            row for name, speeds in self.codecs.items() for row in speeds.codings(name, self.spread)
+        ]
+        return Cluster(
+            tuple(ranks), tuple(links), codecs=tuple(codecs), copies=tuple(self._copies()),
+            kernels=tuple(kernels), by_hand=True,
+        )  # fmt: skip
+
+    def _kernels(self, rank: int, speed: float) -> list[Kernel]:
+        """Elementwise work, and an Adam step, which reads and writes 28 bytes a value."""
+        if self.memory_gbytes_per_second is None:
+            return []
+        per_byte = 1 / (1e9 * speed * self.memory_gbytes_per_second)
+        kinds: tuple[tuple[Kind, float], ...] = (("elementwise", 1.0), ("adam", 28.0))
+        return [
+            Kernel(
+                rank, kind, dtype, size,
+                Figure.exact(size * nbytes * per_byte, assumed=True, spread=self.spread),
+            )
+            for kind, nbytes in kinds
+            for dtype in ("fp32", "bf16", "fp16")
+            for size in (SMALL, LARGE)
+        ]  # fmt: skip
+
+    def _copies(self) -> list[Copy]:
+        if self.host is None:
+            return []
+        rows = self.host.timings(1, self.spread)
+        return [
+            Copy(direction, row.nbytes, row.seconds)
+            for direction in ("to_host", "to_device")
+            for row in rows
+        ]

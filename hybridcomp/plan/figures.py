@@ -1,0 +1,149 @@
+"""Figures with their spread, and curves through measured ones."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple, TypeVar
+
+from pydantic import AfterValidator, Field
+
+Key = TypeVar("Key")
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Figure(NamedTuple):
+    """A measured or assumed number, with the range in which half of the measurements lie.
+
+    value: the median, in the unit that whoever holds the figure states.
+    low, high: the quartiles; of a figure that was never measured, what is thought possible.
+    assumed: nobody measured it: somebody wrote it down, or it follows from such a figure.
+    """
+
+    value: Number
+    low: Number
+    high: Number
+    assumed: bool = False
+
+    @classmethod
+    def exact(cls, value: float, *, assumed: bool = False, spread: float = 0.0) -> Figure:
+        """``value``, give or take the share ``spread`` of it."""
+        return cls(value, value * (1 - spread), value * (1 + spread), assumed)
+
+    def plus(self, other: Figure) -> Figure:
+        """The sum; its range is that of parts that are slow, or fast, at the same time."""
+        return Figure(
+            self.value + other.value, self.low + other.low, self.high + other.high,
+            self.assumed or other.assumed,
+        )  # fmt: skip
+
+    def times(self, factor: float) -> Figure:
+        """The product with a number of at least 0."""
+        return Figure(self.value * factor, self.low * factor, self.high * factor, self.assumed)
+
+    def minus(self, other: Figure) -> Figure:
+        """What is left of it without ``other``, never below 0, with the range of this figure."""
+        left = max(0.0, self.value - other.value)
+        return Figure(
+            left, max(0.0, left - (self.value - self.low)), left + (self.high - self.value),
+            self.assumed or other.assumed,
+        )  # fmt: skip
+
+    def inverse(self, size: float) -> Figure:
+        """``size`` over this rate: seconds of a work at so much a second, above 0."""
+        return Figure(
+            size / self.value, size / self.high, size / self.low if self.low else size / self.value,
+            self.assumed,
+        )  # fmt: skip
+
+    @classmethod
+    def total(cls, figures: Iterable[Figure]) -> Figure:
+        """The sum of all of them; 0 of none."""
+        found = cls(0.0, 0.0, 0.0)
+        for figure in figures:
+            found = found.plus(figure)
+        return found
+
+
+def _ordered(figure: Figure) -> Figure:
+    if not figure.low <= figure.value <= figure.high:
+        raise ValueError("a figure is [value, low, high] with low <= value <= high")
+    return figure
+
+
+#: a figure in a file: ``[value, low, high]``, each at least 0
+Stored = Annotated[Figure, AfterValidator(_ordered)]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds against a size: straight lines (latency and bandwidth) between measured points.
+
+    Below the first point the line of the first two goes on, above the last one that of the last
+    two. No line falls: a larger message that happened to be faster counts as equally fast.
+    """
+
+    sizes: tuple[float, ...]
+    points: tuple[Figure, ...]
+
+    @classmethod
+    def through(cls, points: Iterable[tuple[float, Figure]]) -> Curve:
+        """The curve through ``(size, seconds)``; of equal sizes the last one counts."""
+        by_size = dict(sorted(points))
+        return cls(tuple(by_size), tuple(by_size.values()))
+
+    def at(self, size: float) -> Figure:
+        """The figure at ``size``."""
+        sizes = self.sizes
+        if len(sizes) == 1:
+            # with one point the size is all that is known: no latency, all bandwidth
+            return self.points[0].times(size / sizes[0] if sizes[0] else 1.0)
+        right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+        x0, x1 = sizes[right - 1], sizes[right]
+        one, two = self.points[right - 1], self.points[right]
+        share = (size - x0) / (x1 - x0)
+        ends = [_line(a, b, share) for a, b in zip(one[:3], two[:3], strict=True)]
+        value = ends[0]
+        assumed = one.assumed or two.assumed
+        return Figure(value, min(ends[1], value), max(ends[2], value), assumed)
+
+    @property
+    def per_unit(self) -> float:
+        """Seconds that one more unit of size takes at the upper end: 1 / bandwidth."""
+        last = self.sizes[-1]
+        return (self.at(2 * last).value - self.at(last).value) / last if last else 0.0
+
+
+def curves(rows: Iterable[tuple[Key, float, Figure]]) -> dict[Key, Curve]:
+    """Curves by key, from rows of key, size and seconds."""
+    points: dict[Key, list[tuple[float, Figure]]] = {}
+    for key, size, seconds in rows:
+        points.setdefault(key, []).append((float(size), seconds))
+    return {key: Curve.through(found) for key, found in points.items()}
+
+
+def _line(start: float, stop: float, share: float) -> float:
+    """The line from ``start`` (share 0) to ``stop`` (share 1), nowhere falling nor negative."""
+    rise = max(0.0, stop - start)
+    if share < 0 and not rise:
+        return start
+    # between the points the measured values stand, even where the larger one was faster
+    slope = stop - start if 0 <= share <= 1 else rise
+    origin = start if share <= 1 else stop - rise
+    return max(0.0, origin + share * slope)
+
+
+def median(values: Sequence[float]) -> float:
+    """The median of at least one value."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def summary(values: Sequence[float]) -> Figure:
+    """Median and quartiles of measured values (at least one), nearest ranks."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    value = median(ordered)
+    return Figure(value, ordered[round(last / 4)], ordered[round(3 * last / 4)])

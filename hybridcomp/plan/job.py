@@ -1,0 +1,208 @@
+"""A model on a cluster: what its layers take on each rank, and what a layout sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from hybridcomp.errors import HybridcompError
+from hybridcomp.plan.choices import Key
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.figures import Figure
+from hybridcomp.plan.layout import Group, Layout
+from hybridcomp.plan.model import Layer, Messages, Model, Shape
+from hybridcomp.plan.prices import NOTHING, Calibration, Call, Prices
+from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.policy import Direction
+
+
+@dataclass(frozen=True)
+class Item:
+    """Messages of one kind: what they are, their dtype, and how many of them there are.
+
+    fixed: they stay native whatever is chosen.
+    """
+
+    key: Key
+    call: Call
+    dtype: torch.dtype
+    count: float = 1.0
+    fixed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What shall be trained where. Everything that a search asks twice is remembered here."""
+
+    model: Model
+    cluster: Cluster
+    batch: Batch
+    limits: Limits
+    calibration: Calibration = Calibration()
+    _seconds: dict[tuple[object, ...], tuple[Figure, Figure]] = field(
+        default_factory=dict, repr=False
+    )
+
+    @cached_property
+    def prices(self) -> Prices:
+        """Of messages."""
+        return Prices(self.cluster, self.calibration)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return self.limits.torch_dtype
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which gradients are reduced: Megatron's main gradients are fp32."""
+        return torch.float32 if self.limits.engine == "megatron" else self.dtype
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the devices are CPUs."""
+        return "cpu" in self.cluster.ranks[0].device.lower()
+
+    @cached_property
+    def capacity(self) -> float:
+        """Bytes that a rank may fill; without limit where nobody knows its memory."""
+        sizes = [rank.nbytes for rank in self.cluster.ranks if rank.nbytes]
+        return self.limits.memory_share * min(sizes) if sizes else float("inf")
+
+    @property
+    def cluster_name(self) -> str:
+        """For people: how many of what."""
+        devices = dict.fromkeys(rank.device for rank in self.cluster.ranks)
+        return f"{self.cluster.world_size} x {', '.join(devices)} on {self.cluster.nodes} nodes"
+
+    def shape(self, layout: Layout) -> Shape:
+        """What one rank of ``layout`` sees of a micro-batch."""
+        return Shape(
+            layout.micro_batch, self.batch.length, self.dtype.itemsize, layout.tensor,
+            layout.sequence, layout.context, layout.expert,
+        )  # fmt: skip
+
+    def layers(self, layout: Layout) -> tuple[Layer, ...]:
+        """The model's layers on one rank of ``layout``."""
+        return self.model.layers(self.shape(layout))
+
+    def sharded(self, layout: Layout) -> bool:
+        """Whether the replicas share the optimizer's states.
+
+        DeepSpeed's pipelines do so at ZeRO 0 as well in bf16 (``BF16_Optimizer``).
+        """
+        pipe = layout.stages > 1 and self.limits.dtype == "bf16"
+        return layout.zero_stage >= 1 or (pipe and self.limits.engine != "megatron")
+
+    def slowest_rank(self, layout: Layout, stage: int) -> int:
+        """The rank of ``stage`` that computes slowest: all wait for it."""
+        first = stage * layout.ranks_per_stage
+        return min(range(first, first + layout.ranks_per_stage),
+                   key=lambda rank: (self.cluster.speeds[rank], rank))  # fmt: skip
+
+    def compute(self, layer: Layer, rank: int) -> tuple[Figure, Figure]:
+        """Seconds of forward and of backward of one layer on ``rank``."""
+        key = layer.kind, layer.flops, layer.backward_flops, layer.moved_nbytes, rank
+        if key not in self._seconds:
+            self._seconds[key] = self._compute(layer, rank)
+        return self._seconds[key]
+
+    def _compute(self, layer: Layer, rank: int) -> tuple[Figure, Figure]:
+        dtype = self.limits.dtype
+        if layer.kind in ("block", "module"):
+            # measured blocks count their backward pass as twice the forward pass
+            more = layer.backward_flops if self.cluster.by_hand else 2 * layer.flops
+            return (
+                self.cluster.kernel("block_forward", dtype, layer.flops, rank),
+                self.cluster.kernel("block_backward", dtype, more, rank),
+            )
+        moved = self._elementwise(layer.moved_nbytes, rank)
+        one = self.cluster.kernel("product", dtype, layer.flops, rank)
+        two = self.cluster.kernel("product", dtype, layer.backward_flops, rank)
+        return one.plus(moved), two.plus(moved)
+
+    def _elementwise(self, nbytes: float, rank: int) -> Figure:
+        """What reading and writing takes; nothing where nobody measured or wrote it down."""
+        try:
+            return self.cluster.kernel("elementwise", self.limits.dtype, nbytes, rank)
+        except HybridcompError:
+            return NOTHING
+
+    def adam(self, values: float, rank: int) -> Figure:
+        """Seconds of the optimizer for so many values; nothing where nobody knows them."""
+        try:
+            return self.cluster.kernel("adam", "fp32", values, rank)
+        except HybridcompError:
+            return self._elementwise(28 * values, rank)
+
+    def nodes(self, layout: Layout, group: Group, stage: int = 0) -> int:
+        """How many nodes a group of ``stage`` spans."""
+        first = stage * layout.ranks_per_stage
+        return self.cluster.nodes_of(layout.members(group, first))
+
+    def layer_items(
+        self, layout: Layout, stage: int, messages: Messages, way: Direction
+    ) -> Iterator[Item]:
+        """The messages of one layer in one pass of one micro-batch."""
+        sizes = layout.tensor, self.nodes(layout, "tensor", stage)
+        for numel in messages.tensor:
+            if layout.sequence:
+                for operation in ("all_gather", "reduce_scatter"):
+                    call = Call(operation, numel, *sizes)  # type: ignore[arg-type]
+                    yield Item(("tp", way), call, self.dtype)
+            else:
+                yield Item(("tp", way), Call("all_reduce", numel, *sizes), self.dtype)
+        for numel in messages.context:
+            count = self.nodes(layout, "context", stage)
+            if layout.context_way == "ulysses":
+                call = Call("all_to_all", numel, layout.context, count)
+                yield Item(("cp", way), call, self.dtype)
+            else:  # keys and values go around, their gradients as well
+                call = Call("send", numel, 2, min(2, count))
+                yield Item(("cp", way), call, self.dtype, layout.context - 1)
+        for numel in messages.expert:
+            call = Call("all_to_all", numel, layout.expert, self.nodes(layout, "expert", stage))
+            yield Item(("ep", way), call, self.dtype)
+
+    def sends(self, layout: Layout, stage: int, values: float, way: Direction) -> list[Item]:
+        """What goes from ``stage`` to its neighbour behind one micro-batch.
+
+        DeepSpeed's tensor ranks send a part each, and the receivers gather the parts.
+        """
+        if layout.stages == 1:
+            return []
+        rank = stage * layout.ranks_per_stage
+        step = layout.ranks_per_stage if way == "forward" else -layout.ranks_per_stage
+        other = (rank + step) % layout.ranks
+        parts = 1
+        if self.limits.engine != "megatron" and not layout.sequence:
+            parts = layout.tensor
+        nodes = self.cluster.nodes_of((rank, other))
+        found = [Item(("pp", way), Call("send", values / parts, 2, nodes), self.dtype)]
+        if parts > 1:
+            gather = Call("all_gather", values, parts, self.nodes(layout, "tensor", stage))
+            found.append(Item(("pp", way), gather, self.dtype, fixed=True))
+        return found
+
+    def gradient_items(self, layout: Layout, stage: int, values: float, group: Group) -> list[Item]:
+        """One reduction of ``values`` gradients over ``group``, in the engine's buckets."""
+        ranks, nodes = layout.size(group), self.nodes(layout, group, stage)
+        buckets = max(1, math.ceil(values / self.limits.bucket_numel))
+        operation, encoded = "all_reduce", "all_reduce"
+        if layout.zero_stage == 3 or (self.limits.engine == "megatron" and layout.zero_stage):
+            operation = encoded = "reduce_scatter"
+        elif layout.zero_stage:  # DeepSpeed all-reduces whole buckets, of which a part is kept
+            encoded = "reduce_scatter"
+        call = Call(operation, values / buckets, ranks, nodes, encoded, layout.hierarchy)  # type: ignore[arg-type]
+        return [Item(("dp", "forward"), call, self.gradient_dtype, buckets)]
+
+    def gather_items(self, layout: Layout, stage: int, values: float, group: Group) -> list[Item]:
+        """One gather of ``values`` parameters over ``group``."""
+        ranks, nodes = layout.size(group), self.nodes(layout, group, stage)
+        buckets = max(1, math.ceil(values / self.limits.bucket_numel))
+        call = Call("all_gather", values / buckets, ranks, nodes, None, layout.hierarchy)
+        return [Item(("zero", "forward"), call, self.dtype, buckets)]

@@ -1,0 +1,184 @@
+"""How the ranks of a job stand to each other: the parallel degrees and what each stage holds.
+
+Ranks are numbered as Megatron and DeepSpeed's ``PipeModelDataParallelTopology`` do it: tensor
+innermost, then context, then data, pipeline outermost. Expert parallelism lies inside the data
+dimension, as it does in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from hybridcomp.errors import HybridcompError
+
+#: groups of ranks that a layout has
+Group = Literal["tensor", "context", "data", "expert", "pipeline", "replicas"]
+#: what carries context parallelism: DeepSpeed's Ulysses (all-to-all), Megatron's ring (sends)
+ContextWay = Literal["ulysses", "ring"]
+#: keys of the written form that follow from the fields
+DERIVED = ("world_size", "pipeline")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to place a model on ranks. Raises HybridcompError where the degrees contradict.
+
+    tensor: ranks that cut each layer. sequence: Megatron's sequence parallelism over them.
+    stages, virtual: pipeline stages, and chunks of the model that each of them holds.
+    cuts: layers of every chunk in the order of the model (``stages * virtual`` numbers); a rank of
+        stage s holds chunks s, s + stages, ...
+    data: replicas of the model, each with its own samples. expert: of them, over how many the
+        experts of a layer are spread. context: ranks that cut each sample.
+    zero_stage: 0 to 3; of Megatron's distributed optimizer 1.
+    micro_batch: samples of one forward pass of a replica. accumulation: such passes in a step.
+    recompute: segments ``[start, stop)`` of layers that keep only their input for backward.
+    nodes: of a model that is no chain, the layers of every stage.
+    offload: optimizer states on the host. hierarchy: two levels for dp and zero across nodes.
+    """
+
+    tensor: int = 1
+    sequence: bool = False
+    stages: int = 1
+    virtual: int = 1
+    cuts: tuple[int, ...] = ()
+    data: int = 1
+    expert: int = 1
+    context: int = 1
+    context_way: ContextWay = "ulysses"
+    zero_stage: int = 0
+    micro_batch: int = 1
+    accumulation: int = 1
+    recompute: tuple[tuple[int, int], ...] = ()
+    offload: bool = False
+    hierarchy: bool = True
+    nodes: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse degrees below 1 and what contradicts itself."""
+        degrees = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
+                   "accumulation")  # fmt: skip
+        for name in degrees:
+            if getattr(self, name) < 1:
+                raise HybridcompError(f"layout: {name} {getattr(self, name)}; expected 1 or more")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise HybridcompError(f"layout: zero_stage {self.zero_stage}; expected 0 to 3")
+        if self.data % self.expert:
+            raise HybridcompError(
+                f"layout: expert {self.expert}; expected a divisor of the {self.data} replicas"
+            )
+        chunks = self.stages * self.virtual
+        if self.cuts and (len(self.cuts) != chunks or min(self.cuts) < 0):
+            raise HybridcompError(
+                f"layout: cuts {self.cuts}; expected {chunks} numbers of layers, one a chunk"
+            )
+        if self.context_way not in get_args(ContextWay):
+            raise HybridcompError(f"layout: context_way {self.context_way!r}; expected ulysses "
+                                  "or ring")  # fmt: skip
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole job."""
+        return self.tensor * self.context * self.data * self.stages
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Of one pipeline stage; its ranks are numbered one after the other."""
+        return self.tensor * self.context * self.data
+
+    @property
+    def samples(self) -> int:
+        """Of one optimizer step."""
+        return self.data * self.micro_batch * self.accumulation
+
+    def size(self, group: Group) -> int:
+        """Ranks of one group. ``replicas``: those that hold the same weights (data x context)."""
+        sizes = {"tensor": self.tensor, "context": self.context, "data": self.data,
+                 "expert": self.expert, "pipeline": self.stages,
+                 "replicas": self.data * self.context}  # fmt: skip
+        return sizes[group]
+
+    def stride(self, group: Group) -> int:
+        """The distance of neighbours of a group in the numbering of the ranks."""
+        inner = {"tensor": 1, "context": self.tensor, "replicas": self.tensor,
+                 "data": self.tensor * self.context, "expert": self.tensor * self.context,
+                 "pipeline": self.ranks_per_stage}  # fmt: skip
+        return inner[group]
+
+    def members(self, group: Group, rank: int) -> tuple[int, ...]:
+        """The ranks of the group that ``rank`` is in, ascending."""
+        stride, size = self.stride(group), self.size(group)
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + stride * size, stride))
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return rank // self.ranks_per_stage
+
+    def chunks(self, stage: int) -> list[tuple[int, ...]]:
+        """The layers that ``stage`` holds, for each of its virtual stages."""
+        if self.nodes:
+            return [self.nodes[stage]]
+        stops, total = [], 0
+        for count in self.cuts:
+            total += count
+            stops.append(total)
+        numbers = range(stage, self.stages * self.virtual, self.stages)
+        return [tuple(range(stops[n] - self.cuts[n], stops[n])) for n in numbers]
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The layers that run forward a second time."""
+        return frozenset(layer for start, stop in self.recompute for layer in range(start, stop))
+
+    def replace(self, **changes: Any) -> Layout:
+        """This layout with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON knows them, and the facts that a job is asked for (``DERIVED``)."""
+        found = {"world_size": self.ranks, "pipeline": self.stages, **dataclasses.asdict(self)}
+        found["cuts"] = list(self.cuts)
+        found["nodes"] = [list(stage) for stage in self.nodes]
+        found["recompute"] = [list(segment) for segment in self.recompute]
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Layout:
+        """The layout that ``to_json`` wrote. Raises HybridcompError for keys it does not know."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        data = {name: value for name, value in data.items() if name not in DERIVED}
+        if unknown := sorted(set(data) - known):
+            raise HybridcompError(f"layout: unknown keys {', '.join(unknown)}; expected some of "
+                                  f"{', '.join(sorted(known))}")  # fmt: skip
+        values = dict(data)
+        values["cuts"] = tuple(values.get("cuts", ()))
+        values["nodes"] = tuple(map(tuple, values.get("nodes", ())))
+        values["recompute"] = tuple(
+            (int(start), int(stop)) for start, stop in values.get("recompute", ())
+        )
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """What differs from one plain rank, in a few words: ``tp2 pp4 dp3 zero1 mb1x8``."""
+        words = [
+            f"tp{self.tensor}{'s' if self.sequence else ''}" if self.tensor > 1 else "",
+            f"pp{self.stages}{f'v{self.virtual}' if self.virtual > 1 else ''}"
+            if self.stages > 1 else "",
+            f"cp{self.context}" if self.context > 1 else "",
+            f"ep{self.expert}" if self.expert > 1 else "",
+            f"dp{self.data}" if self.data > 1 else "",
+            f"zero{self.zero_stage}" if self.zero_stage else "",
+            f"mb{self.micro_batch}x{self.accumulation}",
+            f"recompute {len(self.recomputed)}" if self.recompute else "",
+            "offload" if self.offload else "",
+        ]  # fmt: skip
+        return " ".join(word for word in words if word)
+
+
+def even_cuts(layers: int, chunks: int) -> tuple[int, ...]:
+    """``layers`` over ``chunks`` as evenly as can be, the larger ones first."""
+    base, rest = divmod(layers, chunks)
+    return tuple(base + (index < rest) for index in range(chunks))

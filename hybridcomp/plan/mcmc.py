@@ -1,0 +1,141 @@
+"""``--search mcmc``: layouts, codecs and recomputation by layer, drawn by a Metropolis walk.
+
+For spaces that are too large to enumerate: which single layers are recomputed, and every codec of
+every direction at once, beside the layout. After FlexFlow (Jia et al. 2019); the timeline of a
+proposal is simulated from the first task on that differs from the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hybridcomp.plan.anneal import anneal
+from hybridcomp.plan.budget import Budget
+from hybridcomp.plan.choices import KEYS, Choice, Choices, Key
+from hybridcomp.plan.evaluate import Evaluator
+from hybridcomp.plan.job import Job
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.placing import Placer
+from hybridcomp.plan.predict import plan_of
+from hybridcomp.plan.request import Found
+from hybridcomp.plan.space import layouts
+from hybridcomp.plan.step import MOST_PASSES, View, simulated, stage_times, tasks_of
+from hybridcomp.plan.timeline import Timeline, simulate
+from hybridcomp.plan.work import Work, work_of
+
+
+@dataclass(eq=False)
+class Walk:
+    """The space of a walk: what each number of a point stands for, and what a point costs.
+
+    A point: which layout, then the option of every key, then for every layer whether it runs
+    forward twice (only where the search may recompute).
+    """
+
+    job: Job
+    budget: Budget
+    works: list[Work]
+    #: tasks that were simulated, and that would have been without delta simulation
+    simulated: int = 0
+    whole: int = 0
+    _last: dict[Layout, Timeline] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.evaluator = Evaluator(self.job, self.budget)
+        self.keys = _keys(self.works)
+        self.options = {key: self.budget.options(key, 1) for key in self.keys}
+        self.bits = self.job.model.depth if self.job.limits.recompute else 0
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many values every number has."""
+        return [len(self.works), *(len(self.options[key]) for key in self.keys),
+                *[2] * self.bits]  # fmt: skip
+
+    def at(self, point: tuple[int, ...]) -> tuple[Work, Choices] | None:
+        """What a point stands for; None where it cannot be."""
+        work = self.works[point[0]]
+        chosen: dict[Key, Choice] = {}
+        for key, index in zip(self.keys, point[1:], strict=False):
+            choice = self.options[key][index]
+            if choice.delta and work.layout.zero_stage == 3:
+                return None
+            chosen[key] = choice
+        marks = point[1 + len(self.keys) :]
+        if self.bits:
+            layers = tuple((index, index + 1) for index, mark in enumerate(marks) if mark)
+            layout = work.layout.replace(recompute=layers)
+            work = work if layout == work.layout else work_of(self.job, layout)
+        return work, Choices.of(chosen)
+
+    def cost(self, point: tuple[int, ...]) -> float:
+        """Seconds of a step, infinite where it does not fit."""
+        found = self.at(point)
+        if found is None or not self.evaluator.fits(*found):
+            return math.inf
+        work, choices = found
+        layout = work.layout
+        if 2 * layout.accumulation * layout.stages * layout.virtual > MOST_PASSES:
+            return simulated(self.job, work, choices).seconds
+        times = stage_times(self.job, work, choices, View())
+        tasks, _ = tasks_of(work, times, layout.accumulation)
+        place = layout.replace(recompute=())
+        before = self._last.get(place)
+        if before is None:
+            now = simulate(tasks)
+        else:
+            changed = {name: task for name, task in tasks.items() if before.tasks[name] != task}
+            now = before.edited(changed)
+        self.simulated += now.simulated
+        self.whole += len(tasks)
+        self._last[place] = now
+        return now.seconds
+
+
+def walk_of(job: Job, budget: Budget) -> tuple[Walk, Counter[str], list[Layout]]:
+    """The space of a job, what was refused, and every layout."""
+    refused: Counter[str] = Counter()
+    every = list(layouts(job, refused))
+    placer = Placer(job)
+    works = []
+    for layout in every:
+        # the cuts of the leaner form, so that any layer may be kept or recomputed
+        placed = list(placer.places(layout, True))
+        if placed:
+            works.append(placed[-1])
+        else:
+            refused["the memory of a rank is too small"] += 1
+    return Walk(job, budget, works), refused, every
+
+
+def annealed(job: Job, budget: Budget) -> Found:
+    """The best point of every chain, ranked; ``spread`` says how far the chains are apart."""
+    walk, refused, every = walk_of(job, budget)
+    if not walk.works:
+        from hybridcomp.plan.search import nothing
+
+        return nothing(job, Placer(job), every, Found((), refused=dict(refused)))
+    limits = job.limits
+    found = anneal(walk.sizes, walk.cost, seed=limits.seed, chains=limits.chains,
+                   proposals=limits.proposals)  # fmt: skip
+    place = walk.at(found.choices)
+    if place is None or math.isinf(found.cost):
+        reason = "no point of the walk fits; take more proposals, or enumerate"
+        return Found((), refused=dict(refused), reason=reason)
+    plan = plan_of(job, *place, budget.name)
+    return Found((plan,), len(every), walk.simulated, found.spread, dict(refused))
+
+
+def _keys(works: list[Work]) -> list[Key]:
+    """Keys that any of the layouts sends something for, in the block's order."""
+    seen = {
+        item.key
+        for work in works for stage in work.stages
+        for items in (stage.micro, stage.reduce, stage.gather,
+                      *(part for one in (*stage.forward, *stage.backward)
+                        for part in (one.items, one.sent)))
+        for item in items if not item.fixed and item.call.ranks > 1
+    }  # fmt: skip
+    return [key for key in KEYS if key in seen]

@@ -1,0 +1,173 @@
+"""What a rank needs: weights, gradients, optimizer, activations, and what compression keeps.
+
+All bytes are those at the rank's worst moment: some layer's backward pass, or the optimizer's step.
+Where gradients are allocated as backward makes them (one micro-batch, no buckets), those of
+layers that come later in backward are not there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.job import Job
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.model import Layer
+from hybridcomp.plan.schedule import in_flight
+from hybridcomp.plan.work import Stage, Work
+
+#: bytes of a value of an error feedback residual, of a main gradient, of a moment
+FP32 = 4.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The worst moment of backward: activations then, and gradients that are there by then."""
+
+    activations: float
+    gradients: float
+
+
+def memory_of(job: Job, work: Work, stage: int, choices: Choices) -> dict[str, float]:
+    """Bytes of a rank of ``stage`` by kind (``plan.MEMORY_KINDS``)."""
+    layout, own = work.layout, work.stages[stage]
+    found = states(job, layout, own)
+    kept = _kept(job, layout, own)
+    made = _moment(job, layout, stage, own)
+    found["activations"] = made.activations
+    if _grows(job, layout):
+        found["gradients"] = made.gradients
+        # at the optimizer step no activation is left, but all gradients; on a GPU torch's Adam
+        # takes all parameters at once, and a copy of one moment
+        values = own.dense + own.experts
+        copied = 0.0 if job.on_cpu else FP32 * values
+        if job.dtype.itemsize * values + copied > made.activations + made.gradients:
+            found["gradients"], found["activations"] = job.dtype.itemsize * values, copied
+    return {**found, **kept_by_codecs(job, layout, own, choices), **kept}
+
+
+def states(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
+    """Weights, gradients and optimizer states, and what of them lies on the host."""
+    width, values = job.dtype.itemsize, stage.dense + stage.experts
+    # experts are sharded over their own replicas only
+    replicas = layout.size("replicas")
+    share = (stage.dense + stage.experts * layout.expert) / replicas
+    own = share if job.sharded(layout) else values
+    optimizer = job.limits.states_nbytes * own
+    weights = width * (share if layout.zero_stage == 3 else values)
+    main = job.gradient_dtype.itemsize
+    gradients = main * (share if layout.zero_stage >= 2 else values)
+    if layout.zero_stage == 0 and job.sharded(layout):
+        gradients += FP32 * values  # BF16_Optimizer adds up in fp32
+    host = 0.0
+    if layout.offload:
+        host, optimizer = optimizer, 0.0
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
+
+
+def _kept(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
+    """Buffers of upstream that only some stages of ZeRO have; they count as payloads do."""
+    if layout.zero_stage == 3:
+        largest = max((one.parameters + one.expert_parameters for _, one in stage.layers),
+                      default=0.0)  # fmt: skip
+        return {"gathered": 2 * job.dtype.itemsize * largest}
+    return {}
+
+
+def kept_by_codecs(job: Job, layout: Layout, stage: Stage, choices: Choices) -> dict[str, float]:
+    """Residuals of error feedback, references of deltas, and buffers of payloads."""
+    values = stage.dense + stage.experts
+    found = {"residuals": 0.0, "references": 0.0}
+    gradients, parameters = choices["dp", "forward"], choices["zero", "forward"]
+    if gradients.error_feedback and stage.reduce + stage.micro:
+        local = job.nodes(layout, "replicas")
+        ranks = layout.size("replicas")
+        two_levels = layout.hierarchy and 1 < local < ranks
+        found["residuals"] = FP32 * values / (ranks / local if two_levels else 1)
+    if parameters.delta and stage.gather:
+        found["references"] = job.dtype.itemsize * values / layout.size("replicas")
+    largest = 0.0
+    passes = (one.items + one.sent for one in (*stage.forward, *stage.backward))
+    for items in (stage.reduce, stage.gather, stage.micro, *passes):
+        for item in items:
+            choice = choices[item.key]
+            if not choice.native and not item.fixed:
+                largest = max(largest, 2 * item.call.numel * choice.bits(item.dtype) / 8)
+    found["payloads"] = largest
+    return found
+
+
+def _grows(job: Job, layout: Layout) -> bool:
+    """Whether gradients are allocated one by one as backward makes them."""
+    return (
+        job.limits.engine != "megatron" and layout.accumulation == 1 and layout.stages == 1
+        and layout.zero_stage == 0
+    )  # fmt: skip
+
+
+def _moment(job: Job, layout: Layout, stage: int, own: Stage) -> Moment:
+    """The worst moment of the backward pass of the last micro-batch in flight."""
+    flying = in_flight(stage, layout.stages, layout.virtual, layout.accumulation)
+    layers = [layer for _, layer in own.layers]
+    segments = local_segments(layout, own)
+    one = _kept_nbytes(layers, segments)
+    # chunks in flight are one virtual stage each
+    before = (flying / layout.virtual - 1) * one if flying else 0.0
+    made = worst_moment(layers, segments, job.dtype.itemsize, grows=_grows(job, layout))
+    return Moment(max(0.0, before) + made.activations, made.gradients)
+
+
+def local_segments(layout: Layout, stage: Stage) -> list[tuple[int, int]]:
+    """The recomputed segments, by places in the stage's own layers."""
+    place = {number: index for index, (number, _) in enumerate(stage.layers)}
+    found = []
+    for start, stop in layout.recompute:
+        inside = [place[number] for number in range(start, stop) if number in place]
+        runs: list[list[int]] = []
+        for index in inside:
+            if runs and runs[-1][-1] == index - 1:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        found += [(run[0], run[-1] + 1) for run in runs]
+    return sorted(found)
+
+
+def _kept_nbytes(layers: Sequence[Layer], segments: Sequence[tuple[int, int]]) -> float:
+    """What one micro-batch keeps between forward and backward."""
+    starts, kept, position = dict(segments), 0.0, 0
+    while position < len(layers):
+        kept += layers[position].input_nbytes if position in starts else (
+            layers[position].kept_nbytes)  # fmt: skip
+        position = starts.get(position, position + 1)
+    return kept
+
+
+def worst_moment(
+    layers: Sequence[Layer], segments: Sequence[tuple[int, int]], width: int, *, grows: bool
+) -> Moment:
+    """The worst moment of one backward pass. grows: gradients are allocated as it goes."""
+    total = width * sum(layer.parameters + layer.expert_parameters for layer in layers)
+    starts, kept, done, position = dict(segments), 0.0, 0.0, 0
+    worst = Moment(0.0, 0.0)
+    while position < len(layers):
+        stop = starts.get(position, position + 1)
+        inside = list(layers[position:stop])
+        alive = 0.0
+        for layer in inside:
+            alive += layer.kept_nbytes
+            made = width * (layer.parameters + layer.expert_parameters)
+            gradients = (total - done - made) if grows else 0.0
+            now = Moment(kept + alive + layer.work_nbytes, gradients)
+            if now.activations + now.gradients > worst.activations + worst.gradients:
+                worst = now
+            done += made
+        kept += inside[0].input_nbytes if position in starts else alive
+        position = stop
+    return worst
+
+
+def device_nbytes(memory: Mapping[str, float]) -> float:
+    """All that is not on the host."""
+    return sum(value for kind, value in memory.items() if kind != "host")

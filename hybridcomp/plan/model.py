@@ -1,0 +1,110 @@
+"""A model as the planner sees it: a chain (or graph) of layers with their work and their bytes.
+
+Nothing is ever allocated: decoders have closed forms (``models.decoder``), every other module is
+traced with tensors that have no storage (``models.traced``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Kind = Literal["embedding", "block", "head", "module"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one rank of a stage sees of one micro-batch.
+
+    micro_batch: samples. length: tokens of a whole sample. width: bytes of a value. tensor,
+    sequence, context, expert: the degrees of the layout that cut it.
+    """
+
+    micro_batch: int
+    length: int
+    width: int = 2
+    tensor: int = 1
+    sequence: bool = False
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def tokens(self) -> float:
+        """Of this rank in a micro-batch, before tensor parallelism."""
+        return self.micro_batch * self.length / self.context
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Values that one rank hands to collectives for one layer and one micro-batch, one direction.
+
+    tensor: of every message that tensor ranks sum (or, with sequence parallelism, gather and
+    scatter). context: of all-to-all or of what travels around the ring. expert: of all-to-all.
+    """
+
+    tensor: tuple[float, ...] = ()
+    context: tuple[float, ...] = ()
+    expert: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer on one rank, for one micro-batch.
+
+    flops: forward, of matrix products and attention. backward_flops: of its backward pass.
+    moved_nbytes: what it reads and writes in forward beside matrix products (elementwise).
+    parameters: values that every replica holds on this rank; expert_parameters: values of experts,
+    which ``expert`` ranks share. kept_nbytes: what backward needs, its input included.
+    input_nbytes: its input alone. work_nbytes: what it takes at its worst moment beside that.
+    output: values of its output on this rank.
+    """
+
+    name: str
+    kind: Kind
+    flops: float
+    backward_flops: float
+    moved_nbytes: float
+    parameters: float
+    expert_parameters: float
+    kept_nbytes: float
+    input_nbytes: float
+    work_nbytes: float
+    output: float
+    forward: Messages = Messages()
+    backward: Messages = Messages()
+    inputs: tuple[int, ...] = ()  # of a model that is no chain: layers whose output it reads
+
+
+class Model(Protocol):
+    """What the search asks of a model."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    @property
+    def depth(self) -> int:
+        """Layers of the chain: embedding, blocks and head."""
+
+    @property
+    def parameters(self) -> float:
+        """Of the whole model."""
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every layer reads the one before it alone."""
+
+    def layers(self, shape: Shape) -> tuple[Layer, ...]:
+        """The layers as one rank sees them."""
+
+    def shared(self, shape: Shape) -> float:
+        """Values on a rank that the first and the last layer share (tied embeddings)."""
+
+    def refuses(self, shape: Shape) -> str | None:
+        """Why the model cannot be cut so; None where it can."""
+
+
+def flops_of(layers: Sequence[Layer]) -> float:
+    """Forward and backward of one micro-batch on one rank."""
+    return sum(layer.flops + layer.backward_flops for layer in layers)

@@ -1,0 +1,93 @@
+"""Decoders from Hugging Face's ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridcomp.errors import ConfigError
+from hybridcomp.plan.models.decoder import Decoder
+
+#: families whose layers are those of ``Decoder``
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+GPT_LIKE = ("gpt2", "gpt_neox")
+
+
+def decoder(config: Mapping[str, Any], name: str) -> Decoder:
+    """The decoder of a parsed ``config.json``. Raises ConfigError in one sentence."""
+    family = config.get("model_type")
+    if family in LLAMA_LIKE:
+        return _llama(config, name)
+    if family in GPT_LIKE:
+        return _gpt(config, name)
+    raise ConfigError(
+        f"{name}: model_type", family,
+        f"expected one of {', '.join(LLAMA_LIKE + GPT_LIKE)}; name other models as "
+        "package:callable, which are traced",
+    )  # fmt: skip
+
+
+def number(config: Mapping[str, Any], name: str, *keys: str) -> int:
+    """The first of ``keys`` that stands in ``config``. Raises ConfigError."""
+    for key in keys:
+        found = config.get(key)
+        if isinstance(found, int | float) and not isinstance(found, bool) and found > 0:
+            return int(found)
+    found = next((config[key] for key in keys if key in config), None)
+    raise ConfigError(f"{name}: {keys[0]}", found, "expected a number above 0; add it")
+
+
+def _llama(config: Mapping[str, Any], name: str) -> Decoder:
+    """Llama, Mistral, Qwen and their mixtures: RMSNorm, rotary positions, SwiGLU."""
+    family = config["model_type"]
+    heads = number(config, name, "num_attention_heads")
+    hidden = number(config, name, "hidden_size")
+    blocks = number(config, name, "num_hidden_layers")
+    head_width = config.get("head_dim") or hidden // heads
+    mixture: dict[str, Any] = {}
+    if family == "mixtral":
+        mixture = {
+            "experts": number(config, name, "num_local_experts"),
+            "per_token": number(config, name, "num_experts_per_tok"),
+            "expert_intermediate": number(config, name, "intermediate_size"),
+        }
+    elif family.endswith("_moe"):
+        mixture = {
+            "experts": number(config, name, "num_experts"),
+            "per_token": number(config, name, "num_experts_per_tok"),
+            "expert_intermediate": number(config, name, "moe_intermediate_size"),
+            "shared_intermediate": int(config.get("shared_expert_intermediate_size") or 0),
+            "dense_blocks": len(config.get("mlp_only_layers") or ()),
+        }
+        if config.get("decoder_sparse_step", 1) != 1:
+            raise ConfigError(
+                f"{name}: decoder_sparse_step", config["decoder_sparse_step"],
+                "only mixtures in every block are known; name the model as package:callable",
+            )  # fmt: skip
+    return Decoder(
+        name, hidden, blocks, heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads), head_width=int(head_width),
+        intermediate=number(config, name, "intermediate_size"),
+        vocabulary=number(config, name, "vocab_size"), gated=True, norm="rmsnorm",
+        qkv_bias=bool(config.get("attention_bias", family in ("qwen2", "qwen2_moe"))),
+        out_bias=bool(config.get("attention_bias", False)) and family == "llama",
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        head_norms=family in ("qwen3", "qwen3_moe"), **mixture,
+    )  # fmt: skip
+
+
+def _gpt(config: Mapping[str, Any], name: str) -> Decoder:
+    """GPT-2 and GPT-NeoX: LayerNorm, GELU, biases everywhere."""
+    neox = config["model_type"] == "gpt_neox"
+    hidden = number(config, name, "hidden_size", "n_embd")
+    heads = number(config, name, "num_attention_heads", "n_head")
+    given = config.get("intermediate_size") or config.get("n_inner")
+    return Decoder(
+        name, hidden, number(config, name, "num_hidden_layers", "n_layer"), heads, heads,
+        hidden // heads, int(given or 4 * hidden), number(config, name, "vocab_size"),
+        qkv_bias=True, out_bias=True, mlp_bias=True,
+        tied=bool(config.get("tie_word_embeddings", not neox)),
+        positions=0 if neox else number(config, name, "max_position_embeddings", "n_positions"),
+        parallel=neox and bool(config.get("use_parallel_residual", True)), rotary_copies=neox,
+    )  # fmt: skip

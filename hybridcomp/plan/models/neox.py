@@ -1,0 +1,56 @@
+"""Decoders from GPT-NeoX's YAML files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.errors import ConfigError
+from hybridcomp.plan.models.decoder import Decoder, padded
+from hybridcomp.plan.models.huggingface import number
+
+#: tokens of GPT-NeoX's own tokenizer, which the files do not state
+TOKENS = 50277
+
+
+def read(path: Path) -> Decoder:
+    """The decoder of a file. Raises ConfigError, OSError."""
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            str(path), "YAML", "reading it needs pyyaml: pip install pyyaml"
+        ) from None
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        said = str(error).replace("\n", " ")
+        raise ConfigError(str(path), "YAML that cannot be read", said) from None
+    if not isinstance(found, dict):
+        raise ConfigError(str(path), type(found).__name__, "expected a GPT-NeoX configuration")
+    return decoder(found, path.name)
+
+
+def decoder(config: Mapping[str, Any], name: str) -> Decoder:
+    """The decoder of a parsed file; ``-`` and ``_`` in its keys are one. Raises ConfigError."""
+    keys = {key.replace("-", "_"): value for key, value in config.items()}
+    hidden = number(keys, name, "hidden_size")
+    heads = number(keys, name, "num_attention_heads")
+    tensor = int(keys.get("model_parallel_size", 1))
+    multiple = int(keys.get("make_vocab_size_divisible_by", 128)) * tensor
+    rotary = keys.get("pos_emb", "learned") == "rotary"
+    gated = str(keys.get("activation", "gelu")) in ("swiglu", "geglu")
+    biased = bool(keys.get("use_bias_in_attn_linear", True))
+    norm = "rmsnorm" if keys.get("norm") == "rmsnorm" else "layernorm"
+    width = keys.get("intermediate_size") or 4 * hidden
+    return Decoder(
+        name, hidden, number(keys, name, "num_layers"), heads,
+        int(keys.get("num_kv_heads") or heads), hidden // heads, int(width),
+        padded(int(keys.get("vocab_size") or TOKENS), multiple), gated=gated,
+        norm="rmsnorm" if norm == "rmsnorm" else "layernorm", qkv_bias=biased, out_bias=biased,
+        mlp_bias=bool(keys.get("use_bias_in_mlp", not gated)),
+        tied=not keys.get("no_weight_tying", False),
+        positions=0 if rotary else number(keys, name, "max_position_embeddings", "seq_length"),
+        parallel=bool(keys.get("gpt_j_residual", False)), rotary_copies=rotary,
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Any ``nn.Module``: traced without storage, and scaled to the micro-batch that is asked for.
+
+The module is cut where a person would cut it: at the members of its ``ModuleList``s and
+``Sequential``s, and at whatever stands beside these. A module whose units read more than the one
+before (encoder-decoder, several towers) is a graph, and is split by ``ideals``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridcomp.errors import HybridcompError
+from hybridcomp.plan.model import Layer, Shape
+from hybridcomp.plan.torch_tools import Traced, fake_mode, trace
+
+#: makes the inputs of one micro-batch: (samples, tokens of a sample) to the module's arguments
+Inputs = Callable[[int, int], Sequence[Any]]
+WIDTHS = {2: torch.bfloat16, 4: torch.float32}
+
+
+def tokens(samples: int, length: int) -> Sequence[Any]:
+    """The inputs of a language model: tokens (samples, length), all zero."""
+    return (torch.zeros(samples, length, dtype=torch.int64),)
+
+
+@dataclass
+class TracedModel:
+    """A module that ``make`` builds, seen through its trace.
+
+    make: builds the module; called where tensors have no storage. inputs: of one micro-batch.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Inputs = tokens
+    _seen: dict[tuple[int, int, int], list[Traced]] = field(default_factory=dict, repr=False)
+
+    def traced(self, samples: int, length: int, width: int = 4) -> list[Traced]:
+        """The trace of one micro-batch. Raises HybridcompError where it cannot be made."""
+        key = samples, length, width
+        if key not in self._seen:
+            self._seen[key] = self._trace(*key)
+        return self._seen[key]
+
+    def _trace(self, samples: int, length: int, width: int) -> list[Traced]:
+        try:
+            with fake_mode(), torch.device("cpu"):
+                module = self.make()
+                if not isinstance(module, nn.Module):
+                    raise TypeError(f"expected an nn.Module, found {type(module).__name__}")
+                _cast(module, WIDTHS[width])
+                cut = list(units(module))
+                arguments = [
+                    one.to(WIDTHS[width])
+                    if isinstance(one, Tensor) and one.is_floating_point() else one
+                    for one in self.inputs(samples, length)
+                ]  # fmt: skip
+                return trace(cut, lambda: module(*arguments), module)
+        except HybridcompError:
+            raise
+        except Exception as error:
+            said = str(error).strip().splitlines()
+            raise HybridcompError(
+                f"{self.name} cannot be traced: {type(error).__name__}: "
+                f"{said[0] if said else 'no message'}; expected a module that runs forward and "
+                "backward on its inputs without looking at their values"
+            ) from error
+
+    @property
+    def depth(self) -> int:
+        """Units of the module."""
+        return len(self._any())
+
+    @property
+    def parameters(self) -> float:
+        """Of the whole module."""
+        return sum(unit.parameters for unit in self._any())
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every unit reads the one before it alone."""
+        return all(set(unit.inputs) <= {index - 1} for index, unit in enumerate(self._any()))
+
+    def shared(self, shape: Shape) -> float:
+        """Nothing: a weight counts for the first unit that has it."""
+        return 0.0
+
+    def refuses(self, shape: Shape) -> str | None:
+        """Why the model cannot be cut so: nobody knows how its layers would be."""
+        for name in ("tensor", "context", "expert"):
+            if getattr(shape, name) > 1:
+                return f"{name} {getattr(shape, name)}: only models of known layers are cut so"
+        return None
+
+    def layers(self, shape: Shape) -> tuple[Layer, ...]:
+        """The units, for any micro-batch: what two traces say, on a straight line."""
+        one, two = (self.traced(n, shape.length, shape.width) for n in (1, 2))
+        return tuple(
+            _layer(a, b, index, shape) for index, (a, b) in enumerate(zip(one, two, strict=True))
+        )
+
+    def _any(self) -> list[Traced]:
+        return next(iter(self._seen.values())) if self._seen else self.traced(1, 128)
+
+
+def _layer(one: Traced, two: Traced, index: int, shape: Shape) -> Layer:
+    def at(name: str) -> float:
+        first, second = getattr(one, name), getattr(two, name)
+        return float(first + (shape.micro_batch - 1) * (second - first))
+
+    kept = at("kept_nbytes")
+    return Layer(
+        one.name, "module", at("flops"), at("backward_flops"), moved_nbytes=2 * kept,
+        parameters=one.parameters, expert_parameters=0.0, kept_nbytes=kept,
+        input_nbytes=at("input_nbytes"), work_nbytes=2 * at("widest_nbytes"),
+        output=at("output"), inputs=one.inputs,
+    )  # fmt: skip
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give every parameter ``dtype``; ``Module.to`` cannot, with tensors that have no storage."""
+    cast: dict[int, nn.Parameter] = {}
+    for inner in module.modules():
+        for name, parameter in inner.named_parameters(recurse=False):
+            if id(parameter) not in cast:
+                cast[id(parameter)] = nn.Parameter(parameter.detach().to(dtype))
+            setattr(inner, name, cast[id(parameter)])
+
+
+def units(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The submodules that stay whole, in the order in which they were registered."""
+    if isinstance(module, nn.ModuleList | nn.Sequential) or _has_list(module):
+        for child_name, child in module.named_children():
+            yield from units(child, f"{name}.{child_name}".lstrip("."))
+    else:
+        yield name or type(module).__name__, module
+
+
+def _has_list(module: nn.Module) -> bool:
+    """Whether a list of layers lies somewhere inside."""
+    return any(isinstance(inner, nn.ModuleList) and len(inner) > 1 for inner in module.modules())
+
+
+def named(path: str) -> TracedModel:
+    """The model that ``package:callable`` builds. Raises HybridcompError.
+
+    The callable takes nothing and returns a module, whose input are tokens, or a module and a
+    callable that makes its inputs from the number of samples and the length.
+    """
+    package, _, name = path.partition(":")
+    try:
+        found = importlib.import_module(package)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise HybridcompError(
+            f"{path}: {error}; expected package:callable that can be imported from here"
+        ) from None
+    if not callable(found):
+        raise HybridcompError(f"{path}: expected a callable, found {type(found).__name__}")
+    make = found
+    inputs: Inputs = tokens
+    with fake_mode(), torch.device("cpu"):
+        made = make()
+    if isinstance(made, tuple):
+        inputs = made[1]
+
+        def build() -> nn.Module:
+            module: nn.Module = make()[0]
+            return module
+
+        return TracedModel(path, build, inputs)
+    return TracedModel(path, make, inputs)

@@ -1,0 +1,162 @@
+"""What the planner answers: a layout, choices, the block for them, and what a step would cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.config.planned import FORMAT, VERSION
+from hybridcomp.errors import HybridcompError
+from hybridcomp.plan.choices import Choice, Choices, Key
+from hybridcomp.plan.layout import Layout
+
+#: what memory of a rank goes to
+MEMORY_KINDS = (
+    "weights", "gradients", "optimizer", "activations", "residuals", "references", "payloads",
+    "host",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Span:
+    """One task of the predicted step: what it is, on which resource, from when to when (s)."""
+
+    name: str
+    resource: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one optimizer step would cost.
+
+    seconds, low, high: of a step, with the interval that the measurements' spread gives.
+    tokens_per_second: of the whole job. compute_seconds, bubble_seconds, codec_seconds: of the
+    busiest rank's device: what it computes, what it waits for its pipeline, what it encodes.
+    memory: bytes by kind (``MEMORY_KINDS``) of the rank that needs most; ``host`` is not on the
+    device. memory_by_stage: device bytes of a rank of every stage.
+    nbytes, native_nbytes: by dimension, what the rank that sends most sends in a step, encoded and
+    as it would be natively. exposed, hidden: seconds of its messages by dimension that lengthen the
+    step, and that lie behind compute.
+    job_nbytes, job_native_nbytes, job_codec_seconds: by dimension, of all ranks together, as the
+    ledger counts them (``wire_MB``, ``raw_MB``, codec seconds).
+    spans: the timeline, by stage.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    tokens_per_second: float
+    compute_seconds: float
+    bubble_seconds: float
+    codec_seconds: float
+    memory: Mapping[str, float]
+    memory_by_stage: tuple[float, ...]
+    nbytes: Mapping[str, float]
+    native_nbytes: Mapping[str, float]
+    exposed: Mapping[str, float]
+    hidden: Mapping[str, float]
+    job_nbytes: Mapping[str, float] = field(default_factory=dict)
+    job_native_nbytes: Mapping[str, float] = field(default_factory=dict)
+    job_codec_seconds: Mapping[str, float] = field(default_factory=dict)
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+
+    @property
+    def device_nbytes(self) -> float:
+        """Bytes that the fullest rank needs on its device."""
+        return sum(value for kind, value in self.memory.items() if kind != "host")
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON knows them."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        found["memory_by_stage"] = list(self.memory_by_stage)
+        found["spans"] = [asdict(span) for span in self.spans]
+        return {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in found.items()
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Prediction:
+        """What ``to_json`` wrote."""
+        values = dict(data)
+        values["memory_by_stage"] = tuple(values["memory_by_stage"])
+        values["spans"] = tuple(Span(**span) for span in values["spans"])
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One answer of the search.
+
+    model, cluster, budget: what it was made for, by name. length: tokens of one sample. dtype: of
+    weights and messages, ``"bf16"``, ``"fp16"`` or ``"fp32"``. engine: who shall run it,
+    ``"deepspeed"``, ``"megatron"`` or ``"neox"``.
+    """
+
+    layout: Layout
+    choices: Choices
+    prediction: Prediction
+    model: str
+    cluster: str
+    budget: str
+    length: int
+    dtype: str
+    engine: str
+
+    @property
+    def block(self) -> dict[str, Any]:
+        """The ``"compression"`` block that the choices stand for."""
+        return self.choices.block(hierarchy=self.layout.hierarchy)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan with its block; read by ``from_json`` and by the preset ``planned``."""
+        return {
+            FORMAT: VERSION,
+            **{name: getattr(self, name) for name in _NAMES},
+            "layout": self.layout.to_json(),
+            "block": self.block,
+            "choices": [[*key, choice.written] for key, choice in self.choices],
+            "prediction": self.prediction.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """What ``to_json`` wrote. Raises HybridcompError for another version or a missing key."""
+        if data.get(FORMAT) != VERSION:
+            raise HybridcompError(
+                f"plan: version {data.get(FORMAT)!r}; expected {VERSION}; run hybridcomp plan "
+                "of this version again"
+            )
+        try:
+            chosen: dict[Key, Choice] = {
+                (name, way): Choice.of(written) for name, way, written in data["choices"]
+            }
+            return cls(
+                Layout.from_json(data["layout"]),
+                Choices.of(chosen),
+                Prediction.from_json(data["prediction"]),
+                **{name: data[name] for name in _NAMES},
+            )
+        except (KeyError, TypeError) as error:
+            raise HybridcompError(f"plan: {error}; expected what hybridcomp plan wrote") from None
+
+    def write(self, path: Path) -> None:
+        """Write ``plan.json``."""
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Read ``plan.json``. Raises HybridcompError, OSError."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise HybridcompError(f"{path}: {error}; expected what hybridcomp plan wrote") from None
+        return cls.from_json(data)
+
+
+_NAMES = ("model", "cluster", "budget", "length", "dtype", "engine")

@@ -1,0 +1,108 @@
+"""The prediction of a placed layout with its choices, for people and for ``plan.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.job import Job
+from hybridcomp.plan.memory import device_nbytes, memory_of
+from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Prediction, Span
+from hybridcomp.plan.prices import FREE, Price
+from hybridcomp.plan.step import HIGH, LOW, Step, View, simulated
+from hybridcomp.plan.work import Stage, Work, by_dimension
+from hybridcomp.policy import BETWEEN_RANKS, Dimension
+
+
+def plan_of(job: Job, work: Work, choices: Choices, budget: str) -> Plan:
+    """The plan with its prediction."""
+    return Plan(
+        work.layout, choices, predicted(job, work, choices), job.model.name,
+        job.cluster_name, budget, job.batch.length, job.limits.dtype, job.limits.engine,
+    )  # fmt: skip
+
+
+def predicted(job: Job, work: Work, choices: Choices) -> Prediction:
+    """What a step would cost."""
+    step = simulated(job, work, choices)
+    sent = [_messages(job, work, stage, choices) for stage in work.stages]
+    names = [name for name in BETWEEN_RANKS if any(name in one for one in sent)]
+    alone = simulated(job, work, choices, View(without=frozenset(BETWEEN_RANKS))).seconds
+    busiest = max(_compute(work, stage) for stage in work.stages)
+    exposed = {
+        name: step.seconds - simulated(job, work, choices, View(without=frozenset([name]))).seconds
+        for name in names
+    }
+    ranks = work.layout.ranks_per_stage
+    table = [memory_of(job, work, stage, choices) for stage in range(len(work.stages))]
+    fullest = max(table, key=device_nbytes)
+
+    def most(name: Dimension, what: str) -> float:
+        return max(float(getattr(one.get(name, FREE), what)) for one in sent)
+
+    def job_wide(name: Dimension, what: str) -> float:
+        return ranks * sum(float(getattr(one.get(name, FREE), what)) for one in sent)
+
+    low, high = (simulated(job, work, choices, View(pick)).seconds for pick in (LOW, HIGH))
+    return Prediction(
+        seconds=step.seconds, low=min(low, step.seconds), high=max(high, step.seconds),
+        tokens_per_second=job.batch.samples * job.batch.length / step.seconds,
+        compute_seconds=busiest, bubble_seconds=max(0.0, alone - busiest),
+        codec_seconds=max(sum(one.coding.value for one in own.values()) for own in sent),
+        memory={kind: fullest.get(kind, 0.0) for kind in MEMORY_KINDS},
+        memory_by_stage=tuple(map(device_nbytes, table)),
+        nbytes={name: most(name, "nbytes") for name in names},
+        native_nbytes={name: most(name, "native_nbytes") for name in names},
+        exposed=exposed,
+        hidden={
+            name: max(0.0, max(one.get(name, FREE).seconds.value for one in sent) - exposed[name])
+            for name in names
+        },
+        job_nbytes={name: job_wide(name, "nbytes") for name in names},
+        job_native_nbytes={name: job_wide(name, "native_nbytes") for name in names},
+        job_codec_seconds={
+            name: ranks * sum(one.get(name, FREE).coding.value for one in sent) for name in names
+        },
+        spans=tuple(_spans(work, step)),
+    )  # fmt: skip
+
+
+def _compute(work: Work, stage: Stage) -> float:
+    return work.layout.accumulation * stage.compute + stage.adam.value
+
+
+def _messages(job: Job, work: Work, stage: Stage, choices: Choices) -> dict[Dimension, Price]:
+    """What a rank of ``stage`` sends in a step, by dimension."""
+    found: dict[Dimension, Price] = {}
+    count = work.layout.accumulation
+    passes = [items for one in (*stage.forward, *stage.backward)
+              for items in (one.items, one.sent)]  # fmt: skip
+    for items, times in (
+        *((items, count) for items in (*passes, stage.micro)),
+        (stage.reduce, 1), (stage.gather, 1),
+    ):  # fmt: skip
+        for name, price in by_dimension(job, items, choices, times).items():
+            found[name] = found.get(name, FREE).plus(price)
+    return {name: price for name, price in found.items() if price.native_nbytes}
+
+
+def _spans(work: Work, step: Step) -> Iterator[Span]:
+    """The timeline for a picture: of a pass the compute first, then what it waits for."""
+    for number in step.timeline.order:
+        name = step.names[number]
+        start, end = step.timeline.start[number], step.timeline.end[number]
+        if end <= start:
+            continue
+        resource = step.timeline.tasks[number].resource
+        label = name.what
+        if name.what not in ("forward", "backward"):
+            if name.what in ("send", "reduce"):
+                label = f"{name.what} {name.micro_batch}"
+            yield Span(label, resource, start, end)
+            continue
+        stage = work.stages[name.stage]
+        passes = stage.backward if name.what == "backward" else stage.forward
+        computed = min(end, start + passes[name.chunk].compute.value)
+        yield Span(f"{name.what} {name.micro_batch}", resource, start, computed)
+        if computed < end:
+            yield Span(f"messages {name.micro_batch}", resource, computed, end)

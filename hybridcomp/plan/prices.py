@@ -1,0 +1,204 @@
+"""What one message costs: bytes on the wire, seconds of the link, and seconds in its codec.
+
+Native messages cost what the cluster says. Encoded ones are the collectives of
+``hybridcomp.collectives``: their coding, the messages that carry the payloads, and what a call
+costs beside them. Over several nodes with several ranks on each, ``dp`` and ``zero`` go in two
+levels (``collectives.hierarchical``): native inside a node, encoded between nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridcomp.collectives.native_nbytes import (
+    all_gather_nbytes,
+    all_reduce_nbytes,
+    all_to_all_nbytes,
+    reduce_scatter_nbytes,
+)
+from hybridcomp.plan import rings
+from hybridcomp.plan.choices import Choice
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.figures import Figure
+from hybridcomp.plan.rows import Operation
+
+NOTHING = Figure(0.0, 0.0, 0.0)
+#: messages of fewer bytes stay native: the block's own default of ``min_bytes``
+MIN_BYTES = 65536
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Price:
+    """One message, or several together, of one rank.
+
+    coding: seconds of the device in encoding and decoding, calls included. wire: seconds of the
+    link between nodes, or of the link inside one. inside: seconds of native messages inside the
+    node that belong to it. nbytes, native_nbytes: that this rank sends to others, as it is sent and
+    as native would have been.
+    """
+
+    coding: Figure = NOTHING
+    wire: Figure = NOTHING
+    inside: Figure = NOTHING
+    nbytes: float = 0.0
+    native_nbytes: float = 0.0
+
+    def plus(self, other: Price) -> Price:
+        """Both together."""
+        return Price(
+            self.coding.plus(other.coding), self.wire.plus(other.wire),
+            self.inside.plus(other.inside), self.nbytes + other.nbytes,
+            self.native_nbytes + other.native_nbytes,
+        )  # fmt: skip
+
+    def times(self, count: float) -> Price:
+        """So many of it."""
+        return Price(
+            self.coding.times(count), self.wire.times(count), self.inside.times(count),
+            count * self.nbytes, count * self.native_nbytes,
+        )  # fmt: skip
+
+    @property
+    def seconds(self) -> Figure:
+        """All of it, one after the other."""
+        return self.coding.plus(self.wire).plus(self.inside)
+
+
+FREE = Price()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A message as upstream hands it over.
+
+    operation: upstream's. encoded_as: what hybridcomp makes of it (a bucket of which every rank
+    keeps its part is only scattered). numel: values, counted as ``rows`` does. ranks, nodes: of its
+    group. two_levels: whether ``hierarchy`` applies.
+    """
+
+    operation: Operation
+    numel: float
+    ranks: int
+    nodes: int
+    encoded_as: Operation | None = None
+    two_levels: bool = False
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a fit to measured trainings found (``fitted``).
+
+    overlap: share of a step's compute behind which gradients and parameters travel. coding: share
+    of a codec's seconds that lengthens a step. slowdown: of bytes over rate. message_s: of every
+    encoded message beside its bytes, where the cluster does not know its own.
+    """
+
+    overlap: float = 0.1
+    coding: float = 1.0
+    slowdown: float = 1.0
+    message_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """The prices of a cluster for messages of one dtype; each is computed once."""
+
+    cluster: Cluster
+    calibration: Calibration = Calibration()
+    _known: dict[tuple[object, ...], Price] = field(default_factory=dict, repr=False)
+
+    def of(self, call: Call, choice: Choice, dtype: torch.dtype) -> Price:
+        """What one rank spends on ``call``. Raises HybridcompError where a figure is missing."""
+        key = call, choice, dtype
+        if key not in self._known:
+            self._known[key] = self._price(call, choice, dtype)
+        return self._known[key]
+
+    def _price(self, call: Call, choice: Choice, dtype: torch.dtype) -> Price:
+        if call.ranks < 2 or not call.numel:
+            return FREE
+        native = native_nbytes(call.operation, call.numel, dtype, call.ranks)
+        if choice.native or call.numel * dtype.itemsize < MIN_BYTES:
+            return self._native(call, call.operation, dtype, native)
+        local = call.ranks / call.nodes
+        if call.two_levels and call.nodes > 1 and local > 1:
+            return self._two_levels(call, choice, dtype, native)
+        return self._encoded(call, choice, dtype, native)
+
+    def _native(self, call: Call, operation: Operation, dtype: torch.dtype, native: float) -> Price:
+        nbytes = call.numel * dtype.itemsize
+        seconds = self._seconds(operation, nbytes, call.ranks, call.nodes)
+        where = {"wire": seconds} if call.nodes > 1 else {"inside": seconds}
+        return Price(nbytes=native, native_nbytes=native, **where)
+
+    def _seconds(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> Figure:
+        """A native message beside those of all other groups, where there are others."""
+        others = self.cluster.world_size > ranks
+        found = self.cluster.seconds(operation, nbytes, ranks, nodes, busy=others)
+        return found.times(self.calibration.slowdown)
+
+    def _encoded(self, call: Call, choice: Choice, dtype: torch.dtype, native: float) -> Price:
+        """Steps: (1) its coding, (2) its payloads, (3) what a call costs, (4) its bytes."""
+        codec, operation = choice.codec, call.encoded_as or call.operation
+        assert codec is not None
+        payload = call.numel * choice.bits(dtype) / 8
+        shape = rings.encoded_shape(operation, call.ranks)
+        # 1.
+        coding = Figure.total(
+            self.cluster.coding(codec.spec, NAMES[dtype], share * call.numel, direction)
+            for direction, share in shape.coded
+        ).times(self.calibration.coding)
+        # 2.
+        wire = Figure.total(
+            self._seconds(part, share * payload, call.ranks, call.nodes)
+            for part, share in shape.sent
+        )
+        # 3.
+        extra = self.cluster.overhead(operation, call.ranks, call.nodes)
+        host = extra.host.plus(Figure.exact(self.calibration.message_s))
+        coding = coding.times(extra.factor).plus(host)
+        wire = wire.times(extra.factor)
+        # 4.
+        sent = native_nbytes(operation, call.numel, dtype, call.ranks)
+        nbytes = sent * choice.bits(dtype) / (8 * dtype.itemsize)
+        where = {"wire": wire} if call.nodes > 1 else {"inside": wire}
+        return Price(coding=coding, nbytes=nbytes, native_nbytes=native, **where)
+
+    def _two_levels(self, call: Call, choice: Choice, dtype: torch.dtype, native: float) -> Price:
+        """Native inside a node, encoded between nodes, where each rank has its stretch."""
+        local = round(call.ranks / call.nodes)
+        operation = call.encoded_as or call.operation
+        stretch = Call(operation, call.numel / local, call.nodes, call.nodes)
+        between = self._encoded(stretch, choice, dtype, 0.0)
+        parts: tuple[Operation, ...] = ("all_to_all", "all_gather")
+        if operation == "reduce_scatter":
+            parts = ("all_to_all",)
+        elif operation == "all_gather":
+            parts = ("all_gather",)
+        found = Price(between.coding, between.wire, NOTHING, between.nbytes, native)
+        for part in parts:
+            inner = Call(part, call.numel, local, 1)
+            own = native_nbytes(part, call.numel, dtype, local)
+            found = found.plus(Price(
+                inside=self._native(inner, part, dtype, own).inside, nbytes=own
+            ))  # fmt: skip
+        return found
+
+
+@functools.lru_cache(maxsize=65536)
+def native_nbytes(operation: Operation, numel: float, dtype: torch.dtype, ranks: int) -> float:
+    """Bytes that one rank sends to others, as the ledger counts what native would have sent."""
+    whole = round(numel)
+    if operation == "all_reduce":
+        return float(all_reduce_nbytes(whole, dtype, ranks))
+    if operation == "all_gather":
+        return float(all_gather_nbytes(round(numel / ranks), dtype, ranks))
+    if operation == "reduce_scatter":
+        return float(reduce_scatter_nbytes(whole, dtype, ranks))
+    if operation == "all_to_all":
+        return float(all_to_all_nbytes(whole, dtype, ranks))
+    return float(whole * dtype.itemsize)

@@ -1,0 +1,125 @@
+"""What the planner is asked, and the form of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from hybridcomp.errors import ConfigError
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.plan import Plan
+
+Engine = Literal["deepspeed", "megatron", "neox"]
+Method = Literal["enumerate", "mcmc"]
+DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step of the whole job: its samples, and the tokens of each."""
+
+    samples: int
+    length: int
+
+    def __post_init__(self) -> None:
+        """Refuse a step without samples or tokens. Raises ConfigError."""
+        for name in ("samples", "length"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"batch.{name}", getattr(self, name), "expected 1 or more")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may be.
+
+    engine: who runs it; the space is what that engine can do. dtype: of weights and messages.
+    fixed: fields of ``Layout`` that the user has decided, for example ``{"tensor": 2}``.
+    memory_share: of a device's memory that a plan may fill; the rest is for the allocator.
+    optimizer_nbytes: of a parameter's optimizer states and master weight; None: of Adam.
+    bucket_numel: values of one bucket of gradients or parameters (``reduce_bucket_size``).
+    ranks: how many to use; None: all of the cluster. most_micro_batch: samples, at most.
+    recompute, offload: whether the search may switch them on.
+    keep: plans that are returned. method, seed, chains, proposals: of the search.
+    """
+
+    engine: Engine = "deepspeed"
+    dtype: str = "bf16"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    memory_share: float = 0.92
+    optimizer_nbytes: float | None = None
+    bucket_numel: float = 5e8
+    ranks: int | None = None
+    most_micro_batch: int = 64
+    recompute: bool = True
+    offload: bool = False
+    keep: int = 10
+    method: Method = "enumerate"
+    seed: int = 0
+    chains: int = 4
+    proposals: int = 2000
+
+    def __post_init__(self) -> None:
+        """Refuse what names nothing. Raises ConfigError."""
+        known = set(Layout.__dataclass_fields__)
+        for name, value in self.fixed.items():
+            if name not in known:
+                raise ConfigError(
+                    f"fixed.{name}", value, f"expected one of {', '.join(sorted(known))}"
+                )
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", self.dtype, f"expected one of {', '.join(DTYPES)}")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError("memory_share", self.memory_share, "expected above 0, at most 1")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of weights and messages."""
+        return DTYPES[self.dtype]
+
+    @property
+    def states_nbytes(self) -> float:
+        """Optimizer states of one parameter: Adam's two moments, and a master copy beside 16 bits.
+
+        Both in fp32.
+        """
+        if self.optimizer_nbytes is not None:
+            return self.optimizer_nbytes
+        return 8.0 if self.dtype == "fp32" else 12.0
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The plan that comes nearest to being feasible: what it would need, and what there is.
+
+    what: "memory" or "ranks". needed, available: bytes of a device, or ranks.
+    """
+
+    layout: Layout
+    what: str
+    needed: float
+    available: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer of a search.
+
+    plans: ranked, the fastest first; empty where nothing is feasible, and then ``reason`` says why
+    in one sentence and ``nearest`` what would be needed.
+    considered, simulated: layouts with choices that were looked at, and that bounds did not prune.
+    spread: of ``--search mcmc``, the worst chain's best step over the best one's; else 1.
+    refused: how many layouts each reason ruled out.
+    """
+
+    plans: tuple[Plan, ...]
+    considered: int = 0
+    simulated: int = 0
+    spread: float = 1.0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""
+    nearest: Nearest | None = None

@@ -1,0 +1,79 @@
+"""Closed forms: what a collective takes if all that is known is what a send takes.
+
+Rings as NCCL's and gloo's: an all-reduce of n ranks goes in 2 (n - 1) steps, a gather or a
+reduce-scatter in n - 1, each with 1/n of the bytes; in an all-to-all a rank sends 1/n to every
+other one. A ring over several nodes is as slow as the links between them. Thakur, Rabenseifner and
+Gropp 2005, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridcomp.plan.figures import Figure
+from hybridcomp.plan.rows import Direction, Operation
+
+#: seconds of a send of so many bytes
+Send = Callable[[float], Figure]
+
+
+def ring(
+    operation: Operation, nbytes: float, ranks: int, nodes: int, inside: Send | None,
+    between: Send | None, sharing: float = 1.0,
+) -> Figure:  # fmt: skip
+    """Seconds of one collective of ``ranks`` ranks on ``nodes`` nodes.
+
+    Args:
+        inside: a send inside a node; None only where ``nodes == ranks``.
+        between: a send between nodes; None only where ``nodes == 1``.
+        sharing: groups whose messages share the link of a node at the same time.
+    """
+    link = inside if nodes == 1 else between
+    assert link is not None
+    share = sharing if nodes > 1 else 1.0
+    if operation == "send":
+        return link(share * nbytes)
+    part = nbytes / ranks
+    if operation != "all_to_all":
+        steps = (2 if operation == "all_reduce" else 1) * (ranks - 1)
+        return link(share * part).times(steps)
+    if nodes == 1:
+        return link(part).times(ranks - 1)
+    local = ranks / nodes
+    # everything that a node's ranks send to other nodes leaves through the node's one link
+    crossing = link(share * local * part).times(ranks - local)
+    within = inside(part).times(local - 1) if inside is not None and local > 1 else None
+    return crossing if within is None or within.value < crossing.value else within
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an encoded collective does, as shares of its values and of its payload's bytes."""
+
+    coded: tuple[tuple[Direction, float], ...]
+    sent: tuple[tuple[Operation, float], ...]
+
+
+def encoded_shape(operation: Operation, ranks: int) -> Shape:
+    """What one rank codes, and the messages that carry the payloads.
+
+    Shares of the message's values and of the payload that all of them would have: an all-reduce
+    between two ranks swaps whole payloads, which is an all-to-all of twice the bytes; of more ranks
+    it is an all-to-all of chunks and a gather of their sums (``collectives``).
+    """
+    others = (ranks - 1) / ranks
+    if operation == "send":
+        return Shape((("encode", 1.0), ("decode", 1.0)), (("send", 1.0),))
+    if operation == "all_gather":
+        return Shape((("encode", 1 / ranks), ("decode", 1.0)), (("all_gather", 1.0),))
+    if operation == "all_to_all":
+        return Shape((("encode", others), ("decode", others)), (("all_to_all", 1.0),))
+    if operation == "reduce_scatter":
+        return Shape((("encode", others), ("decode_add", others)), (("all_to_all", 1.0),))
+    if ranks == 2:
+        return Shape((("encode", 1.0), ("decode_add", 2.0)), (("all_to_all", 2.0),))
+    return Shape(
+        (("encode", others + 1 / ranks), ("decode_add", others), ("decode", 1.0)),
+        (("all_to_all", 1.0), ("all_gather", 1.0)),
+    )

@@ -1,0 +1,54 @@
+"""In which order a stage does its forward and backward passes: 1F1B, plain or interleaved.
+
+Plain 1F1B is PipeDream-flush (Narayanan et al. 2021, section 2.2), as DeepSpeed's ``TrainSchedule``
+and Megatron do it; interleaved stages follow Megatron's ``forward_backward_pipelining_with_
+interleaving``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Op(NamedTuple):
+    """One pass of a chunk of a stage over one micro-batch."""
+
+    backward: bool
+    chunk: int
+    micro_batch: int
+
+
+def order(stage: int, stages: int, virtual: int, micro_batches: int) -> list[Op]:
+    """What ``stage`` does, first to last."""
+    total = virtual * micro_batches
+    warm = stages - stage - 1
+    if virtual > 1:
+        warm = 2 * warm + (virtual - 1) * stages
+    warm = min(warm, total)
+    ahead = list(_passes(stages, virtual, micro_batches, False))
+    behind = list(_passes(stages, virtual, micro_batches, True))
+    ops = ahead[:warm]
+    for index in range(total - warm):
+        ops += [ahead[warm + index], behind[index]]
+    return ops + behind[total - warm :]
+
+
+def _passes(stages: int, virtual: int, micro_batches: int, backward: bool) -> Iterator[Op]:
+    """The passes of one direction: each chunk takes ``stages`` micro-batches in turn."""
+    if virtual == 1:
+        yield from (Op(backward, 0, index) for index in range(micro_batches))
+        return
+    for start in range(0, micro_batches, stages):
+        for chunk in range(virtual):
+            for index in range(start, min(start + stages, micro_batches)):
+                yield Op(backward, virtual - 1 - chunk if backward else chunk, index)
+
+
+def in_flight(stage: int, stages: int, virtual: int, micro_batches: int) -> int:
+    """Chunk passes whose activations a stage keeps at most."""
+    kept = most = 0
+    for op in order(stage, stages, virtual, min(micro_batches, 2 * stages)):
+        kept += -1 if op.backward else 1
+        most = max(most, kept)
+    return most

@@ -1,0 +1,167 @@
+"""The search: which layout, recomputation and codecs make the fastest step that fits.
+
+Layouts wait in a heap, by what no plan of theirs can beat: first by the compute of balanced stages,
+then, cut and placed, by the path through their stages with ideal messages, at last by a simulated
+step with their best choices. What comes off the heap simulated is next in the ranking, so nothing
+that a bound leaves out could have been better (A*, Hart, Nilsson and Raphael 1968).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hybridcomp.plan.budget import Budget
+from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.evaluate import Evaluator
+from hybridcomp.plan.job import Job
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.mcmc import annealed
+from hybridcomp.plan.model import Model
+from hybridcomp.plan.placing import Placer
+from hybridcomp.plan.predict import plan_of
+from hybridcomp.plan.prices import Calibration
+from hybridcomp.plan.request import Batch, Found, Limits, Nearest
+from hybridcomp.plan.space import layouts, world
+from hybridcomp.plan.work import Work
+
+DEFAULT, UNFITTED = Limits(), Calibration()
+#: why a layout has no plan although engine and model allow it
+NO_ROOM = "the memory of a rank is too small"
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    budget: Budget,
+    batch: Batch,
+    limits: Limits = DEFAULT,
+    calibration: Calibration = UNFITTED,
+) -> Found:
+    """The fastest plans of ``model`` on ``cluster`` within ``budget``, the best first.
+
+    Returns a ``Found`` without plans, but with a reason and the nearest plan, where nothing is
+    feasible. Raises HybridcompError where the cluster lacks a figure that is needed.
+    """
+    job = Job(model, cluster, batch, limits, calibration)
+    ranks = world(job)
+    if ranks > cluster.world_size:
+        reason = f"{ranks} ranks are wanted, and the cluster has {cluster.world_size}"
+        nearest = Nearest(Layout(data=ranks), "ranks", ranks, cluster.world_size)
+        return Found((), reason=reason, nearest=nearest)
+    if limits.method == "mcmc":
+        return annealed(job, budget)
+    return _Search(job, budget).run()
+
+
+@dataclass(eq=False)
+class _Search:
+    """State of one search."""
+
+    job: Job
+    budget: Budget
+    refused: Counter[str] = field(default_factory=Counter)
+    considered: int = 0
+    simulated: int = 0
+
+    def __post_init__(self) -> None:
+        self.placer = Placer(self.job)
+        self.evaluator = Evaluator(self.job, self.budget)
+        self._heap: list[tuple[float, int, object]] = []
+        self._count = 0
+
+    def run(self) -> Found:
+        """Search, and answer."""
+        every = list(layouts(self.job, self.refused))
+        for layout in every:
+            self._push(balanced_seconds(self.job, self.evaluator, layout), layout)
+        ranked: dict[Layout, tuple[Work, Choices]] = {}
+        while self._heap and len(ranked) < self.job.limits.keep:
+            _, _, waiting = heapq.heappop(self._heap)
+            if isinstance(waiting, Layout):
+                self._place(waiting)
+            elif isinstance(waiting, Work):
+                self._judge(waiting)
+            else:
+                work, choices = waiting  # type: ignore[misc]
+                ranked.setdefault(_family(work.layout), (work, choices))
+        plans = tuple(
+            plan_of(self.job, work, choices, self.budget.name) for work, choices in ranked.values()
+        )
+        found = Found(plans, self.considered, self.simulated, 1.0, dict(self.refused))
+        return found if plans else self._nothing(every, found)
+
+    def _push(self, bound: float, what: object) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (bound, self._count, what))
+
+    def _place(self, layout: Layout) -> None:
+        """Cut and recompute, with and without room for residuals."""
+        self.considered += 1
+        feedback = any(choice.error_feedback for _, some in self.budget.allowed for choice in some)
+        works = list(self.placer.places(layout, feedback and layout.size("replicas") > 1))
+        if not works:
+            self.refused[NO_ROOM] += 1
+        for work in works:
+            self._push(self.evaluator.bound(work), work)
+
+    def _judge(self, work: Work) -> None:
+        best = self.evaluator.best(work)
+        if best is None:
+            self.refused[NO_ROOM] += 1
+            return
+        self.simulated += best.simulated
+        self._push(best.seconds, (work, best.choices))
+
+    def _nothing(self, every: list[Layout], found: Found) -> Found:
+        """The answer where nothing is feasible: why, and what the nearest plan would need."""
+        return nothing(self.job, self.placer, every, found)
+
+
+def nothing(job: Job, placer: Placer, every: list[Layout], found: Found) -> Found:
+    """``found`` with a reason in one sentence, and the nearest plan."""
+    if not every:
+        reasons = Counter(found.refused).most_common(1)
+        why = reasons[0][0] if reasons else "no layout has the degrees that were decided"
+        reason = f"no layout of {world(job)} ranks is possible: {why}"
+        return Found((), found.considered, found.simulated, 1.0, found.refused, reason)
+    needs = [(placer.least_nbytes(layout), index) for index, layout in enumerate(every)]
+    needed, index = min(needs)
+    nearest = Nearest(every[index], "memory", needed, job.capacity)
+    reason = (
+        f"no plan fits: the leanest of {len(every)} layouts ({every[index]}) needs "
+        f"{needed / 1e9:.3g} GB on a rank, and {job.capacity / 1e9:.3g} GB may be used"
+    )
+    return Found((), found.considered, found.simulated, 1.0, found.refused, reason, nearest)
+
+
+def _family(layout: Layout) -> Layout:
+    """Layouts that differ in cuts and recomputation alone are one entry of the ranking."""
+    return layout.replace(cuts=(), recompute=(), nodes=())
+
+
+def balanced_seconds(job: Job, evaluator: Evaluator, layout: Layout) -> float:
+    """Seconds that no cuts of ``layout`` can beat: perfectly balanced stages, ideal messages."""
+    speeds = job.cluster.speeds
+    fastest = max(range(layout.ranks), key=speeds.__getitem__)
+    ideal = evaluator.ideal(layout.zero_stage)
+    total = 0.0
+    counted: dict[int, float] = {}
+    for layer in job.layers(layout):
+        if id(layer) not in counted:
+            seconds = sum(figure.value for figure in job.compute(layer, fastest))
+            for messages, way in ((layer.forward, "forward"), (layer.backward, "backward")):
+                for item in job.layer_items(layout, 0, messages, way):  # type: ignore[arg-type]
+                    seconds += ideal.price(job, item).seconds.value
+            counted[id(layer)] = seconds
+        total += counted[id(layer)]
+    paces = [
+        speeds[job.slowest_rank(layout, stage)] / speeds[fastest] for stage in range(layout.stages)
+    ]
+    steady = total / sum(paces)
+    count = layout.accumulation
+    if layout.virtual > 1:
+        return count * steady
+    return total + (count - 1) * steady if layout.stages > 1 else count * steady

@@ -1,0 +1,125 @@
+"""Which layouts there are: every way to place the model on the ranks that the engine can run.
+
+Cuts and recomputation are not chosen here (``placing``): they depend on memory and on the devices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from hybridcomp.plan.job import Job
+from hybridcomp.plan.layout import Layout
+
+#: virtual stages that are tried
+VIRTUAL = (1, 2, 4)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def world(job: Job) -> int:
+    """How many ranks a plan uses."""
+    return job.limits.ranks or job.cluster.world_size
+
+
+def layouts(job: Job, refused: Counter[str]) -> Iterator[Layout]:
+    """Every layout of the space, without cuts. Counts in ``refused`` what each rule ruled out."""
+    ranks = world(job)
+    for tensor in divisors(ranks):
+        for stages in divisors(ranks // tensor):
+            for context in divisors(ranks // tensor // stages):
+                data = ranks // tensor // stages // context
+                for expert in divisors(data):
+                    base = Layout(tensor=tensor, stages=stages, context=context, data=data,
+                                  expert=expert, context_way=_way(job))  # fmt: skip
+                    if _fixed(job, base, ("tensor", "stages", "context", "data", "expert")):
+                        yield from _refined(job, base, refused)
+
+
+def _way(job: Job) -> str:
+    return "ring" if job.limits.engine == "megatron" else "ulysses"  # type: ignore[return-value]
+
+
+def _fixed(job: Job, layout: Layout, names: tuple[str, ...]) -> bool:
+    """Whether these fields are what the user has decided."""
+    fixed = job.limits.fixed
+    return all(getattr(layout, name) == fixed[name] for name in names if name in fixed)
+
+
+def _refined(job: Job, base: Layout, refused: Counter[str]) -> Iterator[Layout]:
+    """``base`` with everything that does not change who holds what."""
+    reason = _unfit(job, base)
+    if reason is not None:
+        refused[reason] += 1
+        return
+    samples, rest = divmod(job.batch.samples, base.data)
+    if rest or not samples:
+        refused["the samples of a step cannot be divided among the replicas"] += 1
+        return
+    names = ("sequence", "virtual", "zero_stage", "micro_batch", "accumulation", "offload",
+             "hierarchy")  # fmt: skip
+    for sequence in (False, True) if _sequences(job, base) else (False,):
+        for micro_batch in divisors(samples):
+            if micro_batch > job.limits.most_micro_batch:
+                continue
+            for virtual in _virtual(job, base, samples // micro_batch):
+                for zero_stage in _zero_stages(job, base):
+                    for offload in _offloads(job, base, zero_stage):
+                        found = base.replace(
+                            sequence=sequence, micro_batch=micro_batch, virtual=virtual,
+                            accumulation=samples // micro_batch, zero_stage=zero_stage,
+                            offload=offload,
+                            hierarchy=job.limits.fixed.get("hierarchy", base.hierarchy),
+                        )  # fmt: skip
+                        if _fixed(job, found, names):
+                            yield found
+
+
+def _unfit(job: Job, layout: Layout) -> str | None:
+    """Why neither the model nor the engine can be cut so."""
+    engine = job.limits.engine
+    if layout.stages > job.model.depth:
+        return "more stages than layers"
+    if layout.stages > 1 and layout.context > 1 and engine == "deepspeed":
+        return "DeepSpeed's Ulysses has no pipeline"
+    if layout.context > 1 and engine == "neox":
+        return "GPT-NeoX has no context parallelism"
+    if layout.expert > 1 and (layout.stages > 1 and engine != "megatron"):
+        return "DeepSpeed's experts have no pipeline"
+    reason = job.model.refuses(job.shape(layout))
+    return None if reason is None else "the model cannot be cut so: " + reason
+
+
+def _sequences(job: Job, layout: Layout) -> bool:
+    """Whether sequence parallelism is possible beside tensor parallelism."""
+    if job.limits.engine != "megatron" or layout.tensor == 1:
+        return False
+    return job.model.refuses(job.shape(layout.replace(sequence=True))) is None
+
+
+def _virtual(job: Job, layout: Layout, accumulation: int) -> tuple[int, ...]:
+    """Chunks of a stage: only Megatron interleaves, in whole rounds of micro-batches."""
+    if job.limits.engine != "megatron" or layout.stages == 1 or accumulation % layout.stages:
+        return (1,)
+    blocks = job.model.depth - 2
+    return tuple(count for count in VIRTUAL if count == 1 or not blocks % (layout.stages * count))
+
+
+def _zero_stages(job: Job, layout: Layout) -> tuple[int, ...]:
+    """Stages of ZeRO that the engine has beside the other degrees."""
+    if "zero_stage" in job.limits.fixed:
+        return (int(job.limits.fixed["zero_stage"]),)
+    if layout.size("replicas") == 1:
+        return (0,)
+    if job.limits.engine == "megatron" or layout.stages > 1:
+        return (0, 1)
+    return (0, 1, 2) if layout.tensor > 1 else (0, 1, 2, 3)
+
+
+def _offloads(job: Job, layout: Layout, zero_stage: int) -> tuple[bool, ...]:
+    """Whether the optimizer may live on the host: ZeRO-Offload, without a pipeline."""
+    possible = job.limits.engine == "deepspeed" and zero_stage >= 1 and layout.stages == 1
+    return (False, True) if job.limits.offload and possible and job.cluster.copies else (False,)

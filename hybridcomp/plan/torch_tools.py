@@ -1,0 +1,214 @@
+"""The one place that touches torch's private tools: fake tensors, the counter of FLOPs, MemTracker.
+
+They live in ``torch._subclasses``, ``torch.utils.flop_counter`` and ``torch.distributed._tools``
+and may move; where one of them does, this file alone says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridcomp.errors import HybridcompError
+
+
+def _missing(what: str, error: Exception) -> HybridcompError:
+    return HybridcompError(
+        f"torch {torch.__version__} has no {what} where hybridcomp looks for it ({error}); "
+        "describe the model by its sizes (config.json), which needs no tracing"
+    )
+
+
+def fake_mode() -> Any:
+    """A context in which tensors have shapes and devices and no storage. Raises HybridcompError."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError as error:
+        raise _missing("FakeTensorMode", error) from None
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def flop_counter() -> Any:
+    """A context that counts FLOPs, CPU attention included. Raises HybridcompError."""
+    try:
+        from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
+    except ImportError as error:
+        raise _missing("FlopCounterMode", error) from None
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        count = sdpa_backward_flop_count(grad, query, key, value)  # type: ignore[no-untyped-call]
+        return int(count)
+
+    aten = torch.ops.aten
+    extra = {
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+    return FlopCounterMode(display=False, custom_mapping=extra)
+
+
+def peak_nbytes(
+    module: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object]
+) -> int:
+    """The highest memory of ``step`` as torch's MemTracker counts it; fake or real tensors.
+
+    Counts weights, gradients, optimizer states, activations and everything temporary, in bytes over
+    all devices. Raises HybridcompError.
+    """
+    try:
+        from torch.distributed._tools.mem_tracker import MemTracker
+    except ImportError as error:
+        raise _missing("MemTracker", error) from None
+    tracker = MemTracker()
+    tracker.track_external(module, optimizer)
+    with tracker:
+        step()
+    snapshot = tracker.get_tracker_snapshot("peak")
+    return sum(int(by_kind["Total"]) for by_kind in snapshot.values())
+
+
+@dataclass
+class Traced:
+    """What was seen of one unit: a submodule that stays whole.
+
+    parameters: values. flops, backward_flops: of the pass. kept_nbytes: storages that autograd kept
+    for it, weights apart; widest_nbytes: the largest of them. output: values. input_nbytes.
+    inputs: units whose outputs it reads.
+    """
+
+    name: str
+    parameters: int
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    kept_nbytes: int = 0
+    widest_nbytes: int = 0
+    input_nbytes: int = 0
+    output: int = 0
+    inputs: tuple[int, ...] = ()
+
+
+@dataclass
+class _Watch:
+    """State of one traced pass."""
+
+    units: list[tuple[str, nn.Module]]
+    traced: list[Traced] = field(default_factory=list)
+    weights: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
+    # kept alive: a storage or a node that goes would give its number to another one
+    alive: list[Any] = field(default_factory=list)
+    current: int | None = None
+    producer: dict[Any, int] = field(default_factory=dict)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that autograd keeps, for the unit that runs."""
+        storage = tensor.untyped_storage()
+        if self.current is not None and storage._cdata not in self.weights | self.kept:
+            self.kept.add(storage._cdata)
+            self.alive.append(storage)
+            unit = self.traced[self.current]
+            unit.kept_nbytes += storage.nbytes()
+            unit.widest_nbytes = max(unit.widest_nbytes, storage.nbytes())
+        return tensor
+
+
+def trace(
+    units: Sequence[tuple[str, nn.Module]], run: Callable[[], Any], owner: nn.Module
+) -> list[Traced]:
+    """Watch one forward and backward pass ``run`` of ``owner``, unit by unit.
+
+    ``run`` makes the forward pass and returns its outputs; the backward pass of their sum is made
+    here. To be called inside ``fake_mode()``. Parameters that no unit has count for the first one.
+    """
+    watch = _Watch(list(units))
+    own: set[int] = set()
+    for name, unit in units:
+        fresh = {id(p): p for p in unit.parameters() if id(p) not in own}
+        own |= set(fresh)
+        watch.traced.append(Traced(name, sum(p.numel() for p in fresh.values())))
+    watch.traced[0].parameters += sum(p.numel() for p in owner.parameters() if id(p) not in own)
+    watch.weights = {p.untyped_storage()._cdata for p in owner.parameters()}
+    counter = flop_counter()
+    with contextlib.ExitStack() as stack:
+        for index, (_, unit) in enumerate(units):
+            for handle in _hooks(watch, index, unit, counter):
+                stack.callback(handle.remove)
+        with counter:
+            with torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda tensor: tensor):
+                outputs = list(_tensors(run()))
+            forward = counter.get_total_flops()
+            grown = [out.float().sum() for out in outputs if out.requires_grad]
+            if not grown:
+                raise HybridcompError("the model's outputs have no gradient: it cannot be planned")
+            torch.autograd.backward(torch.stack(grown).sum())
+        spent = counter.get_total_flops() - forward
+    _share_backward(watch.traced, forward, spent)
+    return watch.traced
+
+
+def _hooks(watch: _Watch, index: int, unit: nn.Module, counter: Any) -> Iterator[Any]:
+    """Hooks before and behind ``unit``: who made its inputs, and what it costs."""
+    started: list[float] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = list(_tensors((args, kwargs)))
+        seen = watch.traced[index]
+        nodes = [tensor.grad_fn for tensor in tensors]
+        seen.inputs = tuple(sorted({*seen.inputs, *_makers(nodes, watch.producer)} - {index}))
+        seen.input_nbytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        watch.current = index
+        started.append(counter.get_total_flops())
+
+    def behind(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        watch.current = None
+        seen = watch.traced[index]
+        seen.flops += counter.get_total_flops() - started.pop()
+        for tensor in _tensors(output):
+            seen.output += tensor.numel()
+            if tensor.grad_fn is not None:
+                watch.producer[tensor.grad_fn] = index
+
+    yield unit.register_forward_pre_hook(before, with_kwargs=True)
+    yield unit.register_forward_hook(behind, with_kwargs=True)
+
+
+def _makers(nodes: Sequence[Any], producer: dict[Any, int]) -> set[int]:
+    """The units whose outputs lie nearest behind ``nodes`` in autograd's graph."""
+    found: set[int] = set()
+    waiting, seen = [node for node in nodes if node is not None], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in producer:
+            found.add(producer[node])
+            continue
+        waiting += [before for before, _ in node.next_functions if before is not None]
+    return found
+
+
+def _share_backward(traced: list[Traced], forward: float, backward: float) -> None:
+    """Give every unit its share of the backward pass: as its share of the forward pass."""
+    for unit in traced:
+        unit.backward_flops = unit.flops * backward / forward if forward else 0.0
+
+
+def _tensors(found: Any) -> Iterator[Tensor]:
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, dict):
+        for value in found.values():
+            yield from _tensors(value)
+    elif isinstance(found, (list, tuple)):
+        for value in found:
+            yield from _tensors(value)

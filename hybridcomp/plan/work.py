@@ -1,0 +1,229 @@
+"""What every stage of a layout does in one step: seconds of compute, and the messages around it.
+
+Nothing here depends on the choices: a search prices the same messages with one choice after the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from hybridcomp.plan.choices import NATIVE, Choices
+from hybridcomp.plan.figures import Figure
+from hybridcomp.plan.job import Item, Job
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.model import Layer
+from hybridcomp.plan.prices import FREE, NOTHING, Call, Price
+from hybridcomp.policy import Dimension
+
+Items = tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One direction of one chunk and one micro-batch.
+
+    compute: seconds. items: messages that compute waits for. sent: what goes to the next stage.
+    """
+
+    compute: Figure
+    items: Items
+    sent: Items
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank of a stage does, the slowest of them.
+
+    forward, backward: by virtual stage. micro: reductions and gathers of every micro-batch (ZeRO 2
+    and 3). reduce, gather: once a step. adam: seconds. dense, experts: parameters of this rank.
+    layers: those of the stage, in the order of the model.
+    """
+
+    rank: int
+    forward: tuple[Pass, ...]
+    backward: tuple[Pass, ...]
+    micro: Items
+    reduce: Items
+    gather: Items
+    adam: Figure
+    dense: float
+    experts: float
+    layers: tuple[tuple[int, Layer], ...]
+
+    @property
+    def compute(self) -> float:
+        """Seconds of compute of one micro-batch."""
+        return sum(one.compute.value for one in (*self.forward, *self.backward))
+
+
+@dataclass(frozen=True)
+class Work:
+    """All stages of a layout."""
+
+    layout: Layout
+    stages: tuple[Stage, ...]
+
+
+def work_of(job: Job, layout: Layout) -> Work:
+    """The stages of ``layout``, whose cuts are known."""
+    layers = job.layers(layout)
+    return Work(layout, tuple(_stage(job, layout, index, layers) for index in range(layout.stages)))
+
+
+def _stage(job: Job, layout: Layout, index: int, layers: Sequence[Layer]) -> Stage:
+    rank = job.slowest_rank(layout, index)
+    own = layout.chunks(index)
+    forward, backward = [], []
+    for place, chunk in enumerate(own):
+        number = index + place * layout.stages  # of the chunk, in the order of the model
+        forward.append(_ahead(job, layout, index, rank, layers, chunk, number))
+        backward.append(_behind(job, layout, index, rank, layers, chunk, number))
+    held = tuple((number, layers[number]) for chunk in own for number in chunk)
+    dense = sum(layer.parameters for _, layer in held)
+    experts = sum(layer.expert_parameters for _, layer in held)
+    if layout.stages == 1:
+        dense -= job.model.shared(job.shape(layout))
+    return _with_step(job, layout, index, Stage(
+        rank, tuple(forward), tuple(backward), (), (), (), NOTHING, dense, experts, held,
+    ))  # fmt: skip
+
+
+def _ahead(
+    job: Job, layout: Layout, stage: int, rank: int, layers: Sequence[Layer],
+    chunk: Sequence[int], number: int,
+) -> Pass:  # fmt: skip
+    """The forward pass of one chunk."""
+    items: list[Item] = []
+    for one in chunk:
+        items += job.layer_items(layout, stage, layers[one].forward, "forward")
+    sent: list[Item] = []
+    if number + 1 < layout.stages * layout.virtual:
+        sent = job.sends(layout, stage, crossing(layout, layers, number), "forward")
+    compute = Figure.total(job.compute(layers[one], rank)[0] for one in chunk)
+    return Pass(compute, merged(items), merged(sent))
+
+
+def _behind(
+    job: Job, layout: Layout, stage: int, rank: int, layers: Sequence[Layer],
+    chunk: Sequence[int], number: int,
+) -> Pass:  # fmt: skip
+    """The backward pass of one chunk; what is recomputed runs forward first, sums included."""
+    items: list[Item] = []
+    compute = Figure.total(job.compute(layers[one], rank)[1] for one in chunk)
+    for one in chunk:
+        items += job.layer_items(layout, stage, layers[one].backward, "backward")
+        if one in layout.recomputed:
+            items += job.layer_items(layout, stage, layers[one].forward, "forward")
+            compute = compute.plus(job.compute(layers[one], rank)[0])
+    sent: list[Item] = []
+    if number:
+        sent = job.sends(layout, stage, crossing(layout, layers, number - 1), "backward")
+    return Pass(compute, merged(items), merged(sent))
+
+
+def crossing(layout: Layout, layers: Sequence[Layer], number: int) -> float:
+    """Values that go from chunk ``number`` to the one behind it.
+
+    Of a chain the last output; of a graph every output that a later stage reads, since stages
+    talk to their neighbours alone.
+    """
+    if not layout.nodes:
+        return layers[sum(layout.cuts[: number + 1]) - 1].output
+    early = {node for stage in layout.nodes[: number + 1] for node in stage}
+    late = {node for stage in layout.nodes[number + 1 :] for node in stage}
+    read = {source for node in late for source in layers[node].inputs}
+    return sum(layers[node].output for node in early & read)
+
+
+def _with_step(job: Job, layout: Layout, index: int, stage: Stage) -> Stage:
+    """The stage with what its gradients and parameters cost in a step."""
+    dense, experts = stage.dense, stage.experts
+    reduce = job.gradient_items(layout, index, dense, "replicas")
+    gather = job.gather_items(layout, index, dense, "replicas")
+    if experts:
+        # the experts of a rank have replicas on every ``expert``-th data rank only
+        outer = layout.replace(data=layout.data // layout.expert, expert=1)
+        reduce += job.gradient_items(outer, 0, experts, "replicas")
+        gather += job.gather_items(outer, 0, experts, "replicas")
+    reduce = [item for item in reduce if item.call.ranks > 1]
+    gather = [item for item in gather if item.call.ranks > 1 and job.sharded(layout)]
+    if (
+        job.model.shared(job.shape(layout))
+        and layout.stages > 1
+        and (index in (0, layout.stages - 1))
+    ):  # both ends hold the weight and sum its gradient
+        nodes = min(2, job.nodes(layout, "pipeline"))
+        call = Call("all_reduce", job.model.shared(job.shape(layout)), 2, nodes)
+        reduce.append(Item(("dp", "forward"), call, job.gradient_dtype, fixed=True))
+    micro: list[Item] = []
+    if layout.zero_stage == 3:
+        per_layer = max(1.0, len(stage.layers) / max(1, len(gather)))
+        micro = reduce + [_in_parts(item, per_layer) for item in gather for _ in range(2)]
+        reduce, gather = [], []
+    elif layout.zero_stage == 2 and job.limits.engine != "megatron":
+        micro, reduce = reduce, []
+    shards = layout.size("replicas") if job.sharded(layout) else 1
+    adam = job.adam((dense + experts) / shards, stage.rank)
+    if layout.offload:
+        adam = adam.plus(_copies(job, (dense + experts) / shards))
+    return replace(
+        stage, micro=merged(micro), reduce=merged(reduce), gather=merged(gather), adam=adam
+    )
+
+
+def _in_parts(item: Item, parts: float) -> Item:
+    """ZeRO 3 gathers layer by layer."""
+    call = replace(item.call, numel=item.call.numel * item.count / parts)
+    return replace(item, call=call, count=parts)
+
+
+def _copies(job: Job, values: float) -> Figure:
+    """Gradients to the host and parameters back."""
+    nbytes = values * job.dtype.itemsize
+    return job.cluster.copy("to_host", nbytes).plus(job.cluster.copy("to_device", nbytes))
+
+
+def merged(items: Iterable[Item]) -> Items:
+    """Equal messages as one item that counts them."""
+    counts: dict[Item, float] = {}
+    for item in items:
+        one = replace(item, count=1.0)
+        counts[one] = counts.get(one, 0.0) + item.count
+    return tuple(replace(item, count=count) for item, count in counts.items())
+
+
+def priced(job: Job, items: Items, choices: Choices) -> Price:
+    """What all of ``items`` cost with these choices."""
+    found = FREE
+    for item in items:
+        found = found.plus(price(job, item, choices))
+    return found
+
+
+class Wish(Protocol):
+    """Choices that no budget has: what bounds are made of."""
+
+    def price(self, job: Job, item: Item) -> Price:
+        """What one item costs, all of its messages."""
+
+
+def price(job: Job, item: Item, choices: Choices | Wish) -> Price:
+    """What one item costs, all of its messages."""
+    if not isinstance(choices, Choices):
+        return choices.price(job, item)
+    choice = NATIVE if item.fixed else choices[item.key]
+    return job.prices.of(item.call, choice, item.dtype).times(item.count)
+
+
+def by_dimension(
+    job: Job, items: Items, choices: Choices, count: float = 1.0
+) -> dict[Dimension, Price]:
+    """The prices of ``items``, times ``count``, by dimension."""
+    found: dict[Dimension, Price] = {}
+    for item in items:
+        name = item.key[0]
+        found[name] = found.get(name, FREE).plus(price(job, item, choices).times(count))
+    return found

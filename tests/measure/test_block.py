@@ -1,0 +1,33 @@
+"""What the timed block takes is what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hybridcomp.measure.block import Block, BlockSize, kept_nbytes
+
+
+@pytest.mark.parametrize("size", [BlockSize(2, 16, 64), BlockSize(1, 32, 96)])
+def test_flops_are_those_of_the_counter(size: BlockSize) -> None:
+    with torch.device("meta"):
+        block, hidden = Block(size), torch.empty(size.batch, size.length, size.width)
+        with FlopCounterMode(display=False) as counter:
+            block(hidden)
+    linear = 24 * size.batch * size.length * size.width**2
+    assert size.flops >= linear
+    # on meta tensors attention may be counted, or be one operation that the counter does not know
+    assert counter.get_total_flops() in (linear, size.flops)
+
+
+def test_kept_bytes_are_those_of_activations_alone() -> None:
+    size = BlockSize(2, 16, 64)
+    block = Block(size)
+    hidden = torch.randn(size.batch, size.length, size.width, requires_grad=True)
+    values = hidden.nbytes
+    found = kept_nbytes(block, hidden)
+    # at least both inputs of the norms, q, k, v, what follows the attention, gelu's in- and output
+    assert 14 * values <= found < 25 * values
+    with torch.no_grad():
+        assert kept_nbytes(block, hidden) == 0

@@ -1,0 +1,162 @@
+"""A whole measurement on real ranks, with little of everything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hybridcomp import cli, doctor
+from hybridcomp.codecs import make_codec
+from hybridcomp.measure import coders, command, kernels, links, messages, options, report
+from hybridcomp.measure.block import Block, BlockSize
+from hybridcomp.measure.clock import HostClock
+from hybridcomp.measure.run import measure
+from hybridcomp.measure.team import Budget, Team
+from hybridcomp.plan import cluster_file
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.topology import Nodes
+from tests.ranks import RunRanks
+
+SMALL = kernels.Sizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,))
+
+
+@contextlib.contextmanager
+def little() -> Iterator[None]:
+    """Few and small cases, so that a measurement takes a second."""
+    codecs = [make_codec("blockint", bits=4), make_codec("blockint"), make_codec("expcode")]
+    with (
+        mock.patch.object(kernels, "CPU", SMALL),
+        mock.patch.object(coders, "settings", lambda: codecs),
+        mock.patch.dict(coders.NUMELS, {"cpu": (1 << 10, 1 << 12, 1 << 14)}),
+        mock.patch.dict(coders.COPIES, {"cpu": (1 << 12,)}),
+        mock.patch.dict(coders.SIDE, {"cpu": 64}),
+        mock.patch.object(links, "SIZES", (1 << 12, 1 << 14, 1 << 16)),
+        mock.patch.object(links, "BUSY_SIZES", (1 << 14,)),
+        mock.patch.object(messages, "NUMELS", (1 << 10, 1 << 13)),
+    ):
+        yield
+
+
+def measured(ranks_per_node: int) -> Cluster:
+    with little():
+        return measure(torch.device("cpu"), 1.0, hierarchy=ranks_per_node)
+
+
+def test_two_ranks(on_ranks: RunRanks, tmp_path: Path) -> None:
+    cluster, other = on_ranks(2, measured, 2)
+    assert cluster == other
+    assert (cluster.world_size, cluster.nodes) == (2, 1)
+    operations = {row.operation for row in cluster.links}
+    assert operations == {"send", *links.COLLECTIVES} == {row.operation for row in cluster.encoded}
+    assert {row.beside for row in cluster.links} == {"alone", "compute"}  # no other group
+    assert {row.setting for row in cluster.codecs} == {
+        "blockint(bits=4)", "blockint(bits=8)", "expcode()",
+    }  # fmt: skip
+    assert {row.rank for row in cluster.kernels} == {0, 1}
+    assert all(row.seconds.value > 0 for row in (*cluster.links, *cluster.encoded))
+    assert all(rank.flops["fp32"].value > 0 for rank in cluster.ranks)
+    assert cluster.made["backend"] == "gloo"
+    kept = [row.kept_nbytes for row in cluster.kernels if row.kind == "block_forward"]
+    assert min(kept) > 14 * 32 * 64 * 2
+    path = tmp_path / "cluster.json"
+    cluster_file.write(cluster, path)
+    again = cluster_file.read(path)
+    assert cluster_file.to_json(again) == cluster_file.to_json(cluster)
+    assert not again.overhead("all_reduce", 2, 1, "expcode()").host.assumed
+    assert again.encoded_seconds("all_reduce", "expcode()", "bf16", 5000, 4000, 2, 1).value > 0
+
+
+def test_four_ranks_on_two_nodes(on_ranks: RunRanks) -> None:
+    cluster = on_ranks(4, measured, 2)[0]
+    assert [rank.node for rank in cluster.ranks] == [0, 0, 1, 1]
+    assert {(row.ranks, row.nodes) for row in cluster.links} == {(2, 1), (2, 2), (4, 2)}
+    busy = {(row.ranks, row.nodes) for row in cluster.links if row.beside == "groups"}
+    assert busy == {(2, 1), (2, 2)}  # the whole job is one group
+    left = [row.compute_left for row in cluster.links if row.beside == "compute"]
+    assert all(one is not None and 0 <= one.low <= one.value <= one.high <= 1 for one in left)
+    text = "\n".join(report.lines(cluster))
+    assert "4 ranks on 2 nodes" in text
+    assert "2 ranks inside a node" in text
+
+
+def slow_last() -> tuple[float, ...]:
+    """Speeds where the block of the last rank does everything five times."""
+    team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
+    forward = Block.forward
+    times = 5 if team.rank == 1 else 1
+
+    def repeated(self: Block, hidden: torch.Tensor) -> torch.Tensor:
+        for _ in range(times):
+            out = forward(self, hidden)
+        return out
+
+    sizes = kernels.Sizes((), (BlockSize(2, 64, 128),), (), ())
+    with mock.patch.object(Block, "forward", repeated), mock.patch.object(kernels, "CPU", sizes):
+        part = Budget(2.0, team).part(1.0, "blocks")
+        own = kernels.kernel_rows(team, HostClock(), part)
+    rows = [row for rows in team.gather(own) for row in rows if row.kind == "block_forward"]
+    return Cluster(cluster_ranks(2), kernels=tuple(rows)).speeds
+
+
+def cluster_ranks(count: int) -> tuple[Any, ...]:
+    from hybridcomp.plan.rows import Rank
+
+    return (Rank(0, "CPU"),) * count
+
+
+def test_a_slow_rank_is_seen(on_ranks: RunRanks) -> None:
+    speeds = on_ranks(2, slow_last)[0]
+    assert speeds[0] == 1.0
+    assert speeds[1] < 0.6
+
+
+def started(path: str) -> int:
+    """As DeepSpeed's launcher starts it, with the rank among the arguments."""
+    with little():
+        local = f"--local_rank={os.environ['LOCAL_RANK']}"
+        return command.main([local, "--out", path, "--seconds", "1", "--ranks-per-node", "1"])
+
+
+def test_the_command_writes_a_file_that_doctor_shows(
+    on_ranks: RunRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.json"
+    assert on_ranks(2, started, str(path)) == [0, 0]
+    assert cluster_file.read(path).nodes == 2
+    told = list(doctor._cluster(path))
+    assert all(mark == doctor.OK for mark, _ in told)
+    assert told[0][1].startswith("cluster measured: 2 ranks on 2 nodes: 2 x ")
+
+
+def test_doctor_on_missing_bad_and_foreign_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ((mark, text),) = doctor._cluster(None)
+    assert mark == doctor.INFO
+    assert "hybridcomp measure" in text
+    ((mark, text),) = doctor._cluster(tmp_path / "none.json")
+    assert mark == doctor.FAIL
+    foreign = Cluster(cluster_ranks(2))
+    cluster_file.write(foreign, "cluster.json")
+    *_, (mark, text) = doctor._cluster(None)
+    assert (mark, "not of machines like this one" in text) == (doctor.INFO, True)
+
+
+def test_alone_it_says_how_it_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert cli.main(["measure"]) == command.NOT_STARTED
+    assert capsys.readouterr().out == options.HOW
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["measure", "--seconds", "0"]) == 2
+    assert "--seconds: found 0.0" in capsys.readouterr().err

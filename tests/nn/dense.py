@@ -1,0 +1,83 @@
+"""What all ranks can compute alone: attention of whole sequences, and its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes of one call: B samples, H heads of queries, K of keys, T tokens in all, D and E wide.
+
+    ``documents``: lengths of the documents of each sequence, what is left is padding.
+    """
+
+    batch: int = 2
+    heads: int = 4
+    kept: int = 2
+    length: int = 48
+    width: int = 20
+    value_width: int | None = None
+    causal: bool = True
+    layout: str = "zigzag"
+    dtype: torch.dtype = torch.float32
+    documents: tuple[tuple[int, ...], ...] | None = None
+
+    def numbers(self) -> Tensor | None:
+        """Numbers of documents, (B or 1, T)."""
+        if self.documents is None:
+            return None
+        rows = []
+        for lengths in self.documents:
+            row = torch.full((self.length,), -1, dtype=torch.int32)
+            start = 0
+            for number, length in enumerate(lengths):
+                row[start : start + length] = number
+                start += length
+            rows.append(row)
+        return torch.stack(rows)
+
+
+def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Whole queries, keys, values and the gradient of the context."""
+    generator = torch.Generator().manual_seed(7)
+    value_width = case.value_width or case.width
+
+    def draw(heads: int, width: int) -> Tensor:
+        shape = (case.batch, heads, case.length, width)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+
+    return (
+        draw(case.heads, case.width), draw(case.kept, case.width),
+        draw(case.kept, value_width), draw(case.heads, value_width),
+    )  # fmt: skip
+
+
+def attention(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax of all scores at once."""
+    times = case.heads // case.kept
+    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    scores = (q @ k.transpose(-1, -2)) * case.width**-0.5
+    seen = torch.ones(case.length, case.length, dtype=torch.bool)
+    if case.causal:
+        seen = seen.tril()
+    numbers = case.numbers()
+    if numbers is not None:
+        same = (numbers[:, :, None] == numbers[:, None, :]) & (numbers[:, :, None] >= 0)
+        seen = (seen & same)[:, None]
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return weights @ v
+
+
+def whole(case: Case) -> list[Tensor]:
+    """Context and gradients of queries, keys and values, of the dense model in fp64."""
+    q, k, v, grad = (values.double() for values in inputs(case))
+    leaves = [values.requires_grad_() for values in (q, k, v)]
+    out = attention(case, *leaves)
+    out.backward(grad)
+    gradients = [leaf.grad for leaf in leaves]
+    assert all(gradient is not None for gradient in gradients)
+    return [out.detach(), *(g for g in gradients if g is not None)]

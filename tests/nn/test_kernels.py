@@ -1,0 +1,93 @@
+"""Blocks by torch's kernels on a GPU against plain torch in fp64, and which kernel takes what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.nn.context import blocks, kernels
+from hybridcomp.nn.context.blocks import Mask
+
+LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("heads, kept, width", [(4, 4, 64), (6, 2, 20), (2, 1, 128)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_are_plain_torch(
+    dtype: torch.dtype, heads: int, kept: int, width: int, causal: bool
+) -> None:
+    """Two blocks put together, and their gradients by the logarithms of both."""
+    length, scale, device = 70, width**-0.5, "cuda"
+    q = drawn((2, heads, length, width), dtype, device, 0)
+    k = drawn((2, kept, 2 * length, width), dtype, device, 1)
+    v = drawn((2, kept, 2 * length, width), dtype, device, 2)
+    grad = drawn((2, heads, length, width), dtype, device, 3)
+    kind = kernels.kind_of(q, v, masked=False)
+    assert kind == ("efficient" if dtype == torch.float32 else "flash")
+    parts = [(slice(0, length), Mask(causal)), (slice(length, 2 * length), Mask(False))]
+
+    def both(wide: torch.dtype, kind: kernels.Kind) -> list[Tensor]:
+        qs, ks, vs, gs = (t.to(wide) for t in (q, k, v, grad))
+        found = [
+            kernels.forward(qs, ks[:, :, p], vs[:, :, p], mask, scale, kind) for p, mask in parts
+        ]
+        out = found[0][0].to(blocks.accumulator(wide)).clone()
+        logs = found[0][1].clone()
+        blocks.merge(out, logs, *found[1])
+        delta = (out * gs).sum(-1)
+        grads = [
+            kernels.backward(
+                gs, qs, ks[:, :, p], vs[:, :, p], out.to(wide), delta, logs, mask, scale, kind
+            )
+            for p, mask in parts
+        ]
+        grad_q = grads[0][0].double() + grads[1][0].double()
+        return [out, grad_q, *(torch.cat([g[i] for g in grads], 2) for i in (1, 2))]
+
+    for ours, right in zip(both(dtype, kind), both(torch.float64, "plain"), strict=True):
+        error = (ours.double() - right).norm() / right.norm()
+        assert ours.shape == right.shape and float(error) <= LIMITS[dtype]
+
+
+def test_a_cpu_computes_plainly() -> None:
+    q = torch.zeros(1, 1, 4, 8, dtype=torch.bfloat16)
+    assert kernels.kind_of(q, q, masked=False) == "plain"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """As many scores at once as there is room for: the same context and gradients."""
+    q, k = (drawn((2, heads, 33, 12), torch.float64, "cpu", heads) for heads in (4, 2))
+    mask = Mask(causal=True)
+
+    def whole() -> list[Tensor]:
+        out, logs = blocks.forward(q, k, k, mask, 0.3)
+        grads = blocks.backward(out, q, k, k, (out * out).sum(-1), logs, mask, 0.3)
+        return [out, logs, *grads]
+
+    expected = whole()
+    monkeypatch.setattr(blocks, "TILE", rows * 2 * 4 * 33)
+    for ours, right in zip(whole(), expected, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-13)
+
+
+def test_rows_that_see_nothing() -> None:
+    """Padding has no context and no gradients, and merging it changes nothing."""
+    q = drawn((1, 1, 4, 8), torch.float64, "cpu", 0)
+    rows = torch.tensor([[0, 0, -1, -1]])
+    mask = Mask(False, rows, rows)
+    out, logs = blocks.forward(q, q, q, mask, 1.0)
+    assert not out[:, :, 2:].any() and bool((logs[:, :, 2:] == -torch.inf).all())
+    grads = blocks.backward(q, q, q, q, (out * q).sum(-1), logs, mask, 1.0)
+    assert all(bool(g.isfinite().all()) and not g[:, :, 2:].any() for g in grads)
+    before = out.clone()
+    blocks.merge(out, logs, torch.zeros_like(out), torch.full_like(logs, -torch.inf))
+    assert torch.equal(out, before)

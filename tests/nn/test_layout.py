@@ -1,0 +1,86 @@
+"""Who holds which part of a sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.nn.context.layout import (
+    LAYOUTS,
+    Layout,
+    check_length,
+    chunks_of,
+    documents_of,
+    documents_of_mask,
+    gather,
+    part,
+    positions,
+    shard,
+    unshard,
+)
+from tests.ranks import RunRanks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_parts_are_what_a_causal_mask_shows(ranks: int, layout: Layout) -> None:
+    length = 4
+    chunk = length // len(chunks_of(0, ranks, layout))
+    held = [
+        [c * chunk + i for c in chunks_of(r, ranks, layout) for i in range(chunk)]
+        for r in range(ranks)
+    ]
+    for rank in range(ranks):
+        for owner in range(ranks):
+            seen = torch.tensor([[q >= k for k in held[owner]] for q in held[rank]])
+            found = torch.zeros_like(seen)
+            what = part(rank, owner, length, ranks=ranks, causal=True, layout=layout)
+            if what is not None:
+                block = found[what.queries, what.keys]
+                block |= torch.ones_like(block).tril() if what.causal else torch.ones_like(block)
+                assert what.keys.start == 0  # a stretch from the first key on travels
+            assert torch.equal(seen, found)
+
+
+def test_zigzag_is_balanced() -> None:
+    """Every rank computes as many scores as any other, at every step."""
+    ranks, length = 4, 8
+    for step in range(1, ranks):
+        found = set()
+        for rank in range(ranks):
+            what = part(
+                rank, (rank - step) % ranks, length, ranks=ranks, causal=True, layout="zigzag"
+            )
+            assert what is not None
+            rows, keys = (len(range(length)[s]) for s in (what.queries, what.keys))
+            found.add(rows * keys)
+        assert found == {length * length // 2}
+
+
+def round_trip() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.arange(2 * 12 * ranks).view(2, 12 * ranks)
+    for layout in LAYOUTS:
+        mine = shard(whole, layout=layout)
+        assert torch.equal(whole[0, positions(12 * ranks, layout=layout)], mine[0])
+        parts = [shard(whole, layout=layout, rank=r) for r in range(ranks)]
+        assert torch.equal(parts[rank], mine)
+        assert torch.equal(unshard(parts, layout=layout), whole)
+        assert torch.equal(gather(mine, layout=layout), whole)
+
+
+def test_shards_come_back(on_ranks: RunRanks) -> None:
+    on_ranks(3, round_trip)
+
+
+def test_lengths_that_cannot_be_cut_are_told() -> None:
+    with pytest.raises(ValueError, match="multiple of 8, the chunks of 4 ranks.*pad it to 104"):
+        check_length(100, 4, "zigzag")
+    check_length(100, 4, "contiguous")
+
+
+def test_documents() -> None:
+    found = documents_of(torch.tensor([0, 3, 4, 6]), 8)
+    assert found.tolist() == [[0, 0, 0, 1, 2, 2, -1, -1]]
+    assert documents_of_mask(torch.tensor([[1, 1, 0]])).tolist() == [[0, 0, -1]]

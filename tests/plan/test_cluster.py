@@ -1,0 +1,230 @@
+"""A cluster's lookups: lines between sizes, rings for other groups, codecs, overheads, speeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridcomp.errors import HybridcompError
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.figures import Curve, Figure, summary
+from hybridcomp.plan.rings import encoded_shape, ring
+from hybridcomp.plan.rows import Beside, Coding, Encoded, Kernel, Operation, Rank, Timing
+
+LATENCY, PER_BYTE = 1e-4, 1e-8
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+
+
+def figure(value: float) -> Figure:
+    return Figure(value, 0.9 * value, 1.2 * value)
+
+
+def rows(
+    operation: Operation, ranks: int, nodes: int, latency: float, per_byte: float,
+    beside: Beside = "alone",
+) -> list[Timing]:  # fmt: skip
+    return [
+        Timing(operation, ranks, nodes, size, figure(latency + per_byte * size), beside)
+        for size in SIZES
+    ]
+
+
+def machine(*links: Timing, count: int = 8, per_node: int = 4) -> Cluster:
+    return Cluster(tuple(Rank(rank // per_node, "CPU") for rank in range(count)), links)
+
+
+SENDS = (
+    *rows("send", 2, 1, LATENCY / 10, PER_BYTE / 10),
+    *rows("send", 2, 2, LATENCY, PER_BYTE),
+)
+
+
+@pytest.mark.parametrize("size", [1, 5000, 1 << 18, 1 << 30])
+def test_a_line_is_met_everywhere_with_its_spread(size: int) -> None:
+    curve = Curve.through(
+        [(row.nbytes, row.seconds) for row in rows("send", 2, 2, LATENCY, PER_BYTE)]
+    )
+    found, expected = curve.at(size), LATENCY + PER_BYTE * size
+    assert found.value == pytest.approx(expected)
+    assert (found.low, found.high) == pytest.approx((0.9 * expected, 1.2 * expected))
+
+
+def test_noise_never_makes_a_larger_message_free() -> None:
+    curve = Curve.through([(100, figure(2.0)), (200, figure(1.0))])
+    assert curve.at(400).value == curve.at(200).value == 1.0
+    assert curve.at(50).value == 2.0
+    assert curve.at(150).value == pytest.approx(1.5)
+    assert Curve.through([(100, figure(2.0))]).at(50).value == 1.0
+
+
+def test_summaries_are_medians_and_quartiles() -> None:
+    assert summary([5, 1, 3, 2, 4]) == Figure(3, 2, 4)
+    assert summary([7.0]) == Figure(7, 7, 7)
+
+
+def test_figures_add_up_and_keep_what_is_assumed() -> None:
+    total = Figure.exact(1.0, spread=0.5).plus(Figure.exact(2.0, assumed=True)).times(2)
+    assert total == Figure(6.0, 5.0, 7.0, True)
+    assert Figure(3, 2, 5).minus(Figure(5, 5, 5)).value == 0
+    assert Figure(4, 2, 8).inverse(8) == Figure(2, 1, 4)
+
+
+def test_groups_that_were_not_measured_follow_the_ring() -> None:
+    cluster = machine(*SENDS)
+    nbytes = 8 << 20
+    step = LATENCY + PER_BYTE * nbytes / 8
+    assert cluster.seconds("all_reduce", nbytes, 8, 2).value == pytest.approx(14 * step)
+    assert cluster.seconds("all_gather", nbytes, 8, 2).value == pytest.approx(7 * step)
+    inside = cluster.seconds("all_reduce", nbytes, 4, 1).value
+    assert inside == pytest.approx(6 * (LATENCY + PER_BYTE * nbytes / 4) / 10)
+
+
+def test_busy_groups_share_the_link_of_a_node() -> None:
+    cluster = machine(*SENDS)
+    alone = cluster.seconds("send", 1 << 24, 2, 2).value
+    busy = cluster.seconds("send", 1 << 24, 2, 2, busy=True).value
+    assert busy == pytest.approx(LATENCY + 4 * (alone - LATENCY))
+    one = cluster.seconds("send", 1 << 24, 2, 1)
+    assert cluster.seconds("send", 1 << 24, 2, 1, busy=True) == one
+
+
+def test_an_all_to_all_is_as_slow_as_what_leaves_the_node() -> None:
+    def send(nbytes: float) -> Figure:
+        return Figure.exact(nbytes)
+
+    def near(nbytes: float) -> Figure:
+        return Figure.exact(nbytes / 100)
+
+    # 4 ranks of a node send half of their 8 bytes through one link
+    assert ring("all_to_all", 8, 8, 2, near, send).value == pytest.approx(16)
+    assert ring("all_to_all", 8, 8, 1, near, None).value == pytest.approx(0.07)
+
+
+def test_the_ring_is_corrected_by_the_most_similar_measured_group() -> None:
+    plain = machine(*SENDS).seconds("all_reduce", 1 << 20, 8, 2).value
+    twice = [
+        Timing(
+            "all_reduce", 4, 2, size,
+            machine(*SENDS).seconds("all_reduce", size, 4, 2).times(2.0),
+        )
+        for size in SIZES
+    ]  # fmt: skip
+    found = machine(*SENDS, *twice).seconds("all_reduce", 1 << 20, 8, 2)
+    assert found.value == pytest.approx(2 * plain)
+
+
+def test_what_was_measured_with_others_at_work_counts_there() -> None:
+    cluster = machine(
+        *SENDS, *rows("send", 2, 2, 1.0, 0.0, "groups"), *rows("send", 2, 2, 2.0, 0.0, "compute")
+    )
+    assert cluster.seconds("send", 1 << 20, 2, 2, busy=True).value == pytest.approx(1.0)
+    assert cluster.seconds("send", 1 << 20, 2, 2, computing=True).value == pytest.approx(2.0)
+    assert cluster.seconds("send", 1 << 20, 2, 2).value < 0.1
+
+
+def test_compute_that_is_left_beside_a_message() -> None:
+    row = Timing("send", 2, 2, 1 << 20, figure(1.0), "compute", Figure(0.4, 0.3, 0.5))
+    cluster = machine(*SENDS, row)
+    assert cluster.compute_left("send", 1 << 10, 2, 2) == 0.4
+    assert cluster.compute_left("all_reduce", 1 << 10, 2, 2) == 1.0
+
+
+def test_links_that_nobody_knows_are_an_error() -> None:
+    cluster = machine(*rows("send", 2, 1, LATENCY, PER_BYTE))
+    with pytest.raises(HybridcompError, match="between nodes .wanted: all_reduce of 8 ranks"):
+        cluster.seconds("all_reduce", 1 << 20, 8, 2)
+    assert cluster.seconds("all_reduce", 1 << 20, 1, 1).value == 0
+
+
+def coded(setting: str, per_value: float, fixed: bool = True) -> list[Coding]:
+    return [
+        Coding(setting, "bf16", direction, numel, figure(1e-5 + per_value * numel), how, fixed)
+        for direction in ("encode", "decode", "decode_add")
+        for how, numel in (("alone", 1 << 12), ("alone", 1 << 20))
+    ]  # type: ignore[misc]
+
+
+def test_codecs_by_setting_else_by_name() -> None:
+    cluster = Cluster((), codecs=(*coded("blockint(bits=4)", 1e-9), *coded("zfp(rate=8)", 5e-9)))
+    found = cluster.coding("blockint(bits=4)", "bf16", 1 << 22, "decode")
+    assert found.value == pytest.approx(1e-5 + 1e-9 * (1 << 22))
+    assert cluster.coding("zfp(rate=16)", "bf16", 1 << 20, "encode").value > 5e-3
+    busy = cluster.coding("blockint(bits=4)", "bf16", 1 << 22, "decode", busy=True)
+    assert busy == found  # nothing else was measured
+    with pytest.raises(HybridcompError, match=r"no figure for mpc\(dim=1\) of bf16"):
+        cluster.coding("mpc(dim=1)", "bf16", 10, "encode")
+
+
+@pytest.mark.parametrize(("operation", "ranks"), [("all_reduce", 2), ("all_reduce", 4),
+    ("reduce_scatter", 4), ("all_gather", 4), ("all_to_all", 4), ("send", 2)])  # fmt: skip
+def test_the_overhead_of_messages_is_found_again(operation: Operation, ranks: int) -> None:
+    """Two sizes that take 3 ms and 1.5 times their parts are predicted, and every other size."""
+    codecs = (*coded("blockint(bits=8)", 1e-9), *coded("expcode()", 2e-9, fixed=False))
+    bare = Cluster(machine().ranks, SENDS, codecs=codecs)
+
+    def row(numel: int, host: float, setting: str) -> Encoded:
+        parts = bare.encoded_parts(operation, setting, "bf16", numel, numel, ranks, 2)
+        seconds = Figure.total(parts).times(1.5).plus(Figure.exact(host))
+        return Encoded(operation, setting, "bf16", ranks, 2, numel, numel, seconds)
+
+    timed = tuple(
+        row(numel, host, setting)
+        for numel in (1 << 15, 1 << 20)
+        for host, setting in ((3e-3, "blockint(bits=8)"), (7e-3, "expcode()"))
+    )
+    cluster = Cluster(bare.ranks, bare.links, timed, codecs)
+    for setting, host in (("blockint(bits=4)", 3e-3), ("expcode()", 7e-3)):
+        extra = cluster.overhead(operation, ranks, 2, setting)
+        assert extra.host.value == pytest.approx(host)
+        assert extra.factor == pytest.approx(1.5)
+    found = cluster.encoded_seconds(operation, "expcode()", "bf16", 1 << 22, 1 << 22, ranks, 2)
+    assert found.value == pytest.approx(row(1 << 22, 7e-3, "expcode()").seconds.value)
+
+
+def test_every_rank_codes_what_it_sends_and_gets() -> None:
+    """What a collective of more ranks codes for others and for itself adds up."""
+    for ranks in (2, 3, 8):
+        shape = encoded_shape("reduce_scatter", ranks)
+        assert dict(shape.coded)["encode"] == pytest.approx((ranks - 1) / ranks)
+    assert encoded_shape("all_reduce", 2).sent == (("all_to_all", 2.0),)
+
+
+def test_speeds_by_blocks_else_by_flops() -> None:
+    ranks = tuple(Rank(0, "CPU", 0, {"fp32": figure(rate)}) for rate in (4.0, 2.0))
+    assert Cluster(ranks).speeds == (1.0, 0.5)
+    blocks = tuple(
+        Kernel(rank, "block_forward", "fp32", 1e9, figure(seconds))
+        for rank, seconds in ((0, 0.1), (1, 0.4))
+    )
+    assert Cluster(ranks, kernels=blocks).speeds == (1.0, 0.25)
+    assert Cluster((Rank(0, "CPU"),)).speeds == (1.0,)
+
+
+def test_kernels_by_their_curve_else_by_products_else_by_flops() -> None:
+    ranks = (Rank(0, "CPU", 0, {"bf16": Figure(10.0, 5.0, 20.0)}),)
+    rows = (Kernel(0, "product", "fp32", 1e6, figure(1.0)),
+            Kernel(0, "product", "fp32", 2e6, figure(2.0)))  # fmt: skip
+    cluster = Cluster(ranks, kernels=rows)
+    assert cluster.kernel("block_backward", "fp32", 3e6).value == pytest.approx(3.0)
+    assert cluster.kernel("product", "bf16", 40.0) == Figure(4.0, 2.0, 8.0)
+    with pytest.raises(HybridcompError, match="no figure for adam in fp32 on rank 0"):
+        cluster.kernel("adam", "fp32", 1e6)
+    with pytest.raises(HybridcompError, match="copies between device and host"):
+        cluster.copy("to_host", 10)
+
+
+@pytest.mark.parametrize(("ranks", "said"), [
+    ([(0, "CPU")] * 4, "it has 8 ranks, the job has 4"),
+    ([(0, "CPU")] * 7 + [(1, "CPU")], "rank 4 was CPU on node 1 and is CPU on node 0"),
+    ([(n // 4, "GPU") for n in range(8)], "rank 0 was CPU on node 0 and is GPU on node 0"),
+])  # fmt: skip
+def test_a_measurement_of_another_cluster_is_noticed(
+    ranks: list[tuple[int, str]], said: str
+) -> None:
+    with pytest.raises(HybridcompError, match=said):
+        machine().check(ranks)
+
+
+def test_this_cluster_is_known_again() -> None:
+    cluster = machine()
+    cluster.check([(rank.node, rank.device) for rank in cluster.ranks])
+    assert (cluster.nodes, cluster.ranks_per_node, cluster.nodes_of([0, 1, 5])) == (2, 4, 2)

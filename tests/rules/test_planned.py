@@ -1,0 +1,71 @@
+"""A plan holds for one layout: any other job is refused, and told what differs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridcomp import cli
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.rules.planned import hold_to_plan
+from tests.ranks import run_ranks
+
+LAYOUT = {"world_size": 2, "data": 2, "tensor": 1, "pipeline": 1, "zero_stage": 1}
+
+
+def plan(folder: Path, **changed: int) -> str:
+    path = folder / "plan.json"
+    whole = {"hybridcomp_plan": 1, "layout": {**LAYOUT, **changed}, "block": {"zero": "mpc"}}
+    path.write_text(json.dumps(whole))
+    return str(path)
+
+
+def block(path: str) -> dict[str, str]:
+    return {"preset": "planned", "plan": path}
+
+
+def test_what_differs_is_said_and_what_is_not_known_is_not_asked(tmp_path: Path) -> None:
+    config = CompressionConfig.parse(block(plan(tmp_path)))
+    hold_to_plan(config, LAYOUT)
+    hold_to_plan(config, {"world_size": 2, "tensor": None})
+    with pytest.raises(ConfigError) as caught:
+        hold_to_plan(config, {**LAYOUT, "pipeline": 2, "data": 1})
+    said = (
+        "this job has data parallel 1 instead of 2, pipeline stages 2 instead of 1; start the job"
+    )
+    assert said in str(caught.value)
+    hold_to_plan(CompressionConfig.parse({"preset": "recommended"}), {"world_size": 7})
+
+
+def test_validate_holds_a_file_against_its_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds_config.json"
+    stage = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 2}
+    file.write_text(json.dumps({**stage, "compression": block(plan(tmp_path, micro_batch=2))}))
+    assert cli.main(["validate", str(file), "--world-size", "2"]) == 0
+    assert cli.main(["validate", str(file), "--world-size", "4"]) == cli.BAD_INPUT
+    assert "ranks 4 instead of 2" in capsys.readouterr().err
+
+
+def attach(folder: str) -> tuple[str, list[float]]:
+    """Start one engine of the planned layout, one of another; what the second one said."""
+    from tests.training.test_checkpoint import make_engine, train
+
+    losses = train(make_engine(1, block=block(f"{folder}/plan.json")), 0, 2, 0)
+    try:
+        make_engine(2, block=block(f"{folder}/plan.json"))
+    except ConfigError as error:
+        return str(error), losses
+    return "", losses
+
+
+def test_an_engine_of_another_layout_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    plan(tmp_path, context=1, expert=1)
+    for said, losses in run_ranks(2, attach, str(tmp_path)):
+        assert "ZeRO stage 2 instead of 1" in said
+        assert len(losses) == 2
