@@ -5,7 +5,6 @@ Nothing in here is traffic of the model: no ledger, no residual of it is touched
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -24,8 +23,6 @@ Run = Callable[[], None]
 
 #: values of the longest message of a trial; the channel's own messages are no longer
 MESSAGE_NUMEL = 1 << 27
-#: bytes that a value takes in a trial at most: itself, two residuals, a sum, what is sent
-NBYTES = 24
 #: torch 2.13 renames it and warns about the old name
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -238,34 +235,6 @@ def agree_on(sent: Sent | None, group: dist.ProcessGroup | None, device: torch.d
     agreed = torch.tensor(int(low == high and bool(low[0])), device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     return bool(agreed)
-
-
-def room_for(device: torch.device) -> int:
-    """Values that trials on ``device`` may have: half of what is free there, for all ranks alike.
-
-    A collective over the job.
-    """
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // dist.get_world_size()
-    values = torch.tensor(max(1, free // 2 // NBYTES), device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MIN)
-    return int(values)
-
-
-def has_room(nbytes: int, device: torch.device) -> bool:
-    """Whether every rank's GPU has so many bytes to spare; a collective over the job.
-
-    Hosts take memory from others when they have none, and are not asked.
-    """
-    fits = True
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        fits = nbytes < torch.cuda.mem_get_info(device)[0] + kept
-    found = torch.tensor(int(fits), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return bool(found)
 
 
 def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridcomp.autotune.judging import judge, judge_seen
+from hybridcomp.autotune.room import has_room
 from hybridcomp.autotune.trials import (
     Sent,
     TrialGroup,
     agree_on,
     gathers,
-    has_room,
     messages,
     reductions,
 )
-from hybridcomp.autotune.verdicts import WARM, judge, judge_seen
+from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.codec_choice import TWO_LEVELS
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for
