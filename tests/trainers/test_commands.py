@@ -48,5 +48,6 @@ def test_a_command_trains_compressed(command: str, tmp_path: Path) -> None:
     rows = {name: row["forward"] for name, row in summary["dimensions"].items()}
     assert 5 < rows["dp"]["raw_MB"] / rows["dp"]["wire_MB"] < 16 and rows["dp"]["error"] < 0.2
     if "ddp.json" not in command:
-        assert 2.5 < rows["zero"]["raw_MB"] / rows["zero"]["wire_MB"] < 4
+        # torchtitan gathers 16 bits
+        assert 1.7 < rows["zero"]["raw_MB"] / rows["zero"]["wire_MB"] < 4
         assert 0 < rows["zero"]["error"] < 0.02
