@@ -12,8 +12,7 @@ import torch.distributed as dist
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Meter, send_recv
-from hybridcomp.collectives.send_recv import spec_digest
-from hybridcomp.collectives.wire import headers
+from hybridcomp.collectives.wire import headers, spec_digest
 from hybridcomp.errors import CodecError
 from tests.collectives.calls import all_gather, all_to_all, recv, send
 from tests.collectives.common import CODECS, DTYPES, bound, digest, values_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import one_gpu
 from bench.training_bench import cells
-from bench.training_bench.forked import Spec
+from bench.training_bench.spec import Spec
 from bench.training_bench.gpu_cells import BUCKETS
 
 BASELINE = "baseline"
