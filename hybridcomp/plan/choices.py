@@ -20,7 +20,7 @@ from hybridcomp.pays import bits as typical_bits
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, OWN_LAYERS, Dimension, Direction
 
 Key = tuple[Dimension, Direction]
-#: dimensions of layouts; layers that a script builds itself are its own to place
+#: what the planner chooses for; layers of hybridcomp's own are not in its layouts
 PLANNED: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name not in OWN_LAYERS)
 #: every place that can have a choice of its own
 KEYS: tuple[Key, ...] = tuple(
