@@ -35,7 +35,7 @@ _NAMES = {
 }
 
 #: modules that stand in the support matrix: their COVERS, REQUIREMENT and first sentence
-_ROWS = ("context.attention", "huggingface")
+_ROWS = ("context.attention", "huggingface", "slices", "tp2d")
 
 __all__ = [
     "RingAttention",
@@ -59,6 +59,6 @@ def rows() -> Iterator[tuple[str, str, str]]:
     """Rows of the support matrix: dimension, what of it, which versions of what."""
     for name in _ROWS:
         module = import_module(f"{__name__}.{name}")
-        what = (module.__doc__ or "").partition("\n\n")[0].rstrip(".")
+        what = (module.__doc__ or "").partition("\n\n")[0].partition(", dimension ``")[0]
         for dimension in module.COVERS:
-            yield dimension, " ".join(what.split()), module.REQUIREMENT
+            yield dimension, " ".join(what.split()).rstrip("."), module.REQUIREMENT

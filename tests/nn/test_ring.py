@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
-from hybridcomp.collectives.send_recv import HEADER_NBYTES
+from hybridcomp.collectives.wire import HEADER_NBYTES
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
 from hybridcomp.nn import RingAttention, gather, ring_attention, shard
