@@ -28,7 +28,14 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.config import BLOCK, CompressionConfig, read_source
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY, Dimension, Direction
+from hybridcomp.policy import (
+    BETWEEN_RANKS,
+    DIRECTIONS,
+    ONE_WAY,
+    OWN_LAYERS,
+    Dimension,
+    Direction,
+)
 
 #: share of the compute behind which messages hide (the fit of docs/results/projection.json)
 OVERLAP = 0.1
@@ -170,10 +177,10 @@ def cost(
 def codecs_of(config: CompressionConfig) -> dict[tuple[Dimension, Direction], Codec]:
     """The codecs whose speed-up can be estimated, by dimension and direction.
 
-    Left out: native dimensions, ``offload`` (its link is the bus), low rank (its bytes depend on
-    the matrices).
+    Left out: native dimensions, ``offload`` (its link is the bus), ``tp2d`` (its products hide
+    transfers), low rank (its bytes depend on the matrices).
     """
-    left_out = config.policy().low_rank
+    left_out = config.policy().low_rank | set(OWN_LAYERS)
     found = config.codecs()
     return {
         (name, way): codec

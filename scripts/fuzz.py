@@ -56,9 +56,8 @@ def fuzz_payloads(args: argparse.Namespace) -> int:
 def fuzz_bounds(args: argparse.Namespace) -> int:
     """Hostile values against the bounds of codecs, moved messages and sums."""
     result = bounds.hunt(args.values, args.seed, args.keep, say)
-    for part, count in result.tried.items():
-        say(f"bounds {part}: {count:,} values")
-    say(f"bounds: {sum(result.tried.values()):,} values, {len(result.outside)} turns outside")
+    for line in result.lines():
+        say(line)
     for text, path in zip(result.outside, result.files, strict=True):
         print(f"{text}\nagain: python scripts/fuzz.py replay {path}")
     return len(result.outside)

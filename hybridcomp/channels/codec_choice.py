@@ -20,7 +20,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIRECTIONS, ONE_WAY, Dimension, Direction, Traffic
+from hybridcomp.policy import ONE_WAY, Dimension, Direction, Traffic, directions_of
 from hybridcomp.topology import Nodes
 
 #: dimensions whose groups are seen as nodes times local ranks
@@ -42,8 +42,8 @@ class CodecChoice:
     @property
     def active(self) -> bool:
         """Whether any direction of this dimension has a codec."""
-        codecs = self._state.policy.codecs
-        return any(codecs.get((self.dimension, way)) is not None for way in DIRECTIONS)
+        codecs, ways = self._state.policy.codecs, directions_of(self.dimension)
+        return any(codecs.get((self.dimension, way)) is not None for way in ways)
 
     def codec(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -95,18 +95,20 @@ class Channels(EngineState):
         device: torch.device,
         numel: int = UNKNOWN,
         sent: Mapping[Dimension, Sent] | None = None,
+        only: Collection[Dimension] = ONE_WAY,
     ) -> list[str]:
         """Measure those of dp and zero that may turn themselves off; a collective.
 
         After ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
-        ``dtype``. ``sent``: messages of a step, where that is known. Returns what to tell the user,
-        the same on all ranks. Raises ConfigError where codecs cannot run on ``device``.
+        ``dtype``. ``sent``: messages of a step, where that is known. ``only``: of these dimensions,
+        where others have another group or dtype. Returns what to tell the user, the same on all
+        ranks. Raises ConfigError where codecs cannot run on ``device``.
         """
         self.is_weighed = True
         encoded = {name for (name, _), codec in self.policy.codecs.items() if codec is not None}
         if encoded - self.policy.low_rank and dist.get_world_size() > 1:
             require_kernels(device)
-        names = [name for name in self.config.measured() if name in ONE_WAY]
+        names = [name for name in self.config.measured() if name in ONE_WAY and name in only]
         if not names or dist.get_world_size(group) < 2:
             return []
         place = TrialGroup(self["dp"].group(group), dtype, device)

@@ -18,7 +18,8 @@ absolute mode both come on top: they depend on the values, and native has them t
 * where a 16-bit sum is subnormal in its dtype, rounding it costs half of the smallest spacing
   (2^-25 fp16, 2^-134 bf16) on top, as it does natively;
 * what no quantization can keep is sent lossless, and then is what native would be: a 16-bit sum
-  that every rank gets, and whose own rounding u is above the bound;
+  that every rank gets, and whose own rounding u is above the bound (in two levels it is rounded
+  inside the node too), and any sum whose bound is below g;
 * with error feedback x_r is what was to be sent: the values and their residual. The owner's
   residual counts as the values of one more rank;
 * fixed-size codecs have absolute floors: with them M_r counts as at least ``budget.FLOOR``.

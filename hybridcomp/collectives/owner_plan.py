@@ -10,20 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeVar
 
-from hybridcomp.collectives.wire import Range, chunk_ranges, cut_rows, stretches
+from hybridcomp.collectives.wire import OwnedRange, Range, chunk_ranges, cut_rows, stretches
 from hybridcomp.errors import CodecError
 
 PlanKind = Literal["direct", "balanced"]
 Key = TypeVar("Key")
-
-
-@dataclass(frozen=True)
-class OwnedRange:
-    """Elements ``[start, stop)`` of a flat tensor and the group ranks that need their sum."""
-
-    start: int
-    stop: int
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 from hybridcomp.collectives.hierarchical.inside import hand_on, node_sum, ranges_of_nodes
 from hybridcomp.collectives.owner_plan import (
     OwnedPart,
-    OwnedRange,
     OwnerPlan,
     part_rounds,
     plan_of,
@@ -23,6 +22,7 @@ from hybridcomp.collectives.wire import (
     POOL,
     Group,
     Job,
+    OwnedRange,
     Pending,
     Reduction,
     Steps,

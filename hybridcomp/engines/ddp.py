@@ -28,7 +28,7 @@ from hybridcomp.channels import NAME
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, native_nbytes
-from hybridcomp.engines import rules, steps
+from hybridcomp.engines import rules, steps, windows
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.ddp_layout import BucketLayout
 from hybridcomp.engines.session import Source, agree_on, read, session_of
@@ -36,7 +36,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Dimension
 from hybridcomp.topology import ranks_of
 
-REQUIREMENT = "torch >= 2.6, < 2.14"
+REQUIREMENT = windows.DDP
 COVERS = ("dp",)
 
 Bucket = torch.futures.Future[Tensor]
@@ -60,7 +60,10 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     session.warn({parameter.dtype for parameter in parameters})
     layout = {"ranks": dist.get_world_size(group)}
     divisors = {name: 1.0 for name, _ in model.module.named_parameters()}
-    attached = Attached("ddp", session, model.parameters, lambda: divisors, layout)
+    attached = Attached(
+        "ddp", session, model.parameters, lambda: divisors, layout,
+        uneven=lambda: bool(model._join_config.enable),
+    )  # fmt: skip
     _register(model, attached)
     model.register_forward_pre_hook(lambda module, _: _enter(module, attached))
     steps.follow(attached)

@@ -171,9 +171,10 @@ inline std::vector<Message> bank(const Codec& codec, u64 seed, size_t count) {
         std::vector<float> values = hostile(random, call.numel);
         std::vector<u8> stored(item_bytes(call.dtype) * call.numel);
         cast(0, call.dtype, values.data(), stored.data(), call.numel, false, 1);
-        std::vector<u8> out(codec.room(call));
-        out.resize(codec.encode(call, stored.data(), out.data(), out.size()));
-        found.push_back({call, out});
+        size_t room = codec.room(call), offset = found.size() % 16;  // anywhere, as payloads may
+        std::vector<u8> out(offset + room);
+        room = codec.encode(call, stored.data(), out.data() + offset, room);
+        found.push_back({call, {out.begin() + offset, out.begin() + offset + room}});
     }
     return found;
 }

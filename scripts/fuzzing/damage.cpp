@@ -39,10 +39,12 @@ void on_malloc(const volatile void*, size_t size) {
 }
 void on_free(const volatile void*) {}
 
-struct Block {  // of exactly `size` bytes; null for none, as an empty tensor
-    u8* bytes;
-    explicit Block(size_t size) : bytes(size ? (u8*)malloc(size) : nullptr) {}
-    ~Block() { free(bytes); }
+struct Block {  // of exactly `size` bytes from `offset` on; null for none, as an empty tensor
+    u8 *whole, *bytes;
+    explicit Block(size_t size, size_t offset = 0)
+        : whole(size ? (u8*)malloc(offset + size) : nullptr),
+          bytes(whole ? whole + offset : nullptr) {}
+    ~Block() { free(whole); }
 };
 
 const Codec& codec_of(const std::vector<Codec>& all, const std::string& name) {
@@ -56,7 +58,9 @@ const Codec& codec_of(const std::vector<Codec>& all, const std::string& name) {
 // Decodes one case; false where that gave a wrong answer. `refusal`: what was said of the payload.
 bool decode(const Codec& codec, const Case& one, std::string& refusal, size_t& used) {
     size_t room = (one.call.add ? 4 : item_bytes(one.call.target)) * one.call.numel;
-    Block in(one.payload.size()), out(room);
+    // payloads may begin anywhere: one in four begins where a word does not
+    size_t place = (one.payload.size() / 16 * 7 + one.call.numel) % 64;
+    Block in(one.payload.size(), place < 16 ? place : 0), out(room);
     if (!one.payload.empty()) memcpy(in.bytes, one.payload.data(), one.payload.size());
     if (room) memset(out.bytes, 0, room);
     refusal.clear();

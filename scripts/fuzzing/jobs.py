@@ -99,8 +99,9 @@ class Job:
                 "--num_gpus", count, "--master_addr", "127.0.0.1", "--master_port", port,
                 "--module", "hybridcomp.run", script,
             ],
+            # not --master_port: the store of a static rendezvous is shared by all starts
             "torchrun": [
-                "--nproc_per_node", count, "--master_port", port,
+                "--nproc_per_node", count, "--standalone",
                 "--max_restarts", str(self.settings.get("restarts", 0)),
                 "-m", "hybridcomp.run", script,
             ],
@@ -119,11 +120,12 @@ class Job:
         return process.pid
 
     def rank_pid(self, rank: int) -> int | None:
-        """The process of a rank, None before it has begun."""
+        """The process of a rank, None before it has begun and after it has ended."""
         try:
-            return int((self.folder / f"pid{rank}").read_text())
+            pid, began = (self.folder / f"pid{rank}").read_text().split()
         except (OSError, ValueError):
             return None
+        return int(pid) if trainer.began(int(pid)) == began else None
 
     def step(self, rank: int) -> int:
         """The step that a rank is in, -1 before the first."""
@@ -153,7 +155,9 @@ class Job:
 
     def left(self) -> list[int]:
         """Processes of the job that still run."""
-        return [pid for pid in self._pids() if _runs(pid)]
+        launcher = [] if self.has_ended() else [self._pid]
+        ranks = (self.rank_pid(rank) for rank in range(self.settings["ranks"]))
+        return [*launcher, *(pid for pid in ranks if pid is not None)]
 
     def end(self) -> None:
         """Kill what is left."""
@@ -161,17 +165,6 @@ class Job:
             with contextlib.suppress(OSError):
                 os.kill(pid, 9)
         self.wait(5)
-
-    def _pids(self) -> list[int]:
-        ranks = (self.rank_pid(rank) for rank in range(self.settings["ranks"]))
-        return [self._pid, *(pid for pid in ranks if pid is not None)]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _environment(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

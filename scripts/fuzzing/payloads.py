@@ -37,8 +37,9 @@ FLAGS = (
     "-std=c++17", "-g1", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-w",
     "-DHC_CLONES=", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
 )  # fmt: skip
-#: seconds without a next case after which one counts as a hang
-HANG_S = 60.0
+#: seconds that one case may compute before it counts as a hang; one that computes nothing, as on a
+#: machine that does much else, may take WAITS times as long
+HANG_S, WAITS = 60.0, 10
 _STATE = struct.Struct("<4Q")
 
 
@@ -148,22 +149,33 @@ def _watch(
     hang: float, say: Callable[[str], None],
 ) -> str:  # fmt: skip
     """Wait for the driver; what went wrong, "" if nothing did."""
-    before, since, told = -1, time.monotonic(), time.monotonic()
+    before, told = -1, time.monotonic()
+    since = (time.monotonic(), 0.0)  # of the clock, of a core
     while True:
         try:
             _, text = process.communicate(timeout=0.5)
             return "" if process.returncode == 0 else text[-4000:] or _status(process.returncode)
         except subprocess.TimeoutExpired:
             index, now = _STATE.unpack(state[: _STATE.size])[0], time.monotonic()
+        computed = _computed(process.pid)
         if index != before:
-            before, since = index, now
-        elif now - since > hang:
+            before, since = index, (now, computed)
+        elif computed - since[1] > hang or now - since[0] > WAITS * hang:
             process.kill()
             process.communicate()
             return f"hangs: one case took more than {hang:.0f} s"
         if now - told > 20:
             told = now
             say(f"payloads {codec}: {index - first:,} of {cases:,}")
+
+
+def _computed(pid: int) -> float:
+    """Seconds of a core that a process has had; 0.0 where the system does not show them."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _status(code: int) -> str:

@@ -33,6 +33,15 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def began(pid: int) -> str:
+    """When a process began, "" where none has this number: numbers are given out again."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
 def train(folder: Path, settings: dict[str, Any]) -> float:
     """Train, or go on with the checkpoint that ``folder`` holds; the last loss of this rank.
 
@@ -48,7 +57,7 @@ def train(folder: Path, settings: dict[str, Any]) -> float:
     # a JIT build that this can do without
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     rank = int(os.environ["RANK"])
-    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    (folder / f"pid{rank}").write_text(f"{os.getpid()} {began(os.getpid())}")
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=settings["timeout"]))
     torch.manual_seed(0)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,3 +110,57 @@ def test_a_resumed_run_keeps_the_figures_of_the_run_before(tmp_path: Path) -> No
     files = ["ledger.1.jsonl", "ledger.2.jsonl", "ledger.jsonl"]
     assert sorted(file.name for file in tmp_path.iterdir()) == files
     assert [json.loads((tmp_path / name).read_text())["step"] for name in files] == [0, 1, 2]
+
+
+class NearlyFull(io.FileIO):
+    """A file on a disk that has ``room`` bytes left."""
+
+    room = 0
+
+    def write(self, data: Any, /) -> int:
+        part = bytes(data)[: self.room]
+        if not part:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= len(part)
+        return int(super().write(part))
+
+    def truncate(self, size: int | None = None, /) -> int:
+        held = os.fstat(self.fileno()).st_size
+        left = int(super().truncate(size))
+        self.room += held - left
+        return left
+
+
+def test_a_full_disk_costs_records_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of a line is taken back, and lines go on when there is room again."""
+    path = tmp_path / "ledger.jsonl"
+    lines = JsonLines(path)
+    lines.close()
+    disk = NearlyFull(path, "w")
+    disk.room = 30
+    lines._file = disk
+    for step in range(4):
+        lines.write({"step": step, "what": "dp"})  # 26 bytes
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [0]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1  # once, not for every record
+    assert "a record cannot be written (" in said and "the run goes on" in said
+    disk.room = 100
+    lines.write({"step": 4, "what": "dp"})
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [0, 4]
+    lines.close()
+    assert capsys.readouterr().err.endswith("ledger.jsonl: 3 records are missing\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
+def test_the_systems_own_full_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.symlink_to("/dev/full")
+    lines = JsonLines(path)
+    lines.write({"step": 1})
+    lines.write({"step": 2})
+    lines.close()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and os.strerror(errno.ENOSPC) in said[0]

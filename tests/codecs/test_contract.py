@@ -295,3 +295,26 @@ def test_make_codec_refuses_what_it_does_not_know() -> None:
         make_codec("zstd")
     with pytest.raises(CodecError, match="level"):
         make_codec("blockint", level=3)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("codec", ALL, ids=str)
+def test_a_payload_may_begin_at_any_byte(codec: Codec, dtype: torch.dtype) -> None:
+    """On a CPU; a GPU refuses what does not begin at a multiple of 16."""
+    values = arrays.make("outliers", 3001, 5, dtype)
+    room = torch.empty(codec.wire_nbytes(values.numel(), dtype), dtype=torch.uint8)
+    payload = room[: codec.encode(values, room)]
+    expected, total = torch.empty_like(values), torch.ones(values.numel())
+    codec.decode(payload, expected)
+    codec.decode_add(payload, total, dtype)
+    for offset in (1, 2, 6, 15):
+        buffer = torch.empty(len(room) + 32, dtype=torch.uint8)
+        shifted = buffer[(offset - buffer.data_ptr()) % 16 :]
+        used = codec.encode(values, shifted)
+        shifted = shifted[:used]
+        assert torch.equal(shifted, payload)
+        found, added = torch.empty_like(values), torch.ones(values.numel())
+        codec.decode(shifted, found)
+        codec.decode_add(shifted, added, dtype)
+        assert torch.equal(arrays.bits_of(found), arrays.bits_of(expected))
+        assert torch.equal(arrays.bits_of(added), arrays.bits_of(total))

@@ -50,3 +50,17 @@ def test_a_case_that_stops_the_driver_is_kept(driver: Path, tmp_path: Path) -> N
     assert "runtime error: here" in result.failure
     assert result.reproducer is not None
     assert result.reproducer.read_bytes().startswith(b"hybridcomp-damaged-payload 1 radix ")
+
+
+@needs_sanitizers
+@pytest.mark.parametrize(("does", "hangs"), [("while :; do :; done", True), ("sleep 3", False)])
+def test_a_hang_is_a_case_that_computes_without_end(
+    driver: Path, tmp_path: Path, does: str, hangs: bool
+) -> None:
+    """On a busy machine a driver may get no core for longer than any case takes."""
+    slow = tmp_path / "driver"
+    slow.write_text(f'#!/bin/sh\n[ "$1" = run ] && {{ {does}; }}\nexec {driver} "$@"\n')
+    slow.chmod(0o755)
+    result = payloads.run(slow, "radix", 10, seed=7, keep=tmp_path / "kept", hang=1.0)
+    assert result.failure.startswith("hangs") == hangs
+    assert (result.reproducer is not None) == hangs

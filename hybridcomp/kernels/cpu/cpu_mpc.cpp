@@ -131,6 +131,9 @@ HC_CLONES void decode_share(const Message& message, u8* out, size_t begin, size_
     decode_chunks(message, out, begin, end);
 }
 
+// A payload may begin at any byte, the words of one that are read and written in place may not.
+bool is_misaligned(const u8* payload) { return (size_t)payload % alignof(u32) != 0; }
+
 HC_CLONES size_t count_bits(const u32* words, size_t count) {
     size_t bits = 0;
     for (size_t i = 0; i < count; ++i) bits += (size_t)__builtin_popcount(words[i]);
@@ -146,6 +149,12 @@ size_t wire_nbytes(size_t numel, int dtype) {
 
 size_t encode(int dim, int dtype, const void* in, size_t numel, u8* out, int threads) {
     if (numel == 0) return 0;
+    if (is_misaligned(out)) {
+        std::vector<u32> aligned(wire_nbytes(numel, dtype) / 4);
+        size_t nbytes = encode(dim, dtype, in, numel, (u8*)aligned.data(), threads);
+        memcpy(out, aligned.data(), nbytes);
+        return nbytes;
+    }
     Layout layout(numel, dtype);
     u32* words = (u32*)out;
     u32* data = words + layout.data;
@@ -171,6 +180,12 @@ size_t encode(int dim, int dtype, const void* in, size_t numel, u8* out, int thr
 void decode(int dim, int dtype, const u8* in, size_t nbytes, void* out, size_t numel, bool add,
             int threads) {
     if (numel == 0) return;
+    if (is_misaligned(in)) {
+        std::vector<u32> aligned(ceil_div(nbytes, 4));
+        if (nbytes) memcpy(aligned.data(), in, nbytes);
+        decode(dim, dtype, (const u8*)aligned.data(), nbytes, out, numel, add, threads);
+        return;
+    }
     Layout layout(numel, dtype);
     const u32* words = (const u32*)in;
     require(nbytes >= 4 * layout.data, "mpc: payload is too short for its bitmap");

@@ -1,0 +1,66 @@
+"""Damaged payloads through the CUDA decoders, run on the host in memory that ends where they end.
+
+A read or write beyond an array is a crash there. What the CPU refuses has to be told as damage by
+the device, and what the CPU decodes has to be the same values: a payload that one back end takes
+for a message and the other for damage would split a job.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from fuzzing.mutate import mutate
+from hybridcomp.codecs import VALUE_DTYPES, Codec
+from hybridcomp.errors import CodecError
+from hybridcomp.kernels.cuda import CudaKernels
+from tests.codecs import arrays, guarded
+from tests.kernels.cuda.common import CODECS, bits_but_nan, kernels_replaced, payload_of
+from tests.kernels.cuda.emulated import EmulatedLauncher
+
+KERNELS = CudaKernels(EmulatedLauncher())
+#: of each codec; the long form has more
+CASES = int(os.environ.get("HYBRIDCOMP_CUDA_CASES", "40"))
+KINDS = ("normal", "outliers", "sparse", "nonfinite", "wide", "subnormal", "bits")
+
+
+def decoded(codec: Codec, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
+    """The values, None where the payload was refused."""
+    out = guarded.empty(numel * dtype.itemsize, dtype)
+    try:
+        codec.decode(payload, out)
+        KERNELS.check()  # of a GPU: what was found is told here
+    except CodecError:
+        return None
+    return out
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_damage_is_what_the_cpu_takes_for_damage(codec: Codec) -> None:
+    choose = random.Random(f"21 {codec}")
+    refused = 0
+    for case in range(CASES):
+        dtype, numel = choose.choice(VALUE_DTYPES), choose.choice((1, 31, 1025, 2531, 5000))
+        values, other = (
+            arrays.make(choose.choice(KINDS), numel, choose.randrange(1000), dtype)
+            for _ in range(2)
+        )
+        whole, second = (bytes(payload_of(codec, one).tolist()) for one in (values, other))
+        broken = mutate(choose, whole, second, multiple=16)
+        payload = (
+            guarded.copy(torch.frombuffer(bytearray(broken), dtype=torch.uint8))
+            if broken
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        expected = decoded(codec, payload, numel, dtype)
+        with kernels_replaced(KERNELS):
+            found = decoded(codec, payload, numel, dtype)
+        refused += expected is None
+        assert (found is None) == (expected is None), (case, numel, dtype, expected is None)
+        if expected is not None and found is not None:
+            assert torch.equal(bits_but_nan(found), bits_but_nan(expected)), (case, numel, dtype)
+    assert refused < CASES
