@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engines": {
         "agreement", "autotune", "channels", "codecs", "collectives", "config", "errors", "log",
-        "patching", "policy", "process", "reporter", "rules", "session", "topology",
+        "patching", "policy", "process", "reporter", "rules", "saved", "session", "topology",
     },
     # callbacks of the trainers that people use; each module imports its own
     "trainers": {
