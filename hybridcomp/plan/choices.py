@@ -151,7 +151,7 @@ class Choices:
         return Choices.of({**self._found, key: choice})
 
     def block(self, *, hierarchy: bool = True) -> dict[str, Any]:
-        """The ``"compression"`` block: every dimension is named, directions where they differ."""
+        """The ``"compression"`` block: directions where they differ, or ``none`` for all."""
         found: dict[str, Any] = {}
         for name in dict.fromkeys(name for (name, _), _ in self.items):
             ways = DIRECTIONS[:1] if name in ONE_WAY else DIRECTIONS
@@ -160,6 +160,6 @@ class Choices:
                 found[name] = chosen[0].written
             else:
                 found[name] = dict(zip(ways, (one.written for one in chosen), strict=True))
-        if not hierarchy:
-            found["hierarchy"] = "none"
-        return found
+        if not found:
+            return {"preset": "none"}
+        return found if hierarchy else {**found, "hierarchy": "none"}
