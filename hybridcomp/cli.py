@@ -11,6 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from hybridcomp.errors import HybridcompError
+from hybridcomp.plan.answer.arguments import DESCRIPTION as PLAN_DESCRIPTION
+from hybridcomp.plan.answer.arguments import add_arguments as add_plan_arguments
+from hybridcomp.plan.answer.arguments import split
 
 #: exit status of a configuration that cannot act, as argparse uses it for bad arguments
 BAD_INPUT = 2
@@ -18,7 +21,13 @@ BAD_INPUT = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    behind: list[str] = []
+    if words[:1] == ["plan"]:  # takes a command of the user's own, with options, behind --
+        words, behind = split(words)
+    options = _parser().parse_args(words)
+    if behind:
+        options.command = behind
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -52,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     validate.set_defaults(run=_validate)
 
     schema = commands.add_parser("schema", help="print the JSON schema of the block")
+    schema.add_argument("--cluster", action="store_true", help="of the file of a cluster instead")
     schema.set_defaults(run=_schema)
 
     seams = commands.add_parser("seams", help="print what is compressed where, as in the README")
@@ -78,6 +88,14 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_pays(commands.add_parser("pays", help="up to which speed of the link compression pays"))
 
+    plan = commands.add_parser(
+        "plan",
+        help="which layout, stage and codecs for a model on a cluster; files that start it",
+        description=PLAN_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_plan_arguments(plan)
+    plan.set_defaults(run=_plan, command=[])
     from hybridcomp.compare import command
 
     compare = commands.add_parser(
@@ -115,6 +133,12 @@ def _pays(options: argparse.Namespace) -> int:
     return pays.run(options)
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from hybridcomp.plan.answer import command
+
+    return command.run(options)
+
+
 def _print_seams(options: argparse.Namespace) -> int:
     from hybridcomp.patches import registry
 
@@ -133,8 +157,9 @@ def _validate(options: argparse.Namespace) -> int:
 
 def _schema(options: argparse.Namespace) -> int:
     from hybridcomp.config import schema
+    from hybridcomp.plan import cluster_file
 
-    print(json.dumps(schema(), indent=2))
+    print(json.dumps(cluster_file.schema() if options.cluster else schema(), indent=2))
     return 0
 
 

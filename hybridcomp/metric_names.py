@@ -23,7 +23,8 @@ residual_norm       L2 norm of what error feedback holds, all ranks             
 The first four stand under their own names, one record a step. The others are of one dimension and
 direction since the report before: in JSON lines ``dimensions.<dimension>.<direction>.<figure>``
 (``residual_norm`` beside ``dimensions``), elsewhere ``Train/Compression/<dimension>[/<direction>]/
-<figure>``, the direction left out for dp and zero, which have one.
+<figure>``, the direction left out for dp and zero, which have one. In the log of a trainer
+(``hybridcomp.trainers``) ``compression/`` stands in the place of ``Train/Compression/``.
 
 Imports nothing: programs that only read figures need no torch.
 """
@@ -38,6 +39,8 @@ FIGURES = (
 )  # fmt: skip
 RESIDUAL_NORM = "residual_norm"
 PREFIX = "Train/Compression/"
+#: in the place of it where a trainer writes ``train/`` before every name
+TRAINER_PREFIX = "compression/"
 #: the axis of these figures in a W&B run whose rows somebody else numbers: optimizer steps
 STEP = f"{PREFIX}step"
 #: where a W&B run's config holds the block, and what is known about the run besides
@@ -49,9 +52,14 @@ def event_name(dimension: str, direction: str, figure: str, one_way: bool) -> st
     return f"{PREFIX}{dimension}/{'' if one_way else f'{direction}/'}{figure}"
 
 
-def split_event(name: str) -> tuple[str, str, str] | None:
+def trainer_name(event: str) -> str:
+    """The name in a trainer's log of what is called ``event`` elsewhere."""
+    return TRAINER_PREFIX + event.removeprefix(PREFIX)
+
+
+def split_event(name: str, prefix: str = PREFIX) -> tuple[str, str, str] | None:
     """``(dimension, direction, figure)`` of a name, None for names of other things."""
-    parts = name.removeprefix(PREFIX).split("/")
-    if not name.startswith(PREFIX) or len(parts) not in (2, 3):
+    parts = name.removeprefix(prefix).split("/")
+    if not name.startswith(prefix) or len(parts) not in (2, 3):
         return None
     return parts[0], "forward" if len(parts) == 2 else parts[1], parts[-1]

@@ -28,7 +28,14 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.config import BLOCK, CompressionConfig, read_source
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY, Dimension, Direction
+from hybridcomp.policy import (
+    BETWEEN_RANKS,
+    DIRECTIONS,
+    ONE_WAY,
+    OWN_LAYERS,
+    Dimension,
+    Direction,
+)
 
 #: share of the compute behind which messages hide (the fit of docs/results/projection.json)
 OVERLAP = 0.1
@@ -43,7 +50,7 @@ NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
-class Device:
+class Coder:
     """What runs the codecs."""
 
     what: str
@@ -59,10 +66,10 @@ class Device:
         return 1e9 * self.speeds[name]
 
 
-DEVICES: Mapping[str, Device] = {
+DEVICES: Mapping[str, Coder] = {
     # seconds of the ledger in the trainings of docs/results/speed.json, bf16; expcode and the
     # casts beside mpc and blockint as scripts/bench_codecs.py has them; overhead: the fit
-    "cpu": Device(
+    "cpu": Coder(
         "one core of a CPU",
         {"blockint": 1.1, "zfp": 0.22, "mpc": 0.36, "radix": 0.41, "expcode": 0.8, "fp8": 0.5,
          "bf16": 1.3, "fp16": 1.3},
@@ -70,7 +77,7 @@ DEVICES: Mapping[str, Device] = {
     ),
     # seconds of the ledger in the training of docs/results/gpu.md, for blockint; the others in
     # the proportions of docs/results/gpu_codecs.md; overhead: a whole all-reduce of 1 MB
-    "gpu": Device(
+    "gpu": Coder(
         "an H100 that two ranks share",
         {"blockint": 150.0, "zfp": 70.0, "mpc": 115.0, "radix": 100.0, "expcode": 130.0,
          "fp8": 150.0, "bf16": 160.0, "fp16": 160.0},
@@ -80,7 +87,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 @dataclass(frozen=True)
-class Job:
+class MessageGroup:
     """The group of ranks that a message is for, and how upstream sends it."""
 
     ranks: int = 2
@@ -131,7 +138,12 @@ def bits(codec: Codec, dtype: torch.dtype) -> float:
 
 
 def cost(
-    dimension: Dimension, codec: Codec, numel: float, job: Job, device: Device, messages: int = 1
+    dimension: Dimension,
+    codec: Codec,
+    numel: float,
+    job: MessageGroup,
+    device: Coder,
+    messages: int = 1,
 ) -> Cost:
     """What ``messages`` of together ``numel`` values cost.
 
@@ -165,10 +177,10 @@ def cost(
 def codecs_of(config: CompressionConfig) -> dict[tuple[Dimension, Direction], Codec]:
     """The codecs whose speed-up can be estimated, by dimension and direction.
 
-    Left out: native dimensions, ``offload`` (its link is the bus), low rank (its bytes depend on
-    the matrices).
+    Left out: native dimensions, ``offload`` (its link is the bus), ``tp2d`` (its products hide
+    transfers), low rank (its bytes depend on the matrices).
     """
-    left_out = config.policy().low_rank
+    left_out = config.policy().low_rank | set(OWN_LAYERS)
     found = config.codecs()
     return {
         (name, way): codec
@@ -179,7 +191,11 @@ def codecs_of(config: CompressionConfig) -> dict[tuple[Dimension, Direction], Co
 
 
 def step_cost(
-    config: CompressionConfig, parameters: float, job: Job, device: Device, micro_batches: int = 1
+    config: CompressionConfig,
+    parameters: float,
+    job: MessageGroup,
+    device: Coder,
+    micro_batches: int = 1,
 ) -> Cost:
     """What all messages of ``dp`` and ``zero`` cost in one step, in DeepSpeed's buckets.
 
@@ -200,7 +216,7 @@ def step_cost(
     return total
 
 
-def native_cost(dimension: Dimension, numel: float, job: Job) -> Cost:
+def native_cost(dimension: Dimension, numel: float, job: MessageGroup) -> Cost:
     """What a dimension costs that is not compressed."""
     other = (job.ranks - 1) / job.ranks
     twice = dimension == "dp" and job.stage != 3
@@ -216,7 +232,7 @@ MESSAGES = (0.25e6, 4e6, 64e6)
 def run(options: argparse.Namespace) -> int:
     """Print the table, and what becomes of a step where its figures are given."""
     config = _block(options.block)
-    job = Job(options.ranks, options.stage, DTYPES[options.dtype])
+    job = MessageGroup(options.ranks, options.stage, DTYPES[options.dtype])
     if job.ranks < 2:
         raise ConfigError("--ranks", job.ranks, "one rank sends nothing; expected 2 or more")
     device = DEVICES[options.device]
@@ -245,7 +261,7 @@ def _block(text: str) -> CompressionConfig:
     return CompressionConfig.parse(source.get(BLOCK, source))
 
 
-def table(config: CompressionConfig, job: Job, device: Device) -> Iterator[str]:
+def table(config: CompressionConfig, job: MessageGroup, device: Coder) -> Iterator[str]:
     """Up to which speed of a rank's link each dimension pays, for messages of several sizes."""
     kind = next(name for name, dtype in DTYPES.items() if dtype == job.dtype)
     yield (
@@ -268,7 +284,7 @@ def table(config: CompressionConfig, job: Job, device: Device) -> Iterator[str]:
         yield f"{told:13} {codec.spec[:26]:26} {bits(codec, job.dtype):5.1f} {cells}"
 
 
-def step_line(config: CompressionConfig, job: Job, device: Device, options: Any) -> str:
+def step_line(config: CompressionConfig, job: MessageGroup, device: Coder, options: Any) -> str:
     """What becomes of a step whose gradients and parameters are compressed."""
     found = step_cost(config, options.parameters, job, device, options.micro_batches)
     faster = found.speed_up(1e9 * options.link, options.compute)

@@ -15,15 +15,18 @@ import torch
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 
 #: gradient reduction, ZeRO parameter gather, tensor, pipeline, expert, context parallel; copies
-#: between a device and its host
-Dimension = Literal["dp", "zero", "tp", "pp", "ep", "cp", "offload"]
+#: between a device and its host; two-dimensional tensor parallel (hybridcomp.nn.tp2d)
+Dimension = Literal["dp", "zero", "tp", "pp", "ep", "cp", "offload", "tp2d"]
 #: ``forward`` moves activations or parameters, ``backward`` gradients of activations.
 #: Gradient reduction (dp) and parameter gathers (zero) are always ``forward``; of offload it is
-#: parameters to the device, and ``backward`` gradients to the host.
-Direction = Literal["forward", "backward"]
+#: parameters to the device, and ``backward`` gradients to the host. What tp2d moves has kinds
+#: instead, which travel in both passes: ``activations``, ``weights`` and ``gradients``.
+Direction = Literal["forward", "backward", "activations", "weights", "gradients"]
 
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
-DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+#: what the messages of tp2d have for directions
+KINDS: tuple[Direction, ...] = ("activations", "weights", "gradients")
 #: dimensions whose messages have one direction
 ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
 #: dimensions that can be measured, and stay native where the link is faster than their codec
@@ -32,6 +35,14 @@ MEASURED: tuple[Dimension, ...] = ("dp", "zero", "tp", "pp")
 SUMMED: tuple[Dimension, ...] = ("dp", "tp")
 #: dimensions whose messages go from rank to rank
 BETWEEN_RANKS: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name != "offload")
+#: dimensions of layers that a script builds itself: no preset names them, and who has no such
+#: layers is not told about them
+OWN_LAYERS: tuple[Dimension, ...] = ("tp2d",)
+
+
+def directions_of(dimension: Dimension) -> tuple[Direction, ...]:
+    """The directions, or kinds, that messages of ``dimension`` have settings and counters for."""
+    return KINDS if dimension == "tp2d" else DIRECTIONS
 
 
 @dataclass(frozen=True)

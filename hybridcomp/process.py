@@ -25,13 +25,13 @@ from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
 from hybridcomp.config.error_messages import NOTHING
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
-from hybridcomp.policy import DIRECTIONS, Dimension
+from hybridcomp.policy import Dimension, directions_of
 from hybridcomp.session import EngineSession
 
 #: environment variable with the path of a block, or of a file that holds one under "compression"
 ENVIRONMENT = "HYBRIDCOMP_CONFIG"
 #: dimensions whose layers know no engine
-ENGINELESS: tuple[Dimension, ...] = ("tp", "cp")
+ENGINELESS: tuple[Dimension, ...] = ("tp", "cp", "tp2d")
 
 
 @dataclass
@@ -118,7 +118,7 @@ def lend(engine: Any, session: EngineSession) -> None:
         return
     asked = first.config.explicit | channels.config.explicit  # a preset names all dimensions
     for name in (name for name in ENGINELESS if name in asked):
-        for way in DIRECTIONS:
+        for way in directions_of(name):
             mine = channels.policy.codecs.get((name, way))
             theirs = first.policy.codecs.get((name, way))
             if mine != theirs:

@@ -31,7 +31,7 @@ from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, notes
 from hybridcomp.log import Once
-from hybridcomp.policy import Dimension
+from hybridcomp.policy import ONE_WAY, Dimension
 from hybridcomp.reporter import Event, Reporter, describe_run
 from hybridcomp.topology import Ranks, ranks_of
 
@@ -194,14 +194,15 @@ class EngineSession:
         dtype: torch.dtype,
         numel: int | None = None,
         sent: Mapping[Dimension, Sent] | None = None,
+        only: Collection[Dimension] = ONE_WAY,
     ) -> None:
         """Measure what may turn itself off (``when: auto``), after ``place``; a collective.
 
         ``group``: replicas of this rank's ``numel`` parameters of ``dtype``; ``sent``: messages of
-        a step, as far as they are known.
+        a step, as far as they are known; ``only``: of these dimensions.
         """
         known = {} if numel is None else {"numel": numel}
-        self.say(*self.channels.weigh(group, dtype, self.device, sent=sent, **known))
+        self.say(*self.channels.weigh(group, dtype, self.device, sent=sent, only=only, **known))
 
     # steps
 

@@ -95,7 +95,7 @@ def _written_layout(source: Mapping[str, Any], world_size: int | None) -> dict[s
     """What a ds_config says of the layout, by the names of a plan; None: it does not."""
     job = Job(source, world_size=world_size)
     return {
-        "world_size": world_size,
+        "ranks": world_size,
         "zero_stage": job.stage,
         "micro_batch": job.get("train_micro_batch_size_per_gpu"),
         "accumulation": job.get("gradient_accumulation_steps"),

@@ -40,13 +40,13 @@ class OpenRow:
             run.define_metric(f"{PREFIX}*", step_metric=STEP)
         before = self._values if (run, run.step) == (self._run, self._number) else {}
         self._run, self._number = run, run.step
-        self._values = {**before, **_added(before, values), STEP: step}
+        self._values = {**before, **added(before, values), STEP: step}
         run.log(self._values, commit=False)
         return True
 
 
-def _added(before: dict[str, float], values: dict[str, float]) -> dict[str, float]:
-    """``values`` of a report on top of those of the reports ``before``."""
+def added(before: dict[str, float], values: dict[str, float]) -> dict[str, float]:
+    """``values`` of a report on top of those of the reports ``before``: sums add up."""
     found = {
         name: value + before.get(name, 0.0) if name.rpartition("/")[2] in SUMS else value
         for name, value in values.items()

@@ -5,8 +5,9 @@ deepspeed --num_gpus 2 scripts/train_gpt.py --deepspeed_config configs/ds_zero1_
 
 Precision, ZeRO, optimizer, learning rate schedule, batch sizes: --deepspeed_config. Data: two
 datasets written by scripts/prepare_data.py. With --pp N the model is a PipelineModule of N stages,
-with --tp N megatron-core cuts its layers over N ranks; the ranks that are left are replicas. With
---cp N every N replicas share their sequences, by the ring attention of hybridcomp.
+with --tp N megatron-core cuts its layers over N ranks, with --tp2d Q hybridcomp over Q x Q; the
+ranks that are left are replicas. With --cp N every N replicas share their sequences, by the ring
+attention of hybridcomp.
 
 torchrun --nproc-per-node 2 scripts/train_gpt.py --engine fsdp2 --deepspeed_config FILE
 
@@ -40,13 +41,17 @@ from gpt.apex import fused_adam, what_is_apex
 from gpt.data import Samples
 from gpt.ds_file import SettingsError
 from gpt.indexed import DatasetError, IndexedTokens
+from gpt.layouts import (
+    ParallelismError,
+    check,
+    check_numbers,
+    convert,
+    cut_sequences,
+    lay_out,
+    numbers,
+)
 from gpt.model import GPT, loss_of, pipeline
 from gpt.weights import ModelConfig
-
-
-class ParallelismError(ValueError):
-    """Ranks or packages that --tp, --pp and --cp need are not there."""
-
 
 #: what a user can get wrong: told in one line
 MISTAKES = (
@@ -74,9 +79,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tie-embeddings", action="store_true", help="one weight for embedding and output")
     add("--tp", type=int, default=1, metavar="N",
         help="tensor-parallel ranks; pip install 'hybridcomp[megatron]'")  # fmt: skip
+    add("--tp2d", type=int, default=1, metavar="Q",
+        help="tensor parallel in two dimensions, Q x Q ranks; needs hybridcomp")  # fmt: skip
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
     add("--cp", type=int, default=1, metavar="N",
         help="context-parallel ranks, of the replicas; needs hybridcomp")  # fmt: skip
+    add("--cuts", type=numbers, default=(), metavar="N,N,...",
+        help="layers of each stage, as a plan has them (even in parameters)")  # fmt: skip
+    add("--recompute", type=numbers, default=(), metavar="N,N,...",
+        help="layers, from 0, that run forward again in backward (none)")  # fmt: skip
     add("--lr", type=float, default=1e-3, help="only where the DeepSpeed file has no optimizer")
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
     add("--print-every", type=int, default=10, metavar="N")
@@ -85,6 +96,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--save", type=Path, metavar="FOLDER", help="checkpoint at the end")
     add("--save-every", type=int, default=0, metavar="N", help="and every N steps")
     add("--load", type=Path, metavar="FOLDER", help="go on from its latest checkpoint")
+    add("--weights-from", type=Path, metavar="FILE",
+        help="begin with the weights that --weights-to wrote, with or without --tp2d")  # fmt: skip
+    add("--weights-to", type=Path, metavar="FILE", help="write the weights of the plain model")
     add("--wandb", metavar="PROJECT", help="log to W&B; WANDB_MODE=offline works")
     add("--wandb-group", metavar="GROUP")
     add("--wandb-name", metavar="NAME")
@@ -92,7 +106,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     found = parser.parse_args(arguments)
     if found.deepspeed_config is None:
         parser.error("--deepspeed_config FILE is needed")
-    for name in ("steps", "length", "tp", "pp", "cp", "print_every"):
+    for name in ("steps", "length", "tp", "tp2d", "pp", "cp", "print_every"):
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     return found
@@ -121,63 +135,17 @@ def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def lay_out(tp: int, pp: int) -> Any:
-    """DeepSpeed's topology of the ranks and megatron-core's groups; None without --tp.
-
-    Raises ParallelismError.
-    """
-    world_size = dist.get_world_size()
-    if world_size % (tp * pp):
-        raise ParallelismError(
-            f"--tp {tp} --pp {pp}: expected a multiple of {tp * pp} ranks, found {world_size}; "
-            "change --num_gpus"
-        )
-    if tp == 1:
-        return None
-    # Megatron overlaps the all-reduce of input gradients with matrix products on this condition
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    try:
-        from gpt import tensor_parallel
-    except ImportError as error:
-        raise ParallelismError(
-            f"--tp {tp}: expected megatron-core, found none that can be imported ({error}); "
-            "pip install 'hybridcomp[megatron]'"
-        ) from None
-    return tensor_parallel.start(tp, pp)
-
-
-def cut_sequences(cp: int, tp: int, pp: int, length: int) -> None:
-    """Make the groups of --cp. Raises ParallelismError."""
-    replicas = dist.get_world_size() // (tp * pp)
-    if replicas % cp:
-        raise ParallelismError(
-            f"--cp {cp}: expected a multiple of {cp} replicas, found {replicas}; change --num_gpus"
-        )
-    if length % (2 * cp):
-        raise ParallelismError(
-            f"--cp {cp} --length {length}: expected a multiple of {2 * cp} tokens, two chunks a "
-            "rank; change --length"
-        )
-    try:
-        from gpt import context_parallel
-    except ImportError as error:
-        raise ParallelismError(
-            f"--cp {cp}: expected hybridcomp, found none that can be imported ({error}); "
-            "pip install hybridcomp"
-        ) from None
-    context_parallel.start(cp, tp, pp)
-
-
 def torch_trainer(
     arguments: argparse.Namespace, settings: dict[str, Any], config: ModelConfig
 ) -> loop.Trainer:
     """The model under torch's own engine. Raises ParallelismError, SettingsError."""
     from gpt.torch_engines import Engine, TorchTrainer
 
-    if arguments.tp * arguments.pp > 1:
+    if arguments.tp * arguments.pp * arguments.tp2d > 1:
         raise ParallelismError(
-            f"--engine {arguments.engine}: expected --tp 1 --pp 1, found --tp {arguments.tp} "
-            f"--pp {arguments.pp}; leave them out, or use --engine deepspeed"
+            f"--engine {arguments.engine}: expected --tp 1 --pp 1 --tp2d 1, found --tp "
+            f"{arguments.tp} --pp {arguments.pp} --tp2d {arguments.tp2d}; leave them out, or use "
+            "--engine deepspeed"
         )
     if arguments.wandb:
         raise SettingsError("--wandb: DeepSpeed's monitor logs; leave it out without DeepSpeed")
@@ -193,13 +161,14 @@ def build_engine(
     mpu = None
     if arguments.pp > 1:
         cut = {"num_stages": arguments.pp} if topology is None else {"topology": topology}
-        model = pipeline(config, **cut)
+        model = pipeline(config, arguments.cuts, **cut)
     else:
         model = GPT(config)
+        convert(arguments, config, model, load=True)
         if topology is not None:
-            from gpt.tensor_parallel import grid
+            from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-            mpu = grid(topology)
+            mpu = PipelineParallelGrid(topology=topology)
     arguments.deepspeed_config = None  # DeepSpeed takes one or the other
     optimizer = None
     if "optimizer" not in settings:
@@ -213,7 +182,7 @@ def build_engine(
         mpu=mpu,
         config=settings,
     )
-    if topology is not None:
+    if topology is not None and config.tp > 1:
         from gpt.tensor_parallel import check_groups
 
         check_groups(engine.mpu)
@@ -222,9 +191,13 @@ def build_engine(
 
 def run(arguments: argparse.Namespace) -> None:
     """Everything between the command line and the summary."""
+    config_path, settings = arguments.deepspeed_config, ds_settings(arguments)
+    check(arguments, settings)
+    check_numbers(arguments)
     prepare_machine(arguments.seed)
     torch_engine = arguments.engine != "deepspeed"
-    topology = None if torch_engine else lay_out(arguments.tp, arguments.pp)
+    cuts = (arguments.tp, arguments.pp, arguments.tp2d, arguments.cp)
+    topology = None if torch_engine else lay_out(*cuts)
     if arguments.cp > 1:
         cut_sequences(arguments.cp, arguments.tp, arguments.pp, arguments.length)
     folder, name = arguments.data.parent, arguments.data.name
@@ -233,7 +206,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.eval_batches:
         valid = Samples(IndexedTokens(folder / f"{name}_valid"), arguments.length, 0)
     vocabulary = max(s.vocabulary for s in (samples, valid) if s is not None)
-    config_path, settings = arguments.deepspeed_config, ds_settings(arguments)
     config = ModelConfig(
         vocabulary=vocabulary,
         layers=arguments.layers,
@@ -243,7 +215,9 @@ def run(arguments: argparse.Namespace) -> None:
         tied=arguments.tie_embeddings,
         seed=arguments.seed,
         tp=arguments.tp,
+        tp2d=arguments.tp2d,
         cp=arguments.cp,
+        recompute=arguments.recompute,
     )
     trainer: loop.Trainer
     if torch_engine:
@@ -264,6 +238,7 @@ def run(arguments: argparse.Namespace) -> None:
         "seed": arguments.seed,
         "world_size": dist.get_world_size(),
         "tensor_parallel": arguments.tp,
+        "tensor_parallel_2d": arguments.tp2d,
         "pipeline_stages": arguments.pp,
         "context_parallel": arguments.cp,
         "tokens_per_step": trainer.share.global_batch * arguments.length,
@@ -285,6 +260,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     log = loop.Log(arguments.log if first else None, header, step)
     loop.train(trainer, samples, valid, plan, log, consumed)
+    convert(arguments, config, getattr(trainer.engine, "module", None), load=False)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.paths import ROOT
 
 PACKAGE = ROOT / "hybridcomp"
 #: import statements from one module of a room to another of it, at most
-MOST_ARROWS = {"collectives": 57, "patches": 38}
+MOST_ARROWS = {"collectives": 59, "patches": 38}
 
 
 def module_of(path: Path) -> str:
@@ -101,8 +102,18 @@ for name in sys.argv[1:]:
 """
 
 
+#: modules for a trainer -> the package that it needs
+TRAINERS = {
+    "hybridcomp.trainers.hugging_face": "transformers",
+    "hybridcomp.trainers.lightning": "lightning",
+    "hybridcomp.trainers.torchtitan": "torchtitan",
+}
+
+
 def test_every_module_can_be_imported_alone() -> None:
+    absent = {name for name, package in TRAINERS.items() if find_spec(package) is None}
     names = sorted(name for name in sources() if not name.endswith("__main__"))
+    names = [name for name in names if name not in absent]
     done = subprocess.run(
         [sys.executable, "-c", ALONE, *names], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -14,7 +14,7 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-DEVICE = pays.Device("a device", {"blockint": 1.0, "zfp": 1.0}, 0.0)
+DEVICE = pays.Coder("a device", {"blockint": 1.0, "zfp": 1.0}, 0.0)
 #: trained values of the model behind docs/results/speed.json: 6.570 MB natively at ZeRO 0 in bf16
 MODEL = 3.285e6
 BLOCKS = {
@@ -27,7 +27,7 @@ BLOCKS = {
 
 def test_one_message_by_hand() -> None:
     codec = make_codec("zfp", rate=8)
-    job = pays.Job(ranks=4, stage=1, dtype=torch.float32)
+    job = pays.MessageGroup(ranks=4, stage=1, dtype=torch.float32)
     found = pays.cost("dp", codec, 1e6, job, DEVICE)
     assert found.native_nbytes == pytest.approx(2 * 0.75 * 4e6)
     assert found.wire_nbytes == pytest.approx(0.75 * 1e6, rel=1e-3)
@@ -49,7 +49,7 @@ def test_at_the_rate_where_it_stops_to_pay_nothing_changes() -> None:
 
 
 def test_what_saves_nothing_pays_nowhere() -> None:
-    found = pays.cost("pp", make_codec("zfp", rate=16), 1e6, pays.Job(), DEVICE)
+    found = pays.cost("pp", make_codec("zfp", rate=16), 1e6, pays.MessageGroup(), DEVICE)
     assert found.pays_below == 0.0
 
 
@@ -67,7 +67,7 @@ def test_estimates_follow_the_measured_trainings() -> None:
             if row["layout"] != layout or row["arm"] not in BLOCKS or not row["r"]:
                 continue
             block = CompressionConfig.parse(BLOCKS[row["arm"]])
-            found = pays.step_cost(block, MODEL, pays.Job(2, stage), pays.DEVICES["cpu"])
+            found = pays.step_cost(block, MODEL, pays.MessageGroup(2, stage), pays.DEVICES["cpu"])
             if row["arm"] in ("recommended", "naive-zfp"):
                 assert found.wire_nbytes / 1e6 == pytest.approx(row["sent_MB"], rel=0.05)
             said = found.speed_up(row["rate"], row["compute_s"])

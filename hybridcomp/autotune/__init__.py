@@ -2,6 +2,8 @@
 
 observed  the messages of a run that are waited for before a trial can be made of them
 trials    native and encoded messages, timed beside each other
-verdicts  what the trials say, by dimension
+room      how much memory they may take
+judging   timing them to a verdict
+verdicts  what they say, by dimension, and how long it holds
 recheck   steps of the run itself, natively and encoded in turns, where a trial was close
 """

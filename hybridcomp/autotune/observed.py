@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.agreement import tell
-from hybridcomp.autotune.trials import Planned
+from hybridcomp.autotune.trials import PlannedMessage
 from hybridcomp.codecs.base import Codec
 from hybridcomp.policy import Dimension, Direction
 from hybridcomp.topology import Ranks, ranks_of
@@ -67,15 +67,16 @@ class Seen:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
         direction: Direction,
-        hop: tuple[int, int] | None,
+        between: tuple[int, int] | None,
     ) -> None:
         """Count a message that stays native because its dimension is not judged yet.
 
-        ``hop``: global ranks of sender and receiver, None for a collective of ``group``.
+        ``between``: global ranks of sender and receiver, None for a collective of ``group``.
         """
-        ranks = ranks_of(group) if hop is None else hop
+        ranks = ranks_of(group) if between is None else between
         self._groups[ranks] = group
-        self.counts[dimension][Kind(ranks, hop is not None, direction, dtype, numel, codec)] += 1
+        kind = Kind(ranks, between is not None, direction, dtype, numel, codec)
+        self.counts[dimension][kind] += 1
 
     def is_due(self) -> bool:
         """Whether to look now, after a step: later and later, as there may never be any."""
@@ -86,7 +87,7 @@ class Seen:
         """It has a verdict."""
         self.counts.pop(dimension, None)
 
-    def plans(self) -> dict[Dimension, tuple[list[Planned], int]]:
+    def plans(self) -> dict[Dimension, tuple[list[PlannedMessage], int]]:
         """What to time and bytes of the largest, by dimension that any rank has seen messages of.
 
         A collective over the job. 0 bytes: there are messages, but none that its ranks agree on.
@@ -99,7 +100,7 @@ class Seen:
             },
             what="messages of tp and pp",
         )
-        found: dict[Dimension, tuple[list[Planned], int]] = {}
+        found: dict[Dimension, tuple[list[PlannedMessage], int]] = {}
         for name, kinds in own.items():
             rows = [row[name] for row in said]
             if not any(rows):
@@ -110,9 +111,9 @@ class Seen:
             found[name] = plan, max(common.values(), default=0)
         return found
 
-    def _planned(self, kind: Kind) -> Planned:
-        hop = (kind.ranks[0], kind.ranks[1]) if kind.is_send else None
-        return Planned(kind.codec, self._groups[kind.ranks], hop, kind.dtype, kind.numel)
+    def _planned(self, kind: Kind) -> PlannedMessage:
+        between = (kind.ranks[0], kind.ranks[1]) if kind.is_send else None
+        return PlannedMessage(kind.codec, self._groups[kind.ranks], between, kind.dtype, kind.numel)
 
 
 def _heaviest(counts: Counter[Kind]) -> list[Kind]:

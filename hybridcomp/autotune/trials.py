@@ -5,7 +5,6 @@ Nothing in here is traffic of the model: no ledger, no residual of it is touched
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -24,25 +23,23 @@ Run = Callable[[], None]
 
 #: values of the longest message of a trial; the channel's own messages are no longer
 MESSAGE_NUMEL = 1 << 27
-#: bytes that a value takes in a trial at most: itself, two residuals, a sum, what is sent
-NBYTES = 24
 #: torch 2.13 renames it and warns about the old name
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedMessage:
     """A message of a layer or between stages; gathers and scatters are timed as reductions."""
 
     codec: Codec
     group: dist.ProcessGroup | None
-    hop: tuple[int, int] | None  # global ranks of sender and receiver of a send
+    between: tuple[int, int] | None  # global ranks of sender and receiver of a send
     dtype: torch.dtype
     numel: int
 
 
 @dataclass(frozen=True)
-class Place:
+class TrialGroup:
     """Whose messages are timed, and of what they are made."""
 
     group: Group
@@ -86,19 +83,21 @@ class Sent:
         return replace(self, numels=tuple(kept))
 
 
-def reductions(codec: Codec, feedback: bool, place: Place) -> Callable[[Sent], tuple[Run, Run]]:
+def reductions(
+    codec: Codec, feedback: bool, where: TrialGroup
+) -> Callable[[Sent], tuple[Run, Run]]:
     """Trials of sums of gradients; with ``feedback`` residuals are kept, too."""
 
     def trial(sent: Sent) -> tuple[Run, Run]:
-        longest, world_size = max(sent.numels), place.group.size
-        values = place.values(longest)
-        kept = _residuals(sent, place) if feedback else None
-        chosen = [codec.for_message(numel, place.dtype, world_size) for numel in sent.numels]
-        reduce = _Reduce(sent, place)
+        longest, world_size = max(sent.numels), where.group.size
+        values = where.values(longest)
+        kept = _residuals(sent, where) if feedback else None
+        chosen = [codec.for_message(numel, where.dtype, world_size) for numel in sent.numels]
+        reduce = _Reduce(sent, where)
 
         def coded() -> None:
             for index, (numel, one) in enumerate(zip(sent.numels, chosen, strict=True)):
-                held = (None, None) if kept is None else _cut_residuals(kept, numel, sent, place)
+                held = (None, None) if kept is None else _cut_residuals(kept, numel, sent, where)
                 reduce.coded(values[:numel], one, held, index)
                 values[:numel].mul_(0.5)  # sums of sums must not overflow
 
@@ -117,10 +116,10 @@ class _Reduce:
     """One sum of the messages of ``sent``, as upstream and as a codec's."""
 
     sent: Sent
-    place: Place
+    where: TrialGroup
 
     def native(self, values: torch.Tensor) -> None:
-        group = self.place.group
+        group = self.where.group
         share = values.numel() // group.size
         if self.sent.how == "scatter" and share:
             whole = values[: share * group.size]
@@ -135,7 +134,7 @@ class _Reduce:
         held: tuple[torch.Tensor | None, torch.Tensor | None],
         index: int,
     ) -> None:
-        group, (residual, owner) = self.place.group, held
+        group, (residual, owner) = self.where.group, held
         how = Reduction(codec, group, Meter(), (), residual, owner)
         if self.sent.how == "own":
             collectives.reduce_to_owners(values, self._owners(index), how)
@@ -149,7 +148,7 @@ class _Reduce:
 
     def _owners(self, index: int) -> list[OwnedRange]:
         """Owners of message ``index``: every rank owns one stretch of what a step sums."""
-        world_size = self.place.group.size
+        world_size = self.where.group.size
         first, numel = sum(self.sent.numels[:index]), self.sent.numels[index]
         return [
             OwnedRange(max(start, first) - first, min(stop, first + numel) - first, (rank,))
@@ -158,9 +157,9 @@ class _Reduce:
         ]
 
 
-def _residual_lengths(numel: int, sent: Sent, place: Place) -> tuple[int, int]:
+def _residual_lengths(numel: int, sent: Sent, where: TrialGroup) -> tuple[int, int]:
     """Lengths of what this rank encodes of a message, and of its chunk of it."""
-    group = place.group
+    group = where.group
     if sent.how == "scatter":
         edges = chunk_ranges(numel, group.size)
         return sum(edges[rank][1] - edges[rank][0] for rank in group.receivers), 0
@@ -169,29 +168,29 @@ def _residual_lengths(numel: int, sent: Sent, place: Place) -> tuple[int, int]:
     return high - low, stop - start
 
 
-def _residuals(sent: Sent, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def _residuals(sent: Sent, where: TrialGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros as long as the longest residuals of messages of these lengths."""
     sender, owner = map(
-        max, zip(*(_residual_lengths(n, sent, place) for n in set(sent.numels)), strict=True)
+        max, zip(*(_residual_lengths(n, sent, where) for n in set(sent.numels)), strict=True)
     )
-    return torch.zeros(sender, device=place.device), torch.zeros(owner, device=place.device)
+    return torch.zeros(sender, device=where.device), torch.zeros(owner, device=where.device)
 
 
 def _cut_residuals(
-    kept: tuple[torch.Tensor, torch.Tensor], numel: int, sent: Sent, place: Place
+    kept: tuple[torch.Tensor, torch.Tensor], numel: int, sent: Sent, where: TrialGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    sender, owner = _residual_lengths(numel, sent, place)
+    sender, owner = _residual_lengths(numel, sent, where)
     return kept[0][:sender], kept[1][:owner]
 
 
-def gathers(codec: Codec, place: Place) -> Callable[[Sent], tuple[Run, Run]]:
+def gathers(codec: Codec, where: TrialGroup) -> Callable[[Sent], tuple[Run, Run]]:
     """Trials of all-gathers of parameters; sizes are those of what is gathered."""
-    group = place.group
+    group = where.group
 
     def trial(sent: Sent) -> tuple[Run, Run]:
         world_size = group.size
         lengths = [-(-numel // world_size) for numel in sent.numels]
-        values = place.values(max(lengths))
+        values = where.values(max(lengths))
         room = values.new_empty(world_size * (sum(lengths) if sent.together else max(lengths)))
         starts = accumulate(lengths if sent.together else [0] * len(lengths), initial=0)
         messages = [
@@ -199,7 +198,7 @@ def gathers(codec: Codec, place: Place) -> Callable[[Sent], tuple[Run, Run]]:
             for start, length in zip(starts, lengths, strict=False)
         ]
         chosen = [
-            codec.for_message(shard.numel(), place.dtype, world_size) for shard, _ in messages
+            codec.for_message(shard.numel(), where.dtype, world_size) for shard, _ in messages
         ]
 
         def coded() -> None:
@@ -238,40 +237,12 @@ def agree_on(sent: Sent | None, group: dist.ProcessGroup | None, device: torch.d
     return bool(agreed)
 
 
-def room_for(device: torch.device) -> int:
-    """Values that trials on ``device`` may have: half of what is free there, for all ranks alike.
-
-    A collective over the job.
-    """
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // dist.get_world_size()
-    values = torch.tensor(max(1, free // 2 // NBYTES), device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MIN)
-    return int(values)
-
-
-def has_room(nbytes: int, device: torch.device) -> bool:
-    """Whether every rank's GPU has so many bytes to spare; a collective over the job.
-
-    Hosts take memory from others when they have none, and are not asked.
-    """
-    fits = True
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        fits = nbytes < torch.cuda.mem_get_info(device)[0] + kept
-    found = torch.tensor(int(fits), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return bool(found)
-
-
 def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randn(numel, generator=generator).to(device, dtype)
 
 
-def messages(planned: Sequence[Planned], device: torch.device) -> tuple[Run, Run]:
+def messages(planned: Sequence[PlannedMessage], device: torch.device) -> tuple[Run, Run]:
     """A trial of several messages of layers or stages, one after the other.
 
     ``planned``: those that this rank takes part in, on all ranks in one order, so that no two wait
@@ -282,23 +253,23 @@ def messages(planned: Sequence[Planned], device: torch.device) -> tuple[Run, Run
 
     def native() -> None:
         for one, tensor in zip(planned, values, strict=True):
-            if one.hop is None:
+            if one.between is None:
                 dist.all_reduce(tensor, group=one.group)
                 tensor.mul_(0.5)  # sums of sums must not overflow
-            elif one.hop[0] == dist.get_rank():
-                dist.send(tensor, one.hop[1], group=one.group)
+            elif one.between[0] == dist.get_rank():
+                dist.send(tensor, one.between[1], group=one.group)
             else:
-                dist.recv(tensor, one.hop[0], group=one.group)
+                dist.recv(tensor, one.between[0], group=one.group)
 
     def coded() -> None:
         for one, group, tensor in zip(planned, groups, values, strict=True):
             how = one.codec, group, Meter()
-            if one.hop is None:
+            if one.between is None:
                 collectives.all_reduce(tensor, Reduction(*how))
                 tensor.mul_(0.5)
-            elif one.hop[0] == dist.get_rank():
-                collectives.send(tensor, one.hop[1], Transfer(*how))
+            elif one.between[0] == dist.get_rank():
+                collectives.send(tensor, one.between[1], Transfer(*how))
             else:
-                collectives.recv(tensor, one.hop[0], Transfer(*how))
+                collectives.recv(tensor, one.between[0], Transfer(*how))
 
     return native, coded

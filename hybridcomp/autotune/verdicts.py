@@ -1,41 +1,22 @@
-"""Whether compressing pays on the link of this job: measured, not guessed.
+"""Whether compressing pays on the link of this job, and how long that holds.
 
-With ``"when": "auto"`` the real collectives run on the real group, native and encoded in turns: for
-dp and zero before the first step, for tp and pp after it, when it is known what they send
-(``seen``). The seconds of the slowest rank count, taken over the whole job, so every rank decides
-on the same figures. A dimension whose encoded messages are not faster stays native: for the rest of
-the run, and of those that continue it from a checkpoint. Where the two were close, steps of the run
+A dimension whose encoded messages are not faster (``judging``) stays native: for the rest of the
+run, and of those that continue it from a checkpoint. Where the two were close, steps of the run
 itself are compared once, and a verdict may change (``recheck``).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
-from hybridcomp.autotune.trials import Run, Sent, room_for
 from hybridcomp.policy import Dimension
 
-#: values of a message of a trial, one after the other
-SIZES = (1 << 19, 1 << 21, 1 << 23)
-#: timings of either kind at a size, in turns after one of each, which says how many there is time
-#: for; the shortest counts, as whatever disturbs a timing makes it longer
-REPEATS = 5, 20
-#: the same for the messages of a step, which may be shorter or longer
-REPEATS_SEEN = 2, 100
-#: fp32 values that are written in between: 64 MB, above the caches of most processors and GPUs
-WORK_NUMEL = 1 << 24
-#: no larger trial after this many seconds: on a slow link they take long, and a small one tells
-BUDGET_S = 2.0
-#: encoded messages must be this much faster: the codec takes cores that the model wants as well
-MARGIN = 1.1
 #: a trial in which one of the two took this many times as long as the other needs no other look
 CLEAR = 2.0
 #: steps with codecs allowed, before steps are compared: they load kernels and find their buffers
@@ -80,11 +61,11 @@ class Verdict:
         return f"{dimension}: {figures} (compression.{dimension}.when: auto): {todo}"
 
 
-class Link:
+class Verdicts:
     """The verdicts of one engine."""
 
     def __init__(self) -> None:
-        self.verdicts: dict[Dimension, Verdict] = {}
+        self.by_dimension: dict[Dimension, Verdict] = {}
         self.recheck: Recheck | None = None
         self._is_planned = False
 
@@ -93,7 +74,7 @@ class Link:
         coded = None if self.recheck is None else self.recheck.coded(dimension, step)
         if coded is not None:
             return not coded
-        verdict = self.verdicts.get(dimension)
+        verdict = self.by_dimension.get(dimension)
         return verdict is not None and verdict.pays == (step < verdict.since)
 
     def comparing(self, step: int) -> bool:
@@ -104,23 +85,23 @@ class Link:
     def may_compare(self) -> bool:
         """Whether steps are still to be compared."""
         undone = self.recheck is not None and not all(
-            self.verdicts[name].checked for name in self.recheck.names
+            self.by_dimension[name].checked for name in self.recheck.names
         )
         return undone or not self._is_planned
 
     def begins(self, dimension: Dimension) -> bool:
         """Whether a comparison would begin now, with ``dimension`` in it."""
-        verdict = self.verdicts.get(dimension)
+        verdict = self.by_dimension.get(dimension)
         return not self._is_planned and verdict is not None and verdict.is_close
 
     def flushes(self, dimension: Dimension, step: int) -> bool:
         """Whether messages of ``step`` take along, losslessly, what error feedback still holds."""
-        verdict = self.verdicts.get(dimension)
+        verdict = self.by_dimension.get(dimension)
         return verdict is not None and verdict.flush == step
 
     def holds_nothing(self, dimension: Dimension, step: int) -> bool:
         """Whether no message of ``step`` or later will take residuals."""
-        verdict = self.verdicts.get(dimension)
+        verdict = self.by_dimension.get(dimension)
         if verdict is None or verdict.pays or self.comparing(step):
             return False
         return step > verdict.flush
@@ -134,7 +115,7 @@ class Link:
         told = []
         if not self._is_planned:
             self._is_planned = True
-            close = [n for n, v in self.verdicts.items() if v.is_close and n not in without]
+            close = [n for n, v in self.by_dimension.items() if v.is_close and n not in without]
             if close:
                 told.append(self._begin(close[: recheck.MOST], step))
         if self.recheck is not None and step <= self.recheck.stop:
@@ -146,7 +127,7 @@ class Link:
     def _begin(self, names: Sequence[Dimension], step: int) -> str:
         self.recheck = Recheck(names, step)
         for name in names:
-            self.verdicts[name] = replace(self.verdicts[name], first=step)
+            self.by_dimension[name] = replace(self.by_dimension[name], first=step)
         return (
             f"{', '.join(names)}: as neither way was clearly faster in its trial, steps "
             f"{step} to {self.recheck.stop - 1} run in both ways, in turns, and are compared"
@@ -155,17 +136,17 @@ class Link:
     def _end(
         self, done: Recheck, without: Collection[Dimension], device: torch.device
     ) -> list[str]:
-        findings = done.judge({n: self.verdicts[n].pays for n in done.names}, device)
+        findings = done.judge({n: self.by_dimension[n].pays for n in done.names}, device)
         told = []
         for name, found in ({} if findings is None else findings).items():
-            verdict = replace(self.verdicts[name], checked=True)
+            verdict = replace(self.by_dimension[name], checked=True)
             if found.changes:
                 verdict = replace(verdict, pays=not verdict.pays, since=done.stop)
             if name not in without:
                 if not verdict.pays:
                     verdict = replace(verdict, flush=done.stop)
                 told.append(recheck.told(name, found, verdict.pays, done.stop))
-            self.verdicts[name] = verdict
+            self.by_dimension[name] = verdict
         return told
 
     def state(self) -> dict[str, dict[str, Any]]:
@@ -173,7 +154,7 @@ class Link:
         usual = {f.name: f.default for f in fields(Verdict)}
         return {
             name: {key: value for key, value in asdict(verdict).items() if value != usual[key]}
-            for name, verdict in self.verdicts.items()
+            for name, verdict in self.by_dimension.items()
         }
 
     def restore(
@@ -184,7 +165,7 @@ class Link:
         ``waiting``: dimensions that would be measured later; those of ``state`` are not.
         """
         told = []
-        for name, verdict in self.verdicts.items():
+        for name, verdict in self.by_dimension.items():
             stored = Verdict(**state[name]) if name in state else verdict
             if stored.pays != verdict.pays:
                 was = "compressed" if stored.pays else "native"
@@ -194,127 +175,19 @@ class Link:
                     f"{verdict.nbytes / 1e6:.3g} MB now takes {verdict.coded_s * 1e3:.1f} ms and "
                     f"native {verdict.native_s * 1e3:.1f} ms; {change} changes that"
                 )
-            self.verdicts[name] = stored
+            self.by_dimension[name] = stored
         for name in waiting:
             if name in state:
-                self.verdicts[name] = Verdict(**state[name])
-                was = "compressed" if self.verdicts[name].pays else "native"
+                self.by_dimension[name] = Verdict(**state[name])
+                was = "compressed" if self.by_dimension[name].pays else "native"
                 told.append(f"{name}: {was}, as measured in the run that is continued")
         self._go_on()
         return told
 
     def _go_on(self) -> None:
         """The comparison that the continued run was in, or would have come to, goes on."""
-        under_way = {n: v.first for n, v in self.verdicts.items() if v.first >= 0 and not v.checked}
+        under_way = {
+            n: v.first for n, v in self.by_dimension.items() if v.first >= 0 and not v.checked
+        }
         self.recheck = Recheck(list(under_way), min(under_way.values())) if under_way else None
-        self._is_planned = any(verdict.first >= 0 for verdict in self.verdicts.values())
-
-
-def judge(
-    trials: Callable[[Sent], tuple[Run, Run]],
-    sent: Sent,
-    itemsize: int,
-    device: torch.device,
-    whole: bool,
-) -> Verdict:
-    """Time trials of growing size, while there is time; a collective over the whole job.
-
-    ``trials``: for messages, what runs them natively and encoded. ``sent``: those of a step, as far
-    as they are known (``whole``, the same on all ranks); without them one with all values there
-    are. First come single messages of ``SIZES``, no longer than its longest. They tell how long all
-    of them take, or what part of them there is time for.
-    """
-    longest = max(sent.numels)
-    largest = _largest(longest, device)
-    spent = 0.0
-    for size in SIZES:
-        one = replace(sent, numels=(max(1, min(size, longest)),))
-        rows = _timed(trials(one), REPEATS, BUDGET_S / len(SIZES), device)
-        spent += float(rows.sum())
-        if spent > BUDGET_S or size >= largest:
-            break
-    messages, values = 1, min(size, largest)
-    if whole and spent <= BUDGET_S:
-        in_time = int(BUDGET_S / (1 + REPEATS_SEEN[0]) / float(rows.amin(dim=0).sum()) * values)
-        part = sent.cut(min(room_for(device), max(values, in_time)))
-        rows = _timed(trials(part), REPEATS_SEEN, BUDGET_S, device)
-        messages = _largest(len(part.numels), device)
-        values = _largest(part.numel, device)
-    native_s, coded_s = rows.amin(dim=0).tolist()
-    pays = coded_s * MARGIN <= native_s
-    total = _largest(sent.numel, device) if whole else values
-    of = total * itemsize if total > values else 0
-    return Verdict(pays, values * itemsize, native_s, coded_s, messages=messages, of=of)
-
-
-def _largest(numel: int, device: torch.device) -> int:
-    """The largest of all ranks: other stages have other numbers."""
-    largest = torch.tensor(numel, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest)
-
-
-def _timed(
-    runs: tuple[Run, Run], limits: tuple[int, int], budget_s: float, device: torch.device
-) -> torch.Tensor:
-    once = float(_race(runs, 1, device).sum())
-    return _race(runs, _repeats(limits, budget_s / once), device)
-
-
-def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verdict:
-    """Time what this rank sends and receives natively and encoded; a collective over the job.
-
-    ``nbytes``: of the largest of these messages in the job, 0 where they could not be planned. How
-    often they are timed, the first timing says. Each comes after work that leaves nothing of it in
-    the caches, as a layer's does, and the median counts: such messages are short, and where ranks
-    share cores, what disturbs them is no accident.
-    """
-    if not nbytes:
-        return Verdict(True, 0, 0.0, 0.0)
-    work = torch.zeros(WORK_NUMEL, device=device)
-
-    def compute() -> None:
-        work.add_(1.0)
-        dist.barrier()  # ranks that end it at different times would be timed waiting
-
-    once = float(_race(runs, 1, device, compute).sum())
-    repeats = _repeats(REPEATS_SEEN, BUDGET_S / once)
-    native_s, coded_s = _race(runs, repeats, device, compute).median(dim=0).values.tolist()
-    return Verdict(coded_s * MARGIN <= native_s, nbytes, native_s, coded_s)
-
-
-def _repeats(limits: tuple[int, int], wanted: float) -> int:
-    least, most = limits
-    return max(least, min(most, int(wanted)))
-
-
-def _race(
-    runs: tuple[Run, Run], repeats: int, device: torch.device, before: Run | None = None
-) -> torch.Tensor:
-    """Seconds of both in turns, ``[repeats, 2]``; of the slowest rank, so equal on all ranks.
-
-    ``before``: runs ahead of each and is not timed.
-    """
-    found = torch.zeros(repeats, len(runs), dtype=torch.float64)
-    for row in found:
-        for column, run in enumerate(runs):
-            if before is not None:
-                before()
-            row[column] = seconds(run, device)
-    found = found.to(device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found
-
-
-def seconds(run: Run, device: torch.device) -> float:
-    """Seconds that ``run`` takes, on a GPU until the work is done there."""
-    _finish(device)
-    start = time.perf_counter()
-    run()
-    _finish(device)
-    return time.perf_counter() - start
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        self._is_planned = any(verdict.first >= 0 for verdict in self.by_dimension.values())

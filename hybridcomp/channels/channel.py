@@ -3,7 +3,8 @@
 A patch asks ``channel.codec(...)`` first. ``None`` means native: the patch reports the message with
 ``channel.native(...)`` and calls upstream's original, so that ``none`` is bit-identical.
 Otherwise it hands the tensors over with that codec; the channel adds error feedback, calls the
-collective and writes the ledger. Sums are in here, what is only moved is in ``moves``.
+collective and writes the ledger. Sums are in here, what is only moved is in ``moves``, what has one
+rank as its root in ``rooted``.
 
 In two levels what is encoded is the sum of a node, cut into a stretch for each of its ranks. So a
 residual covers only this rank's stretch, and a sum of residuals that was loaded from another job is
@@ -25,8 +26,8 @@ from hybridcomp.channels import low_rank
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
 from hybridcomp.channels.error_feedback import Piece, borders, cut
 from hybridcomp.channels.low_rank import Factored
-from hybridcomp.channels.moves import Moves
 from hybridcomp.channels.replicated import Exact, stretches_of
+from hybridcomp.channels.rooted import Rooted
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
     Group,
@@ -55,7 +56,7 @@ def channel_of(obj: Any, dimension: Dimension) -> Channel | None:
     return channel
 
 
-class Channel(Moves):
+class Channel(Rooted):
     """One dimension: policy, ledger and residuals around the collectives."""
 
     def __init__(self, dimension: Dimension, state: EngineState) -> None:

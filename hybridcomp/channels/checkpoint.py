@@ -50,7 +50,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 def needed(channels: Channels) -> bool:
     """Whether there is anything to save; equal on every rank."""
-    known = bool(channels.guard.trips) or bool(channels.link.verdicts)
+    known = bool(channels.guard.trips) or bool(channels.verdicts.by_dimension)
     known = known or bool(channels.host.pace.state())
     return known or any(channel.error_feedback for channel in channels)
 
@@ -128,7 +128,7 @@ def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
         "loss_scale": loss_scale,
         "residuals": channels.residuals.state_dict(),
         "guard": channels.guard.state(),
-        "link": channels.link.state(),
+        "link": channels.verdicts.state(),
         "offload": channels.host.pace.state(),
         "factors": channels.factors.state_dict(),
     }
@@ -206,7 +206,7 @@ def _restore_choices(channels: Channels, state: Mapping[str, Any]) -> str | None
         if channels.guard.watching:
             say(*channels.resume_guard(state.get("guard", {})))
         if channels.config.measured():
-            say(*channels.resume_link(state.get("link", {})))
+            say(*channels.resume_verdicts(state.get("link", {})))
         if channels.config.offload.when == "auto":
             say(*channels.host.pace.restore(state.get("offload", {})))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -238,7 +238,7 @@ def _restore_residuals(
         channels.residuals.load_sum(_states(folder, count, channels))
         stored_scale = first["loss_scale"]
     channels.residuals.scale(loss_scale / stored_scale)
-    if channels.link.holds_nothing("dp", channels.step) and channels.residuals.nbytes:
+    if channels.verdicts.holds_nothing("dp", channels.step) and channels.residuals.nbytes:
         channels.residuals.clear()
         say("dp is native now (when: auto): what error feedback still held is dropped")
 

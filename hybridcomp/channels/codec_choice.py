@@ -1,4 +1,4 @@
-"""Choice: with which codec a message of one dimension goes, if with any. It moves nothing.
+"""CodecChoice: with which codec a message of one dimension goes, if with any. It moves nothing.
 
 What it looks at is the same on all ranks of a group: the block, the message's size and dtype, the
 step, and what the ranks have agreed on, such as a measured link or a guard that tripped.
@@ -20,14 +20,14 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIRECTIONS, ONE_WAY, Dimension, Direction, Traffic
+from hybridcomp.policy import ONE_WAY, Dimension, Direction, Traffic, directions_of
 from hybridcomp.topology import Nodes
 
 #: dimensions whose groups are seen as nodes times local ranks
 TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
 
 
-class Choice:
+class CodecChoice:
     """One dimension of one engine, as far as codecs, groups and observers of its messages go."""
 
     def __init__(self, dimension: Dimension, state: EngineState) -> None:
@@ -42,8 +42,8 @@ class Choice:
     @property
     def active(self) -> bool:
         """Whether any direction of this dimension has a codec."""
-        codecs = self._state.policy.codecs
-        return any(codecs.get((self.dimension, way)) is not None for way in DIRECTIONS)
+        codecs, ways = self._state.policy.codecs, directions_of(self.dimension)
+        return any(codecs.get((self.dimension, way)) is not None for way in ways)
 
     def codec(
         self,
@@ -51,16 +51,16 @@ class Choice:
         dtype: torch.dtype,
         group: ProcessGroup | None,
         direction: Direction = "forward",
-        hop: tuple[int, int] | None = None,
+        between: tuple[int, int] | None = None,
     ) -> Codec | None:
         """The codec of a message of ``numel`` elements, None for native.
 
-        Depends on nothing that differs between the ranks of ``group``, or of ``hop``: the global
-        ranks of sender and receiver, where the message has only those two.
+        Depends on nothing that differs between the ranks of ``group``, or between those two of
+        ``between``: the global ranks of sender and receiver, where the message has only these.
         """
         codec = self._choose(numel, dtype, self.group(group).size, direction)
         if codec is not None and self.dimension in self._state.seen.counts:
-            self._state.seen.note(self.dimension, codec, numel, dtype, group, direction, hop)
+            self._state.seen.note(self.dimension, codec, numel, dtype, group, direction, between)
             return None
         return codec
 
@@ -76,7 +76,7 @@ class Choice:
     ) -> Codec | None:
         if self.is_suspended:
             return None
-        step, guard, link = self._state.step, self._state.guard, self._state.link
+        step, guard, verdicts = self._state.step, self._state.guard, self._state.verdicts
         codec = self._state.policy.choose(
             Traffic(
                 dimension=self.dimension,
@@ -90,8 +90,8 @@ class Choice:
         if codec is None:
             return None
         too_fast, flushes = self._too_fast(step), False
-        if link.verdicts:
-            flushes = link.flushes(self.dimension, step)
+        if verdicts.by_dimension:
+            flushes = verdicts.flushes(self.dimension, step)
         if guard.trips and guard.native(self.dimension, step):
             return guard.flush(self.dimension, step) if self.error_feedback else None
         if too_fast:
@@ -108,12 +108,12 @@ class Choice:
                 '"always"'
             )
             raise ConfigError(f"compression.{name}.when", "auto", todo)
-        return bool(state.link.verdicts) and state.link.native(name, step)
+        return bool(state.verdicts.by_dimension) and state.verdicts.native(name, step)
 
     @property
     def pauses(self) -> bool:
         """Whether a message of this step that stays native comes between encoded ones."""
-        return self._state.link.comparing(self._state.step)
+        return self._state.verdicts.comparing(self._state.step)
 
     def wants_pieces(self, codec: Codec) -> bool:
         """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""
@@ -151,7 +151,7 @@ class Choice:
         every = self._state.config.ledger.sample_every
         if not every or self._state.step % every:
             return False
-        return not self._state.link.comparing(self._state.step)  # it would be in what is timed
+        return not self._state.verdicts.comparing(self._state.step)  # it would be in what is timed
 
     def sample(
         self,

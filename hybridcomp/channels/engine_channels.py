@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hybridcomp.autotune.judging import judge, judge_seen
+from hybridcomp.autotune.room import has_room
 from hybridcomp.autotune.trials import (
-    Place,
     Sent,
+    TrialGroup,
     agree_on,
     gathers,
-    has_room,
     messages,
     reductions,
 )
-from hybridcomp.autotune.verdicts import WARM, judge, judge_seen
+from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.codec_choice import TWO_LEVELS
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for
@@ -69,7 +70,9 @@ class Channels(EngineState):
         """Whether forward messages of this step change values: not on a fast link."""
         codec = self.policy.codecs.get((dimension, "forward"))
         return (
-            codec is not None and not codec.lossless and not self.link.native(dimension, self.step)
+            codec is not None
+            and not codec.lossless
+            and not self.verdicts.native(dimension, self.step)
         )
 
     def place(self, groups: Iterable[Ranks]) -> list[str]:
@@ -92,21 +95,23 @@ class Channels(EngineState):
         device: torch.device,
         numel: int = UNKNOWN,
         sent: Mapping[Dimension, Sent] | None = None,
+        only: Collection[Dimension] = ONE_WAY,
     ) -> list[str]:
         """Measure those of dp and zero that may turn themselves off; a collective.
 
         After ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
-        ``dtype``. ``sent``: messages of a step, where that is known. Returns what to tell the user,
-        the same on all ranks. Raises ConfigError where codecs cannot run on ``device``.
+        ``dtype``. ``sent``: messages of a step, where that is known. ``only``: of these dimensions,
+        where others have another group or dtype. Returns what to tell the user, the same on all
+        ranks. Raises ConfigError where codecs cannot run on ``device``.
         """
         self.is_weighed = True
         encoded = {name for (name, _), codec in self.policy.codecs.items() if codec is not None}
         if encoded - self.policy.low_rank and dist.get_world_size() > 1:
             require_kernels(device)
-        names = [name for name in self.config.measured() if name in ONE_WAY]
+        names = [name for name in self.config.measured() if name in ONE_WAY and name in only]
         if not names or dist.get_world_size(group) < 2:
             return []
-        place = Place(self["dp"].group(group), dtype, device)
+        place = TrialGroup(self["dp"].group(group), dtype, device)
         common = torch.tensor(numel, device=device)
         dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
         self.feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32
@@ -120,12 +125,12 @@ class Channels(EngineState):
             trials = gathers(codec, place)
             if name == "dp":
                 trials = reductions(codec, self[name].error_feedback, place)
-            self.link.verdicts[name] = judge(trials, known, dtype.itemsize, device, whole)
+            self.verdicts.by_dimension[name] = judge(trials, known, dtype.itemsize, device, whole)
             del trials
         if device.type == "cuda":
             torch.cuda.empty_cache()  # trials have the sizes of the run's messages, and then no use
-        self._note_link()
-        return [self.link.verdicts[name].told(name) for name in names]
+        self._note_verdicts()
+        return [self.verdicts.by_dimension[name].told(name) for name in names]
 
     def _weigh_seen(self, device: torch.device) -> list[str]:
         """Measure those of tp and pp that wait for it, with messages like those that were seen.
@@ -138,18 +143,18 @@ class Channels(EngineState):
         told = []
         for name, (plan, nbytes) in self.seen.plans().items():
             verdict = judge_seen(messages(plan, device), nbytes, device)
-            self.link.verdicts[name] = verdict
+            self.verdicts.by_dimension[name] = verdict
             self.seen.forget(name)
             told.append(verdict.told(name))
-        self._note_link()
+        self._note_verdicts()
         return told
 
-    def resume_link(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    def resume_verdicts(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Take over the verdicts of a checkpoint; returns what to tell the user."""
-        told = self.link.restore(state, self.seen.waiting)
-        for name in self.link.verdicts:
+        told = self.verdicts.restore(state, self.seen.waiting)
+        for name in self.verdicts.by_dimension:
             self.seen.forget(name)
-        self._note_link()
+        self._note_verdicts()
         return told
 
     def _compare(self, device: torch.device) -> list[str]:
@@ -157,25 +162,25 @@ class Channels(EngineState):
 
         Returns what to tell the user, the same on all ranks.
         """
-        if not self.link.verdicts or self.step < self.config.start_step + WARM:
+        if not self.verdicts.by_dimension or self.step < self.config.start_step + WARM:
             return []
         if self.pace.is_measuring:
             return []  # steps of this time differ in what offload does
         without, told = set(self.guard.trips), []
-        allocates = self.link.begins("dp") and self.link.native("dp", self.step)
+        allocates = self.verdicts.begins("dp") and self.verdicts.native("dp", self.step)
         allocates = allocates and self.config.error_feedback("dp")
         if allocates and not has_room(self.feedback_nbytes, device):
             without.add("dp")
             needed = f"{self.feedback_nbytes / 1e9:.3g} GB for error feedback"
             told.append(f"dp: stays native: to compare steps, {needed} would be needed")
-        told += self.link.compare(self.step, without, device)
-        self._note_link()
+        told += self.verdicts.compare(self.step, without, device)
+        self._note_verdicts()
         return told
 
-    def _note_link(self) -> None:
+    def _note_verdicts(self) -> None:
         """The ledger shows what is native from the start, and what changed later."""
         ledger = self.ledger
-        for name, verdict in self.link.verdicts.items():
+        for name, verdict in self.verdicts.by_dimension.items():
             if name in self.guard.trips:
                 continue
             ledger.native_since.pop(name, None)
@@ -187,9 +192,9 @@ class Channels(EngineState):
 
     def open_step(self, device: torch.device) -> bool:
         """Note the first forward pass of a step, if it can be told; whether more of them matter."""
-        if self.link.recheck is not None:
-            self.link.recheck.open(self.step, device)
-        return self.link.may_compare
+        if self.verdicts.recheck is not None:
+            self.verdicts.recheck.open(self.step, device)
+        return self.verdicts.may_compare
 
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
         """Close an optimizer step, with ``step`` counted on: measure what is due, ask the guard.
@@ -202,7 +207,7 @@ class Channels(EngineState):
         poll_headers()
         self.ledger.drain()
         told = self._weigh_seen(device) + self._compare(device)
-        if self.guard.flushed("dp", self.step) or self.link.holds_nothing("dp", self.step):
+        if self.guard.flushed("dp", self.step) or self.verdicts.holds_nothing("dp", self.step):
             self.residuals.clear()
         if not sampled or not self.guard.watching:
             return told

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hybridcomp.autotune.observed import Seen
-from hybridcomp.autotune.verdicts import Link
+from hybridcomp.autotune.verdicts import Verdicts
 from hybridcomp.channels.error_feedback import Residuals
 from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_pace import Pace
@@ -47,7 +47,7 @@ class EngineState:
     pace: Pace
     residuals: Residuals = field(default_factory=Residuals)
     factors: Factors = field(default_factory=Factors)
-    link: Link = field(default_factory=Link)
+    verdicts: Verdicts = field(default_factory=Verdicts)
     step: int = 0
     is_weighed: bool = False
     feedback_nbytes: int = 0

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs import LOSSLESS, Codec
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension, Direction, Limits
+from hybridcomp.policy import DIMENSIONS, Dimension, Direction, Limits, directions_of
 
 Key = tuple[Dimension, Direction]
-KEYS: tuple[Key, ...] = tuple((name, way) for name in DIMENSIONS for way in DIRECTIONS)
+KEYS: tuple[Key, ...] = tuple((name, way) for name in DIMENSIONS for way in directions_of(name))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Guard:
         rows = dict(zip(KEYS, samples.tolist(), strict=True))
         fallen = []
         for name, limits in self._limits.items():
-            trips = [_held(limits, rows[name, way], step) for way in DIRECTIONS]
+            trips = [_held(limits, rows[name, way], step) for way in directions_of(name)]
             trip = next((found for found in trips if found is not None), None)
             if trip is not None and name not in self.trips:
                 self.trips[name] = trip

@@ -24,7 +24,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hybridcomp.channels.codec_choice import Choice
+from hybridcomp.channels.codec_choice import CodecChoice
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.channels.error_samples import SAMPLE_NUMEL
 from hybridcomp.channels.host_landing import (
@@ -71,7 +71,7 @@ class HostMoves:
 
     _all: ClassVar[WeakSet[HostMoves]] = WeakSet()
 
-    def __init__(self, state: EngineState, channel: Choice) -> None:
+    def __init__(self, state: EngineState, channel: CodecChoice) -> None:
         """``channel``: dimension ``offload`` of the engine whose state that is."""
         self._state = state
         self._channel = channel

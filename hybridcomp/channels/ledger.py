@@ -22,10 +22,10 @@ import torch
 
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire.device_clock import DeviceClock
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, Dimension, Direction
+from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension, Direction, directions_of
 
 Key = tuple[Dimension, Direction]
-KEYS: tuple[Key, ...] = tuple((dim, way) for dim in DIMENSIONS for way in DIRECTIONS)
+KEYS: tuple[Key, ...] = tuple((dim, way) for dim in DIMENSIONS for way in directions_of(dim))
 
 
 @dataclass

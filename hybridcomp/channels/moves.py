@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridcomp import collectives
-from hybridcomp.channels.codec_choice import Choice
+from hybridcomp.channels.codec_choice import CodecChoice
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, Meter, ReduceScatterHandle, Transfer
 from hybridcomp.collectives.posted import Posting
@@ -38,7 +38,7 @@ class Posted:
     done: Callable[[], None]
 
 
-class Moves(Choice):
+class Moves(CodecChoice):
     """One dimension: messages whose values arrive as they were sent, but for the codec."""
 
     def gather_words(self, words: Tensor, group: ProcessGroup | None) -> list[list[int]]:

@@ -11,11 +11,10 @@ handles, must come in the same order on every rank of a group.
 
 from __future__ import annotations
 
-from hybridcomp.collectives import native_nbytes
 from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
-from hybridcomp.collectives.owner_plan import OwnedRange, plan_reduction
 from hybridcomp.collectives.owner_reduction import owner_hops, reduce_to_owners
 from hybridcomp.collectives.reductions import all_reduce, all_reduce_codecs
+from hybridcomp.collectives.rooted import broadcast, broadcast_native, reduce, reduce_native
 from hybridcomp.collectives.scatter_reduction import reduce_scatter
 from hybridcomp.collectives.send_recv import recv, send
 from hybridcomp.collectives.wire import (
@@ -23,13 +22,15 @@ from hybridcomp.collectives.wire import (
     Handle,
     Levels,
     Meter,
+    OwnedRange,
     Probe,
     ReduceScatterHandle,
     Reduction,
     Transfer,
+    check_headers,
     chunk_ranges,
+    poll_headers,
 )
-from hybridcomp.collectives.wire.headers import check_headers, poll_headers
 
 __all__ = [
     "Group",
@@ -45,14 +46,16 @@ __all__ = [
     "all_reduce",
     "all_reduce_codecs",
     "all_to_all",
+    "broadcast",
+    "broadcast_native",
     "check_headers",
     "chunk_ranges",
     "gather_words",
-    "native_nbytes",
     "owner_hops",
-    "plan_reduction",
     "poll_headers",
     "recv",
+    "reduce",
+    "reduce_native",
     "reduce_scatter",
     "reduce_to_owners",
     "send",

@@ -40,6 +40,12 @@ def all_to_all_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
 
 
 @lru_cache(maxsize=4096)
+def broadcast_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
+    """``numel`` elements of the root, one copy for each of the other ranks."""
+    return (world_size - 1) * numel * dtype.itemsize
+
+
+@lru_cache(maxsize=4096)
 def send_nbytes(numel: int, dtype: torch.dtype) -> int:
     """``numel`` elements to one other rank."""
     return numel * dtype.itemsize

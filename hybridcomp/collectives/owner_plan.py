@@ -10,20 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeVar
 
-from hybridcomp.collectives.wire import Range, chunk_ranges, cut_rows, stretches
+from hybridcomp.collectives.wire import OwnedRange, Range, chunk_ranges, cut_rows, stretches
 from hybridcomp.errors import CodecError
 
-Plan = Literal["direct", "balanced"]
+PlanKind = Literal["direct", "balanced"]
 Key = TypeVar("Key")
-
-
-@dataclass(frozen=True)
-class OwnedRange:
-    """Elements ``[start, stop)`` of a flat tensor and the group ranks that need their sum."""
-
-    start: int
-    stop: int
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class OwnerPlan:
             what one rank sends on to one set of owners.
     """
 
-    kind: Plan
+    kind: PlanKind
     numel: int
     runs: tuple[OwnedRange, ...]
     even: tuple[OwnedRange, ...]
@@ -80,15 +71,15 @@ def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
     numel = ranges[-1].stop if ranges else 0
     even = even_ranges(numel, world_size)
     traffic = [[0, 0] for _ in range(world_size)]
-    for piece in cut_at_chunks(ranges, world_size):
-        for rank in piece.ranks:
-            if rank != piece.source:
-                traffic[piece.source][0] += piece.numel
-                traffic[rank][1] += piece.numel
+    for part in cut_at_chunks(ranges, world_size):
+        for rank in part.ranks:
+            if rank != part.source:
+                traffic[part.source][0] += part.numel
+                traffic[rank][1] += part.numel
     balanced = _busiest(_direct_traffic(even, world_size)) + _busiest(traffic)
     direct = _busiest(_direct_traffic(ranges, world_size))
     runs = merge_neighbours([owned for owned in ranges if owned.start < owned.stop])
-    pieces = cut_at_chunks(runs, world_size)
+    parts = cut_at_chunks(runs, world_size)
     return OwnerPlan(
         "direct" if direct <= balanced else "balanced",
         numel,
@@ -97,12 +88,12 @@ def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
         (
             _longest([(run.ranks, run.stop - run.start) for run in runs]),
             max(owned.stop - owned.start for owned in even),
-            _longest([((piece.source, piece.ranks), piece.numel) for piece in pieces]),
+            _longest([((part.source, part.ranks), part.numel) for part in parts]),
         ),
     )
 
 
-def plan_reduction(ranges: Sequence[OwnedRange], world_size: int) -> Plan:
+def plan_reduction(ranges: Sequence[OwnedRange], world_size: int) -> PlanKind:
     """How ``ranges`` are reduced; see ``plan_of``."""
     return plan_of(tuple(ranges), world_size).kind
 
@@ -192,7 +183,7 @@ def range_rounds(
 def part_rounds(
     ranges: tuple[OwnedRange, ...], cuts: tuple[int, ...], world_size: int, count: int
 ) -> list[list[OwnedPart]]:
-    """The pieces of ``ranges``, cut at ``cuts``, in rounds with a share of every way from a
+    """The parts of ``ranges``, cut at ``cuts``, in rounds with a share of every path from a
     source to its owners."""
     rows: dict[tuple[int, tuple[int, ...]], list[Range]] = {}
     cut = [
@@ -200,13 +191,13 @@ def part_rounds(
         for owned in ranges
         for low, high in stretches(owned.start, owned.stop, cuts)
     ]
-    for piece in cut_at_chunks(cut, world_size):
-        rows.setdefault((piece.source, piece.ranks), []).append((piece.start, piece.stop))
+    for part in cut_at_chunks(cut, world_size):
+        rows.setdefault((part.source, part.ranks), []).append((part.start, part.stop))
     return [
         sorted(
             (OwnedPart(*edges, ranks, source)
              for (source, ranks), row in zip(rows, shares, strict=True) for edges in row),
-            key=lambda piece: piece.start,
+            key=lambda part: part.start,
         )
         for shares in cut_rows(list(rows.values()), count)
     ]  # fmt: skip

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hybridcomp.collectives.hierarchical.inside import hand_on, node_sum, ranges_of_nodes
 from hybridcomp.collectives.owner_plan import (
-    OwnedRange,
-    OwnerPlan,
     OwnedPart,
+    OwnerPlan,
     part_rounds,
     plan_of,
     range_rounds,
@@ -23,6 +22,7 @@ from hybridcomp.collectives.wire import (
     POOL,
     Group,
     Job,
+    OwnedRange,
     Pending,
     Reduction,
     Steps,
@@ -216,28 +216,30 @@ class _Scatter:
     feedback: bool
 
 
-def _send_on(pieces: Sequence[OwnedPart], mine: dict[OwnedPart, Tensor], scatter: _Scatter) -> Steps[None]:
+def _send_on(
+    parts: Sequence[OwnedPart], mine: dict[OwnedPart, Tensor], scatter: _Scatter
+) -> Steps[None]:
     """1 send the sums of my chunk (``mine``) to their owners, 2 decode what I own."""
     via, feedback, dtype = scatter.via, scatter.feedback, scatter.dtype
     me, ranks = via.group.rank, range(via.group.size)
     # 1
     jobs = {p: Job(v, v if feedback else None) for p, v in mine.items() if not p.stays}
     outgoing = [
-        [job for piece, job in jobs.items() if rank in piece.ranks and rank != me] for rank in ranks
+        [job for part, job in jobs.items() if rank in part.ranks and rank != me] for rank in ranks
     ]
-    incoming = [[p for p in pieces if p.source == rank != me and me in p.ranks] for rank in ranks]
-    numels = [[piece.numel for piece in row] for row in incoming]
+    incoming = [[p for p in parts if p.source == rank != me and me in p.ranks] for rank in ranks]
+    numels = [[part.numel for part in row] for row in incoming]
     payloads = yield from exchange(outgoing, numels, dtype, scatter.device, via)
     # 2
     arrived = [*zip(chain(*incoming), chain(*payloads.received), strict=True)]
     arrived += [(p, payloads.encoded[job]) for p, job in jobs.items() if me in p.ranks]
     with via.meter.coding():
-        for piece, payload in arrived:
-            place = _place(scatter.sums, piece.start, piece.stop)
+        for part, payload in arrived:
+            place = _place(scatter.sums, part.start, part.stop)
             decode_fp32(via.codec, payload, place, dtype)
-        for piece, values in mine.items():
-            if piece.stays:
-                _place(scatter.sums, piece.start, piece.stop).copy_(values)
+        for part, values in mine.items():
+            if part.stays:
+                _place(scatter.sums, part.start, part.stop).copy_(values)
                 if feedback:
                     values.zero_()
     payloads.release()

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.send_recv import HEADER_NBYTES, Header, check_match, spec_digest
 from hybridcomp.collectives.wire import (
+    HEADER_NBYTES,
     POOL,
     Group,
+    Header,
     Meter,
     Pending,
     Transfer,
+    check_match,
     gather,
     gather_room,
+    spec_digest,
     transport,
 )
 

@@ -69,7 +69,7 @@ def sum_parts(parts: Sequence[Part], via: Transfer) -> Steps[None]:
             [*row] if row else [None] * len(owned) for row in payloads.received
         ]
         rows[me] = [payloads.encoded[job] if job else None for _, job in owned]
-        sums = [_Sum.of(part, exact=job is None) for part, job in owned]
+        sums = [_PartSum.of(part, exact=job is None) for part, job in owned]
         _add_rows(sums, rows, via.codec, dtype)
         for total in sums:
             total.settle()
@@ -77,7 +77,7 @@ def sum_parts(parts: Sequence[Part], via: Transfer) -> Steps[None]:
 
 
 @dataclass
-class _Sum:
+class _PartSum:
     """The sum of one part on an owner, on its way.
 
     Attributes:
@@ -93,7 +93,7 @@ class _Sum:
     fresh: bool
 
     @classmethod
-    def of(cls, part: Part, exact: bool) -> _Sum:
+    def of(cls, part: Part, exact: bool) -> _PartSum:
         """Begin the sum; ``exact``: of this rank's values, which take the residual along."""
         assert part.out is not None, "this rank does not own the part"
         in_place, residual = part.out is part.values, part.residual if exact else None
@@ -121,7 +121,7 @@ class _Sum:
 
 
 def _add_rows(
-    sums: Sequence[_Sum],
+    sums: Sequence[_PartSum],
     rows: Sequence[Sequence[Tensor | None]],
     codec: Codec,
     dtype: torch.dtype,
@@ -147,7 +147,7 @@ def _add_rows(
             total.fresh = False
 
 
-def _add_row(sums: Sequence[_Sum], row: Sequence[Tensor | None], each: Each) -> None:
+def _add_row(sums: Sequence[_PartSum], row: Sequence[Tensor | None], each: Each) -> None:
     """Add what one rank has sent for every sum, those that are begun and those that are not."""
     for begun in (False, True):
         chosen = [

@@ -129,8 +129,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
         via = Transfer(codecs[0], group, how.meter)
         rows = [stretches(0, tensor.numel(), how.cuts)]
         yield from overlapped(
-            _pair(tensor, row, how.residual, via)
-            for (row,) in rounds(rows, codecs, device, group)
+            _pair(tensor, row, how.residual, via) for (row,) in rounds(rows, codecs, device, group)
         )
         return
     fused = _both_fused(codecs, device, how.cuts)
@@ -140,7 +139,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     chunks = chunk_ranges(tensor.numel(), group.size)
     own = tensor[slice(*chunks[group.rank])]
     scratch, total = _accumulator(own, how)
-    whole = _Sum(tensor, own, total, chunks[group.rank][0], how)
+    whole = _WholeSum(tensor, own, total, chunks[group.rank][0], how)
     rows = [stretches(*chunk, how.cuts) for chunk in chunks]
     yield from overlapped(
         _round(whole, share, *codecs) for share in rounds(rows, codecs, device, group)
@@ -162,7 +161,7 @@ def _accumulator(own: Tensor, how: Reduction) -> tuple[Tensor | None, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _WholeSum:
     """The tensors of one all_reduce in two hops."""
 
     tensor: Tensor
@@ -186,7 +185,7 @@ class _Sum:
 
 
 def _round(
-    whole: _Sum, rows: Sequence[Sequence[Range]], first: Codec, second: Codec
+    whole: _WholeSum, rows: Sequence[Sequence[Range]], first: Codec, second: Codec
 ) -> Steps[None]:
     """1-3 sum my part of the round (``sum_parts``), 4 encode it, 5 all-gather, 6 decode.
 

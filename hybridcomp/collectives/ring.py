@@ -19,16 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.send_recv import HEADER_NBYTES, Header, check_match, spec_digest
 from hybridcomp.collectives.wire import (
+    HEADER_NBYTES,
     POOL,
     Group,
+    Header,
     Meter,
     Pending,
     Steps,
     add_values,
+    check_match,
     first,
     payload_sizes,
+    spec_digest,
     transport,
 )
 from hybridcomp.errors import CodecError

@@ -6,76 +6,34 @@ A 32-byte header travels ahead as its own message: its reader learns the length 
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.codecs.base import VALUE_DTYPES, Codec
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import (
+    HEADER_NBYTES,
     POOL,
+    UNREAD,
+    Header,
     Pending,
     Slots,
     Steps,
     Transfer,
+    check_match,
     check_values,
     encode_all,
     payload_sizes,
+    spec_digest,
     transport,
 )
-from hybridcomp.collectives.wire.headers import UNREAD
 from hybridcomp.errors import CodecError
 
-MAGIC = b"HYCP"
-VERSION = 1
-#: magic, version, dtype (index into VALUE_DTYPES), numel, bytes of the payload, spec digest
-_LAYOUT = struct.Struct("<4sHHQQ8s")
-HEADER_NBYTES = _LAYOUT.size
 _SIZE_AT = slice(16, 24)  # of the bytes of the payload
-assert HEADER_NBYTES == 32
 #: a payload of this many times the bytes of a message, and some more, is not waited for
 MOST_TIMES, SPARE_NBYTES = 16, 4096
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a payload says of itself."""
-
-    spec_digest: bytes
-    dtype: torch.dtype
-    numel: int
-    nbytes: int
-
-    def pack(self) -> bytes:
-        """The 32 bytes."""
-        index = VALUE_DTYPES.index(self.dtype)
-        return _LAYOUT.pack(MAGIC, VERSION, index, self.numel, self.nbytes, self.spec_digest)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Header:
-        """Read 32 bytes. Raises CodecError when they are no header of this version."""
-        magic, version, index, numel, nbytes, digest = _LAYOUT.unpack(data)
-        if magic != MAGIC:
-            raise CodecError(
-                f"found no header but {data[:8]!r}...: the sender did not use hybridcomp's send; "
-                "check that both ranks run the same block"
-            )
-        if version != VERSION or index >= len(VALUE_DTYPES):
-            raise CodecError(
-                f"found header version {version}, dtype {index}; this is version {VERSION}: "
-                "install the same hybridcomp on all ranks"
-            )
-        return cls(digest, VALUE_DTYPES[index], numel, nbytes)
-
-
-@cache
-def spec_digest(spec: str) -> bytes:
-    """8 bytes that stand for a codec spec."""
-    return hashlib.sha256(spec.encode()).digest()[:8]
 
 
 @lru_cache(maxsize=1024)
@@ -208,17 +166,3 @@ def _compare(codec: Codec, src: int, expected: Header, data: bytes) -> None:
             f"had so far received {expected.dtype} in {expected.nbytes} bytes: messages of one "
             "length between two ranks must keep their dtype"
         )
-
-
-def check_match(header: Header, src: int, numel: int, dtype: torch.dtype, spec: str) -> None:
-    """Raise CodecError that names both sides unless ``header`` is of what this rank expects."""
-    digest = spec_digest(spec)
-    if header.spec_digest == digest and header.numel == numel:
-        return
-    me = dist.get_rank()
-    sent = "the same codec" if header.spec_digest == digest else "another codec"
-    raise CodecError(
-        f"rank {src} sent {header.numel} {header.dtype} elements with {sent} (spec digest "
-        f"{header.spec_digest.hex()}); rank {me} expects {numel} {dtype} elements "
-        f"with {spec} (spec digest {digest.hex()}); both must run the same block and shapes"
-    )

@@ -98,7 +98,7 @@ def train(options: argparse.Namespace, wishes: Wishes) -> list[str]:
     project = None if wishes.wandb in (None, "none") else wishes.wandb
     group = wishes.group or wishes.out.name
     return launch.train(
-        launch.Plan(
+        launch.RunPlan(
             options.runs, {launch.BASELINE: None, **blocks}, options.seeds, wishes.out, project,
             group,
         )

@@ -30,7 +30,7 @@ def read_training(path: Path, ledger: str) -> Training:
     header: dict[str, Any] = {}
     valid_loss = None
     records = []
-    for record in _json_lines(path):
+    for record in read_lines(path):
         if "run" in record:
             header |= record["run"]  # the recorder knows more after some steps
         elif record.get("summary"):
@@ -74,7 +74,7 @@ def identity_of(header: dict[str, Any]) -> dict[str, Any]:
 
 def read_ledger(path: Path) -> Rows:
     """The totals of a ledger. Raises CompareError when the file is cut off or another's."""
-    records = _json_lines(path)
+    records = read_lines(path)
     if not records or "dimensions" not in records[-1]:
         raise CompareError(
             f"{path}: expected hybridcomp's ledger, records with dimensions; found none"
@@ -100,7 +100,8 @@ def _column(records: list[dict[str, Any]], name: str) -> Curve | None:
     return np.array([record[name] for record in records], dtype=np.float64)
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line. Raises CompareError."""
     found: list[dict[str, Any]] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:

@@ -75,7 +75,7 @@ def ledger_in(block: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What ``--launch`` is to train."""
 
     command: Sequence[str]
@@ -213,7 +213,7 @@ def block_of(text: str) -> tuple[str, dict[str, Any]]:
     return name, block
 
 
-def train(plan: Plan) -> list[str]:
+def train(plan: RunPlan) -> list[str]:
     """Train what is missing; the words that the comparison reads. Raises CompareError."""
     if shutil.which(plan.command[0]) is None:
         raise CompareError(f"{plan.command[0]}: no such command")

@@ -2,8 +2,9 @@
 
 Its ``log_history`` has a record every ``logging_steps`` optimizer steps, whose ``loss`` is the mean
 since the record before, others of evaluations (``eval_loss``), and one that closes the run. A
-resumed run carries on the history of the run before. Nothing tells the seed or the clock: for these
-the Trainer's W&B run is the better source.
+resumed run carries on the history of the run before. With ``HybridcompCallback`` the ledger's
+figures stand in records of their own, which count where no file of the ledger lies beside it.
+Nothing tells the seed or the clock: for these the Trainer's W&B run is the better source.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from hybridcomp.compare.figures import ledger_of
 from hybridcomp.compare.json_lines import read_ledger
 from hybridcomp.compare.runs import CompareError, Curve, Training, check_curve
+from hybridcomp.metric_names import TRAINER_PREFIX
 
 #: name of the file, in the output folder and in each of its checkpoints
 FILE = "trainer_state.json"
@@ -65,7 +68,7 @@ def read_training(path: Path, ledger: str) -> Training:
         speeds=None,
         identity={"data": {} if batch is None else {"train_batch_size": batch}},
         valid_loss=float(evaluations[-1]) if evaluations else None,
-        ledger={} if beside is None else read_ledger(beside),
+        ledger=ledger_of(history, {}, TRAINER_PREFIX) if beside is None else read_ledger(beside),
     )
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridcomp.compare.runs import CompareError, Curve, Rows, Training, check_curve
+from hybridcomp.compare.figures import ledger_of
+from hybridcomp.compare.runs import CompareError, Curve, Training, check_curve
 from hybridcomp.metric_names import (
     CONFIG_CODECS,
     CONFIG_RUN,
@@ -25,7 +26,6 @@ from hybridcomp.metric_names import (
     SPEED,
     TOKENS,
     VALID_LOSS,
-    split_event,
 )
 
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
@@ -84,7 +84,7 @@ def read_training(folder: Path) -> Training:
         identity=identity_of(config, header),
         settings=_settings(config, header),
         valid_loss=_last(history, VALID_LOSSES),
-        ledger=_ledger(history, config),
+        ledger=ledger_of(history.values(), config.get(CONFIG_CODECS) or {}),
         project=about.project,
         group=about.run_group,
     )
@@ -227,28 +227,3 @@ def _speeds(
     if logged is not None or tokens is None or runtime is None or len(at) < 2:
         return logged
     return np.diff(tokens) / np.maximum(np.diff(runtime), 1e-9)
-
-
-def _ledger(history: Mapping[int, Mapping[str, Any]], config: Mapping[str, Any]) -> Rows:
-    """Totals over all reports; the error is their root mean square."""
-    sums: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for values in history.values():
-        for name, value in values.items():
-            place = split_event(name)
-            if place is not None:
-                figures = sums.setdefault(place[:2], {})
-                figures.setdefault(place[2], []).append(float(value))
-    codecs = config.get(CONFIG_CODECS) or {}
-    rows: Rows = {}
-    for (dimension, way), figures in sums.items():
-        if "wire_MB" not in figures:
-            continue
-        total = {name: sum(figures.get(name, [])) for name in ("raw_MB", "wire_MB", "codec_ms")}
-        errors = figures.get("error")
-        rows.setdefault(dimension, {})[way] = {
-            "codec": codecs.get(f"{dimension}/{way}", "?"),
-            **total,
-            "ratio": total["raw_MB"] / total["wire_MB"] if total["wire_MB"] else None,
-            "error": float(np.sqrt(np.mean(np.square(errors)))) if errors else None,
-        }
-    return rows

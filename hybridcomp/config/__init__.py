@@ -10,17 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.config.block import BLOCK, CompressionConfig, LedgerConfig
+from hybridcomp.config.block import BLOCK, CompressionConfig
 from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
 from hybridcomp.config.directional import (
     ActivationConfig,
     DirectionConfig,
+    MeshConfig,
     OffloadConfig,
     PipelineConfig,
     TensorConfig,
 )
 from hybridcomp.config.error_messages import near_key, show
 from hybridcomp.config.json_schema import schema
+from hybridcomp.config.ledger import LedgerConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.config.sources import read_source
 from hybridcomp.config.summary import describe, idle_notes, notes
@@ -35,6 +37,7 @@ __all__ = [
     "DirectionConfig",
     "GradientConfig",
     "LedgerConfig",
+    "MeshConfig",
     "OffloadConfig",
     "ParameterConfig",
     "PipelineConfig",

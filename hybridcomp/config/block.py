@@ -22,57 +22,29 @@ from hybridcomp.config.codec_settings import NONE, Strict
 from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
 from hybridcomp.config.directional import (
     ActivationConfig,
+    MeshConfig,
     OffloadConfig,
     PipelineConfig,
     TensorConfig,
 )
 from hybridcomp.config.error_messages import NOTHING, problem, translate
+from hybridcomp.config.ledger import LedgerConfig
 from hybridcomp.config.presets import NAMES, NATIVE, merged
 from hybridcomp.policy import (
     DIMENSIONS,
-    DIRECTIONS,
     MEASURED,
     ONE_WAY,
+    OWN_LAYERS,
     Dimension,
     Direction,
     Limits,
     Policy,
     Rung,
+    directions_of,
 )
 
 #: the key of the block in a ds_config.json
 BLOCK = "compression"
-#: ``ledger.every`` when it is not written
-REPORT_EVERY = 10
-
-
-class LedgerConfig(Strict):
-    """What is written down about the traffic. Counting itself is always on."""
-
-    jsonl: str | None = Field(
-        None,
-        min_length=1,
-        description="File for one JSON record every `every` steps, written by rank 0 and relative "
-        "to its working directory. null: no file.",
-    )
-    every: int | None = Field(
-        None,
-        ge=1,
-        description="Optimizer steps between two reports. Default: DeepSpeed's `steps_per_print` "
-        "where it is finite (the Trainer of Hugging Face writes `inf`), else 10.",
-    )
-    sample_every: int = Field(
-        10,
-        ge=0,
-        description="Steps between samples of the relative error of an encoding. More often: more "
-        "time in the codec (one extra encoding of up to 65536 values a message). On a GPU as many "
-        "steps have the device's time taken. 0: never.",
-    )
-
-    @property
-    def interval(self) -> int:
-        """Optimizer steps between two reports where no finite steps_per_print rules."""
-        return REPORT_EVERY if self.every is None else self.every
 
 
 class CompressionConfig(Strict):
@@ -112,6 +84,11 @@ class CompressionConfig(Strict):
         OffloadConfig(codec=NONE),
         description="Copies between a GPU and its host with ZeRO-Offload (offload_optimizer.device "
         "cpu): gradients to the host, updated parameters back. Default: native.",
+    )
+    tp2d: MeshConfig = Field(
+        MeshConfig(codec=NONE),
+        description="Two-dimensional tensor parallel: layers of hybridcomp.nn.tp2d. Default: "
+        "native.",
     )
     min_bytes: int = Field(
         65536,
@@ -249,6 +226,7 @@ class CompressionConfig(Strict):
         settings: dict[str, Any] = {
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
             for (name, direction), codec in self.codecs().items()
+            if name not in OWN_LAYERS or self.active(name)  # else as before there were any
         }
         settings[f"{BLOCK}.dp.error_feedback"] = self.error_feedback("dp")
         settings.update({f"{BLOCK}.{name}.when": getattr(self, name).when for name in MEASURED})
@@ -293,6 +271,6 @@ class CompressionConfig(Strict):
         return {
             (name, way): getattr(self, name).codec_of(way)
             for name in DIMENSIONS
-            for way in DIRECTIONS
-            if way == "forward" or name not in ONE_WAY
+            for way in directions_of(name)
+            if way != "backward" or name not in ONE_WAY
         }

@@ -55,6 +55,9 @@ class GuardConfig(Strict):
 class DimensionConfig(CodecSettings):
     """A dimension with one direction (dp, zero)."""
 
+    #: directions that may have codecs of their own
+    ways: ClassVar[tuple[Direction, ...]] = DIRECTIONS
+
     guard: GuardConfig = Field(
         GuardConfig(),
         description="Limits of the sampled error and of the residuals; beyond one of them the "
@@ -85,7 +88,7 @@ class DimensionConfig(CodecSettings):
     @model_validator(mode="after")
     def _can_act(self) -> DimensionConfig:
         self._check_codecs()
-        ramps = [self.rungs_of(way) for way in DIRECTIONS]  # either may be wrong
+        ramps = [self.rungs_of(way) for way in self.ways]  # either may be wrong
         if self.ramp is not None and not any(ramps):
             *first, last = movable()
             listed = f"{', '.join(first)} or {last}"
@@ -102,7 +105,7 @@ class DimensionConfig(CodecSettings):
         return Limits(self.guard.error, self.guard.residual if self._feedback() else None)
 
     def _lossy(self) -> bool:
-        codecs = [self.codec_of(direction) for direction in DIRECTIONS]
+        codecs = [self.codec_of(direction) for direction in self.ways]
         return any(codec is not None and not codec.lossless for codec in codecs)
 
     def _feedback(self) -> bool:

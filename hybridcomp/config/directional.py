@@ -1,30 +1,23 @@
-"""Dimensions whose messages have two directions: activations and their gradients, or copies."""
+"""Dimensions whose messages have several directions, each of which may have settings of its own."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from hybridcomp.config.codec_settings import CodecSettings, build_codec
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.error_messages import problem
-from hybridcomp.policy import DIRECTIONS, Direction
+from hybridcomp.policy import DIRECTIONS, KINDS, Direction
 
 
 class DirectionConfig(CodecSettings):
     """What differs in one direction. Without ``codec`` the dimension's codec is kept."""
 
 
-class ActivationConfig(DimensionConfig):
-    """Activations in the forward pass, their gradients in the backward pass."""
-
-    forward: DirectionConfig | None = Field(
-        None, description="What differs for activations (forward pass)."
-    )
-    backward: DirectionConfig | None = Field(
-        None, description="What differs for gradients of activations (backward pass)."
-    )
+class SplitConfig(DimensionConfig):
+    """A dimension whose directions, ``ways``, may each have settings of their own."""
 
     def settings(self, direction: Direction) -> dict[str, Any]:
         """Codec and codec settings that hold in ``direction``."""
@@ -36,16 +29,44 @@ class ActivationConfig(DimensionConfig):
         return {**self.given(), **override.given()}
 
     def _check_codecs(self) -> None:
-        overrides = [getattr(self, direction) for direction in DIRECTIONS]
+        overrides = [getattr(self, direction) for direction in self.ways]
+        *first, last = self.ways
+        every = f"{', '.join(first)} and {last} {'both' if len(first) == 1 else 'all'}"
         for name, found in self.given().items():
             if all(o is not None and (o.codec or name in o.given()) for o in overrides):
-                todo = (
-                    f"never used: forward and backward both name their codec or {name}; remove it"
-                )
+                todo = f"never used: {every} name their codec or {name}; remove it"
                 raise problem(name, found, todo)
-        for direction, override in zip(DIRECTIONS, overrides, strict=True):
+        for direction, override in zip(self.ways, overrides, strict=True):
             own = set() if override is None else set(override.given())
             build_codec(self.settings(direction), direction, own)
+
+
+class ActivationConfig(SplitConfig):
+    """Activations in the forward pass, their gradients in the backward pass."""
+
+    forward: DirectionConfig | None = Field(
+        None, description="What differs for activations (forward pass)."
+    )
+    backward: DirectionConfig | None = Field(
+        None, description="What differs for gradients of activations (backward pass)."
+    )
+
+
+class MeshConfig(SplitConfig):
+    """Two-dimensional tensor parallel: what is moved has kinds instead of directions."""
+
+    ways: ClassVar[tuple[Direction, ...]] = KINDS
+
+    activations: DirectionConfig | None = Field(
+        None, description="What differs for activations, in both passes."
+    )
+    weights: DirectionConfig | None = Field(
+        None, description="What differs for weights, in both passes."
+    )
+    gradients: DirectionConfig | None = Field(
+        None,
+        description="What differs for gradients of activations and weights, which are summed.",
+    )
 
 
 class TensorConfig(MeasuredConfig, ActivationConfig):

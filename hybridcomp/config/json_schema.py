@@ -10,6 +10,7 @@ from hybridcomp.config.dimension import GradientConfig, ParameterConfig
 from hybridcomp.config.directional import (
     ActivationConfig,
     DirectionConfig,
+    MeshConfig,
     OffloadConfig,
     PipelineConfig,
     TensorConfig,
@@ -25,6 +26,7 @@ SHORTHAND = frozenset(
         TensorConfig,
         PipelineConfig,
         OffloadConfig,
+        MeshConfig,
         DirectionConfig,
     )
 )

@@ -7,6 +7,7 @@ an engine attaches (``rules.planned``), because a block does not know its job.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,14 @@ from hybridcomp.config.error_messages import NOTHING, problem
 PLANNED = "planned"
 #: key of a plan with the version of its format, and the version that this package reads
 FORMAT, VERSION = "hybridcomp_plan", 1
+#: the degrees of a layout whose product is its number of ranks
+DEGREES = ("tensor", "context", "data", "stages")
 #: facts of a layout that a job can be asked for, with what they are called in a sentence
 FACTS: Mapping[str, str] = {
-    "world_size": "ranks",
+    "ranks": "ranks",
     "data": "data parallel",
     "tensor": "tensor parallel",
-    "pipeline": "pipeline stages",
+    "stages": "pipeline stages",
     "expert": "expert parallel",
     "context": "context parallel",
     "zero_stage": "ZeRO stage",
@@ -93,4 +96,5 @@ def _checked(path: str, plan: Mapping[str, Any]) -> Planned:
     if wrong or not facts:
         todo = f"{wrong[0]} is no number" if wrong else "its layout says nothing"
         raise problem("plan", path, f"{todo}; plan again")
-    return Planned(path, block, facts)
+    ranks = math.prod(facts.get(name, 1) for name in DEGREES)
+    return Planned(path, block, {"ranks": ranks, **facts})

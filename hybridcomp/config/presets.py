@@ -4,7 +4,8 @@
 messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended`` is ours, from
 a rate-distortion study of training tensors: a transform gains nothing on them, so plain integers,
 and 4 bits only where error feedback gives back what is left out. None names ``offload``, which
-takes time of the host, too. ``none`` compresses nothing, for a baseline that is counted as well.
+takes time of the host, too, or ``tp2d``, whose layers a script chooses. ``none`` compresses
+nothing, for a baseline that is counted as well.
 ``planned`` takes the block of a plan (``planned.py``).
 """
 
@@ -15,11 +16,13 @@ from typing import Any
 
 from hybridcomp.config.error_messages import near_key, problem
 from hybridcomp.config.planned import PLANNED, Planned
-from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, Dimension
+from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, OWN_LAYERS, Dimension
 
 #: the preset that compresses nothing: everything is native, and counted
 NATIVE = "none"
 Settings = dict[str, Any]
+#: what presets are made for
+_NAMED = tuple(name for name in BETWEEN_RANKS if name not in OWN_LAYERS)
 _MODEL: tuple[Dimension, ...] = (
     "zero",
     "tp",
@@ -36,13 +39,13 @@ def _blockint(bits: int) -> Settings:
 
 
 PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
-    "naive-zfp": {name: _zfp(8) for name in BETWEEN_RANKS},
-    "naive-mpc": {name: {"codec": "mpc"} for name in BETWEEN_RANKS},
+    "naive-zfp": {name: _zfp(8) for name in _NAMED},
+    "naive-mpc": {name: {"codec": "mpc"} for name in _NAMED},
     "mzhybrid": {"dp": _zfp(8), **{name: {"codec": "mpc"} for name in _MODEL}},
     "zhybrid": {"dp": _zfp(8), **{name: _zfp(16) for name in _MODEL}},
     "recommended": {
         "dp": {**_blockint(4), "error_feedback": True},
-        **{name: _blockint(8) for name in BETWEEN_RANKS if name != "dp"},
+        **{name: _blockint(8) for name in _NAMED if name != "dp"},
     },
     NATIVE: {},
 }
@@ -68,7 +71,7 @@ def merged(written: Mapping[str, Any], planned: Planned | None = None) -> dict[s
     return found
 
 
-def _settings(preset: object, planned: Planned | None) -> Mapping[str, Any]:
+def _settings(preset: object, planned: Planned | None) -> dict[str, Any]:
     if planned is not None:
         whole = merged(planned.block)
         return {name: value for name, value in whole.items() if name != "preset"}
@@ -76,7 +79,7 @@ def _settings(preset: object, planned: Planned | None) -> Mapping[str, Any]:
         near = near_key(NAMES, preset) if isinstance(preset, str) else None
         hint = f"did you mean {near!r}? " if near else ""
         raise problem("preset", preset, f"{hint}expected one of {', '.join(NAMES)}")
-    return PRESETS[preset]
+    return {str(name): settings for name, settings in PRESETS[preset].items()}
 
 
 def overridden(preset: Any, written: Any) -> Any:

@@ -16,7 +16,7 @@ from hybridcomp.config.error_messages import problem
 from hybridcomp.policy import Rung
 
 #: most values that a ramp takes before its end: ranks and readers see few codecs
-LEVELS = 8
+RUNGS = 8
 #: the setting that every ramp may move; smaller is milder. Of the settings of codecs larger is
 BOUND = "error_bound"
 
@@ -39,7 +39,7 @@ class RampConfig(Strict):
         gt=0,
         allow_inf_nan=False,
         description=f"What `error_bound` (smaller), or {_of_codecs()} (larger), is at first. At "
-        f"most {LEVELS} levels: bounds in equal ratios, the others evenly.",
+        f"most {RUNGS} settings: bounds in equal ratios, the others evenly.",
     )
     steps: int = Field(
         ge=1, description="Optimizer steps after `start_step` until the setting has its value."
@@ -75,9 +75,9 @@ def values(start: float, end: float, step: float | None) -> list[float]:
     None is for bounds, which move in equal ratios.
     """
     if step is None:
-        return [float(f"{start * (end / start) ** (i / LEVELS):.3g}") for i in range(LEVELS)]
-    levels = min(LEVELS, round((start - end) / step))
-    return [start - round(i * (start - end) / levels / step) * step for i in range(levels)]
+        return [float(f"{start * (end / start) ** (i / RUNGS):.3g}") for i in range(RUNGS)]
+    rungs = min(RUNGS, round((start - end) / step))
+    return [start - round(i * (start - end) / rungs / step) * step for i in range(rungs)]
 
 
 def rungs(

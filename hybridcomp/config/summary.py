@@ -10,7 +10,14 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.config.block import CompressionConfig
 from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.presets import NATIVE, PAPER
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, SUMMED, Dimension
+from hybridcomp.policy import (
+    DIMENSIONS,
+    ONE_WAY,
+    OWN_LAYERS,
+    SUMMED,
+    Dimension,
+    directions_of,
+)
 
 #: bytes that few messages reach: gradients are reduced in buckets, of 5e8 values in DeepSpeed and
 #: 4e7 in megatron-core unless the job says otherwise, and models with fewer values have less
@@ -24,13 +31,14 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
 
     ``absent``: dimensions without traffic in this job; they are only listed.
     """
-    here = [name for name in DIMENSIONS if name not in absent]
+    known = [name for name in DIMENSIONS if name not in OWN_LAYERS or config.active(name)]
+    here = [name for name in known if name not in absent]
     lines = [line for name in here for line in _encoded(config, name)]
     native = [f"{name}{_shared(config, name)}" for name in here if not config.active(name)]
     if native:
         lines.append(f"{'native':13} {', '.join(native)}")
     if absent:
-        lines.append(f"{'not here':13} {', '.join(n for n in DIMENSIONS if n in absent)}")
+        lines.append(f"{'not here':13} {', '.join(n for n in known if n in absent)}")
     lines += _ramps(config)
     lines += _measured(config)
     lines += _guarded(config)
@@ -44,7 +52,7 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
 def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
     """The lines of one dimension; none where it is native."""
     codecs = config.codecs()
-    ways = {way: codecs[name, way] for way in DIRECTIONS if (name, way) in codecs}
+    ways = {way: codecs[name, way] for way in directions_of(name) if (name, way) in codecs}
     shared = _shared(config, name)
     if not any(ways.values()):
         return
@@ -54,7 +62,7 @@ def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
         return
     feedback = ", error feedback" if config.error_feedback(name) else ""
     deltas = _deltas(config) if name == "zero" else ""
-    yield f"{name:13} {_figures(name, codecs[name, 'forward'])}{feedback}{shared}{deltas}"
+    yield f"{name:13} {_figures(name, next(iter(ways.values())))}{feedback}{shared}{deltas}"
 
 
 def _shared(config: CompressionConfig, name: Dimension) -> str:

@@ -23,32 +23,32 @@ from wrapt import register_post_import_hook
 from hybridcomp import process
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
-from hybridcomp.engines import steps
+from hybridcomp.engines import steps, windows
 from hybridcomp.engines.attach import ATTRIBUTE, attach
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.log import say_once
 from hybridcomp.patching import Patch, Seam, apply_all, revert_all
 
 DDP_INIT = Seam(
-    "torch >= 2.6, < 2.14",
+    windows.DDP,
     "torch.nn.parallel.distributed",
     "DistributedDataParallel.__init__",
     None,
 )
 DDP_LAZY_INIT = Seam(
-    "torch >= 2.6, < 2.14",
+    windows.DDP,
     "torch.nn.parallel.distributed",
     "DistributedDataParallel._lazy_init",
     ("self",),
 )
 LAZY_INIT = Seam(
-    "torch >= 2.9, < 2.14",
+    windows.FSDP2,
     "torch.distributed.fsdp._fully_shard._fsdp_state",
     "FSDPState._lazy_init",
     ("self",),
 )
 FSDP1_INIT = Seam(
-    "torch >= 2.6, < 2.14",
+    windows.DDP,
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "FullyShardedDataParallel.__init__",
     None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,19 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp import process
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
+from hybridcomp.engines import rules, windows
 from hybridcomp.engines.attached import Attached
-from hybridcomp.engines.session import Source
+from hybridcomp.engines.session import Source, read, say
 from hybridcomp.engines.stateful import AtCheckpoint
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import ConfigError, SeamError
 
 #: attribute of a model: its Attached, None where it was looked at and there is no block
 ATTRIBUTE = "_hybridcomp_attached"
 _UNSEEN = object()
+REPLICATE = (
+    "the composable replicate keeps its DistributedDataParallel, and the passes of the model, to "
+    "itself; wrap the model in DistributedDataParallel, or use fully_shard"
+)
 
 
 def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
@@ -43,14 +49,21 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
 
 
 def _attach(model: nn.Module, source: Source | None) -> Attached | None:
-    from hybridcomp.engines import ddp, fsdp2
-
     if isinstance(model, DistributedDataParallel):
+        if isinstance(model.module, nn.ParameterList):  # nobody else wraps what has no forward
+            _refuse_replicate(source)
+            return None
+        from hybridcomp.engines import ddp
+
         return ddp.attach(model, source)
-    if fsdp2.is_sharded(model):
-        return fsdp2.attach(model, source)
+    if is_sharded(model):
+        return _attach_sharded(model, source)
+    from torch.distributed._composable.replicate import DDP
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+    if isinstance(model, DDP):
+        _refuse_replicate(source)
+        return None
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         todo = "FSDP1 has no slots for communication; shard with torch's fully_shard (FSDP2)"
         raise ConfigError(BLOCK, Shown("FullyShardedDataParallel (FSDP1)"), todo)
@@ -59,6 +72,35 @@ def _attach(model: nn.Module, source: Source | None) -> Attached | None:
         "them. DeepSpeed and Megatron take hybridcomp.install"
     )
     raise ConfigError(BLOCK, Shown(type(model).__name__), todo)
+
+
+def _refuse_replicate(source: Source | None) -> None:
+    block = read(source)
+    if block is None:
+        return
+    if block.on_unsupported != "native":
+        raise ConfigError(BLOCK, Shown("replicate"), REPLICATE)
+    say(f"replicate stays native: {REPLICATE}")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``model`` or to a part of it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _attach_sharded(model: nn.Module, source: Source | None) -> Attached | None:
+    """Check torch first: an earlier one does not have what ``fsdp2`` imports."""
+    try:
+        rules.check_version("fsdp2", windows.FSDP2)
+    except SeamError:
+        if read(source) is None:
+            return None
+        raise
+    from hybridcomp.engines import fsdp2
+
+    return fsdp2.attach(model, source)
 
 
 def stateful(model: nn.Module, checkpoint: str | Path | None = None) -> Any:
@@ -72,9 +114,14 @@ def stateful(model: nn.Module, checkpoint: str | Path | None = None) -> Any:
 
 def rows() -> Iterable[tuple[str, str, str]]:
     """Rows of the support matrix: dimension, what of it, which versions."""
-    from hybridcomp.engines import ddp, fsdp2
+    from hybridcomp.engines import ddp
 
-    for module in (ddp, fsdp2):
+    modules: list[Any] = [ddp]
+    with suppress(ImportError):  # torch before 2.9
+        from hybridcomp.engines import fsdp2
+
+        modules.append(fsdp2)
+    for module in modules:
         what = (module.__doc__ or "").partition(", dimension")[0]
         for name in module.COVERS:
             yield name, " ".join(what.split()), module.REQUIREMENT

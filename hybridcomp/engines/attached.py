@@ -11,9 +11,14 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels
 from hybridcomp.engines import stateful
+from hybridcomp.engines.session import say
 from hybridcomp.session import EngineSession
 
 Kind = Literal["ddp", "fsdp2"]
+UNEVEN = (
+    "join(): from here on steps are not counted, as ranks make different numbers of them; reports, "
+    "samples, the guard, ramps and start_step stand still"
+)
 _numbers = count()
 
 
@@ -31,6 +36,7 @@ class Attached:
         parameters: Callable[[], Iterable[Tensor]],
         divisors: Callable[[], Mapping[str, float]],
         layout: Mapping[str, Any],
+        uneven: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin at step 0 with nothing left out.
 
@@ -42,13 +48,15 @@ class Attached:
                 it is a gradient: the unit of the residual.
             layout: how residuals are spread over the ranks; equal where they may be taken over as
                 they are.
+            uneven: says whether ranks may make different numbers of steps from now on, so that none
+                of them is one that all ranks count.
         """
         self.kind = kind
         self.number = next(_numbers)  # in the order of attaching, which all ranks share
         self.session = session
         self.layout = dict(layout)
         self.divisors = divisors
-        self._parameters = parameters
+        self._parameters, self._uneven = parameters, uneven
         self._optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._is_open = self._has_reduced = False
         self.optimizer_calls = 0  # optimizer steps that were run, several in a step of training
@@ -70,6 +78,9 @@ class Attached:
 
     def entered(self) -> None:
         """Note that a forward pass in training begins."""
+        if self._uneven():
+            say(UNEVEN)
+            return
         if not self._is_open and self.channels.config.measured():
             self.session.begin_step()
         self._is_open = True

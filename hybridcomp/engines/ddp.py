@@ -28,15 +28,15 @@ from hybridcomp.channels import NAME
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, native_nbytes
-from hybridcomp.engines import rules, steps
+from hybridcomp.engines import rules, steps, windows
 from hybridcomp.engines.attached import Attached
-from hybridcomp.engines.ddp_layout import Layout
+from hybridcomp.engines.ddp_layout import BucketLayout
 from hybridcomp.engines.session import Source, agree_on, read, session_of
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Dimension
 from hybridcomp.topology import ranks_of
 
-REQUIREMENT = "torch >= 2.6, < 2.14"
+REQUIREMENT = windows.DDP
 COVERS = ("dp",)
 
 Bucket = torch.futures.Future[Tensor]
@@ -60,7 +60,10 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     session.warn({parameter.dtype for parameter in parameters})
     layout = {"ranks": dist.get_world_size(group)}
     divisors = {name: 1.0 for name, _ in model.module.named_parameters()}
-    attached = Attached("ddp", session, model.parameters, lambda: divisors, layout)
+    attached = Attached(
+        "ddp", session, model.parameters, lambda: divisors, layout,
+        uneven=lambda: bool(model._join_config.enable),
+    )  # fmt: skip
     _register(model, attached)
     model.register_forward_pre_hook(lambda module, _: _enter(module, attached))
     steps.follow(attached)
@@ -116,7 +119,7 @@ class _Pending:
     future: Bucket
     gradients: Tensor
     message: Tensor  # what travels: the gradients, or the table of ``layout``
-    layout: Layout | None
+    layout: BucketLayout | None
 
 
 class Reducer:
@@ -129,7 +132,7 @@ class Reducer:
         self._attached = attached
         self._channel = attached.channels["dp"]
         self._pending: list[_Pending] = []
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._layouts: dict[tuple[str, ...], BucketLayout] = {}
         self._is_rebuilt = False
         self._stream: Any = None
 
@@ -179,12 +182,12 @@ class Reducer:
         )
         return _Pending(handle, future, gradients, message, layout)
 
-    def _layout(self, bucket: Any) -> Layout:
+    def _layout(self, bucket: Any) -> BucketLayout:
         parameters = bucket.parameters()
         names = tuple(getattr(parameter, NAME) for parameter in parameters)
         if names not in self._layouts:
             numels = [parameter.numel() for parameter in parameters]
-            self._layouts[names] = Layout(names, numels, self._world_size)
+            self._layouts[names] = BucketLayout(names, numels, self._world_size)
         return self._layouts[names]
 
     def _follow_rebuilt(self) -> None:

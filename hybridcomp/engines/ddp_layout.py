@@ -19,7 +19,7 @@ from hybridcomp.collectives.wire.cuts import CHUNK_ALIGN
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Parameter:
     """One parameter of a bucket."""
 
     start: int  # in the bucket
@@ -33,18 +33,18 @@ class _Place:
         return self.numel // self.chunk
 
 
-class Layout:
+class BucketLayout:
     """The table of one bucket."""
 
     def __init__(self, names: Sequence[str], numels: Sequence[int], world_size: int) -> None:
         """``names`` and ``numels``: of the parameters in the bucket, in its order."""
-        self._places: list[_Place] = []
+        self._parameters: list[_Parameter] = []
         self._names = names
         self.rows, start, column = world_size, 0, 0
         for numel in numels:
             even = -(-numel // world_size)
             chunk = max(1, -(-even // CHUNK_ALIGN)) * CHUNK_ALIGN
-            self._places.append(_Place(start, numel, column, chunk))
+            self._parameters.append(_Parameter(start, numel, column, chunk))
             start, column = start + numel, column + chunk
         self.columns = column
         self.pieces = [piece for row in range(world_size) for piece in self._row(row)]
@@ -52,7 +52,7 @@ class Layout:
     def _row(self, row: int) -> list[Piece]:
         """The parameters in the chunks of one rank, and padding behind them."""
         found = []
-        for name, place in zip(self._names, self._places, strict=True):
+        for name, place in zip(self._names, self._parameters, strict=True):
             low = min(row * place.chunk, place.numel)
             held = min(place.chunk, place.numel - low)
             if held:
@@ -78,7 +78,7 @@ class Layout:
     def _views(self, gradients: Tensor, table: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The gradient of every parameter, the rows that it fills, its part of another."""
         found = []
-        for place in self._places:
+        for place in self._parameters:
             values = gradients[place.start : place.start + place.numel]
             columns = table[:, place.column : place.column + place.chunk]
             left = place.numel - place.whole * place.chunk

@@ -21,22 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybridcomp.autotune.trials import Sent
-from hybridcomp.engines import fsdp2_comms, fsdp2_rules, rules, steps
+from hybridcomp.engines import fsdp2_comms, fsdp2_rules, rules, steps, windows
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.fsdp2_members import Members, names_of
 from hybridcomp.engines.session import Source, agree_on, read, session_of
-from hybridcomp.errors import SeamError
 from hybridcomp.policy import Dimension
 from hybridcomp.session import EngineSession
 
-#: 2.9 is the first with both slots (pytorch#155189)
-REQUIREMENT = "torch >= 2.9, < 2.14"
+REQUIREMENT = windows.FSDP2
 COVERS = ("zero", "dp")
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to ``model`` or to a part of it."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+ZERO: tuple[Dimension, ...] = ("zero",)
+DP: tuple[Dimension, ...] = ("dp",)
 
 
 def groups_of(model: nn.Module) -> list[Any]:
@@ -58,32 +53,28 @@ def _groups(state: Any) -> list[Any]:
 def attach(model: nn.Module, source: Source | None) -> Attached | None:
     """Fill the slots. None where there is no block.
 
-    Raises ConfigError, AgreementError, and SeamError on a torch without slots.
+    Raises ConfigError, AgreementError.
     """
     block, groups = read(source), groups_of(model)
     job = fsdp2_rules.job_of(model, groups)
     agree_on(block, "fsdp2", job.ranks)
     if block is None:
         return None
-    rules.check_version("fsdp2", REQUIREMENT)
-    if not hasattr(FSDPModule, "set_custom_all_gather"):
-        raise SeamError(f"fsdp2: needs {REQUIREMENT}; this torch has no set_custom_all_gather")
     absent = rules.check(block, fsdp2_rules.FSDP2, job)
     fsdp2_rules.check_hierarchy(block, job)
     session = session_of(block, groups[0].device, absent)
     names = names_of(model)
-    members = [Members(group, names) for group in groups]
+    members = [Members(group, names, fsdp2_rules.whereabouts(group, job)) for group in groups]
     for one in members:
         for member in one.members:
             session.channels.factors.learn(member.name, (member.rows, member.numel // member.rows))
     session.place(job.process_groups)
     _measure(session, job, members)
     session.warn(job.dtypes)
-    inside = job.replicas > 1 and block.hierarchy != "none"
-    layout = {"shards": job.shards, "replicas": job.replicas}
+    inside = block.hierarchy != "none"
     attached = Attached(
         "fsdp2", session, lambda: _parameters(groups),
-        lambda: fsdp2_comms.divisors(members, inside), layout,
+        lambda: fsdp2_comms.divisors(members, inside), job.layout,
     )  # fmt: skip
     for one in members:
         fsdp2_comms.fill(one, attached, native_inside=inside)
@@ -123,15 +114,25 @@ def _parameters(groups: list[Any]) -> Iterator[Tensor]:
 
 
 def _measure(session: EngineSession, job: fsdp2_rules.Job, members: list[Members]) -> None:
-    """Let the dimensions that are timed see messages like those of a step."""
+    """Let the dimensions that are timed see messages like those of a step, each on its own links.
+
+    Parameters are gathered inside a shard group; an HSDP mesh sums gradients between its replicas,
+    in the dtype that FSDP reduces in, which is often wider than that of the parameters.
+    """
     if not session.channels.config.measured():
         return
     size = job.shards
     numels = tuple(filter(None, (one.numel(one.trained, size) for one in members)))
     whole = tuple(one.numel(range(len(one.members)), size) for one in members)
-    sent: dict[Dimension, Sent] = {"zero": Sent(whole, "gather"), "dp": Sent(numels, "scatter")}
+    total = sum(numels)
+    if size > 1:
+        gathers: dict[Dimension, Sent] = {"zero": Sent(whole, "gather")}
+        dtype = next(iter(job.dtypes))
+        session.measure(job.shard_group, dtype, total, gathers, only=ZERO)
+    sums: dict[Dimension, Sent] = {"dp": Sent(numels, "scatter")}
     group = job.shard_group
     if job.replicas > 1:
-        sent["dp"] = Sent(tuple(-(-numel // size) for numel in numels), "sum")
+        sums["dp"] = Sent(tuple(-(-numel // size) for numel in numels), "sum")
         group = job.replica_group
-    session.measure(group, next(iter(job.dtypes)), sum(numels), sent)
+    dtype = fsdp2_comms.reduce_dtype(members[0].group)
+    session.measure(group, dtype, total, sums, only=DP)

@@ -32,14 +32,18 @@ def fill(members: Members, attached: Attached, native_inside: bool) -> None:
     here every group has objects of its own, so they are set where the setters would set them.
 
     Args:
-        native_inside: gradients are reduce-scattered natively, as replicas encode their sum.
+        native_inside: where there are replicas, gradients are reduce-scattered natively, as these
+            encode their sum.
     """
     group = members.group
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    if replicas is not None and replicas.size() < 2:
+        replicas = None
     group._all_gather_comm = EncodedAllGather(members, attached, group._all_gather_comm)
+    native_inside = native_inside and replicas is not None
     scatter = EncodedReduceScatter(members, attached, group._reduce_scatter_comm, native_inside)
     group._reduce_scatter_comm = scatter
-    replicas = getattr(group.mesh_info, "replicate_process_group", None)
-    if replicas is not None and replicas.size() > 1:
+    if replicas is not None:
         group.mesh_info.replicate_process_group = EncodedReplicas(replicas, scatter)
 
 
@@ -238,7 +242,7 @@ def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
         whole = size * (1 if replicas is None else replicas.size())
         factor = float(group.gradient_divide_factor or whole)
         between = factor
-        if _reduce_dtype(group) == torch.float16:
+        if reduce_dtype(group) == torch.float16:
             before = 1.0
             while factor % before == 0 and factor / before > before:
                 before *= 2
@@ -248,14 +252,14 @@ def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
         for member in members.members:
             for row in member.pieces(size):
                 for piece in row:
-                    if piece.name and not native_inside:
+                    if piece.name and not (native_inside and whole > size):
                         found[piece.name] = factor
                     if piece.name and whole > size:
                         found[BETWEEN + piece.name] = between
     return found
 
 
-def _reduce_dtype(group: Any) -> torch.dtype:
+def reduce_dtype(group: Any) -> torch.dtype:
     """What FSDP will reduce in; it settles that at the first forward pass only."""
     policy = group.mp_policy
     found = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype

@@ -53,10 +53,13 @@ class Member:
 class Members:
     """The parameters of one FSDP2 group."""
 
-    def __init__(self, group: Any, names: dict[int, str]) -> None:
-        """``names``: of every module of the model, by id."""
+    def __init__(self, group: Any, names: dict[int, str], where: str = "") -> None:
+        """``names``: of every module of the model, by id; ``where``: behind those of parameters.
+
+        Experts of other ranks bear the same names: ``where`` says whose these are.
+        """
         self.group = group
-        self.members = [_member(parameter, names) for parameter in group.fsdp_params]
+        self.members = [_member(parameter, names, where) for parameter in group.fsdp_params]
         self._touched: set[int] = set()
         self._hooked: set[int] = set()
         self._pieces: dict[tuple[int, ...], list[list[Piece]]] = {}
@@ -118,13 +121,13 @@ class Members:
         return [cut for cut in list(accumulate(lengths))[:-1] if cut]
 
 
-def _member(parameter: Any, names: dict[int, str]) -> Member:
+def _member(parameter: Any, names: dict[int, str], where: str) -> Member:
     info = parameter._module_info
     module = names.get(id(info.module), "")
     size = torch.Size(parameter._orig_size)
     dim = parameter.fsdp_placement.dim
     return Member(
-        f"{module}.{info.param_name}" if module else info.param_name,
+        (f"{module}.{info.param_name}" if module else info.param_name) + where,
         size.numel(),
         size[dim] if size else 1,
         dim,

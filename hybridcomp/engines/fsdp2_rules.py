@@ -36,6 +36,15 @@ class Job:
     tensor_parallel: bool
     comms: frozenset[str]  # classes in the slots
     ring: bool = False  # whether its layers cut sequences over ranks
+    meshes: frozenset[tuple[int, int]] = frozenset()  # shards and replicas of every group
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How residuals are spread; meshes of experts only where there are some."""
+        found: dict[str, Any] = {"shards": self.shards, "replicas": self.replicas}
+        if len(self.meshes) > 1:
+            found["meshes"] = sorted(map(list, self.meshes))
+        return found
 
 
 def job_of(model: nn.Module, groups: list[Any]) -> Job:
@@ -50,7 +59,7 @@ def job_of(model: nn.Module, groups: list[Any]) -> Job:
             found = _group(group, role)
             if found is not None:
                 every[id(found)] = found
-        ranks |= set(group.mesh_info.mesh.mesh.flatten().tolist())
+        ranks |= set(_ranks(group))
     parameters = [p for group in groups for p in group.fsdp_params]
     return Job(
         ranks=tuple(sorted(ranks)),
@@ -67,7 +76,19 @@ def job_of(model: nn.Module, groups: list[Any]) -> Job:
             for comm in (group._all_gather_comm, group._reduce_scatter_comm)
         ),
         ring=has_ring(model),
+        meshes=frozenset(sizes),
     )
+
+
+def _ranks(group: Any) -> list[int]:
+    found: list[int] = group.mesh_info.mesh.mesh.flatten().tolist()
+    return found
+
+
+def whereabouts(group: Any, job: Job) -> str:
+    """What tells the parameters of ``group`` from those of other ranks: "" on all ranks' mesh."""
+    ranks = sorted(_ranks(group))
+    return "" if tuple(ranks) == job.ranks else f" on ranks {', '.join(map(str, ranks))}"
 
 
 def _group(group: Any, role: str) -> dist.ProcessGroup | None:
@@ -133,7 +154,7 @@ FSDP2: tuple[Rule[Job], ...] = (
     ),
     Rule(
         "absent", ("zero",), "one rank in each shard group", "nothing is gathered",
-        "leave zero out", lambda job: job.shards < 2,
+        "leave zero out", lambda job: max((job.shards, *(n for n, _ in job.meshes))) < 2,
     ),
     Rule(
         "absent", ("dp",), "one rank in the mesh", "nothing is sent", "leave dp out",

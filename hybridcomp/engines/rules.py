@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from hybridcomp.config import CompressionConfig
 from hybridcomp.engines.session import say
 from hybridcomp.errors import SeamError
-from hybridcomp.policy import DIRECTIONS, Dimension
+from hybridcomp.policy import Dimension, directions_of
 from hybridcomp.rules import engine
 from hybridcomp.rules.engine import Rule
 
 
 def lossy(block: CompressionConfig, name: Dimension) -> bool:
     """Whether messages of ``name`` change values."""
-    codecs = [block.codecs().get((name, way)) for way in DIRECTIONS]
+    codecs = [block.codecs().get((name, way)) for way in directions_of(name)]
     return any(codec is not None and not codec.lossless for codec in codecs)
 
 
@@ -36,6 +36,11 @@ def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ..
         Rule(
             "absent", ("cp",), f"a model under {name}", "no layer of it cuts a sequence",
             "use hybridcomp.nn.RingAttention", lambda job: not has_ring(job),
+        ),
+        Rule(
+            "absent", ("tp2d",), f"a model under {name}",
+            "layers of hybridcomp.nn.tp2d send through the channels of their mesh",
+            "give the mesh a session with tp2d in its block (docs/tp2d.md)", lambda job: True,
         ),
     )  # fmt: skip
 

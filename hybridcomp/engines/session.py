@@ -55,7 +55,7 @@ def session_of(
     their ledger into ``name.2.jsonl`` and so on. Raises ConfigError where ``block`` is a plan's
     for another number of ranks.
     """
-    hold_to_plan(block, {"world_size": dist.get_world_size()})
+    hold_to_plan(block, {"ranks": dist.get_world_size()})
     found = EngineSession(Channels(block), device, kept_in="torch.distributed.checkpoint")
     say(*describe(block, absent))
     path = block.ledger.jsonl

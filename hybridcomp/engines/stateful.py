@@ -11,6 +11,7 @@ the folder is named: ``hybridcomp.stateful(model, checkpoint=folder)``.
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hybridcomp import saved
 from hybridcomp.channels import Channels
 from hybridcomp.channels.error_feedback import HOPS
 from hybridcomp.engines.session import say
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import CheckpointError, ConfigError
 
 FORMAT = 1
 #: what names of residuals begin with where replicas sum what shards have summed
@@ -74,8 +76,15 @@ def state_of(attached: Attached) -> dict[str, Any]:
 
 def pack(attached: Attached) -> bytes:
     """This rank's state, as ``torch.save`` writes it and ``weights_only`` reads it."""
+    file = io.BytesIO()
+    torch.save(state_dict_of(attached), file)
+    return file.getvalue()
+
+
+def state_dict_of(attached: Attached) -> dict[str, Any]:
+    """This rank's state, of plain types and CPU tensors."""
     channels = attached.channels
-    state = {
+    return {
         "format": FORMAT,
         "kind": attached.kind,
         "world_size": dist.get_world_size(),
@@ -84,12 +93,9 @@ def pack(attached: Attached) -> bytes:
         "divisors": dict(attached.divisors()),
         "residuals": channels.residuals.state_dict(),
         "guard": channels.guard.state(),
-        "link": channels.link.state(),
+        "link": channels.verdicts.state(),
         "factors": channels.factors.state_dict(),
     }
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def load(attached: Attached, entries: Mapping[str, Any]) -> None:
@@ -97,7 +103,12 @@ def load(attached: Attached, entries: Mapping[str, Any]) -> None:
 
     Raises ConfigError where they are of another number of ranks and some are missing.
     """
-    states = [_unpack(found) for _, found in sorted(entries.items())]
+    _take_over(attached, {name: _unpack(found) for name, found in entries.items()})
+
+
+def _take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None:
+    """As ``load``, of entries that have been read."""
+    states = [found for _, found in sorted(entries.items())]
     first = states[0] if states else None
     told = _told(first)
     if told is None:
@@ -110,7 +121,7 @@ def load(attached: Attached, entries: Mapping[str, Any]) -> None:
     channels.step = int(told["step"])
     for text in channels.resume_guard(told["guard"]) if channels.guard.watching else ():
         say(text)
-    for text in channels.resume_link(told["link"]) if channels.config.measured() else ():
+    for text in channels.resume_verdicts(told["link"]) if channels.config.measured() else ():
         say(text)
     if not any(channel.error_feedback for channel in channels):
         return
@@ -217,18 +228,44 @@ def _keys_of(folder: str | Path, prefix: str) -> list[str]:
 
 
 def save_files(folder: Path, every: Iterable[Attached]) -> None:
-    """Write one file for each rank and model into ``folder``; every rank calls it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write one file for each rank and model into ``folder``; every rank calls it.
+
+    Every file is written whole or not at all. Raises CheckpointError, on every rank, where one
+    could not write its own.
+    """
+    problem = None
     for number, attached in enumerate(every):
         path = folder / FILE.format(number=number, rank=dist.get_rank())
-        path.write_bytes(pack(attached))
-    dist.barrier()  # nobody may take the folder for whole before it is
+        _, found = saved.attempt(functools.partial(saved.write, path, state_dict_of(attached)))
+        problem = problem or found
+    saved.all_well(problem, "saving the state of hybridcomp")  # nobody goes on before it is whole
 
 
 def load_files(folder: Path, every: Iterable[Attached]) -> None:
-    """Take over what ``save_files`` wrote; every rank calls it."""
-    for number, attached in enumerate(every):
-        pattern = FILE.format(number=number, rank=0).replace("rank_00000", "rank_*")
-        paths = sorted(folder.glob(pattern))
-        ranks = share(len(paths)) if paths else ()
-        attached.load_state_dict({entry(rank): paths[rank].read_bytes() for rank in ranks})
+    """Take over what ``save_files`` wrote; every rank calls it.
+
+    Raises CheckpointError, on every rank, where a file is damaged or one of a rank is missing;
+    nothing is taken over then.
+    """
+    models = list(every)
+    found = [
+        saved.attempt(functools.partial(_read, folder, number)) for number in range(len(models))
+    ]
+    problem = next((text for _, text in found if text is not None), None)
+    saved.all_well(problem, "loading the state of hybridcomp")
+    for attached, (states, _) in zip(models, found, strict=True):
+        _take_over(attached, states or {})
+
+
+def _read(folder: Path, number: int) -> dict[str, dict[str, Any]]:
+    """The states that this rank takes over, by entry; raises CheckpointError."""
+    pattern = FILE.format(number=number, rank=0).replace("rank_00000", "rank_*")
+    paths = sorted(folder.glob(pattern))
+    if not paths:
+        return {}
+    old = saved.read(paths[0])["world_size"]
+    wanted = {rank: folder / FILE.format(number=number, rank=rank) for rank in share(old)}
+    missing = [path.name for path in wanted.values() if not path.is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: expected files of {old} ranks, found no {missing[0]}")
+    return {entry(rank): saved.read(path) for rank, path in wanted.items()}

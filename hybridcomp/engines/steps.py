@@ -16,13 +16,13 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from hybridcomp.engines import windows
 from hybridcomp.engines.attached import Attached
 from hybridcomp.patching import Patch, Seam, apply_all, revert_all
 
-REQUIREMENT = "torch >= 2.6, < 2.14"
 MODULE = "torch.amp.grad_scaler"
-STEP = Seam(REQUIREMENT, MODULE, "GradScaler.step", ("self", "optimizer", "args", "kwargs"))
-UPDATE = Seam(REQUIREMENT, MODULE, "GradScaler.update", ("self", "new_scale"))
+STEP = Seam(windows.DDP, MODULE, "GradScaler.step", ("self", "optimizer", "args", "kwargs"))
+UPDATE = Seam(windows.DDP, MODULE, "GradScaler.update", ("self", "new_scale"))
 
 _attached: weakref.WeakSet[Attached] = weakref.WeakSet()
 _handles: list[Any] = []

@@ -1,7 +1,8 @@
 """The transformer block that is timed, and what it takes: FLOP, and bytes kept for backward.
 
-Attention with causal mask and a feed-forward layer of four times the width, each behind a norm and
-beside a residual connection. Shapes: B samples, T tokens, C width.
+Attention with causal mask and rotary positions, and a feed-forward layer of four times the width,
+each behind a norm and beside a residual connection. Shapes: B samples, T tokens, C width, H heads,
+D = C / H.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hybridcomp.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class BlockSize:
@@ -21,6 +24,19 @@ class BlockSize:
     length: int
     width: int
     head_width: int = 32
+
+    @classmethod
+    def parse(cls, text: str) -> BlockSize:
+        """``8x128x256`` or, with heads, ``8x128x256x4``. Raises ConfigError."""
+        try:
+            batch, length, width, *heads = map(int, text.split("x"))
+            (count,) = heads or [max(1, width // 32)]
+        except ValueError:
+            batch = length = width = count = 0
+        if min(batch, length, width, count) < 1 or width % count or width // count % 2:
+            todo = "expected BATCHxLENGTHxWIDTH or BATCHxLENGTHxWIDTHxHEADS, such as 8x128x256x4"
+            raise ConfigError("--block", text, f"{todo}; heads have an even width")
+        return cls(batch, length, width, width // count)
 
     @property
     def flops(self) -> float:
@@ -36,10 +52,16 @@ class BlockSize:
 class Block(nn.Module):
     """(B, T, C) to (B, T, C)."""
 
+    cos: Tensor  # (T, D / 2) of every position and frequency, of the weights' dtype
+    sin: Tensor
+
     def __init__(self, size: BlockSize) -> None:
         super().__init__()
         width = size.width
         self.heads = width // size.head_width
+        angles = torch.outer(torch.arange(size.length), torch.rand(size.head_width // 2))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
@@ -50,11 +72,18 @@ class Block(nn.Module):
         """Attend, then feed forward."""
         batch, length, width = hidden.shape
         qkv = self.qkv(self.norm1(hidden)).view(batch, length, 3, self.heads, -1)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        query, key = self._rotated(query), self._rotated(key)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
         out: Tensor = hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
         return out
+
+    def _rotated(self, values: Tensor) -> Tensor:
+        """Turn pairs of ``values`` (B, H, T, D) in fp32, as models do it."""
+        one, two = values.float().chunk(2, dim=-1)
+        cos, sin = self.cos, self.sin
+        return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1).to(values.dtype)
 
 
 def kept_nbytes(block: nn.Module, hidden: Tensor) -> int:

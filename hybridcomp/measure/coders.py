@@ -45,9 +45,13 @@ def settings() -> list[Codec]:
 def coding_rows(team: Team, clock: Clock, part: Part) -> list[Coding]:
     """Rows of this rank; a collective over the job, as all begin every case together."""
     numels = NUMELS[team.device.type]
-    cases: list[tuple[int, Beside, str, Codec]] = [
-        *every(numels, ("alone",), dtypes_of(team.device), settings()),
-        *every(numels[-2:-1], ("compute",), dtypes_of(team.device), settings()),
+    # the two shorter lengths say what a call and what a value costs beside products, too
+    work: list[tuple[int, Beside]] = [
+        *((numel, "alone") for numel in numels), *((numel, "compute") for numel in numels[:2])
+    ]  # fmt: skip
+    cases = [
+        (numel, beside, name, codec)
+        for (numel, beside), name, codec in every(work, dtypes_of(team.device), settings())
     ]
     product, product_s = product_beside(clock, team.device)
     rows = []

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.log import say
+from hybridcomp.measure.block import BlockSize
 from hybridcomp.measure.options import HOW, add_arguments
 from hybridcomp.measure.report import lines
 from hybridcomp.measure.run import measure
 from hybridcomp.plan import cluster_file
+from hybridcomp.topology import Hierarchy
 
 #: exit status where nothing was measured
 NOT_STARTED = 2
@@ -43,13 +45,17 @@ def run(options: argparse.Namespace) -> int:
         return NOT_STARTED
     if not options.seconds > 0:
         raise ConfigError("--seconds", options.seconds, "expected a number above 0")
+    blocks = [BlockSize.parse(text) for text in options.block]
     device = _device(options)
     mine = not dist.is_initialized()
     if mine:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        hierarchy = options.ranks_per_node if options.ranks_per_node is not None else "auto"
-        cluster = measure(device, options.seconds, hierarchy=hierarchy, dtype=options.dtype)
+        given: int | None = options.ranks_per_node
+        hierarchy: Hierarchy = "auto" if given is None else given
+        cluster = measure(
+            device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks
+        )
         if dist.get_rank() == 0:
             try:
                 cluster_file.write(cluster, options.out)

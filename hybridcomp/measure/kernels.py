@@ -6,7 +6,7 @@ each other down here, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,9 +73,14 @@ def dtypes_of(device: torch.device) -> dict[str, torch.dtype]:
     }
 
 
-def kernel_rows(team: Team, clock: Clock, part: Part) -> list[Kernel]:
-    """Rows of this rank; a collective over the job, as all begin every case together."""
-    cases = list(_cases(team.device))
+def kernel_rows(
+    team: Team, clock: Clock, part: Part, blocks: Sequence[BlockSize] = ()
+) -> list[Kernel]:
+    """Rows of this rank; a collective over the job, as all begin every case together.
+
+    ``blocks``: instead of those that are timed by default.
+    """
+    cases = list(_cases(team.device, blocks))
     rows = []
     rates: dict[tuple[str, str], float] = {}  # seconds a unit of size, of the slowest rank
     for case, allowance in zip(cases, part.allowances(len(cases)), strict=True):
@@ -93,11 +98,11 @@ def kernel_rows(team: Team, clock: Clock, part: Part) -> list[Kernel]:
     return rows
 
 
-def _cases(device: torch.device) -> Iterator[_Case]:
-    """Small ones of everything first, so that a short budget leaves out the largest."""
+def _cases(device: torch.device, blocks: Sequence[BlockSize]) -> Iterator[_Case]:
+    """Every case; of each kind the small ones first, as they tell how long a larger one takes."""
     sizes = GPU if device.type == "cuda" else CPU
     for name, dtype in dtypes_of(device).items():
-        for block in sizes.blocks:
+        for block in blocks or sizes.blocks:
             made = _Prepared(block, device, dtype)
             yield _Case(
                 "block_forward", name, block.flops, made.forward, block.told(), made.kept_nbytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybridcomp.autotune.trials import NBYTES, room_for
+from hybridcomp.autotune.room import NBYTES, room_for
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, Clock, Run
 from hybridcomp.measure.coders import product_beside

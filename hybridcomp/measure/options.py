@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="written by rank 0 (cluster.json)")  # fmt: skip
     add("--seconds", type=float, default=90.0, metavar="S", help="that it may take (90)")
     add("--dtype", choices=DTYPES, default="bf16", help="of messages (bf16)")
+    add("--block", action="append", default=[], metavar="BATCHxLENGTHxWIDTH[xHEADS]",
+        help="a transformer block to time, not the usual ones; repeatable")  # fmt: skip
     add("--ranks-per-node", type=int, metavar="N",
         help="consecutive ranks that share a node, where the launcher does not say")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from hybridcomp.log import say
+from hybridcomp.measure.block import BlockSize
 from hybridcomp.measure.clock import clock_for, on_device
 from hybridcomp.measure.coders import coding_rows, copy_rows, merged
 from hybridcomp.measure.kernels import DTYPES, kernel_rows
@@ -26,7 +27,12 @@ Row = TypeVar("Row", Coding, Copy)
 
 
 def measure(
-    device: torch.device, seconds: float, *, hierarchy: Hierarchy = "auto", dtype: str = "bf16"
+    device: torch.device,
+    seconds: float,
+    *,
+    hierarchy: Hierarchy = "auto",
+    dtype: str = "bf16",
+    blocks: Sequence[BlockSize] = (),
 ) -> Cluster:
     """Measure the cluster that this job runs on; a collective over the job, the same on all ranks.
 
@@ -35,11 +41,14 @@ def measure(
         seconds: that it may take, roughly.
         hierarchy: as in the block: how it is known which ranks share a node.
         dtype: of the values of messages.
+        blocks: transformer blocks to time, those of the model that is to be trained; none: some.
     """
     with on_device(device):
         team = Team(device, discover(hierarchy))
         clock, budget = clock_for(device), Budget(seconds, team)
-        kernels = kernel_rows(team, clock, budget.part(UNTIL["kernels"], "what each rank computes"))
+        kernels = kernel_rows(
+            team, clock, budget.part(UNTIL["kernels"], "what each rank computes"), blocks
+        )
         codecs = coding_rows(
             team, clock, budget.part(UNTIL["codecs"], "codecs, alone and beside matrix products")
         )

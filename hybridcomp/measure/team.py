@@ -83,7 +83,8 @@ def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[Shape]:
     then groups whose size divides it, of neighbours and of ranks far apart, until there are
     ``most`` beside the pairs.
     """
-    world, found = len(nodes), {}
+    world = len(nodes)
+    found: dict[tuple[int, int], Shape] = {}
     candidates = [_pairs(nodes, across=False), _pairs(nodes, across=True)]
     sizes = [world, *(size for size in range(2, world) if world % size == 0)]
     for size in sorted(sizes, key=lambda size: (size != world, size)):
@@ -127,16 +128,18 @@ def _strided(world: int, size: int, stride: int) -> list[Ranks]:
 
 
 def connected(shapes: Sequence[Shape], team: Team) -> list[Shape]:
-    """The shapes with a process group of this rank each; a collective over the job."""
+    """The shapes with a process group of this rank each; a collective over each of them.
+
+    A rank makes its own group only: all groups of a large job would take minutes.
+    """
     found = []
     for shape in shapes:
-        own: Ranks = ()
-        mine: dist.ProcessGroup | None = None
-        for ranks in shape.groups:
-            group = dist.group.WORLD if len(ranks) == team.world_size else dist.new_group(ranks)
-            if team.rank in ranks:
-                own, mine = ranks, group
-        found.append(Shape(shape.ranks, shape.nodes, shape.groups, own, mine))
+        own = next((ranks for ranks in shape.groups if team.rank in ranks), ())
+        group = dist.group.WORLD
+        if len(own) != team.world_size:
+            members = list(own)
+            group = dist.new_group(members, use_local_synchronization=True) if members else None
+        found.append(Shape(shape.ranks, shape.nodes, shape.groups, own, group))
     return found
 
 

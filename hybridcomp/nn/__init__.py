@@ -9,7 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridcomp.nn.context.attention import RingAttention, ring_attention
+    from hybridcomp.nn.context.layout import (
+        documents_of,
+        documents_of_mask,
+        gather,
+        positions,
+        shard,
+        unshard,
+    )
 
 #: public name -> the module that has it, imported when it is asked for
 _NAMES = {
@@ -24,9 +35,18 @@ _NAMES = {
 }
 
 #: modules that stand in the support matrix: their COVERS, REQUIREMENT and first sentence
-_ROWS = ("context.attention", "huggingface")
+_ROWS = ("context.attention", "huggingface", "slices", "tp2d")
 
-__all__ = sorted(_NAMES)
+__all__ = [
+    "RingAttention",
+    "documents_of",
+    "documents_of_mask",
+    "gather",
+    "positions",
+    "ring_attention",
+    "shard",
+    "unshard",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -39,6 +59,6 @@ def rows() -> Iterator[tuple[str, str, str]]:
     """Rows of the support matrix: dimension, what of it, which versions of what."""
     for name in _ROWS:
         module = import_module(f"{__name__}.{name}")
-        what = (module.__doc__ or "").partition("\n\n")[0].rstrip(".")
+        what = (module.__doc__ or "").partition("\n\n")[0].partition(", dimension ``")[0]
         for dimension in module.COVERS:
-            yield dimension, " ".join(what.split()), module.REQUIREMENT
+            yield dimension, " ".join(what.split()).rstrip("."), module.REQUIREMENT

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hybridcomp.plan.budget import Budget
 from hybridcomp.plan.choices import KEYS, NATIVE, Choice, Choices, Key
 from hybridcomp.plan.job import Item, Job
-from hybridcomp.plan.memory import device_nbytes, memory_of
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.memory import device_nbytes, kept_by_codecs, memory_of
 from hybridcomp.plan.prices import Price
-from hybridcomp.plan.step import Step, View, least_seconds, simulated, stage_times
+from hybridcomp.plan.step import seconds_of
+from hybridcomp.plan.times import least_seconds, stage_times
 from hybridcomp.plan.work import Items, Stage, Work, price
 
 #: by stage and kind of message, what an option takes; and bytes that it keeps
 Costs = tuple[float, ...]
+#: combinations of choices that are simulated for one layout
+MOST = 64
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,6 @@ class Best:
 
     seconds: float
     choices: Choices
-    step: Step
     simulated: int
 
 
@@ -59,6 +62,7 @@ class Evaluator:
     job: Job
     budget: Budget
     _ideals: dict[int, Ideal] = field(default_factory=dict)
+    _bases: dict[Layout, list[float]] = field(default_factory=dict)
 
     def ideal(self, zero_stage: int) -> Ideal:
         """The wish of this budget."""
@@ -72,11 +76,11 @@ class Evaluator:
     def bound(self, work: Work) -> float:
         """Seconds that no choices of the budget can beat."""
         ideal = self.ideal(work.layout.zero_stage)
-        return least_seconds(work, stage_times(self.job, work, ideal, View()))
+        return least_seconds(work, stage_times(self.job, work, ideal))
 
     def seconds(self, work: Work, choices: Choices) -> float:
         """Of a step."""
-        return simulated(self.job, work, choices).seconds
+        return seconds_of(work.layout, stage_times(self.job, work, choices))
 
     def fits(self, work: Work, choices: Choices) -> bool:
         """Whether every rank has room for the choices' residuals, references and payloads."""
@@ -84,82 +88,105 @@ class Evaluator:
 
     def need(self, work: Work, choices: Choices) -> float:
         """Bytes of the fullest rank's device."""
+        if work.layout not in self._bases:
+            self._bases[work.layout] = [
+                device_nbytes(memory_of(self.job, work, stage, Choices()))
+                for stage in range(len(work.stages))
+            ]
         return max(
-            device_nbytes(memory_of(self.job, work, stage, choices))
-            for stage in range(len(work.stages))
+            base + sum(kept_by_codecs(self.job, work.layout, stage, choices).values())
+            for base, stage in zip(self._bases[work.layout], work.stages, strict=True)
         )
 
-    def best(self, work: Work) -> Best | None:
+    def best(self, work: Work, most: int = MOST) -> Best | None:
         """The fastest choices that fit; None where none does.
 
-        Of equal ones that which comes first in the budget stands, native before all.
+        Of equal ones that which comes first in the budget stands, native before all. Where memory
+        leaves more than ``most`` combinations to choose from, the most promising are looked at.
         """
         table = self.options(work)
+        combinations = [
+            (sum(cost for cost, _ in combination), index, combination)
+            for index, combination in enumerate(itertools.product(*table.values()))
+        ]
         best: Best | None = None
         count = 0
-        for combination in itertools.product(*table.values()):
-            choices = Choices.of(dict(zip(table, combination, strict=True)))
+        for _, _, combination in sorted(combinations, key=lambda one: one[:2]):
+            choices = Choices.of(
+                {key: choice for key, (_, choice) in zip(table, combination, strict=True)}
+            )
             if not self.fits(work, choices):
                 continue
-            times = stage_times(self.job, work, choices, View())
-            if best is not None and least_seconds(work, times) >= best.seconds:
-                continue
-            step = simulated(self.job, work, choices)
+            times = stage_times(self.job, work, choices)
+            if best is None or least_seconds(work, times) < best.seconds:
+                seconds = seconds_of(work.layout, times)
+                if best is None or seconds < best.seconds * (1 - 1e-9):
+                    best = Best(seconds, choices, count + 1)
             count += 1
-            if best is None or step.seconds < best.seconds * (1 - 1e-9):
-                best = Best(step.seconds, choices, step, count)
+            if count == most:
+                break
         return best
 
-    def options(self, work: Work) -> dict[Key, tuple[Choice, ...]]:
+    def options(self, work: Work) -> dict[Key, tuple[tuple[float, Choice], ...]]:
         """The options of every key that sends something, without those that another one beats.
 
         One beats another where it takes no longer on any stage, in no part, and keeps no more.
+        With each stands what it takes on all stages together.
         """
-        found: dict[Key, tuple[Choice, ...]] = {}
-        for key in dict.fromkeys(
+        keys = dict.fromkeys(
             item.key for stage in work.stages for items in _all(stage) for item in items
             if not item.fixed and item.call.ranks > 1
-        ):  # fmt: skip
+        )  # fmt: skip
+        roomy = self._roomy(work, list(keys))
+        found: dict[Key, tuple[tuple[float, Choice], ...]] = {}
+        for key in keys:
             kept: list[tuple[Costs, Choice]] = []
             for choice in self.budget.options(key, work.layout.zero_stage):
-                costs = self._costs(work, key, choice)
+                costs = self._costs(work, key, choice, roomy)
                 if any(_beats(other, costs) for other, _ in kept):
                     continue
                 kept = [(other, one) for other, one in kept if not _beats(costs, other)]
                 kept.append((costs, choice))
-            # the most promising first, so that bounds prune the rest
-            kept.sort(key=lambda pair: sum(pair[0][:-1]))
-            found[key] = tuple(choice for _, choice in kept)
+            found[key] = tuple((sum(costs[:-1]), choice) for costs, choice in kept)
         return found
 
-    def _costs(self, work: Work, key: Key, choice: Choice) -> Costs:
-        """What ``choice`` takes on every stage; last the bytes that it keeps beside messages."""
+    def _costs(self, work: Work, key: Key, choice: Choice, roomy: bool) -> Costs:
+        """What ``choice`` takes on every stage; last the bytes that it keeps, if they matter."""
         choices = Choices.of({key: choice})
         costs: list[float] = []
         kept = 0.0
-        for index, stage in enumerate(work.stages):
+        for stage in work.stages:
             serial = coding = link = 0.0
             for items in _all(stage):
                 behind = items is stage.reduce or items is stage.micro
+                once = items is stage.reduce or items is stage.gather
+                count = 1 if once else work.layout.accumulation
                 for item in items:
                     if item.key != key or item.fixed:
                         continue
                     one = price(self.job, item, choices)
                     if behind:  # of its link a part may be hidden
-                        coding += one.coding.value
-                        link += one.wire.value + one.inside.value
+                        coding += count * one.coding.value
+                        link += count * (one.wire.value + one.inside.value)
                     else:
-                        serial += one.seconds.value
+                        serial += count * one.seconds.value
             costs += [serial, coding, link]
-            memory = memory_of(self.job, work, index, choices)
-            kept = max(kept, sum(memory[name] for name in ("residuals", "references", "payloads")))
-        if kept and self._roomy(work, kept):
-            kept = 0.0
+            if not roomy:
+                more = kept_by_codecs(self.job, work.layout, stage, choices)
+                kept = max(kept, sum(more.values()))
         return (*costs, kept)
 
-    def _roomy(self, work: Work, kept: float) -> bool:
-        """Whether bytes do not matter: every dimension could keep as much."""
-        return self.need(work, Choices()) + 8 * kept <= self.job.capacity
+    def _roomy(self, work: Work, keys: Sequence[Key]) -> bool:
+        """Whether bytes do not matter: what keeps most fits on every dimension at once."""
+        zero_stage = work.layout.zero_stage
+        most = {"residuals": 0.0, "references": 0.0, "payloads": 0.0}
+        for key in keys:
+            for choice in self.budget.options(key, zero_stage):
+                for stage in work.stages:
+                    found = kept_by_codecs(self.job, work.layout, stage, Choices.of({key: choice}))
+                    for name, nbytes in found.items():
+                        most[name] = max(most[name], nbytes)
+        return self.need(work, Choices()) + sum(most.values()) <= self.job.capacity
 
 
 def _keys_of(name: str) -> Iterator[Key]:

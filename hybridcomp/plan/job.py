@@ -17,7 +17,11 @@ from hybridcomp.plan.layout import Group, Layout
 from hybridcomp.plan.model import Layer, Messages, Model, Shape
 from hybridcomp.plan.prices import NOTHING, Calibration, Call, Prices
 from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.rows import Operation
 from hybridcomp.policy import Direction
+
+#: what sequence parallelism makes of a sum
+GATHER_AND_SCATTER: tuple[Operation, Operation] = ("all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,8 @@ class Job:
         sizes = layout.tensor, self.nodes(layout, "tensor", stage)
         for numel in messages.tensor:
             if layout.sequence:
-                for operation in ("all_gather", "reduce_scatter"):
-                    call = Call(operation, numel, *sizes)  # type: ignore[arg-type]
+                for operation in GATHER_AND_SCATTER:
+                    call = Call(operation, numel, *sizes)
                     yield Item(("tp", way), call, self.dtype)
             else:
                 yield Item(("tp", way), Call("all_reduce", numel, *sizes), self.dtype)
@@ -192,12 +196,13 @@ class Job:
         """One reduction of ``values`` gradients over ``group``, in the engine's buckets."""
         ranks, nodes = layout.size(group), self.nodes(layout, group, stage)
         buckets = max(1, math.ceil(values / self.limits.bucket_numel))
-        operation, encoded = "all_reduce", "all_reduce"
+        operation: Operation = "all_reduce"
+        encoded: Operation = "all_reduce"
         if layout.zero_stage == 3 or (self.limits.engine == "megatron" and layout.zero_stage):
             operation = encoded = "reduce_scatter"
         elif layout.zero_stage:  # DeepSpeed all-reduces whole buckets, of which a part is kept
             encoded = "reduce_scatter"
-        call = Call(operation, values / buckets, ranks, nodes, encoded, layout.hierarchy)  # type: ignore[arg-type]
+        call = Call(operation, values / buckets, ranks, nodes, encoded, layout.hierarchy)
         return [Item(("dp", "forward"), call, self.gradient_dtype, buckets)]
 
     def gather_items(self, layout: Layout, stage: int, values: float, group: Group) -> list[Item]:

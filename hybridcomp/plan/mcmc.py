@@ -21,8 +21,9 @@ from hybridcomp.plan.placing import Placer
 from hybridcomp.plan.predict import plan_of
 from hybridcomp.plan.request import Found
 from hybridcomp.plan.space import layouts
-from hybridcomp.plan.step import MOST_PASSES, View, simulated, stage_times, tasks_of
+from hybridcomp.plan.step import sample, seconds_of, tasks_of
 from hybridcomp.plan.timeline import Timeline, simulate
+from hybridcomp.plan.times import stage_times
 from hybridcomp.plan.work import Work, work_of
 
 
@@ -77,9 +78,9 @@ class Walk:
             return math.inf
         work, choices = found
         layout = work.layout
-        if 2 * layout.accumulation * layout.stages * layout.virtual > MOST_PASSES:
-            return simulated(self.job, work, choices).seconds
-        times = stage_times(self.job, work, choices, View())
+        times = stage_times(self.job, work, choices)
+        if sample(layout)[1]:
+            return seconds_of(layout, times)
         tasks, _ = tasks_of(work, times, layout.accumulation)
         place = layout.replace(recompute=())
         before = self._last.get(place)

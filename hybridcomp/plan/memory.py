@@ -15,7 +15,7 @@ from hybridcomp.plan.job import Job
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.model import Layer
 from hybridcomp.plan.schedule import in_flight
-from hybridcomp.plan.work import Stage, Work
+from hybridcomp.plan.work import LIVE, Stage, Work
 
 #: bytes of a value of an error feedback residual, of a main gradient, of a moment
 FP32 = 4.0
@@ -69,9 +69,7 @@ def states(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
 def _kept(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
     """Buffers of upstream that only some stages of ZeRO have; they count as payloads do."""
     if layout.zero_stage == 3:
-        largest = max((one.parameters + one.expert_parameters for _, one in stage.layers),
-                      default=0.0)  # fmt: skip
-        return {"gathered": 2 * job.dtype.itemsize * largest}
+        return {"gathered": job.dtype.itemsize * min(stage.dense + stage.experts, LIVE)}
     return {}
 
 

@@ -16,6 +16,7 @@ from hybridcomp.plan.model import Layer
 from hybridcomp.plan.recompute import Stored, cheapest_recomputation
 from hybridcomp.plan.schedule import in_flight
 from hybridcomp.plan.work import Stage, Work, work_of
+from hybridcomp.policy import DIRECTIONS
 
 #: limits of one pass under which recomputation is searched, where several are in flight
 LIMITS = 8
@@ -43,13 +44,27 @@ class Placer:
 
         feedback: whether one more is made that leaves room for residuals.
         """
-        seen = set()
+        seen: set[Layout] = set()
+        free = self._cut(layout, None, False)  # as if memory were endless
         for reserve in (Reserve(), Reserve(FP32)) if feedback else (Reserve(),):
+            if free is not None and not self.job.limits.fixed.get("recompute"):
+                work = work_of(self.job, free)
+                if self._fits(work, reserve):
+                    if work.layout not in seen:
+                        seen.add(work.layout)
+                        yield work
+                    continue
             for lean in (False, True) if self.job.limits.recompute else (False,):
-                work = self._place(layout, reserve, lean)
-                if work is not None and work.layout not in seen:
-                    seen.add(work.layout)
-                    yield work
+                found = self._place(layout, reserve, lean)
+                if found is not None and found.layout not in seen:
+                    seen.add(found.layout)
+                    yield found
+
+    def cut(self, layout: Layout) -> Layout:
+        """``layout`` with the fastest cuts that there are if memory is endless."""
+        found = self._cut(layout, None, False)
+        assert found is not None  # endless memory, and no more stages than layers
+        return found
 
     def least_nbytes(self, layout: Layout) -> float:
         """What the fullest rank needs if everything is recomputed and cuts are even."""
@@ -90,8 +105,8 @@ class Placer:
         more = reserve.of_parameter * (own.dense + own.experts)
         return device_nbytes(memory_of(self.job, work, stage, Choices())) + more
 
-    def _cut(self, layout: Layout, reserve: Reserve, lean: bool) -> Layout | None:
-        """The layout with its cuts; None where no cut fits."""
+    def _cut(self, layout: Layout, reserve: Reserve | None, lean: bool) -> Layout | None:
+        """The layout with its cuts, without a reserve those of endless memory; None: none fits."""
         depth = self.job.model.depth
         if given := self.job.limits.fixed.get("cuts"):
             return layout.replace(cuts=tuple(given)) if sum(given) == depth else None
@@ -113,29 +128,33 @@ class Placer:
         sizes = [b - a for a, b in zip(starts, found.stops, strict=False)]
         return layout.replace(cuts=tuple(sizes))
 
-    def _chain_cuts(self, layout: Layout, reserve: Reserve, lean: bool) -> cuts.Cuts | None:
-        key = layout.replace(cuts=(), recompute=()), reserve, lean
+    def _chain_cuts(self, layout: Layout, reserve: Reserve | None, lean: bool) -> cuts.Cuts | None:
+        key: tuple[object, ...] = layout, reserve, lean
+        if reserve is None:  # what is replicated how does not matter
+            key = (self.job.shape(layout), layout.stages, layout.accumulation, None,
+                   tuple(self._devices(layout, reserve)))  # fmt: skip
         if key not in self._cuts:
             fastest = max(range(layout.ranks), key=self.job.cluster.speeds.__getitem__)
             layers = [
                 cuts.Layer(
                     self._layer_seconds(layout, layer, fastest),
                     self._layer_nbytes(layout, layer, reserve),
-                    layer.input_nbytes if lean else layer.kept_nbytes,
+                    0.0 if reserve is None else layer.input_nbytes if lean else layer.kept_nbytes,
                     self._send_seconds(layout, layer),
                 )
                 for layer in self.job.layers(layout)
             ]
             self._cuts[key] = cuts.stage_cuts(
-                layers, self._devices(layout), layout.accumulation, any_order=False
+                layers, self._devices(layout, reserve), layout.accumulation, any_order=False
             )
         return self._cuts[key]
 
-    def _devices(self, layout: Layout) -> list[cuts.Device]:
+    def _devices(self, layout: Layout, reserve: Reserve | None) -> list[cuts.Device]:
+        room = float("inf") if reserve is None else self.job.capacity
         speeds = self.job.cluster.speeds
         top = max(speeds[: layout.ranks])
         return [
-            cuts.Device(speeds[self.job.slowest_rank(layout, stage)] / top, self.job.capacity)
+            cuts.Device(speeds[self.job.slowest_rank(layout, stage)] / top, room)
             for stage in range(layout.stages)
         ]
 
@@ -148,7 +167,9 @@ class Placer:
                 seconds += item.count * price.seconds.value
         return seconds
 
-    def _layer_nbytes(self, layout: Layout, layer: Layer, reserve: Reserve) -> float:
+    def _layer_nbytes(self, layout: Layout, layer: Layer, reserve: Reserve | None) -> float:
+        if reserve is None:
+            return 0.0
         alone = Stage(
             0, (), (), (), (), (), Figure(0.0, 0.0, 0.0), layer.parameters,
             layer.expert_parameters, ((0, layer),),
@@ -159,24 +180,25 @@ class Placer:
     def _send_seconds(self, layout: Layout, layer: Layer) -> float:
         return sum(
             self.job.prices.of(item.call, NATIVE, item.dtype).seconds.value
-            for way in ("forward", "backward")
-            for item in self.job.sends(layout, 0, layer.output, way)  # type: ignore[arg-type]
+            for way in DIRECTIONS
+            for item in self.job.sends(layout, 0, layer.output, way)
         )
 
-    def _split(self, layout: Layout, reserve: Reserve) -> Layout | None:
+    def _split(self, layout: Layout, reserve: Reserve | None) -> Layout | None:
         """Stages of a model that is no chain."""
         fastest = max(range(layout.ranks), key=self.job.cluster.speeds.__getitem__)
         nodes = [
             ideals.Node(
                 self._layer_seconds(layout, layer, fastest),
-                self._layer_nbytes(layout, layer, reserve) + layer.kept_nbytes,
+                self._layer_nbytes(layout, layer, reserve)
+                + (0.0 if reserve is None else layer.kept_nbytes),
                 layer.inputs,
                 self._send_seconds(layout, layer),
             )
             for layer in self.job.layers(layout)
         ]
         try:
-            found = ideals.graph_split(nodes, self._devices(layout))
+            found = ideals.graph_split(nodes, self._devices(layout, reserve))
         except HybridcompError:
             return None  # too wide to be split exactly
         if found is None or not all(found.stages):

@@ -15,8 +15,8 @@ from hybridcomp.plan.layout import Layout
 
 #: what memory of a rank goes to
 MEMORY_KINDS = (
-    "weights", "gradients", "optimizer", "activations", "residuals", "references", "payloads",
-    "host",
+    "weights", "gradients", "optimizer", "gathered", "activations", "residuals", "references",
+    "payloads", "host",
 )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from hybridcomp.plan.job import Job
 from hybridcomp.plan.memory import device_nbytes, memory_of
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Prediction, Span
 from hybridcomp.plan.prices import FREE, Price
-from hybridcomp.plan.step import HIGH, LOW, Step, View, simulated
+from hybridcomp.plan.step import Step, simulated, step_of
+from hybridcomp.plan.times import HIGH, LOW, View
 from hybridcomp.plan.work import Stage, Work, by_dimension
 from hybridcomp.policy import BETWEEN_RANKS, Dimension
 
@@ -27,10 +28,10 @@ def predicted(job: Job, work: Work, choices: Choices) -> Prediction:
     step = simulated(job, work, choices)
     sent = [_messages(job, work, stage, choices) for stage in work.stages]
     names = [name for name in BETWEEN_RANKS if any(name in one for one in sent)]
-    alone = simulated(job, work, choices, View(without=frozenset(BETWEEN_RANKS))).seconds
+    alone = step_of(job, work, choices, View(without=frozenset(BETWEEN_RANKS)))
     busiest = max(_compute(work, stage) for stage in work.stages)
-    exposed = {
-        name: step.seconds - simulated(job, work, choices, View(without=frozenset([name]))).seconds
+    exposed: dict[str, float] = {
+        name: step.seconds - step_of(job, work, choices, View(without=frozenset([name])))
         for name in names
     }
     ranks = work.layout.ranks_per_stage
@@ -43,7 +44,7 @@ def predicted(job: Job, work: Work, choices: Choices) -> Prediction:
     def job_wide(name: Dimension, what: str) -> float:
         return ranks * sum(float(getattr(one.get(name, FREE), what)) for one in sent)
 
-    low, high = (simulated(job, work, choices, View(pick)).seconds for pick in (LOW, HIGH))
+    low, high = (step_of(job, work, choices, View(pick)) for pick in (LOW, HIGH))
     return Prediction(
         seconds=step.seconds, low=min(low, step.seconds), high=max(high, step.seconds),
         tokens_per_second=job.batch.samples * job.batch.length / step.seconds,

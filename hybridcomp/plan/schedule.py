@@ -8,6 +8,7 @@ interleaving``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -19,7 +20,8 @@ class Op(NamedTuple):
     micro_batch: int
 
 
-def order(stage: int, stages: int, virtual: int, micro_batches: int) -> list[Op]:
+@lru_cache(maxsize=1024)
+def order(stage: int, stages: int, virtual: int, micro_batches: int) -> tuple[Op, ...]:
     """What ``stage`` does, first to last."""
     total = virtual * micro_batches
     warm = stages - stage - 1
@@ -31,7 +33,7 @@ def order(stage: int, stages: int, virtual: int, micro_batches: int) -> list[Op]
     ops = ahead[:warm]
     for index in range(total - warm):
         ops += [ahead[warm + index], behind[index]]
-    return ops + behind[total - warm :]
+    return (*ops, *behind[total - warm :])
 
 
 def _passes(stages: int, virtual: int, micro_batches: int, backward: bool) -> Iterator[Op]:
@@ -45,6 +47,7 @@ def _passes(stages: int, virtual: int, micro_batches: int, backward: bool) -> It
                 yield Op(backward, virtual - 1 - chunk if backward else chunk, index)
 
 
+@lru_cache(maxsize=4096)
 def in_flight(stage: int, stages: int, virtual: int, micro_batches: int) -> int:
     """Chunk passes whose activations a stage keeps at most."""
     kept = most = 0

@@ -28,6 +28,8 @@ from hybridcomp.plan.space import layouts, world
 from hybridcomp.plan.work import Work
 
 DEFAULT, UNFITTED = Limits(), Calibration()
+#: what waits in the heap: not placed, placed, and judged with its best choices
+Waiting = Layout | Work | tuple[Work, Choices]
 #: why a layout has no plan although engine and model allow it
 NO_ROOM = "the memory of a rank is too small"
 
@@ -69,7 +71,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.placer = Placer(self.job)
         self.evaluator = Evaluator(self.job, self.budget)
-        self._heap: list[tuple[float, int, object]] = []
+        self._heap: list[tuple[float, int, Waiting]] = []
         self._count = 0
 
     def run(self) -> Found:
@@ -85,15 +87,14 @@ class _Search:
             elif isinstance(waiting, Work):
                 self._judge(waiting)
             else:
-                work, choices = waiting  # type: ignore[misc]
-                ranked.setdefault(_family(work.layout), (work, choices))
+                ranked.setdefault(_family(waiting[0].layout), waiting)
         plans = tuple(
             plan_of(self.job, work, choices, self.budget.name) for work, choices in ranked.values()
         )
         found = Found(plans, self.considered, self.simulated, 1.0, dict(self.refused))
         return found if plans else self._nothing(every, found)
 
-    def _push(self, bound: float, what: object) -> None:
+    def _push(self, bound: float, what: Waiting) -> None:
         self._count += 1
         heapq.heappush(self._heap, (bound, self._count, what))
 

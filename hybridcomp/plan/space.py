@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hybridcomp.plan.job import Job
-from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.layout import ContextWay, Layout
 
 #: virtual stages that are tried
 VIRTUAL = (1, 2, 4)
@@ -39,8 +39,8 @@ def layouts(job: Job, refused: Counter[str]) -> Iterator[Layout]:
                         yield from _refined(job, base, refused)
 
 
-def _way(job: Job) -> str:
-    return "ring" if job.limits.engine == "megatron" else "ulysses"  # type: ignore[return-value]
+def _way(job: Job) -> ContextWay:
+    return "ring" if job.limits.engine == "megatron" else "ulysses"
 
 
 def _fixed(job: Job, layout: Layout, names: tuple[str, ...]) -> bool:

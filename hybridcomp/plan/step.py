@@ -4,6 +4,7 @@ A pass of a micro-batch is one task of its stage's device, with what it waits fo
 tensor parallelism, codecs); what goes to the next stage is a task of the link that leads there, and
 the stage goes on when it has been sent, as the engines do it. Gradients travel behind the last
 backward pass, of which ``overlap`` hides a part; then the optimizer, then the gather of parameters.
+What goes to other stages does not wait for what goes to replicas.
 """
 
 from __future__ import annotations
@@ -12,109 +13,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.figures import Figure
 from hybridcomp.plan.job import Job
-from hybridcomp.plan.prices import Price
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.recurrence import step_seconds
 from hybridcomp.plan.schedule import Op, order
 from hybridcomp.plan.timeline import Task, Timeline, simulate
-from hybridcomp.plan.work import Items, Stage, Wish, Work, price
+from hybridcomp.plan.times import VIEW, StageTimes, View, stage_times
+from hybridcomp.plan.work import Work
 
 #: passes of a step that are simulated; of longer ones the middle is extrapolated
-MOST_PASSES = 1500
-#: which number of a figure counts
-VALUE, LOW, HIGH = 0, 1, 2
-
-
-class Seconds(NamedTuple):
-    """Of some messages: the device in codecs, and links."""
-
-    coding: float
-    link: float
-
-    @property
-    def both(self) -> float:
-        """One after the other."""
-        return self.coding + self.link
-
-
-@dataclass(frozen=True)
-class View:
-    """How a step is looked at: with which number of every figure, and without which dimensions."""
-
-    pick: int = VALUE
-    without: frozenset[str] = frozenset()
-
-    def of(self, figure: Figure) -> float:
-        """The number that counts."""
-        return float(figure[self.pick])
-
-
-def seconds(job: Job, items: Items, choices: Choices | Wish, view: View) -> Seconds:
-    """What ``items`` take."""
-    coding = link = 0.0
-    for item in items:
-        if item.key[0] in view.without:
-            continue
-        found: Price = price(job, item, choices)
-        coding += view.of(found.coding)
-        link += view.of(found.wire) + view.of(found.inside)
-    return Seconds(coding, link)
-
-
-class Durations(NamedTuple):
-    """Of a chunk's pass: what its device is busy or waits with, and what it sends.
-
-    compute: of ``busy`` the device's own work. Decoding what was sent counts for the sender.
-    """
-
-    busy: float
-    sent: float
-    compute: float
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of one stage: passes by virtual stage, what follows each of them, and the end.
-
-    hidden_micro, hidden_step: compute behind which messages of a micro-batch, or of the step, hide.
-    """
-
-    forward: tuple[Durations, ...]
-    backward: tuple[Durations, ...]
-    micro: Seconds
-    reduce: Seconds
-    adam: float
-    gather: Seconds
-    hidden_micro: float
-    hidden_step: float
-
-
-def stage_times(
-    job: Job, work: Work, choices: Choices | Wish, view: View
-) -> tuple[StageTimes, ...]:
-    """What every stage takes for its parts."""
-    return tuple(_times(job, work, stage, choices, view) for stage in work.stages)
-
-
-def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: View) -> StageTimes:
-    def passes(ahead: bool) -> tuple[Durations, ...]:
-        found = []
-        for one in stage.forward if ahead else stage.backward:
-            inner = seconds(job, one.items, choices, view)
-            sent = seconds(job, one.sent, choices, view)
-            compute = view.of(one.compute)
-            found.append(Durations(compute + inner.both + sent.coding, sent.link, compute))
-        return tuple(found)
-
-    forward, backward = passes(True), passes(False)
-    compute = sum(one.compute for one in (*forward, *backward))
-    overlap = job.calibration.overlap * compute
-    return StageTimes(
-        forward, backward, seconds(job, stage.micro, choices, view),
-        seconds(job, stage.reduce, choices, view), view.of(stage.adam),
-        seconds(job, stage.gather, choices, view), hidden_micro=overlap,
-        hidden_step=overlap * work.layout.accumulation,
-    )  # fmt: skip
+MOST_PASSES = 800
 
 
 class Name(NamedTuple):
@@ -166,8 +74,8 @@ class _Builder:
         took = (own.backward if op.backward else own.forward)[op.chunk]
         what = "backward" if op.backward else "forward"
         place = (stage, op.chunk, op.micro_batch)
-        reduced = [own.micro] if op.backward and op.chunk == 0 else []
-        hidden = own.hidden_micro if reduced else 0.0
+        reduced = [own.micro] if op.backward and op.chunk == 0 and own.reduces else []
+        hidden = own.hidden_micro
         if last:
             reduced.append(own.reduce)
             hidden = own.hidden_step
@@ -178,7 +86,7 @@ class _Builder:
         if not reduced:
             return (self._put(sent, Name("send", *place), link, took.sent, (begun,)),)
         rest = self._put(None, Name(what, *place), device, behind, (begun,))
-        gone = self._put(None, Name("reduce", *place), link, wire, (begun,))
+        gone = self._put(None, Name("reduce", *place), f"replicas {stage}", wire, (begun,))
         self._put(sent, Name("send", *place), link, took.sent, (rest,))
         coding = sum(one.coding for one in reduced)
         coded = self._put(None, Name("code", *place), device, coding, (rest, gone, sent))
@@ -199,7 +107,7 @@ class _Builder:
         """The optimizer and the gather of its parameters."""
         own = self.times[stage]
         step = self._put(None, Name("adam", stage), f"stage {stage}", own.adam, before)
-        gone = self._put(None, Name("gather", stage), f"link {stage}", own.gather.link, (step,))
+        gone = self._put(None, Name("gather", stage), f"replicas {stage}", own.gather.link, (step,))
         self._put(None, Name("code", stage), f"stage {stage}", own.gather.coding, (gone,))
 
 
@@ -221,42 +129,36 @@ def tasks_of(
     return builder.tasks, builder.names
 
 
-def simulated(job: Job, work: Work, choices: Choices | Wish, view: View = View()) -> Step:
-    """The step as ``view`` looks at it."""
-    times = stage_times(job, work, choices, view)
-    layout = work.layout
+def sample(layout: Layout) -> tuple[int, int]:
+    """How many micro-batches are simulated, and in how many more the rest is extrapolated.
+
+    1F1B is steady in between: every ``stages`` micro-batches more take the same time. The second
+    number is 0 where the whole step is simulated.
+    """
     count, stages = layout.accumulation, layout.stages
-    some = 3 * stages + 2 * stages * layout.virtual
+    some = stages * (2 + layout.virtual)
     if 2 * count * stages * layout.virtual <= MOST_PASSES or count <= some + stages:
-        tasks, names = tasks_of(work, times, count)
-        timeline = simulate(tasks)
-        return Step(timeline.seconds, timeline, names)
-    # 1F1B is steady in between: every ``stages`` micro-batches more take the same time
-    some += (count - some) % stages
-    whole = simulate(tasks_of(work, times, some + stages)[0]).seconds
-    tasks, names = tasks_of(work, times, some)
-    timeline = simulate(tasks)
-    more = (whole - timeline.seconds) * (count - some) / stages
-    return Step(timeline.seconds + more, timeline, names)
+        return count, 0
+    return some + (count - some) % stages, stages
 
 
-def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
-    """No step with these times is faster: the way to a stage, what it does, and the way back."""
-    best = there = back = 0.0
-    count = work.layout.accumulation
-    ends = [_end_seconds(own) for own in times]
-    for own, end in zip(times, ends, strict=True):
-        steady = sum(one.busy + one.sent for one in (*own.forward, *own.backward))
-        behind = own.backward[0].compute
-        left = max(0.0, own.micro.link - min(own.hidden_micro, behind))
-        steady = count * (steady + own.micro.coding) + (count - 1) * left
-        last = max(0.0, own.micro.link + own.reduce.link - min(own.hidden_step, behind))
-        best = max(best, there + steady + max(last + end, back + ends[0]))
-        there += own.forward[0].busy + own.forward[0].sent
-        back += own.backward[0].busy
-    return best
+def seconds_of(layout: Layout, times: tuple[StageTimes, ...]) -> float:
+    """Seconds of a whole step."""
+    some, more = sample(layout)
+    first = step_seconds(layout, times, some)
+    if not more:
+        return first
+    slope = (step_seconds(layout, times, some + more) - first) / more
+    return first + slope * (layout.accumulation - some)
 
 
-def _end_seconds(own: StageTimes) -> float:
-    """What a stage does behind its last pass and the reductions on the link."""
-    return own.reduce.coding + own.adam + own.gather.both
+def step_of(job: Job, work: Work, choices: Choices, view: View = VIEW) -> float:
+    """Seconds of a step as ``view`` looks at it."""
+    return seconds_of(work.layout, stage_times(job, work, choices, view))
+
+
+def simulated(job: Job, work: Work, choices: Choices, view: View = VIEW) -> Step:
+    """The step with its timeline; of a long one the timeline shows fewer micro-batches."""
+    times = stage_times(job, work, choices, view)
+    tasks, names = tasks_of(work, times, sample(work.layout)[0])
+    return Step(seconds_of(work.layout, times), simulate(tasks), names)

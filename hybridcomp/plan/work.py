@@ -19,6 +19,8 @@ from hybridcomp.plan.prices import FREE, NOTHING, Call, Price
 from hybridcomp.policy import Dimension
 
 Items = tuple[Item, ...]
+#: values that ZeRO 3 keeps gathered at most (``stage3_max_live_parameters``, DeepSpeed's default)
+LIVE = 1e9
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,9 @@ def _with_step(job: Job, layout: Layout, index: int, stage: Stage) -> Stage:
     micro: list[Item] = []
     if layout.zero_stage == 3:
         per_layer = max(1.0, len(stage.layers) / max(1, len(gather)))
-        micro = reduce + [_in_parts(item, per_layer) for item in gather for _ in range(2)]
+        # what fits into the live parameters is not gathered again for backward
+        times = 1 if dense + experts <= LIVE else 2
+        micro = reduce + [_in_parts(item, per_layer) for item in gather for _ in range(times)]
         reduce, gather = [], []
     elif layout.zero_stage == 2 and job.limits.engine != "megatron":
         micro, reduce = reduce, []

@@ -127,7 +127,7 @@ def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _way() -> Direction:
+def _direction() -> Direction:
     return "forward" if _local.scope is None else _local.scope.direction
 
 
@@ -137,8 +137,8 @@ def whose() -> Channels | None:
 
 
 #: collectives inside a wrapped function: of tensor-parallel layers and of sequence-parallel ones
-TENSOR = Layers(lambda group: "tp", _way, whose)
-SEQUENCE = Layers(lambda group: "cp", _way, whose)
+TENSOR = Layers(lambda group: "tp", _direction, whose)
+SEQUENCE = Layers(lambda group: "cp", _direction, whose)
 
 
 def upstream_has(module: str, name: str) -> bool:

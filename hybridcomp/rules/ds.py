@@ -149,6 +149,11 @@ RULES: tuple[Rule[Job], ...] = (
         lambda job: job.sequence is False and job.get("sequence_parallel_size", 1) == 1,
     ),
     Rule(
+        "absent", ("tp2d",), "a model without layers of hybridcomp.nn.tp2d",
+        "no layer is cut over a mesh", "build the model of them",
+        lambda job: job.mesh is False,
+    ),
+    Rule(
         "absent", ("dp", "zero"), "all ranks in one tensor-parallel group",
         "no two ranks share a parameter", "lower tensor_parallel.autotp_size",
         lambda job: job.tensor_parallel > 1 and job.tensor_parallel == job.world_size,

@@ -23,6 +23,8 @@ class Job:
     sequence: bool | None = None
     #: copies of the model, None where no layout of the ranks says so
     replicas: int | None = None
+    #: layers of hybridcomp.nn.tp2d
+    mesh: bool | None = None
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path; ``default`` for null and for "auto" (filled in later)."""

@@ -10,7 +10,7 @@ import torch
 
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, Dimension
+from hybridcomp.policy import DIMENSIONS, Dimension, directions_of
 from hybridcomp.rules.engine import Rule
 
 
@@ -77,6 +77,10 @@ RULES: tuple[Rule[Job], ...] = (
         "the collectives are fused with the matrix products in user buffers",
         "set tp_comm_overlap to False",
         lambda job: bool(job.get("tp_comm_overlap", False)),
+    ),
+    Rule(
+        "absent", ("tp2d",), "a job on megatron-core",
+        "its layers are cut in one dimension", "leave it out", lambda job: True,
     ),
     Rule(
         "bypass", ("cp",), "context parallelism of attention",
@@ -160,7 +164,7 @@ def lossy(block: CompressionConfig) -> frozenset[Dimension]:
     return frozenset(
         name
         for name in DIMENSIONS
-        for way in DIRECTIONS
+        for way in directions_of(name)
         if (codec := codecs.get((name, way))) is not None and not codec.lossless
     )
 

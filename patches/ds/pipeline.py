@@ -37,7 +37,13 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.errors import ConfigError
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
-from hybridcomp.upstream.ds.pipeline_agreement import Agreed, Agreement, Link, set_marks, take_marks
+from hybridcomp.upstream.ds.pipeline_agreement import (
+    Agreed,
+    Agreement,
+    Neighbour,
+    set_marks,
+    take_marks,
+)
 from hybridcomp.upstream.ds.pipeline_values import carries_values
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -62,8 +68,8 @@ class Pipe:
 
     engine: Any
     channel: Channel
-    outgoing: Link = field(default_factory=Link)  # with the next stage
-    incoming: Link = field(default_factory=Link)  # with the previous stage
+    outgoing: Neighbour = field(default_factory=Neighbour)  # with the next stage
+    incoming: Neighbour = field(default_factory=Neighbour)  # with the previous stage
     #: while the message of shapes is sent: the marks to set
     marks: Sequence[bool] | None = None
     #: while the message of shapes is received: the marks are to be read
@@ -97,12 +103,12 @@ class Pipe:
         return link.gradient(), "backward"
 
     def codec(
-        self, agreed: Agreed | None, numel: int, direction: Direction, hop: tuple[int, int]
+        self, agreed: Agreed | None, numel: int, direction: Direction, between: tuple[int, int]
     ) -> Codec | None:
-        """The codec of a message between the global ranks of ``hop``; equal on both sides."""
+        """The codec of a message between the global ranks of ``between``; equal on both sides."""
         if agreed is None or not agreed.values:
             return None
-        return self.channel.codec(numel, agreed.dtype, None, direction, hop)
+        return self.channel.codec(numel, agreed.dtype, None, direction, between)
 
     @functools.cached_property
     def own_rank(self) -> int:
@@ -113,7 +119,7 @@ class Pipe:
         """The global rank of ``stage`` in this pipeline."""
         return int(self.engine.grid.stage_to_global(stage_id=stage))
 
-    def agree(self, link: Link, activations: Sequence[Agreed]) -> None:
+    def agree(self, neighbour: Neighbour, activations: Sequence[Agreed]) -> None:
         """Take over a set of tensors, and derive which gradients come back for it."""
         engine = self.engine
         back = list(activations)
@@ -125,7 +131,7 @@ class Pipe:
             if engine.is_pipe_partitioned:
                 del back[0]  # the description of the partition: the gradient comes back whole
             back = [agreed for agreed in back if agreed.dtype.is_floating_point]
-        link.agreed = Agreement(tuple(activations), tuple(back))
+        neighbour.agreed = Agreement(tuple(activations), tuple(back))
         self.agreed_without_grad = not torch.is_grad_enabled()
 
 

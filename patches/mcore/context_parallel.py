@@ -92,12 +92,12 @@ def make_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         for name in ("attention_bias", "packed_seq_params"):
             if given.get(name) is not None:
                 _refuse(name, type(given[name]).__name__, "leave it out")
-        heads = [values.permute(1, 2, 0, 3) for values in (query, key, value)]
+        query, key, value = (values.permute(1, 2, 0, 3) for values in (query, key, value))
         # apply_query_key_layer_scaling divides by the layer's number, and multiplies the scores
         scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
         causal = self.attn_mask_type.name == "causal"
-        layout = "zigzag"  # Megatron cuts every batch so, whatever its mask
-        out = ring_attention(*heads, _group(self), causal=causal, scale=scale, layout=layout)
+        # zigzag, the default: Megatron cuts every batch so, whatever its mask
+        out = ring_attention(query, key, value, _group(self), causal=causal, scale=scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     return forward

@@ -31,7 +31,7 @@ from hybridcomp.patches.mcore import check
 from hybridcomp.patching import Seam
 from hybridcomp.process import current
 from hybridcomp.routing.routes import make_torch, route, torch_seam
-from hybridcomp.upstream.mcore.ddp_batch import Batch, Call, Kind
+from hybridcomp.upstream.mcore.ddp_batch import BucketBatch, Call, Kind
 from hybridcomp.upstream.mcore.groups import REQUIREMENT, coordinates, sizes
 
 MODULE = "megatron.core.distributed.param_and_grad_buffer"
@@ -153,7 +153,7 @@ def make_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
             with original(group, device, async_ops) as coalesced:
                 yield coalesced
             return
-        batch = Batch(group, async_ops, getattr(_local, "bucket_group", None))
+        batch = BucketBatch(group, async_ops, getattr(_local, "bucket_group", None))
         before = getattr(_local, "batch", None)
         _local.batch = batch
         try:
@@ -167,9 +167,9 @@ def make_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _collect(
     kind: Kind, native: Callable[[], Any], out: Tensor, values: Tensor, op: Any, raw_nbytes: int
-) -> Batch | None:
+) -> BucketBatch | None:
     """Add a call to the open batch, which is its handle; None: no batch is open."""
-    batch: Batch | None = getattr(_local, "batch", None)
+    batch: BucketBatch | None = getattr(_local, "batch", None)
     if batch is None:
         return None
     dimension: Literal["zero", "dp"] = "zero" if kind == "all_gather" else "dp"

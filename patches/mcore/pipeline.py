@@ -36,7 +36,7 @@ from hybridcomp.channels import Posted
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.mcore.pipeline_message import link
+from hybridcomp.patches.mcore.pipeline_message import message_of
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
 from hybridcomp.process import current
@@ -118,14 +118,14 @@ def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
             if tensor is None:
                 continue
             ends = dist.get_rank(), int(kwargs[f"{key[5:]}_pipeline_rank"])
-            hop = ends if key.startswith("send") else ends[::-1]
-            found = link(channels, tensor, group, way, config, hop)
-            if found is None:
+            between = ends if key.startswith("send") else ends[::-1]
+            message = message_of(channels, tensor, group, way, config, between)
+            if message is None:
                 if key.startswith("send"):
                     channels["pp"].native(tensor.numel() * tensor.element_size(), way)
             else:
                 sends = key.startswith("send")
-                posted[key] = found.send(tensor) if sends else found.recv(tensor, hop[0])
+                posted[key] = message.send(tensor) if sends else message.recv(tensor, between[0])
                 payloads[slot] = posted[key].message
         if not posted:
             return original(**kwargs)

@@ -24,7 +24,7 @@ VARIABLE: Rule[None] = Rule(
 
 
 @dataclass(frozen=True)
-class Link:
+class PipelineMessage:
     """How a tensor travels: encoded or raw (no codec), whole or one part from every holder."""
 
     channel: Channel
@@ -46,23 +46,23 @@ class Link:
         )
 
 
-def link(
+def message_of(
     channels: Channels,
     tensor: Tensor,
     group: Any,
     direction: Direction,
     config: Any,
-    hop: tuple[int, int],
-) -> Link | None:
-    """How ``tensor`` travels between the global ranks of ``hop``; None: as upstream sends it."""
-    codec = channels["pp"].codec(tensor.numel(), tensor.dtype, group, direction, hop)
+    between: tuple[int, int],
+) -> PipelineMessage | None:
+    """How ``tensor`` travels between two global ranks; None: as upstream sends it."""
+    codec = channels["pp"].codec(tensor.numel(), tensor.dtype, group, direction, between)
     if codec is not None and not codec.fixed_size and dist.get_backend(group) != "gloo":
         say_once(apply(VARIABLE, ["pp"], channels.config))
         codec = None
     holders = _tensor_group(channels, tensor, config)
     if codec is None and holders is None:
         return None
-    return Link(channels["pp"], codec, direction, holders)
+    return PipelineMessage(channels["pp"], codec, direction, holders)
 
 
 def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.ProcessGroup | None:

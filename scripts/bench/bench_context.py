@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace, rate: int | None) -> list[dict[str, Any]]:
 
 def rate_for(ratio: float, row: dict[str, Any]) -> int:
     """Bits a second at which the bytes of a row need ``ratio`` times its computing."""
-    return round(8 * row["nbytes"] / (ratio * statistics.median(row["seconds"])))
+    return int(8 * row["nbytes"] / (ratio * statistics.median(row["seconds"])))
 
 
 def report(free: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], rate: int) -> str:

@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--layouts", nargs="+", choices=list(LAYOUTS), default=EVERY)
+    add("--layouts", nargs="+", choices=EVERY, default=EVERY)
     add("--arms", nargs="+", metavar="NAME", help="where a layout has them; default: all")
     add("--size", choices=list(gpu_cells.SIZES), default="85M")
     add("--rounds", type=int, default=6)
@@ -75,8 +75,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def part_of(text: str, number: int) -> Part:
     """Of ``--parts``. Raises ValueError."""
     layout, _, names = text.partition("=")
-    if layout not in LAYOUTS:
-        raise ValueError(f"--parts: no layout {layout!r}; expected some of {', '.join(LAYOUTS)}")
+    if layout not in EVERY:
+        raise ValueError(f"--parts: no layout {layout!r}; expected some of {', '.join(EVERY)}")
     return layout, number, gpu_cells.arms_of(layout, [name.strip() for name in names.split(",")])
 
 

@@ -5,7 +5,7 @@ One command, as root: ``python scripts/bench/bench_netlab.py``. Two nodes of a n
 each, take turns with the variants, so that noise of the machine hits all of them; medians are
 printed. *efficiency* is (native time / byte ratio) / time: 1 is a codec that costs nothing.
 ``--check`` exits with 1 when native does not reach 90 % of the link, or efficiency misses its
-target. ``--segments`` compares sizes of segments instead.
+target. ``--rounds`` compares lengths of rounds instead.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ def main() -> int:
     parser.add_argument("--layout", default="2")
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--segments", action="store_true", help="compare sizes of segments")
+    parser.add_argument("--rounds", action="store_true", help="compare lengths of rounds")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    sizes = SIZES if args.segments else []
+    sizes = SIZES if args.rounds else []
     if args.rank:
         rank_main(args.megabytes, args.rounds, sizes)
         return 0

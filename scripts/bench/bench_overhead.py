@@ -4,6 +4,11 @@ One command: ``python scripts/bench/bench_overhead.py``. Every stage trains one 
 ranks; the three variants take turns on the same engine, ten steps each, so that noise of the
 machine hits all of them. Prints the median of the paired ratios to native with a 95% bootstrap
 interval; ``--check`` exits with 1 when identity costs more than 2% or the ledger more than 3%.
+
+``--against COMMIT`` (or the folder of a checkout that is built) compares that commit with this
+checkout instead: trainings that encode nothing, everything, and everything in short messages, and
+the host's time of short messages in the codecs alone. ``--check`` then exits with 1 where the whole
+interval of a ratio is above 1.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import multiprocessing
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +27,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.overhead import against
 
 LIMITS = {"identity": 1.02, "identity + ledger": 1.03}
 VARIANTS = ("native", *LIMITS)
@@ -136,16 +146,42 @@ def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
+def compare(arguments: argparse.Namespace) -> None:
+    """This checkout against another one, case by case."""
+    rows, missed = [], []
+    with against.checkout(arguments.against) as other:
+        for case in against.cases(arguments.stages):
+            sources = (other, against.ROOT)
+            row = against.compare(case, sources, arguments.turns, arguments.width)
+            low, high = interval(row["ratios"])
+            ratio = statistics.median(row["ratios"])
+            rows.append({**row, "ratio": ratio, "low": low, "high": high})
+            told = (
+                f"{case!s:24} {row['old_ms']:8.2f} ms -> {row['new_ms']:8.2f} ms  "
+                f"{ratio:.4f} [{low:.4f}, {high:.4f}]"
+            )
+            print(told, flush=True)
+            missed += [told] if low > 1 else []
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.check and missed:
+        raise SystemExit("slower:\n" + "\n".join(missed))
+
+
 def main() -> None:
     """Parse, measure, print, check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--turns", type=int, default=20, help="turns of ten steps for each variant")
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--against", metavar="COMMIT", help="a commit, or a built checkout")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores", flush=True)
+    if arguments.against:
+        compare(arguments)
+        return
     rows = []
     for stage in arguments.stages:
         row = measure(stage, arguments)

@@ -9,7 +9,7 @@ not repeated: started again, the study goes on where it was cut off.
 
 --blocks FILE holds {"name": block, ...} or {"layout": {"name": block, ...}}, beside the presets.
 --peers NAME ... trains other methods too (scripts/bench/train_peer.py), where a layout is data
-parallel.
+parallel: under torch's own engines (ddp2, fsdp2) torch's own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hybridcomp.compare import CompareError, Wishes, compare_runs, launch
 
 SCRIPTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(SCRIPTS))
 CONFIGS = SCRIPTS.parent / "configs"
 BASELINE = launch.BASELINE
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
+
+
+Engine = Literal["deepspeed", "ddp", "fsdp2"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,17 @@ class Layout:
     ranks: int
     arguments: tuple[str, ...] = ()
     peers: bool = False  # whether this is data parallelism and nothing else
+    engine: Engine = "deepspeed"
+
+    @property
+    def known_peers(self) -> tuple[str, ...]:
+        """What ``--peers`` may name here."""
+        from bench.peers.methods import PEERS
+        from bench.peers.torch_engines import METHODS
+
+        if self.engine == "deepspeed":
+            return tuple(PEERS) if self.peers else ()
+        return tuple(METHODS[self.engine])
 
 
 LAYOUTS = {
@@ -47,6 +62,9 @@ LAYOUTS = {
     "pp2": Layout("ds_pipe2_baseline.json", 2, ("--pp", "2")),
     "pp2dp2": Layout("ds_pipe2_baseline.json", 4, ("--pp", "2")),
     "3d": Layout("ds_3d_baseline.json", 8, ("--tp", "2", "--pp", "2")),
+    "tp2d": Layout("ds_zero0_baseline.json", 4, ("--tp2d", "2")),  # which no preset names
+    "ddp2": Layout("ds_zero1_baseline.json", 2, ("--engine", "ddp"), engine="ddp"),
+    "fsdp2": Layout("ds_zero1_baseline.json", 2, ("--engine", "fsdp2"), engine="fsdp2"),
 }
 
 
@@ -100,18 +118,31 @@ def train(case: Case, options: argparse.Namespace) -> float | None:
     layout = LAYOUTS[case.layout]
     program, more = "train_gpt.py", list(layout.arguments)
     if case.peer is not None:
-        program, more = "bench/train_peer.py", ["--method", case.peer]
-    patched = [] if case.block is None else ["--module", launch.MODULE]
+        program, more = "bench/train_peer.py", [*more, "--method", case.peer]
     command = [
-        "deepspeed", "--num_gpus", str(layout.ranks), "--master_addr", "127.0.0.1",
-        "--master_port", str(launch.free_port()), *patched, str(SCRIPTS / program),
+        *launcher(layout, case.block is not None), str(SCRIPTS / program),
         "--deepspeed_config", str(config), "--data", str(options.data),
         "--steps", str(options.steps), "--seed", str(case.seed), "--print-every", "100",
         "--log", str(folder / "loss.jsonl"), *more,
     ]  # fmt: skip
+    variables = environment(folder)
+    if layout.engine != "deepspeed" and case.block is not None:
+        variables["HYBRIDCOMP_CONFIG"] = str(config)  # torch's engines know no such file
     config.write_text(json.dumps(settings, indent=1))
     name = f"{case.layout} {case.name} seed {case.seed}"
-    return launch.Job(name, folder, command, settings, environment(folder)).run()
+    return launch.Job(name, folder, command, settings, variables).run()
+
+
+def launcher(layout: Layout, patched: bool) -> list[str]:
+    """The words before the script: DeepSpeed's launcher, or torch's for its own engines."""
+    port = str(launch.free_port())
+    if layout.engine == "deepspeed":
+        words = ["deepspeed", "--num_gpus", str(layout.ranks), "--master_addr", "127.0.0.1"]
+        return [*words, "--master_port", port, *(["--module", launch.MODULE] if patched else [])]
+    words = ["torchrun", "--nproc-per-node", str(layout.ranks), "--master-addr", "127.0.0.1"]
+    words += ["--master-port", port]
+    # without "--" torchrun takes --log of the script for an abbreviation of its own
+    return [*words, *(["-m", "--", launch.MODULE] if patched else ["--"])]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -152,7 +183,7 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
 
 def peers_of(options: argparse.Namespace, layout: str) -> list[str]:
     """The peers that are trained in ``layout``."""
-    return list(options.peers) if LAYOUTS[layout].peers else []
+    return [name for name in options.peers if name in LAYOUTS[layout].known_peers]
 
 
 def tables(options: argparse.Namespace) -> None:
@@ -198,6 +229,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/loss_study"), metavar="FOLDER")
     found = parser.parse_args(arguments)
     found.out, found.data = found.out.resolve(), found.data.resolve()
+    for name in found.peers:
+        if not any(name in LAYOUTS[layout].known_peers for layout in found.layouts):
+            parser.error(f"--peers: no layout of {' '.join(found.layouts)} has {name!r}")
     if not found.data.with_name(f"{found.data.name}_train.idx").is_file():
         parser.error(f"--data: no dataset {found.data}; scripts/prepare_data.py writes one")
     return found

@@ -7,7 +7,8 @@ deepspeed --num_gpus 2 scripts/bench/train_peer.py --method powersgd-16 \\
 Model, data and their order, seeds, batch sizes, AdamW, clipping and the learning rate's schedule
 are those of scripts/train_gpt.py with the same file; ZeRO and "compression" in it are not looked
 at, --method says how the ranks exchange. Log and ledger.jsonl have the same form. Over NCCL where
-DS_ACCELERATOR is cuda, over gloo on CPUs else.
+DS_ACCELERATOR is cuda, over gloo on CPUs else. With --engine fsdp2 or ddp everything but the way
+of the gradients is that of train_gpt.py --engine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded: one core a rank
 
@@ -26,7 +28,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.peers.methods import PEERS, Settings
+from bench.peers import hooks
+from bench.peers.methods import PEERS, Peer, Settings
+from bench.peers.torch_engines import METHODS, CountedTrainer, Native, engine_of
 from bench.peers.trainer import PeerTrainer
 from bench.peers.wire import Wire
 from gpt import loop
@@ -43,7 +47,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--method", choices=list(PEERS), required=True)
+    add("--method", required=True, metavar="NAME")
+    add("--engine", choices=list(METHODS), help="torch's own, as train_gpt.py has it")
     add("--per-node", type=int, default=1, metavar="N",
         help="consecutive ranks to a node, for the schemes in two levels")  # fmt: skip
     add("--start", type=int, metavar="N", help="native steps before; default: as advised")
@@ -57,7 +62,44 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
     add("--print-every", type=int, default=10, metavar="N")
     add("--eval-batches", type=int, default=8, metavar="N", help="0: never")
-    return parser.parse_args(arguments)
+    found = parser.parse_args(arguments)
+    known = METHODS[found.engine] if found.engine else PEERS
+    if found.method not in known:
+        parser.error(f"--method {found.method}: expected one of {', '.join(known)}")
+    return found
+
+
+def under_engine(
+    arguments: argparse.Namespace, settings: dict[str, Any], model: GPT
+) -> tuple[Native, CountedTrainer]:
+    """The method, and the model under torch's own engine."""
+    method = METHODS[arguments.engine][arguments.method]
+    start = arguments.start or hooks.start_iteration(arguments.steps)
+    engine = engine_of(arguments.engine, method, model, settings, start)
+    return method, CountedTrainer(engine, lm_loss, settings)
+
+
+def by_itself(
+    arguments: argparse.Namespace, settings: dict[str, Any], model: GPT
+) -> tuple[Peer, PeerTrainer]:
+    """The method, and the model in the width of its parameters."""
+    device = next(model.parameters()).device
+    if settings.get("bf16", {}).get("enabled"):
+        model = model.to(torch.bfloat16)
+    peer, wire = PEERS[arguments.method], Wire()
+    method = peer.make(
+        model, wire, Settings(
+            steps=arguments.steps, per_node=arguments.per_node, start=arguments.start,
+            clip=float(settings.get("gradient_clipping", 0.0)), adam=adam_of(settings),
+        ),
+    )  # fmt: skip
+    share = Share(
+        rank=dist.get_rank(), world_size=dist.get_world_size(),
+        micro_batch=settings["train_micro_batch_size_per_gpu"],
+        micro_batches=settings.get("gradient_accumulation_steps", 1),
+    )  # fmt: skip
+    scheduler = scheduler_of(settings, method.optimizer)
+    return peer, PeerTrainer(method, wire, share, lm_loss, scheduler, device)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -77,24 +119,9 @@ def run(arguments: argparse.Namespace) -> None:
         layers=arguments.layers, width=arguments.width, heads=arguments.heads,
         seed=arguments.seed,
     )  # fmt: skip
-    model = GPT(config)
-    if settings.get("bf16", {}).get("enabled"):
-        model = model.to(torch.bfloat16)
-    model = model.to(device)
-    peer, wire = PEERS[arguments.method], Wire()
-    method = peer.make(
-        model, wire, Settings(
-            steps=arguments.steps, per_node=arguments.per_node, start=arguments.start,
-            clip=float(settings.get("gradient_clipping", 0.0)), adam=adam_of(settings),
-        ),
-    )  # fmt: skip
-    share = Share(
-        rank=dist.get_rank(), world_size=dist.get_world_size(),
-        micro_batch=settings["train_micro_batch_size_per_gpu"],
-        micro_batches=settings.get("gradient_accumulation_steps", 1),
-    )  # fmt: skip
-    scheduler = scheduler_of(settings, method.optimizer)
-    trainer = PeerTrainer(method, wire, share, lm_loss, scheduler, device)
+    build = under_engine if arguments.engine else by_itself
+    peer, trainer = build(arguments, settings, GPT(config).to(device))
+    share = trainer.share
     header = {
         "deepspeed_config": arguments.deepspeed_config,
         "seed": arguments.seed,
@@ -102,8 +129,9 @@ def run(arguments: argparse.Namespace) -> None:
         "tensor_parallel": 1,
         "pipeline_stages": 1,
         "tokens_per_step": share.global_batch * arguments.length,
+        "engine": arguments.engine,
         "peer": arguments.method,
-        "what": peer.what + (" (reimplementation)" if peer.clean_room else ""),
+        "what": peer.what + (" (reimplementation)" if getattr(peer, "clean_room", False) else ""),
         "source": peer.source,
     }
     first = share.rank == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridcomp.config import schema
 from hybridcomp.config.block import BLOCK, CompressionConfig
-from hybridcomp.policy import DIMENSIONS
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, KINDS
 
 Schema = Mapping[str, Any]
 HEAD = f"""\
@@ -43,9 +43,10 @@ def page() -> str:
     lines = [HEAD, "## Keys of the block", "", *table(block), ""]
     lines += [
         "## Codec settings", "",
-        "Every dimension takes these, and so do its directions `forward` and `backward`. Which "
-        "codec takes which setting is said at its start; a setting that the codec does not have is "
-        "an error. [Codecs](codecs.md) says what each of them is for.", "", *table(common), "",
+        "Every dimension takes these, and so do its directions `forward` and `backward`, of `tp2d` "
+        "its kinds `activations`, `weights` and `gradients`. Which codec takes which setting is "
+        "said at its start; a setting that the codec does not have is an error. "
+        "[Codecs](codecs.md) says what each of them is for.", "", *table(common), "",
     ]  # fmt: skip
     for name in DIMENSIONS:
         lines += [*dimension(name, block[name], models, common), ""]
@@ -81,7 +82,7 @@ def kind(key: str, entry: Schema) -> str:
     for section in (*DIMENSIONS, *(title for title, _, _ in PARTS)):
         if key == section:
             return f"[see below](#{section})"
-    if key in ("forward", "backward"):
+    if key in (*DIRECTIONS, *KINDS):
         return "[codec settings](#codec-settings)"
     if "enum" in entry:
         return ", ".join(_code(value) for value in entry["enum"] if value is not None)

@@ -30,7 +30,9 @@ def _entry(name: str, found: object) -> Iterator[str]:
     yield ""
     if inspect.isfunction(found):
         yield "```python"
-        yield f"{name}{inspect.signature(found)}".replace("'", "")  # annotations are strings
+        yield f"{name.rpartition('.')[2]}{inspect.signature(found)}".replace(
+            "'", ""
+        )  # annotations are strings
         yield "```"
         yield ""
     yield _markdown(inspect.getdoc(found) or "")

@@ -9,7 +9,7 @@ from typing import Any
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.patches import registry
-from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY
+from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY, OWN_LAYERS
 from hybridcomp.rules import ds_check, mcore, neox
 from hybridcomp.rules.engine import Rule
 
@@ -23,14 +23,15 @@ VERDICTS = {
 
 
 def presets() -> str:
-    """One row for each preset, one column for each dimension."""
+    """One row for each preset, one column for each dimension that presets name."""
+    names = [name for name in BETWEEN_RANKS if name not in OWN_LAYERS]
     lines = [
-        f"| preset | {' | '.join(f'`{name}`' for name in BETWEEN_RANKS)} |",
-        "|---" * (len(BETWEEN_RANKS) + 1) + "|",
+        f"| preset | {' | '.join(f'`{name}`' for name in names)} |",
+        "|---" * (len(names) + 1) + "|",
     ]
     for preset in PRESETS:
         config = CompressionConfig.parse({"preset": preset})
-        cells = [_cell(config, name) for name in BETWEEN_RANKS]
+        cells = [_cell(config, name) for name in names]
         lines.append(f"| `{preset}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

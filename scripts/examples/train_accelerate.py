@@ -1,8 +1,12 @@
 #!/usr/bin/env python3
-"""A loop over Accelerate, with one line about hybridcomp; DDP, or FSDP2 with --fsdp2 (GPUs).
+"""A loop over Accelerate, under DDP, FSDP2 or DeepSpeed.
 
-accelerate launch --num_processes 2 scripts/examples/train_accelerate.py \\
+accelerate launch --multi_gpu --num_processes 2 scripts/examples/train_accelerate.py \\
     --block scripts/examples/ddp.json
+accelerate launch --config_file scripts/examples/accelerate_fsdp2.yaml \\
+    scripts/examples/train_accelerate.py --block scripts/examples/fsdp2.json
+DS_ACCELERATOR=cpu accelerate launch --config_file scripts/examples/accelerate_deepspeed.yaml \\
+    -m hybridcomp.run scripts/examples/train_accelerate.py
 """
 
 from __future__ import annotations
@@ -10,49 +14,59 @@ from __future__ import annotations
 import argparse
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from torch import nn
+from accelerate import Accelerator
+from on_cpu import accelerate_on_cpu
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hybridcomp
+from hybridcomp.trainers.figures import take
 
 
-def model_of(width: int = 256) -> nn.Module:
-    """A small classifier."""
-    return nn.Sequential(
-        nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 16)
-    )
+class Block(nn.Module):
+    """A layer, which FSDP2 shards by itself."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, outputs)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """(samples, inputs) to (samples, outputs)."""
+        return nn.functional.gelu(self.layer(values))
 
 
 def data_of(count: int) -> TensorDataset:
     """Points and the directions that they are nearest to, in the place of a dataset."""
-    generator = torch.Generator().manual_seed(0)
-    points, directions = torch.randn(count, 64, generator=generator), torch.randn(64, 16)
+    points, directions = torch.randn(count, 64), torch.randn(64, 16)
     return TensorDataset(points, (points @ directions).argmax(1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--block", help='a block, or a file with one under "compression"')
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--fsdp2", action="store_true")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--log-with", help="tensorboard, wandb, ...")
+    parser.add_argument("--output", default="runs/accelerate")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if arguments.fsdp2 else None
-    accelerator = Accelerator(fsdp_plugin=plugin, cpu=not torch.cuda.is_available())
-    model = model_of()
+    accelerate_on_cpu()
+    accelerator = Accelerator(log_with=arguments.log_with, project_dir=arguments.output)
+    model = nn.Sequential(Block(64, 256), Block(256, 256), nn.Linear(256, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(data_of(arguments.steps * 64), batch_size=32)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    attached = hybridcomp.attach(model, arguments.block)
-    for points, labels in loader:
+    if arguments.block:
+        hybridcomp.attach(model, arguments.block)
+    accelerator.init_trackers("hybridcomp")
+    losses: list[float] = []
+    for step, (points, labels) in enumerate(loader, 1):
         loss = nn.functional.cross_entropy(model(points), labels)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        if attached is not None:
-            accelerator.log(dict(attached.take_events()), step=attached.step)
-    accelerator.print(f"final loss {float(loss.detach()):.4f}")
+        losses.append(loss.item())
+        accelerator.log({"loss": loss.item(), **take(model)}, step=step)
+    accelerator.print(f"losses {losses[0]:.4f} to {losses[-1]:.4f}")
     accelerator.end_training()
 
 

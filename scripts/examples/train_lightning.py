@@ -1,29 +1,50 @@
 #!/usr/bin/env python3
-"""Lightning over DDP, with a callback that gives the ledger's figures to its logger.
+"""Lightning over DDP, FSDP2 or DeepSpeed; the ledger's figures go to its loggers.
 
 HYBRIDCOMP_CONFIG=scripts/examples/ddp.json torchrun --nproc-per-node 2 -m hybridcomp.run \\
     scripts/examples/train_lightning.py
+HYBRIDCOMP_CONFIG=scripts/examples/fsdp2.json torchrun --nproc-per-node 2 -m hybridcomp.run \\
+    scripts/examples/train_lightning.py --strategy fsdp2
+DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 -m hybridcomp.run \\
+    scripts/examples/train_lightning.py --strategy deepspeed
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from on_cpu import lightning_accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-import hybridcomp
+from hybridcomp.trainers.lightning import HybridcompCallback
+
+ZERO = Path(__file__).with_name("lightning_zero.json")
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc]  # not installed where it is checked
     """A small classifier."""
 
-    def __init__(self) -> None:
+    def __init__(self, fsdp2: bool) -> None:
         super().__init__()
+        self.fsdp2 = fsdp2
         self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 16))
+
+    def configure_model(self) -> None:
+        """Under ModelParallelStrategy a module shards itself."""
+        if self.fsdp2:
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.layers, mesh=mesh)
 
     def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
         points, labels = batch
@@ -32,33 +53,37 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]  # not instal
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-class Figures(lightning.Callback):  # type: ignore[misc]
-    """Logs what hybridcomp has reported since the last step."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        attached = hybridcomp.attach(trainer.strategy.model)
-        if attached is not None and trainer.logger is not None:
-            trainer.logger.log_metrics(dict(attached.take_events()), step=attached.step)
+def strategy_of(name: str) -> Any:
+    """What ``lightning.Trainer(strategy=...)`` takes."""
+    if name == "deepspeed":
+        return DeepSpeedStrategy(config=json.loads(ZERO.read_text()))
+    if name == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return name
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--strategy", default="ddp", choices=["ddp", "fsdp2", "deepspeed"])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--output", default="runs/lightning")
     arguments = parser.parse_args()
     lightning.seed_everything(0)
     points = torch.randn(arguments.steps * 64, 64)
     labels = (points @ torch.randn(64, 16)).argmax(1)
+    logger = CSVLogger(arguments.output)
     trainer = lightning.Trainer(
-        accelerator="auto", devices=int(torch.cuda.device_count() or 2), strategy="ddp",
-        max_steps=arguments.steps, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, callbacks=[Figures()],
+        accelerator=lightning_accelerator(), devices=2, strategy=strategy_of(arguments.strategy),
+        max_steps=arguments.steps, logger=logger, log_every_n_steps=5, enable_checkpointing=False,
+        enable_progress_bar=False, callbacks=[HybridcompCallback()],
     )  # fmt: skip
-    trainer.fit(Classifier(), DataLoader(TensorDataset(points, labels), batch_size=32))
+    module = Classifier(fsdp2=arguments.strategy == "fsdp2")
+    trainer.fit(module, DataLoader(TensorDataset(points, labels), batch_size=32))
     if trainer.is_global_zero:
-        print(f"final loss {float(trainer.callback_metrics['loss']):.4f}")
+        print(f"losses in {logger.log_dir}/metrics.csv")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gpt.apex import fused_norm
 from gpt.weights import Draw, ModelConfig
@@ -58,7 +60,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
-        self.heads = config.heads // config.tp  # of this rank
+        self.heads = config.heads // (config.tp * config.tp2d)  # of this rank
         self.head_width = config.width // config.heads
         width, draw = config.width, Draw(config, number)
         self.norm1 = make_norm(config)
@@ -69,9 +71,16 @@ class Block(nn.Module):
         self.down = row(config, 4 * width, width, draw)
         self.cp = config.cp
         self.ring = _ring().attention() if config.cp > 1 else None
+        self.recompute = number - 1 in config.recompute  # layer 0 is the embedding
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
+        if self.recompute and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self._run, hidden, use_reentrant=False)
+            return out
+        return self._run(hidden)
+
+    def _run(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self._attend(self.norm1(hidden))
         out: Tensor = hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
         return out
@@ -154,9 +163,13 @@ class GPT(nn.Module):
         return hidden
 
 
-def pipeline(config: ModelConfig, **cut: Any) -> Any:
-    """The same layers as a ``PipelineModule``; ``cut`` is its ``num_stages`` or ``topology``."""
-    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+def pipeline(config: ModelConfig, blocks: Sequence[int] = (), **cut: Any) -> Any:
+    """The same layers as a ``PipelineModule``; ``cut`` is its ``num_stages`` or ``topology``.
+
+    ``blocks``: how many each stage has; the embedding is with the first, norm and output with the
+    last. Without it stages are as even in parameters as layers allow.
+    """
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     kinds = _kinds(config)
     specs = [LayerSpec(kind, config, n) for n, kind in enumerate(kinds)]
@@ -167,22 +180,45 @@ def pipeline(config: ModelConfig, **cut: Any) -> Any:
             *table, forward_fn=_vocabulary(config).project, tied_weight_attr="weight"
         )
     loss_fn = loss_of(config)
-    return PipelineModule(specs, loss_fn=loss_fn, partition_method="parameters", **cut)
+    return _module(blocks)(specs, loss_fn=loss_fn, partition_method="parameters", **cut)
+
+
+def _module(blocks: Sequence[int]) -> Any:
+    """The class of the module: upstream's, which knows no cuts of a user's own."""
+    from deepspeed.pipe import PipelineModule
+
+    if not blocks:
+        return PipelineModule
+    stops = [0, *(1 + stop for stop in accumulate(blocks))]
+    stops[-1] += 2
+
+    class Cut(PipelineModule):  # type: ignore[misc]
+        def _partition_layers(self, method: str = "uniform") -> None:
+            self.parts = stops
+            stage = self._topo.get_coord(self.global_rank).pipe
+            self._set_bounds(start=stops[stage], stop=stops[stage + 1])
+
+    return Cut
 
 
 def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """``lm_loss`` of this model's logits."""
     found: Callable[[Tensor, Tensor], Tensor] = _vocabulary(config).lm_loss
+    if config.tp2d > 1:
+        found = functools.partial(_vocabulary(config).lm_loss, vocabulary=config.vocabulary)
     return found
 
 
 def _kinds(config: ModelConfig) -> list[type[nn.Module]]:
     ends = _vocabulary(config)
-    return [ends.Embedding, *[Block] * config.layers, FinalNorm, ends.Output]
+    output = ends.TiedOutput if config.tied and config.tp2d > 1 else ends.Output
+    return [ends.Embedding, *[Block] * config.layers, FinalNorm, output]
 
 
 def _vocabulary(config: ModelConfig) -> Any:
     """The module with this model's Embedding, Output, project and lm_loss."""
+    if config.tp2d > 1:
+        return _mesh()
     return sys.modules[__name__] if config.tp == 1 else _megatron()
 
 
@@ -190,6 +226,12 @@ def _megatron() -> Any:
     from gpt import tensor_parallel  # imports megatron-core, which few need
 
     return tensor_parallel
+
+
+def _mesh() -> Any:
+    from gpt import two_dimensional  # imports hybridcomp, which the example does without
+
+    return two_dimensional
 
 
 def _ring() -> Any:
@@ -200,6 +242,9 @@ def _ring() -> Any:
 
 def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: int = 1) -> nn.Module:
     """A linear layer; with tensor parallelism its outputs, ``parts`` matrices, are cut."""
+    if config.tp2d > 1:
+        meshed: nn.Module = _mesh().linear(inputs, outputs, draw, parts)
+        return meshed
     if config.tp > 1:
         cut: nn.Module = _megatron().Column(inputs, outputs, draw, parts)
         return cut
@@ -210,6 +255,9 @@ def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: in
 
 def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module:
     """A linear layer that adds to the residual stream; tensor parallelism cuts its inputs."""
+    if config.tp2d > 1:
+        meshed: nn.Module = _mesh().linear(inputs, outputs, draw.residual)
+        return meshed
     if config.tp > 1:
         cut: nn.Module = _megatron().Row(inputs, outputs, draw.residual)
         return cut
@@ -220,6 +268,9 @@ def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module
 
 def make_norm(config: ModelConfig) -> nn.Module:
     """The norm of ``config``, NVIDIA apex's where it is installed and there is a GPU."""
+    if config.tp2d > 1:
+        cut: nn.Module = _mesh().norm(config)
+        return cut
     fused = fused_norm(config.norm)
     if fused is not None:
         return fused(config.width)

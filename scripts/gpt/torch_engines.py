@@ -25,18 +25,35 @@ from gpt.data import Batch, Share
 from gpt.ds_file import adam_of, has_bf16, scheduler_of
 
 Kind = Literal["fsdp2", "ddp"]
+#: torch's default
+BUCKET_MB = 25
 
 
 class Engine:
     """The few things of a DeepSpeed engine that the loop touches, over a model of torch's."""
 
-    def __init__(self, kind: Kind, model: nn.Module, settings: dict[str, Any]) -> None:
-        """Put ``model``, on its device, under ``kind``; optimizer and schedule by ``settings``."""
+    def __init__(
+        self, kind: Kind, model: nn.Module, settings: dict[str, Any],
+        sums: torch.dtype | None = None, bucket_mb: float = BUCKET_MB,
+    ) -> None:  # fmt: skip
+        """Put ``model``, on its device, under ``kind``; optimizer and schedule by ``settings``.
+
+        Args:
+            kind: the engine.
+            model: fp32.
+            settings: of a DeepSpeed file.
+            sums: what FSDP2 sums gradients in; None for fp32.
+            bucket_mb: megabytes of a bucket of DDP.
+        """
         self.device = next(model.parameters()).device
         self.monitor = type("Monitor", (), {"enabled": False})()
         self.bf16 = has_bf16(settings)
         self.kind = kind
-        self.model: Any = sharded(model, self.bf16) if kind == "fsdp2" else replicated(model)
+        self.model: Any
+        if kind == "fsdp2":
+            self.model = sharded(model, self.bf16, sums or torch.float32)
+        else:
+            self.model = replicated(model, bucket_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **adam_of(settings))
         self.scheduler = scheduler_of(settings, self.optimizer)
         self._clip = float(settings.get("gradient_clipping", 0.0))
@@ -98,10 +115,14 @@ class Engine:
         return {"model": model, "optimizer": optimizer, "scheduler": schedule, "client": client}
 
 
-def sharded(model: Any, bf16: bool) -> nn.Module:
-    """``model`` under ``fully_shard``, layer by layer; tied weights stay with the root."""
+def sharded(model: Any, bf16: bool, sums: torch.dtype = torch.float32) -> nn.Module:
+    """``model`` under ``fully_shard``, layer by layer; tied weights stay with the root.
+
+    ``sums``: the dtype in which gradients are sent and summed.
+    """
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None
+        param_dtype=torch.bfloat16 if bf16 else None,
+        reduce_dtype=sums if bf16 or sums != torch.float32 else None,
     )
     for layer in model.layers[1:-1]:
         fully_shard(layer, mp_policy=policy)
@@ -109,12 +130,14 @@ def sharded(model: Any, bf16: bool) -> nn.Module:
     return whole
 
 
-def replicated(model: nn.Module) -> DistributedDataParallel:
+def replicated(model: nn.Module, bucket_mb: float = BUCKET_MB) -> DistributedDataParallel:
     """``model`` under DistributedDataParallel."""
     devices = None
     if next(model.parameters()).device.type == "cuda":
         devices = [torch.cuda.current_device()]
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+    )
 
 
 class TorchTrainer:
@@ -133,14 +156,19 @@ class TorchTrainer:
 
     def step(self, batches: Iterator[Batch]) -> float:
         """One optimizer step; the loss, averaged over micro-batches and ranks."""
+        losses = self._train(batches)
+        self.engine.update()
+        return self._mean(losses)
+
+    def _train(self, batches: Iterator[Batch]) -> list[Tensor]:
+        """Forward and backward of every micro-batch; their losses."""
         losses, count = [], self.share.micro_batches
         for number, (tokens, labels) in enumerate(batches, 1):
             with self.engine.accumulating(number == count):
                 loss = self._loss(self.engine.forward(tokens), labels)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-        self.engine.update()
-        return self._mean(losses)
+        return losses
 
     def evaluate(self, batches: Iterator[Batch]) -> float:
         """Forward only."""

@@ -24,12 +24,15 @@ class ModelConfig:
     tied: bool = False  # one weight for embedding and output
     seed: int = 0
     tp: int = 1  # ranks over which megatron-core cuts the layers
+    tp2d: int = 1  # ranks on a side of the mesh over which hybridcomp cuts the layers
     cp: int = 1  # ranks over which hybridcomp's ring attention cuts sequences
+    recompute: tuple[int, ...] = ()  # blocks, from 0, that run forward again in backward
 
     def __post_init__(self) -> None:
-        if self.heads % self.tp:
+        if self.heads % (self.tp * self.tp2d):
             raise ValueError(
-                f"heads {self.heads}: expected a multiple of the {self.tp} tensor-parallel ranks"
+                f"heads {self.heads}: expected a multiple of the {self.tp * self.tp2d} "
+                "tensor-parallel ranks that share them"
             )
         if self.width % (2 * self.heads):
             raise ValueError(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -22,32 +21,55 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from studies.projection import fit, neox
+from hybridcomp.plan import fitted
+from studies.projection import neox
 
 #: gains in samples a second and in TFLOPS a GPU that the paper's abstract gives
 PAPER = {"naive-zfp": "+23.6 % (TFLOPS +22.5 %)", "hybrid": "+12.7 % (TFLOPS +17.3 %)"}
 GPUS = (24, 48, 96, 192)
 
 
-def projected(options: argparse.Namespace, model: fit.Model) -> list[dict[str, Any]]:
+def projected(options: argparse.Namespace, model: fitted.Model) -> list[dict[str, Any]]:
     """One row for each width of messages, scheme and number of GPUs."""
-    cluster = neox.Cluster(**{f.name: getattr(options, f.name) for f in fields(neox.Cluster)})
-    rows, slowdown = [], statistics.median(model.slowdown.values())
-    speeds = [1e9 * speed for speed in (options.zfp, options.mpc, options.blockint)]
+    assumed, calibration, rows = assumptions(options), model.calibration(), []
     for width in (32, 16):
         for gpus in options.gpus:
             base = None
-            for scheme in neox.schemes(width, *speeds):
-                found = neox.step(
-                    cluster, gpus, scheme, width, slowdown, model.overlap, 1.0
-                )  # fmt: skip
-                rate = found.samples / found.seconds
+            for scheme in neox.SCHEMES:
+                found = neox.step(assumed, gpus, scheme, width, calibration)
+                samples = assumed.layout(gpus).samples
+                rate = samples / found.seconds
                 base = rate if base is None else base
                 rows.append(
-                    {"width": width, "gpus": gpus, "scheme": scheme.name,
-                     "samples_per_second": rate, "gain": rate / base - 1, **asdict(found)}
+                    {"width": width, "gpus": gpus, "scheme": scheme, "samples_per_second": rate,
+                     "gain": rate / base - 1, "seconds": found.seconds, "samples": samples,
+                     "compute": found.compute_seconds, "bubble": found.bubble_seconds,
+                     "codec": found.codec_seconds, **found.exposed}
                 )  # fmt: skip
     return rows
+
+
+def planned(options: argparse.Namespace, model: fitted.Model) -> list[dict[str, Any]]:
+    """The fastest plan of all layouts for each number of GPUs, natively and within the budget."""
+    rows = []
+    for gpus in options.gpus:
+        row: dict[str, Any] = {"gpus": gpus}
+        for budget in ("native", "recommended"):
+            plan = neox.planned(assumptions(options), gpus, budget, model.calibration())
+            if plan is not None:
+                samples = plan.layout.samples
+                row[budget] = {
+                    "layout": str(plan.layout), "block": plan.block,
+                    "samples_per_second": samples / plan.prediction.seconds,
+                    "device_nbytes": plan.prediction.device_nbytes,
+                }  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def assumptions(options: argparse.Namespace) -> neox.Assumed:
+    """What the options say of the machine and the job."""
+    return neox.Assumed(**{f.name: getattr(options, f.name) for f in fields(neox.Assumed)})
 
 
 def table(rows: Sequence[dict[str, Any]], width: int, gpus: Sequence[int]) -> str:
@@ -101,12 +123,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("measured", type=Path, help="bench_training.json")
     add("--out", type=Path, default=Path("runs/projection"), metavar="FOLDER")
     add("--gpus", type=int, nargs="+", default=list(GPUS))
-    for field in fields(neox.Cluster):
+    for field in fields(neox.Assumed):
         kind = int if isinstance(field.default, int) else float
         add(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
-    add("--zfp", type=float, default=100.0, metavar="GB/s", help="of a GPU, assumed")
-    add("--mpc", type=float, default=60.0, metavar="GB/s", help="of a GPU, assumed")
-    add("--blockint", type=float, default=250.0, metavar="GB/s", help="of a GPU, assumed")
+    add("--no-plans", action="store_true", help="leave out the search over all layouts")
     add("--target", type=float, default=0.15, help="error that no held-out cell may exceed")
     found = parser.parse_args(arguments)
     if find_spec("matplotlib") is None:
@@ -118,11 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 where a cell that was held out is missed by more than --target."""
     options = parse(arguments)
     try:
-        rows = fit.usable(json.loads(options.measured.read_text()))
-        fitted, held = fit.split(rows)
-        model = fit.fit(fitted)
-        found = {**fit.report(model, fitted, held), "assumed": _assumed(options)}
+        rows = fitted.usable(json.loads(options.measured.read_text()))
+        cells, held = fitted.split(rows)
+        model = fitted.fit(cells)
+        found = {**fitted.report(model, cells, held), "assumed": asdict(assumptions(options))}
         found["projected"] = projected(options, model)
+        found["planned"] = [] if options.no_plans else planned(options, model)
     except (OSError, ValueError) as error:
         print(f"project_scale: {error}", file=sys.stderr)
         return 1
@@ -151,11 +172,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("project_scale: no cell was held out, the model is unchecked", file=sys.stderr)
         return 2
     return 2 if found["held_out"]["worst"] > options.target else 0
-
-
-def _assumed(options: argparse.Namespace) -> dict[str, Any]:
-    names = [*(field.name for field in fields(neox.Cluster)), "zfp", "mpc", "blockint"]
-    return {name: getattr(options, name) for name in names}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune import trials
-from hybridcomp.autotune.trials import Planned
+from hybridcomp.autotune.trials import PlannedMessage
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.channels import engine_channels as channels_module
 from hybridcomp.config import CompressionConfig
@@ -67,8 +67,8 @@ def two_steps(times: tuple[float, float], odd_rank: int | None) -> dict[str, Any
     tensor = groups[dist.get_rank() // 2]
     planned: list[tuple[Any, ...]] = []
 
-    def kept(plan: list[Planned], device: torch.device) -> Any:
-        planned.extend((one.hop, one.numel, one.codec.spec) for one in plan)
+    def kept(plan: list[PlannedMessage], device: torch.device) -> Any:
+        planned.extend((one.between, one.numel, one.codec.spec) for one in plan)
         return trials.messages(plan, device)
 
     found: dict[str, Any] = {"native": [], "told": [], "planned": planned}
@@ -78,7 +78,7 @@ def two_steps(times: tuple[float, float], odd_rank: int | None) -> dict[str, Any
             channels.step = step
             found["told"].append(channels.close_step(False, CPU))
     found["native"].append(send_messages(channels, tensor))
-    found["verdicts"] = channels.link.state()
+    found["verdicts"] = channels.verdicts.state()
     found["since"] = dict(channels.ledger.native_since)
     assert not any(entry.messages for entry in channels.ledger.interval.values()), "no traffic"
     dist.destroy_process_group(tensor)
@@ -153,7 +153,7 @@ def late() -> list[int]:
                 assert channels["tp"].codec(10, BF16, None) is None
             channels.step = step
             channels.close_step(False, CPU)
-    assert channels.link.native("tp", channels.step) and not channels.seen.waiting
+    assert channels.verdicts.native("tp", channels.step) and not channels.seen.waiting
     return looked
 
 
@@ -247,7 +247,7 @@ def resumed(
         losses = steps(again, 3)
     channels = channels_of(again)
     assert channels is not None and not channels.seen.waiting
-    return whole, losses, channels.link.verdicts["pp"].pays
+    return whole, losses, channels.verdicts.by_dimension["pp"].pays
 
 
 @pytest.mark.parametrize(("first", "second"), [(SLOW, FAST), (FAST, SLOW)], ids=["on", "off"])
@@ -261,9 +261,13 @@ def test_a_resumed_pipeline_goes_on_as_it_was(
 def test_the_state_is_json() -> None:
     channels = Channels(CompressionConfig.parse(BLOCK))
     stored = {"pays": False, "nbytes": 10, "native_s": 0.1, "coded_s": 0.2}
-    told = channels.resume_link(json.loads(json.dumps({"pp": stored})))
+    told = channels.resume_verdicts(json.loads(json.dumps({"pp": stored})))
     assert told == ["pp: native, as measured in the run that is continued"]
-    assert channels.seen.waiting == ("tp",) and channels.link.native("pp", channels.step)
+    assert channels.seen.waiting == ("tp",) and channels.verdicts.native("pp", channels.step)
     assert channels.ledger.native_since == {"pp": 0}
-    assert channels.link.state() == {"pp": stored}
-    assert replace(channels.link.verdicts["pp"], pays=True).told("pp").startswith("pp: 1e-05 MB")
+    assert channels.verdicts.state() == {"pp": stored}
+    assert (
+        replace(channels.verdicts.by_dimension["pp"], pays=True)
+        .told("pp")
+        .startswith("pp: 1e-05 MB")
+    )

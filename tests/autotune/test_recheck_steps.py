@@ -60,7 +60,7 @@ def timed(channels: Channels, costs: Costs) -> Iterator[list[str]]:
         step = channels.step - 1
         seconds += 1.0 + dist.get_rank() * 0.01
         for name, (native_s, coded_s) in costs.items():
-            seconds += native_s if channels.link.native(name, step) else coded_s  # type: ignore[arg-type]
+            seconds += native_s if channels.verdicts.native(name, step) else coded_s  # type: ignore[arg-type]
         told.extend(found := close(*args))
         seconds += 60.0 + channels.step
         return found
@@ -81,7 +81,7 @@ def trained(job: Job, trial: tuple[float, float], costs: Costs) -> dict[str, Any
     with timed(channels, costs) as found["told"]:
         for step in range(job.steps):
             channels.ledger.restart()
-            found["modes"].append([not channels.link.native(n, step) for n in ("dp", "zero")])
+            found["modes"].append([not channels.verdicts.native(n, step) for n in ("dp", "zero")])
             found["losses"].append(train_step(engine, job, step))
             found["held"].append(channels.residuals.norm())
             found["codecs"].append(list(channels.ledger.used.get(("dp", "forward"), ())))
@@ -162,7 +162,7 @@ def resumed(folder: str, job: Job, stop: int, costs: Costs) -> tuple[Any, ...]:
     losses = steps(again, stop)
     channels = channels_of(again)
     assert channels is not None
-    return whole, losses, channels.link.state(), channels.residuals.nbytes
+    return whole, losses, channels.verdicts.state(), channels.residuals.nbytes
 
 
 @pytest.mark.parametrize("stop", [STOP - 1, STOP, STOP + 1])

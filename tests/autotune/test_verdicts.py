@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune import trials
-from hybridcomp.autotune import verdicts as link
+from hybridcomp.autotune.verdicts import Verdict, Verdicts
 from hybridcomp.channels import Channel, Channels, Sent, channels_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Group
@@ -51,7 +51,7 @@ def weighed(
         told = channels.weigh(None, torch.bfloat16, CPU, numel + dist.get_rank())
     assert not channels.ledger.interval["dp", "forward"].messages, "trials are no traffic"
     native = [channels[name].codec(1000, torch.bfloat16, None) is None for name in ("dp", "zero")]
-    return channels.link.state(), told, sizes, native
+    return channels.verdicts.state(), told, sizes, native
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def resumed(
     losses = [train_step(again, job, step) for step in range(3, 6)]
     channels = channels_of(again)
     assert channels is not None
-    verdicts = {name: verdict.pays for name, verdict in channels.link.verdicts.items()}
+    verdicts = {name: verdict.pays for name, verdict in channels.verdicts.by_dimension.items()}
     return whole, losses, verdicts, channels.ledger.native_since, channels.residuals.nbytes
 
 
@@ -173,14 +173,14 @@ def test_residuals_that_nobody_will_send_are_dropped(pool: RankPool, tmp_path: P
 
 
 def test_what_changed_is_told() -> None:
-    one = link.Link()
-    one.verdicts["dp"] = link.Verdict(False, 16 << 20, 0.01, 0.02)
-    stored = link.Verdict(True, 16 << 20, 0.3, 0.1)
+    one = Verdicts()
+    one.by_dimension["dp"] = Verdict(False, 16 << 20, 0.01, 0.02)
+    stored = Verdict(True, 16 << 20, 0.3, 0.1)
     assert one.restore({}) == [] and one.native("dp", 0)
     (told,) = one.restore({"dp": vars(stored)})
     assert told.startswith("dp: stays compressed, as in the run that is continued")
     assert "16.8 MB now takes 20.0 ms and native 10.0 ms" in told and '"codec": "none"' in told
-    assert one.verdicts["dp"] == stored and not one.native("dp", 0)
+    assert one.by_dimension["dp"] == stored and not one.native("dp", 0)
 
 
 def unmeasured() -> str:
@@ -238,11 +238,13 @@ def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any
     scattered = Sent((2000, 7, 1), "scatter")
     with clock(*times):
         runs = trials.reductions(
-            make_codec("blockint", bits=8), True, trials.Place(Group.of(None), torch.bfloat16, CPU)
+            make_codec("blockint", bits=8),
+            True,
+            trials.TrialGroup(Group.of(None), torch.bfloat16, CPU),
         )
         for run in runs(scattered):
             run()
-    return channels.link.verdicts, told, sizes
+    return channels.verdicts.by_dimension, told, sizes
 
 
 def test_all_messages_of_a_step_are_timed_together(pool: RankPool) -> None:

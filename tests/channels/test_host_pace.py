@@ -141,13 +141,13 @@ def test_other_dimensions_compare_their_steps_afterwards(
     """Meanwhile steps differ in what offload does."""
     block = {"offload": BOTH, "dp": {"codec": "blockint", "when": "auto"}}
     channels, asked = Channels(CompressionConfig.model_validate(block)), []
-    channels.link.verdicts["dp"] = Verdict(True, 1, 1.0, 0.9)
+    channels.verdicts.by_dimension["dp"] = Verdict(True, 1, 1.0, 0.9)
 
     def compare(step: int, *rest: object) -> list[str]:
         asked.append(step)
         return []
 
-    monkeypatch.setattr(channels.link, "compare", compare)
+    monkeypatch.setattr(channels.verdicts, "compare", compare)
     found = channels.host.pace
     for step in range(found.length + 2):
         ways(found, step)

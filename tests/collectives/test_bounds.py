@@ -15,7 +15,8 @@ from torch import Tensor
 from hybridcomp.codecs import Bounded
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.budget import FLOOR, Mode
-from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges, plan_reduction
+from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
+from hybridcomp.collectives.owner_plan import plan_reduction
 from tests.collectives.calls import (
     all_gather,
     all_reduce,

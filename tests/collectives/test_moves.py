@@ -12,8 +12,7 @@ import torch.distributed as dist
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Meter, send_recv
-from hybridcomp.collectives.send_recv import spec_digest
-from hybridcomp.collectives.wire import headers
+from hybridcomp.collectives.wire import headers, spec_digest
 from hybridcomp.errors import CodecError
 from tests.collectives.calls import all_gather, all_to_all, recv, send
 from tests.collectives.common import CODECS, DTYPES, bound, digest, values_of
@@ -178,7 +177,7 @@ def _damaged_header(_: None) -> str:
     """What a receiver says of a header that promises a terabyte."""
     codec = make_codec("expcode")
     if dist.get_rank() == 0:
-        header = send_recv.Header(spec_digest(codec.spec), torch.float32, 96, 1 << 40)
+        header = headers.Header(spec_digest(codec.spec), torch.float32, 96, 1 << 40)
         dist.send(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8), 1)
         return ""
     with pytest.raises(CodecError) as caught:

@@ -11,7 +11,7 @@ import pytest
 
 from hybridcomp import cli
 from hybridcomp.compare import CompareError
-from hybridcomp.compare.launch import Plan, armed, block_of, config_of
+from hybridcomp.compare.launch import RunPlan, armed, block_of, config_of
 from hybridcomp.errors import ConfigError
 
 #: a trainer of one process that learns better without compression, and counts how often it ran
@@ -63,9 +63,9 @@ def test_launched_resumed_and_compared(
     assert "1/4 baseline seed 0: there already" in capsys.readouterr().err
 
 
-def plan(folder: Path, *command: str, **kwargs: Any) -> Plan:
+def plan(folder: Path, *command: str, **kwargs: Any) -> RunPlan:
     blocks: dict[str, Any] = {"baseline": None, "mine": {"dp": "bf16"}}
-    return Plan(command, blocks, kwargs.pop("seeds", [0]), folder / "out", **kwargs)
+    return RunPlan(command, blocks, kwargs.pop("seeds", [0]), folder / "out", **kwargs)
 
 
 def test_any_deepspeed_command_is_recorded_by_its_engine(tmp_path: Path) -> None:

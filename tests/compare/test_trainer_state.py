@@ -62,6 +62,23 @@ def test_the_last_checkpoint_stands_for_a_run_that_was_not_finished(tmp_path: Pa
     assert found.runs[1].ledger()  # beside the checkpoints
 
 
+def test_figures_of_the_callback_are_the_ledger_where_no_file_is(tmp_path: Path) -> None:
+    history = json.loads(SAVED.read_text())["log_history"]
+    for step, wire in ((10, 1.0), (20, 3.0)):
+        figures = {"raw_MB": 8.0, "wire_MB": wire, "ratio": 8.0 / wire, "error": 0.1}
+        record = {f"compression/dp/{name}": value for name, value in figures.items()}
+        history.append({**record, "compression/tp/backward/wire_MB": 1.0, "step": step})
+    folder = output(tmp_path / "run", log_history=history)
+    found = read_training(folder / FILE, "ledger.jsonl")
+    assert found.steps.tolist() == list(range(5, 41, 5))
+    row = found.ledger["dp"]["forward"]
+    assert (row["raw_MB"], row["wire_MB"], row["ratio"]) == (16.0, 4.0, 4.0)
+    assert row["error"] == pytest.approx(0.1) and "backward" in found.ledger["tp"]
+    output(tmp_path / "both", ledger=True, log_history=history)
+    beside = read_training(tmp_path / "both" / FILE, "ledger.jsonl")
+    assert beside.ledger == {"dp": {"forward": ROW}}
+
+
 def test_folders_of_seeds(tmp_path: Path) -> None:
     for seed in range(2):
         output(tmp_path / "runs" / f"seed{seed}")

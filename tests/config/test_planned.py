@@ -12,7 +12,7 @@ from hybridcomp.codecs import BlockInt
 from hybridcomp.errors import ConfigError
 from tests.config.common import parse
 
-LAYOUT = {"world_size": 4, "data": 2, "pipeline": 2, "zero_stage": 1}
+LAYOUT = {"data": 2, "stages": 2, "zero_stage": 1}
 BLOCK = {"preset": "recommended", "zero": "none", "min_bytes": 1024}
 
 
@@ -36,7 +36,7 @@ def test_the_block_is_the_plans_with_what_is_written_beside_it(tmp_path: Path) -
     assert parse({"preset": "planned", "plan": plan, "min_bytes": 5}).min_bytes == 5
     assert config.explicit == {"pp"}
     assert config.planned is not None
-    assert dict(config.planned.layout) == LAYOUT
+    assert dict(config.planned.layout) == {"ranks": 4, **LAYOUT}
 
 
 def test_ranks_have_to_agree_on_codecs_and_layout_and_not_on_where_the_file_is(

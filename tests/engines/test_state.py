@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 import hybridcomp
 from hybridcomp.engines.attached import Attached
-from hybridcomp.engines.ddp_layout import Layout
+from hybridcomp.engines.ddp_layout import BucketLayout
 from hybridcomp.errors import ConfigError
 from tests.engines.trainer import (
     Job,
@@ -138,7 +138,7 @@ def test_sums_are_kept_on_other_ranks(
 def test_layout_of_a_bucket(world_size: int) -> None:
     """Chunks begin at multiples of 32, and everything comes back."""
     numels = [100, 1, 64, 97]
-    layout = Layout(["a", "b", "c", "d"], numels, world_size)
+    layout = BucketLayout(["a", "b", "c", "d"], numels, world_size)
     gradients = torch.arange(1.0, sum(numels) + 1)
     flat = layout.pack(gradients)
     assert layout.columns % 32 == 0 and flat.numel() == layout.columns * world_size

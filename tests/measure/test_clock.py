@@ -37,10 +37,11 @@ def test_as_many_timings_as_there_is_time_for(
 
 
 def test_a_call_beside_products() -> None:
-    done = []
+    done: list[None] = []
 
     def product() -> None:
-        done.append(time.sleep(0.002))
+        time.sleep(0.002)
+        done.append(None)
 
     seconds, left = HostClock().beside(lambda: time.sleep(0.05), product, 0.002, 0.05)
     assert seconds >= 0.05

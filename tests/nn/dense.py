@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridcomp.nn.context.layout import Layout
+
 
 @dataclass(frozen=True)
 class Case:
@@ -22,7 +24,7 @@ class Case:
     width: int = 20
     value_width: int | None = None
     causal: bool = True
-    layout: str = "zigzag"
+    layout: Layout = "zigzag"
     dtype: torch.dtype = torch.float32
     documents: tuple[tuple[int, ...], ...] | None = None
 
@@ -68,8 +70,8 @@ def attention(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if numbers is not None:
         same = (numbers[:, :, None] == numbers[:, None, :]) & (numbers[:, :, None] >= 0)
         seen = (seen & same)[:, None]
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
-    return weights @ v
+    weights: Tensor = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return torch.matmul(weights, v)
 
 
 def whole(case: Case) -> list[Tensor]:
@@ -77,7 +79,7 @@ def whole(case: Case) -> list[Tensor]:
     q, k, v, grad = (values.double() for values in inputs(case))
     leaves = [values.requires_grad_() for values in (q, k, v)]
     out = attention(case, *leaves)
-    out.backward(grad)
+    out.backward(grad)  # type: ignore[no-untyped-call]
     gradients = [leaf.grad for leaf in leaves]
     assert all(gradient is not None for gradient in gradients)
     return [out.detach(), *(g for g in gradients if g is not None)]

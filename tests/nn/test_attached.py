@@ -119,10 +119,10 @@ def _two_dimensions(block: dict[str, Any] | None) -> tuple[float, dict[str, floa
     out.backward(grad)
     parts = [t.transpose(1, 2) for t in (out, *(leaf.grad for leaf in leaves)) if t is not None]
     found = [gather(gather(t, inside, dim=2, layout="contiguous"), around, dim=2) for t in parts]
-    messages = {}
+    messages: dict[str, float] = {}
     if channels is not None:
         entries = channels.ledger.interval
-        messages = {way: entries["cp", way].messages for way in ("forward", "backward")}  # type: ignore[index]
+        messages |= {way: entries["cp", way].messages for way in DIRECTIONS}
     process.use(None)
     return max(errors(case, found)), messages
 
@@ -282,16 +282,13 @@ def torch_ring() -> list[tuple[list[float], float, float]]:
     scale = case.width**-0.5
     theirs._cp_options.enable_load_balance = True
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-        return blocks.forward(q, k, v, blocks.Mask(is_causal), scale)
+    def forward(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        return blocks.forward(query, key, value, blocks.Mask(more["is_causal"]), scale)
 
-    def backward(
-        query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-        is_causal: bool, grad_out: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        delta = (out * grad_out).sum(-1)
-        mask = blocks.Mask(is_causal)
-        return blocks.backward(grad_out, query, key, value, delta, logsumexp, mask, scale)
+    def backward(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        grad, mask = more["grad_out"], blocks.Mask(more["is_causal"])
+        delta = (more["out"] * grad).sum(-1)
+        return blocks.backward(grad, query, key, value, delta, more["logsumexp"], mask, scale)
 
     group: Any = dist.group.WORLD
     applied = apply_all(Patch(seam, make) for seam, make in torch_context.PATCHES)

@@ -85,11 +85,12 @@ def train(run: Run) -> tuple[list[float], dict[str, tuple[float, float]]]:
         losses.append(trainer.step(iter([(cut(tokens[:, :-1]), cut(tokens[:, 1:]))])))
     counted = {}
     if channels is not None:
-        assert process.current() is channels  # the engine lends its session
+        lent = process.current()  # the engine lends its session
+        assert lent is not None and lent is channels
         for way in ("forward", "backward"):
-            entry = channels.ledger.interval["cp", way]
+            entry = lent.ledger.interval["cp", way]
             counted[way] = (entry.messages, entry.native)
-        assert channels.step == STEPS
+        assert lent.step == STEPS
     end()
     del trainer, model
     process.configure(None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
-from hybridcomp.collectives.send_recv import HEADER_NBYTES
+from hybridcomp.collectives.wire import HEADER_NBYTES
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
 from hybridcomp.nn import RingAttention, gather, ring_attention, shard
@@ -35,11 +35,11 @@ QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1000, "sample_every
 def ours(case: Case, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Context and gradients of whole sequences, computed by the ring."""
     q, k, v, grad = (shard(t, group, dim=2, layout=case.layout) for t in inputs(case))
-    leaves = [values.requires_grad_() for values in (q, k, v)]
+    leaves = q, k, v = tuple(values.requires_grad_() for values in (q, k, v))
     out = ring_attention(
-        *leaves, group, causal=case.causal, layout=case.layout, documents=case.numbers()
+        q, k, v, group, causal=case.causal, layout=case.layout, documents=case.numbers()
     )
-    out.backward(grad)
+    out.backward(grad)  # type: ignore[no-untyped-call]
     parts = [out, *(leaf.grad for leaf in leaves)]
     return [gather(t, group, dim=2, layout=case.layout) for t in parts if t is not None]
 
@@ -197,7 +197,7 @@ def module() -> float:
     leaves = [shard(t, dim=2).permute(2, 0, 1, 3).requires_grad_() for t in (q, k, v)]
     out = checkpoint(layer, *leaves, use_reentrant=False)
     assert isinstance(out, Tensor)
-    out.backward(shard(grad, dim=2).permute(2, 0, 1, 3))
+    out.backward(shard(grad, dim=2).permute(2, 0, 1, 3))  # type: ignore[no-untyped-call]
     parts = [t.permute(1, 2, 0, 3) for t in (out, *(leaf.grad for leaf in leaves)) if t is not None]
     return max(errors(case, [gather(t, dim=2) for t in parts]))
 

@@ -8,8 +8,9 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.cluster import Cluster
 from hybridcomp.plan.figures import Curve, Figure, summary
 from hybridcomp.plan.rings import encoded_shape, ring
-from hybridcomp.plan.rows import Beside, Coding, Encoded, Kernel, Operation, Rank, Timing
+from hybridcomp.plan.rows import Beside, Coding, Direction, Encoded, Kernel, Operation, Rank, Timing
 
+DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
 LATENCY, PER_BYTE = 1e-4, 1e-8
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 
@@ -137,10 +138,10 @@ def test_links_that_nobody_knows_are_an_error() -> None:
 
 def coded(setting: str, per_value: float, fixed: bool = True) -> list[Coding]:
     return [
-        Coding(setting, "bf16", direction, numel, figure(1e-5 + per_value * numel), how, fixed)
-        for direction in ("encode", "decode", "decode_add")
-        for how, numel in (("alone", 1 << 12), ("alone", 1 << 20))
-    ]  # type: ignore[misc]
+        Coding(setting, "bf16", way, numel, figure(1e-5 + per_value * numel), "alone", fixed)
+        for way in DIRECTIONS
+        for numel in (1 << 12, 1 << 20)
+    ]
 
 
 def test_codecs_by_setting_else_by_name() -> None:

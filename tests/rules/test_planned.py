@@ -13,7 +13,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.rules.planned import hold_to_plan
 from tests.ranks import run_ranks
 
-LAYOUT = {"world_size": 2, "data": 2, "tensor": 1, "pipeline": 1, "zero_stage": 1}
+LAYOUT = {"data": 2, "tensor": 1, "stages": 1, "zero_stage": 1}
 
 
 def plan(folder: Path, **changed: int) -> str:
@@ -30,14 +30,14 @@ def block(path: str) -> dict[str, str]:
 def test_what_differs_is_said_and_what_is_not_known_is_not_asked(tmp_path: Path) -> None:
     config = CompressionConfig.parse(block(plan(tmp_path)))
     hold_to_plan(config, LAYOUT)
-    hold_to_plan(config, {"world_size": 2, "tensor": None})
+    hold_to_plan(config, {"ranks": 2, "tensor": None})
     with pytest.raises(ConfigError) as caught:
-        hold_to_plan(config, {**LAYOUT, "pipeline": 2, "data": 1})
+        hold_to_plan(config, {**LAYOUT, "stages": 2, "data": 1})
     said = (
         "this job has data parallel 1 instead of 2, pipeline stages 2 instead of 1; start the job"
     )
     assert said in str(caught.value)
-    hold_to_plan(CompressionConfig.parse({"preset": "recommended"}), {"world_size": 7})
+    hold_to_plan(CompressionConfig.parse({"preset": "recommended"}), {"ranks": 7})
 
 
 def test_validate_holds_a_file_against_its_plan(

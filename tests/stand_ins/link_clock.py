@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from hybridcomp.autotune import verdicts
+from hybridcomp.autotune import judging
 from hybridcomp.autotune.trials import Sent
 
 
@@ -29,13 +29,13 @@ def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
 
         return of
 
-    real = verdicts.judge
+    real = judging.judge
     with (
-        patch.object(verdicts, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
-        patch.object(verdicts, "REPEATS", (2, 3)),
-        patch.object(verdicts, "REPEATS_SEEN", (2, 3)),
-        patch.object(verdicts, "WORK_NUMEL", 1 << 10),
-        patch.object(verdicts, "seconds", seconds),
+        patch.object(judging, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
+        patch.object(judging, "REPEATS", (2, 3)),
+        patch.object(judging, "REPEATS_SEEN", (2, 3)),
+        patch.object(judging, "WORK_NUMEL", 1 << 10),
+        patch.object(judging, "seconds", seconds),
         patch(
             "hybridcomp.channels.engine_channels.judge",
             lambda trial, *rest: real(sized(trial), *rest),

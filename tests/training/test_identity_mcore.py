@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybridcomp.codecs import make_codec
-from hybridcomp.collectives.send_recv import HEADER_NBYTES
+from hybridcomp.collectives.wire import HEADER_NBYTES
 from tests.ranks import run_ranks
 from tests.training.mcore_trainer import LENGTH, MICRO_BATCH, WIDTH, Job, Outcome, run
 

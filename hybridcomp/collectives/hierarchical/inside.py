@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.owner_plan import OwnedRange
 from hybridcomp.collectives.wire import (
     POOL,
     Levels,
     Meter,
+    OwnedRange,
     Range,
     Steps,
     Transfer,

@@ -16,7 +16,7 @@ Operations above import from here, not from its parts.
 from __future__ import annotations
 
 from hybridcomp.collectives.wire import payload_sizes, transport
-from hybridcomp.collectives.wire.cuts import Range, chunk_ranges, cut_rows, stretches
+from hybridcomp.collectives.wire.cuts import OwnedRange, Range, chunk_ranges, cut_rows, stretches
 from hybridcomp.collectives.wire.encoding import (
     POOL,
     Job,
@@ -42,16 +42,28 @@ from hybridcomp.collectives.wire.handle import (
     Steps,
     overlapped,
 )
+from hybridcomp.collectives.wire.headers import (
+    HEADER_NBYTES,
+    UNREAD,
+    Header,
+    check_headers,
+    check_match,
+    poll_headers,
+    spec_digest,
+)
 
 __all__ = [
-    "HOST",
-    "POOL",
     "Clock",
     "Group",
+    "HEADER_NBYTES",
+    "HOST",
     "Handle",
+    "Header",
     "Job",
     "Levels",
     "Meter",
+    "OwnedRange",
+    "POOL",
     "Pending",
     "Probe",
     "Range",
@@ -60,7 +72,10 @@ __all__ = [
     "Slots",
     "Steps",
     "Transfer",
+    "UNREAD",
     "add_values",
+    "check_headers",
+    "check_match",
     "check_residual",
     "check_values",
     "chunk_ranges",
@@ -74,11 +89,13 @@ __all__ = [
     "gather_room",
     "overlapped",
     "payload_sizes",
+    "poll_headers",
     "round_count",
     "rounds",
     "sent_dtype",
     "settle",
     "show_overflow",
+    "spec_digest",
     "stretches",
     "transport",
 ]

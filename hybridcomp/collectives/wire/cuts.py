@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -15,6 +16,15 @@ CHUNK_ALIGN = 32
 #: Elements. A payload of a multiple of it is a multiple of 16 bytes, and consists of whole blocks
 #: and tiles, for every codec of fixed size: payloads of both sides of a cut are that of the whole.
 SEGMENT_ALIGN = 65536
+
+
+@dataclass(frozen=True)
+class OwnedRange:
+    """Elements ``[start, stop)`` of a flat tensor and the group ranks that need their sum."""
+
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)  # every message asks, and has one of a few lengths

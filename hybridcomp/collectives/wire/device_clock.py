@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybridcomp.collectives.wire.handle import Kind, Span, Timed
+from hybridcomp.collectives.wire.handle import Kind, StreamSpan, Timed
 
 #: spans that may wait for the end of a step; an evaluation sends messages without end in one
 WAITING = 1024
@@ -54,7 +54,7 @@ class _DeviceTime:
         self._start = self._clock.marked()
 
     def __exit__(self, *_: object) -> None:
-        self._timed.spans.append(Span(self._kind, self._start, self._clock.marked()))
+        self._timed.spans.append(StreamSpan(self._kind, self._start, self._clock.marked()))
 
 
 def _cuda_event() -> Any:
@@ -76,7 +76,7 @@ class DeviceClock:
     make: Callable[[], Any] = _cuda_event
     on_device: bool = True
     _free: list[Any] = field(default_factory=list)
-    _landed: deque[tuple[Totals, Span]] = field(default_factory=deque)
+    _landed: deque[tuple[Totals, StreamSpan]] = field(default_factory=deque)
 
     def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
         """Puts the ``with`` body between two events, a span of ``timed``."""
@@ -88,7 +88,7 @@ class DeviceClock:
         event.record()
         return event
 
-    def land(self, spans: list[Span], totals: Totals) -> None:
+    def land(self, spans: list[StreamSpan], totals: Totals) -> None:
         """Add ``spans`` to ``totals`` once the device has passed them; empties ``spans``."""
         self._landed.extend((totals, span) for span in spans)
         spans.clear()

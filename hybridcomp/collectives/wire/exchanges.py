@@ -23,7 +23,7 @@ from hybridcomp.collectives.wire.encoding import POOL, Job, encode_job, encode_j
 from hybridcomp.collectives.wire.group import Group, Transfer
 from hybridcomp.collectives.wire.handle import Meter, Steps
 
-#: Elements of the longest row in one segment, and of half a row where that is less: one message
+#: Elements of the longest row in one round, and of half a row where that is less: one message
 #: alone leaves the link idle between its hops, and each costs half a millisecond of its own.
 #: (native time / byte ratio) / time of an all-reduce of fp32, two ranks at 1 Gb/s, load 1.5
 #: (``scripts/bench/bench_netlab.py --rounds --megabytes N``):
@@ -42,7 +42,7 @@ def round_count(longest: int, codecs: Sequence[Codec], device: torch.device, gro
     """How many rounds a message goes in; short ones are better off as a whole, which is 1.
 
     ``longest``: elements of its longest row; ``codecs``: all that the rows go through. GPUs keep
-    messages whole, as a launch costs more than coding a segment.
+    messages whole, as a launch costs more than coding a round.
     """
     count = max(longest // ROUND, 2 if longest >= 2 * HALF else 1)
     if count == 1 or device.type != "cpu":
@@ -59,7 +59,7 @@ def rounds(
 
 
 def _may_be_cut(codec: Codec, device: torch.device, group: Group) -> bool:
-    """Whether results stay what they are, and no segment waits for a message with its sizes."""
+    """Whether results stay what they are, and no round waits for a message with its sizes."""
     if codec.fixed_size:
         return True
     return SEGMENT_ALIGN % codec.segment == 0 and payload_sizes.in_front(codec, device, group)

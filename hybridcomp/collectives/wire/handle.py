@@ -37,11 +37,11 @@ class Timed(Protocol):
 
     codec_s: float
     wait_s: float
-    spans: list[Span]
+    spans: list[StreamSpan]
 
 
 @dataclass(frozen=True)
-class Span:
+class StreamSpan:
     """A stretch of a stream's work between two events."""
 
     kind: Kind
@@ -110,7 +110,7 @@ class Meter:
     used: dict[str, None] = field(default_factory=dict)  # specs of the codecs, in order
     clock: Clock = HOST
     where: str = ""  # which message, for an error about it
-    spans: list[Span] = field(default_factory=list)  # of a GPU, in a step that is timed
+    spans: list[StreamSpan] = field(default_factory=list)  # of a GPU, in a step that is timed
 
     def sent(self, nbytes: int, inter_nbytes: int = 0) -> None:
         """Count one message to other ranks, of which some bytes go to other nodes."""

@@ -1,4 +1,4 @@
-"""Headers of messages that nobody waited for.
+"""Headers of sends: what a payload says of itself, and those that nobody waited for.
 
 The size of a payload of fixed size is known before it comes, so on a GPU nothing has to wait for
 its header: once one message of a kind was read and was as expected, the next ones are decoded at
@@ -8,19 +8,84 @@ arrived on the host by then, at a report and before a checkpoint all of them.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.codecs import LateRead
+from hybridcomp.codecs.base import VALUE_DTYPES
+from hybridcomp.errors import CodecError
 
 #: compared at once when as many wait: a job without optimizer steps must not keep them for ever
 MOST = 1024
 
 Kind = tuple[int, int, torch.dtype, str]  # source, elements, dtype, spec
 Check = Callable[[bytes], None]
+
+
+MAGIC = b"HYCP"
+VERSION = 1
+#: magic, version, dtype (index into VALUE_DTYPES), numel, bytes of the payload, spec digest
+_LAYOUT = struct.Struct("<4sHHQQ8s")
+HEADER_NBYTES = _LAYOUT.size
+assert HEADER_NBYTES == 32
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a payload says of itself."""
+
+    spec_digest: bytes
+    dtype: torch.dtype
+    numel: int
+    nbytes: int
+
+    def pack(self) -> bytes:
+        """The 32 bytes."""
+        index = VALUE_DTYPES.index(self.dtype)
+        return _LAYOUT.pack(MAGIC, VERSION, index, self.numel, self.nbytes, self.spec_digest)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """Read 32 bytes. Raises CodecError when they are no header of this version."""
+        magic, version, index, numel, nbytes, digest = _LAYOUT.unpack(data)
+        if magic != MAGIC:
+            raise CodecError(
+                f"found no header but {data[:8]!r}...: the sender did not use hybridcomp's send; "
+                "check that both ranks run the same block"
+            )
+        if version != VERSION or index >= len(VALUE_DTYPES):
+            raise CodecError(
+                f"found header version {version}, dtype {index}; this is version {VERSION}: "
+                "install the same hybridcomp on all ranks"
+            )
+        return cls(digest, VALUE_DTYPES[index], numel, nbytes)
+
+
+@cache
+def spec_digest(spec: str) -> bytes:
+    """8 bytes that stand for a codec spec."""
+    return hashlib.sha256(spec.encode()).digest()[:8]
+
+
+def check_match(header: Header, src: int, numel: int, dtype: torch.dtype, spec: str) -> None:
+    """Raise CodecError that names both sides unless ``header`` is of what this rank expects."""
+    digest = spec_digest(spec)
+    if header.spec_digest == digest and header.numel == numel:
+        return
+    me = dist.get_rank()
+    sent = "the same codec" if header.spec_digest == digest else "another codec"
+    raise CodecError(
+        f"rank {src} sent {header.numel} {header.dtype} elements with {sent} (spec digest "
+        f"{header.spec_digest.hex()}); rank {me} expects {numel} {dtype} elements "
+        f"with {spec} (spec digest {digest.hex()}); both must run the same block and shapes"
+    )
 
 
 @dataclass

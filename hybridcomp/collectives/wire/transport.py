@@ -96,6 +96,34 @@ def all_gather_uneven(
     yield between_pairs(torch.split(out, list(rooms)), [values] * len(rooms), group)
 
 
+def broadcast(values: Tensor, root: int, group: Group, meter: Meter) -> Steps[None]:
+    """Send ``values`` of group rank ``root`` to all others, whose own are filled in.
+
+    The root counts all bytes, one copy for each of the others, whichever ranks hand them on.
+    """
+    sends = group.rank == root
+    if sends:
+        meter.sent(values.nbytes * (group.size - 1), values.nbytes * len(group.remote))
+
+    def post(target: Tensor, source: Tensor) -> Work:
+        if over_gloo(target.device, group):
+            nothing = [target.new_empty(0)] * group.size
+            if sends:
+                to = [source if rank != root else source[:0] for rank in range(group.size)]
+                return between_pairs(nothing, to, group)
+            come = [target if rank == root else target[:0] for rank in range(group.size)]
+            return between_pairs(come, nothing, group)
+        _learn(group)
+        tensor, source_rank = source if sends else target, group.global_ranks[root]
+        return _posted(
+            dist.broadcast(tensor, source_rank, group=group.process_group, async_op=True)
+        )
+
+    empty = values.new_empty(0)  # no view: autograd counts what is written into a view
+    out, source = (empty, values) if sends else (values, empty)
+    yield from _transfer(post, out, source, group)
+
+
 def all_reduce(values: Tensor, group: Group, meter: Meter) -> Steps[None]:
     """Sum ``values`` in place; every rank gets the same bits."""
     nbytes = 2 * (group.size - 1) * values.nbytes // group.size  # a ring: there and back

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels.cuda.functions import CudaFunctions, Damage
+from hybridcomp.kernels.cuda.functions import CudaFunctions, DamageFlag
 from hybridcomp.kernels.cuda.launcher import Launcher
 
 
@@ -27,7 +27,7 @@ class CudaKernels:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._functions: dict[str, CudaFunctions] = {}
-        self.damage = Damage(launcher)
+        self.damage = DamageFlag(launcher)
 
     def functions(self, codec: str) -> CudaFunctions:
         """What launches the kernels of ``codec``: an object of the class in ``<codec>.py``.

@@ -13,7 +13,7 @@ from hybridcomp.kernels.late_read import LateRead
 ALIGN = 16
 
 
-class Damage:
+class DamageFlag:
     """Whether a decoder on this device met a payload which no encoder made."""
 
     def __init__(self, launcher: Launcher) -> None:
@@ -50,7 +50,7 @@ class CudaFunctions:
     Raises ValueError for a payload that does not begin at a multiple of 16 bytes.
     """
 
-    def __init__(self, launcher: Launcher, damage: Damage) -> None:
+    def __init__(self, launcher: Launcher, damage: DamageFlag) -> None:
         self._launcher = launcher
         self._damage = damage
 

@@ -133,7 +133,7 @@ def _tiles(q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[int, int, int]]:
 
 def _grouped(values: Tensor, heads: int) -> Tensor:
     """(B, H, S, D) as (B, K, H / K, S, D)."""
-    return values.unflatten(1, (heads, -1))
+    return values.view(values.shape[0], heads, -1, *values.shape[2:])
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -144,7 +144,7 @@ def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
 def _by_group(left: Tensor, right: Tensor) -> Tensor:
     """(B, K, G, s, x) times (B, K, x, y): the queries of a group share their keys."""
     found = left.flatten(2, 3) @ right
-    return found.unflatten(2, left.shape[2:4])
+    return found.view(*found.shape[:2], *left.shape[2:4], found.shape[-1])
 
 
 def _over_rows(left: Tensor, right: Tensor) -> Tensor:

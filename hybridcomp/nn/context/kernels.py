@@ -116,4 +116,4 @@ def _reduced(values: Tensor, kept: int) -> Tensor:
     """Gradients of repeated heads (B, H, T, D) added up to (B, K, T, D), in fp32."""
     if values.shape[1] == kept:
         return values
-    return values.unflatten(1, (kept, -1)).float().sum(2)
+    return values.view(values.shape[0], kept, -1, *values.shape[2:]).float().sum(2)

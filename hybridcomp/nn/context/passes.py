@@ -82,7 +82,7 @@ class RingFunction(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Compute the gradients; keys and values go round once more."""
         q, k, v, out, logs, message = ctx.saved_tensors

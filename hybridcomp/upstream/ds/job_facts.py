@@ -17,6 +17,8 @@ from hybridcomp.upstream.neox.checkout import is_neox
 DOMINO = "deepspeed.runtime.domino"
 #: classes of attention layers that exchange heads for sequence, or let keys go round
 SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAttention"})
+#: package of hybridcomp's own layers that are cut over a mesh
+MESH_LAYERS = "hybridcomp.nn.tp2d"
 
 
 def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
@@ -34,6 +36,7 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "tensor": domino or "TensorParallel_Layer" in names or tensor_ranks() > 1,
         "replicas": None if replicas is None else replicas(),
+        "mesh": any(cls.__module__.startswith(MESH_LAYERS) for cls in kinds),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
     }
 
@@ -43,10 +46,10 @@ def layout(engine: Any) -> dict[str, int | None]:
     stages = getattr(engine, "num_stages", None)  # of a PipelineEngine
     experts = getattr(engine, "expert_data_parallel_group", None) or {}
     return {
-        "world_size": dist.get_world_size(),
+        "ranks": dist.get_world_size(),
         "data": dist.get_world_size(engine.data_parallel_group),
         "tensor": max(tensor_ranks(), engine.autotp_size() or 1),
-        "pipeline": 1 if stages is None else int(stages),
+        "stages": 1 if stages is None else int(stages),
         "expert": None if experts else 1,
         "zero_stage": int(engine.zero_optimization_stage()),
         "micro_batch": int(engine.train_micro_batch_size_per_gpu()),

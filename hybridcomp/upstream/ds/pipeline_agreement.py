@@ -30,7 +30,7 @@ class Agreement:
 
 
 @dataclass
-class Link:
+class Neighbour:
     """What is agreed with one neighbour, and which tensor comes next."""
 
     agreed: Agreement | None = None

@@ -32,7 +32,7 @@ class Call:
 
 
 @dataclass
-class Batch:
+class BucketBatch:
     """The collectives of one coalescing manager, and their handle.
 
     ``bucket_group``: the upstream object that asked, if known: it knows what its buffers hold.
@@ -80,7 +80,7 @@ def _settle(call: Call, group: dist.ProcessGroup) -> None:
         call.route = None
 
 
-def _start(call: Call, way: Route, batch: Batch) -> Callable[[], Any]:
+def _start(call: Call, way: Route, batch: BucketBatch) -> Callable[[], Any]:
     """Start an encoded collective; returns what waits for it."""
     group, async_op = batch.group, batch.async_ops
     world_size = dist.get_world_size(group)

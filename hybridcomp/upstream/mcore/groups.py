@@ -63,10 +63,10 @@ def sizes() -> dict[Dimension, int]:
 def layout() -> dict[str, int | None]:
     """The layout of this job, by the names of a plan (``config.planned``)."""
     known = sizes()
-    names = {"tensor": "tp", "pipeline": "pp", "expert": "ep", "context": "cp"}
+    names = {"tensor": "tp", "stages": "pp", "expert": "ep", "context": "cp"}
     facts: dict[str, int | None] = {name: known.get(key) for name, key in names.items()}  # type: ignore[call-overload]
     data = None if "dp" not in known else known["dp"] // known["cp"]
-    return {**facts, "data": data, "world_size": dist.get_world_size()}
+    return {**facts, "data": data, "ranks": dist.get_world_size()}
 
 
 def data_parallel() -> set[tuple[int, ...]]:

@@ -5,6 +5,7 @@ Shapes: H heads of queries, K of keys and values, S tokens of a rank, N ranks, D
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class Size:
     @property
     def scale(self) -> float:
         """Of the scores."""
-        return self.width**-0.5
+        return 1 / math.sqrt(self.width)
 
 
 def draw(size: Size, dtype: torch.dtype) -> list[Tensor]:
@@ -59,10 +60,10 @@ def prepare(
 
 def ring(held: Sequence[Tensor]) -> list[Tensor]:
     """By ``hybridcomp.nn``."""
-    leaves = [values.detach().requires_grad_() for values in held[:3]]
-    out = ring_attention(*leaves)
+    q, k, v = (values.detach().requires_grad_() for values in held[:3])
+    out = ring_attention(q, k, v)
     out.backward(held[3])  # type: ignore[no-untyped-call]
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return [out.detach(), *(leaf.grad for leaf in (q, k, v) if leaf.grad is not None)]
 
 
 class Wire:
@@ -122,12 +123,12 @@ def ulysses(held: Sequence[Tensor], size: Size, wire: Wire) -> list[Tensor]:
 
     def to_heads(values: Tensor, direction: Direction) -> Tensor:
         """(1, H, S, D) to (1, H / N, T, D)."""
-        parts = values.unflatten(1, (ranks, -1)).movedim(1, 0)
+        parts = values.view(1, ranks, -1, *values.shape[2:]).movedim(1, 0)
         return wire.exchange(parts, direction).movedim(0, 2).flatten(2, 3)
 
     def to_tokens(values: Tensor, direction: Direction) -> Tensor:
         """(1, H / N, T, D) to (1, H, S, D)."""
-        parts = values.unflatten(2, (ranks, -1)).movedim(2, 0)
+        parts = torch.stack(values.chunk(ranks, 2))
         return wire.exchange(parts, direction).movedim(0, 1).flatten(1, 2)
 
     q, k, v = (to_heads(values, "forward") for values in held[:3])
@@ -162,7 +163,7 @@ def gathered(held: Sequence[Tensor], size: Size, wire: Wire) -> list[Tensor]:
         grad_q += found[0]
         for total, values in zip(sums, found[1:], strict=True):
             total[:, :, place] = values.to(total.dtype)
-    rows = [total.unflatten(2, (wire.ranks, -1)).movedim(2, 0) for total in sums]
+    rows = [torch.stack(total.chunk(wire.ranks, 2)) for total in sums]
     return [out.to(q.dtype), grad_q.to(q.dtype), *(wire.scatter(row) for row in rows)]
 
 
@@ -179,4 +180,4 @@ def distance(found: Sequence[Tensor], exact: Sequence[Tensor] | None) -> float |
     wrong = sum(
         float((a.double() - b.double()).square().sum()) for a, b in zip(found, exact, strict=True)
     )
-    return (wrong / sum(float(b.double().square().sum()) for b in exact)) ** 0.5
+    return math.sqrt(wrong / sum(float(b.double().square().sum()) for b in exact))

@@ -78,20 +78,21 @@ class PeerTrainer:
 
         Everything stands under ``dp``; native is an all-reduce in the width of the parameters.
         """
-        totals = torch.tensor(
-            [self.raw_nbytes, self._wire.sent], dtype=torch.float64, device=self.engine.device
-        )
-        dist.all_reduce(totals)
-        if dist.get_rank() != 0:
-            return
-        raw, sent = totals.tolist()
-        ratio = raw / sent if sent else None
-        row = {"codec": name, "raw_MB": raw / 1e6, "wire_MB": sent / 1e6, "ratio": ratio}
-        path.write_text(
-            json.dumps({"summary": True, "dimensions": {"dp": {"forward": row}}}) + "\n"
-        )
+        write_ledger(path, name, self.raw_nbytes, self._wire.sent, self.engine.device)
 
     def _mean(self, losses: list[Tensor]) -> float:
         total = torch.stack(losses).float().mean()
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()
+
+
+def write_ledger(path: Path, name: str, raw: float, sent: float, device: torch.device) -> None:
+    """Write the sums over all ranks of native bytes and of those that were sent, as ``dp``."""
+    totals = torch.tensor([raw, sent], dtype=torch.float64, device=device)
+    dist.all_reduce(totals)
+    if dist.get_rank() != 0:
+        return
+    raw, sent = totals.tolist()
+    ratio = raw / sent if sent else None
+    row = {"codec": name, "raw_MB": raw / 1e6, "wire_MB": sent / 1e6, "ratio": ratio}
+    path.write_text(json.dumps({"summary": True, "dimensions": {"dp": {"forward": row}}}) + "\n")

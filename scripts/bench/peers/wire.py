@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -13,6 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.collectives.wire import Group, Meter, Steps, transport
+
+#: what FSDP2 calls, in this and in earlier versions of torch
+SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
+GATHERS = ("all_gather_single", "all_gather_into_tensor")
 
 
 @dataclass
@@ -28,6 +32,9 @@ class Wire:
     sent: float = 0.0
     #: while False nothing is counted: losses and norms are not the method's
     counting: bool = field(default=True)
+    #: of what FSDP2 sends natively: values that were summed, and bytes that were gathered
+    summed: float = 0.0
+    gathered: float = 0.0
 
     def all_to_all(self, rows: Tensor, group: Any) -> Tensor:
         """Row d of ``rows`` to member d; row s of the result from member s."""
@@ -65,16 +72,42 @@ class Wire:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Count the all-reduces of code that is not ours: torch's DDP hooks."""
-        native = dist.all_reduce
+        """Count the collectives of code that is not ours: torch's DDP hooks, and FSDP2."""
+        members = dist.get_world_size()
+        part = (members - 1) / members
 
-        def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            members = dist.get_world_size()
-            self.count(2 * tensor.nbytes * (members - 1) / members)
-            return native(tensor, *args, **kwargs)
+        def sum_all(tensor: Tensor) -> None:
+            self.count(2 * tensor.nbytes * part)
 
-        with mock.patch.object(dist, "all_reduce", all_reduce):
+        def sum_shards(_: Tensor, values: Tensor) -> None:
+            self.count(values.nbytes * part)
+            self.summed += values.numel() * part
+
+        def gather(_: Tensor, shard: Tensor) -> None:
+            self.count(shard.nbytes * (members - 1))
+            self.gathered += shard.nbytes * (members - 1)
+
+        with contextlib.ExitStack() as stack:
+            counts: list[tuple[str, Callable[..., None]]] = [
+                ("all_reduce", sum_all),
+                *((name, sum_shards) for name in SCATTERS),
+                *((name, gather) for name in GATHERS),
+            ]
+            for name, count in counts:
+                if hasattr(dist, name):
+                    counted = _counted(getattr(dist, name), count)
+                    stack.enter_context(mock.patch.object(dist, name, counted))
             yield
+
+
+def _counted(native: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
+    """``native``, whose tensors are shown to ``count`` first."""
+
+    def around(*tensors: Any, **named: Any) -> Any:
+        count(*(given for given in (*tensors, *named.values()) if isinstance(given, Tensor)))
+        return native(*tensors, **named)
+
+    return around
 
 
 class Nodes:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 SCRIPTS = Path(__file__).resolve().parents[2]
 CONFIGS = SCRIPTS.parent / "configs"
 REFERENCE = "native bf16"
+#: layouts that keep no unsharded parameters, to which a difference could be added
+NO_DELTAS = ("zero3", "fsdp2")
 #: before the name of a scheme that compresses fp32 messages, as the paper's are
 FP32 = "fp32 "
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
@@ -31,6 +34,9 @@ ZEROPP: dict[str, dict[str, Any]] = {
 }
 
 
+Engine = Literal["deepspeed", "ddp", "fsdp2"]
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the ranks stand to each other, on which nodes of the lab."""
@@ -40,6 +46,7 @@ class Layout:
     dimensions: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     peers: bool = False  # whether this is plain data parallelism, which is all that peers do
+    engine: Engine = "deepspeed"
 
     @property
     def nodes(self) -> int:
@@ -63,6 +70,18 @@ LAYOUTS = {
     # bf16 without ZeRO is BF16_Optimizer in a pipeline, which gathers parameters all the same
     "dp2pp2": Layout("ds_pipe2_baseline.json", "4", ("dp", "zero", "pp"), ("--pp", "2")),
     "asymmetric": Layout("ds_zero1_baseline.json", "2x2", ("dp", "zero"), peers=True),
+    # torch's own engines: the file's batch sizes, optimizer, clipping and bf16
+    "ddp": Layout(
+        "ds_zero0_baseline.json", "2", ("dp",), ("--engine", "ddp"), peers=True, engine="ddp"
+    ),
+    "fsdp2": Layout(
+        "ds_zero0_baseline.json",
+        "2",
+        ("dp", "zero"),
+        ("--engine", "fsdp2"),
+        peers=True,
+        engine="fsdp2",
+    ),
     # eight ranks: the paper's three dimensions at once
     "3d": Layout(
         "ds_3d_baseline.json", "8", ("dp", "zero", "tp", "pp"), ("--tp", "2", "--pp", "2")
@@ -91,12 +110,10 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
 
     Raises ValueError for a name that the layout does not have.
     """
-    from bench.peers.methods import PEERS
-
-    dimensions = LAYOUTS[layout].dimensions
+    dimensions, engine = LAYOUTS[layout].dimensions, LAYOUTS[layout].engine
     blocks: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS}
     blocks["bound"] = {name: value for name, value in BOUND.items() if name in dimensions}
-    if "zero" in dimensions and layout != "zero3":
+    if "zero" in dimensions and layout not in NO_DELTAS:
         model = [name for name in dimensions if name in ("tp", "pp")]
         blocks["delta"] = {**DELTA, **{name: {"codec": "blockint", "bits": 8} for name in model}}
     # recommended, where the measured link is not faster than the codec: nothing of it on a loopback
@@ -113,7 +130,7 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
     if layout == "zero3":
         arms += [Arm(name, zero=tuple(keys.items())) for name, keys in ZEROPP.items()]
     if LAYOUTS[layout].peers:
-        arms += [Arm(f"peer {name}", peer=name) for name in PEERS]
+        arms += [Arm(f"peer {name}", peer=name) for name in _peers(engine)]
     if chosen is None:
         return arms
     known = {arm.name: arm for arm in arms}
@@ -121,6 +138,14 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
         if name not in known:
             raise ValueError(f"{layout}: no arm {name!r}; expected some of {', '.join(known)}")
     return [arm for arm in arms if arm.name == REFERENCE or arm.name in chosen]
+
+
+def _peers(engine: Engine) -> Iterable[str]:
+    """What ours is compared with: under torch's own engines what torch itself has."""
+    from bench.peers.methods import PEERS
+    from bench.peers.torch_engines import METHODS
+
+    return PEERS if engine == "deepspeed" else METHODS[engine]
 
 
 @dataclass(frozen=True)
@@ -167,8 +192,8 @@ def command_of(
     if arm.peer is not None:
         program = "bench.train_peer"
         # compression from the first timed step on: a warm-up is a matter of losses, not of speed
-        more = ["--method", arm.peer, "--per-node", str(LAYOUTS[layout].per_node),
-                "--start", str(sizes.warm)]  # fmt: skip
+        more += ["--method", arm.peer, "--per-node", str(LAYOUTS[layout].per_node),
+                 "--start", str(sizes.warm)]  # fmt: skip
     return [
         *patched, str(SCRIPTS / "bench/training_bench/worker.py"), program,
         "--deepspeed_config", str(config), "--data", str(data), "--seed", str(seed),

@@ -10,7 +10,7 @@ import contextlib
 import multiprocessing as mp
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.training_bench import preloaded
+from bench.training_bench.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[3]
 #: what the server imports; the second is ours and imports what is there of the rest
@@ -29,20 +30,6 @@ TAIL = 40
 
 class JobError(RuntimeError):
     """A rank ended, or said nothing for too long; the message is what its log says."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What one rank is to do."""
-
-    rank: int
-    program: str  # train_gpt or bench.train_peer
-    arguments: tuple[str, ...]
-    patched: bool
-    env: Mapping[str, str]
-    log: str
-    empty: bool = False  # whether messages may be cut, see ``empty``
-    transport: str = ""  # the backend of its process group, "" for what the program takes
 
 
 def server(

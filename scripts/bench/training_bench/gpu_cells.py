@@ -10,7 +10,7 @@ from typing import Any
 import one_gpu
 from bench.training_bench import cells
 from bench.training_bench.cells import LAYOUTS, REFERENCE, Arm
-from bench.training_bench.forked import Spec
+from bench.training_bench.spec import Spec
 
 #: native, its messages cut to nothing: what a step takes without a wire
 COMPUTE = "compute"

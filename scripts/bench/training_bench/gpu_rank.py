@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.training_bench import empty
-from bench.training_bench.forked import Spec
+from bench.training_bench.spec import Spec
 from lab.namespaces import end_with_parent
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,14 @@ def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callab
     return around
 
 
+def name_block(arguments: Sequence[str]) -> None:
+    """Tell hybridcomp where the block is: torch's own engines know no DeepSpeed file."""
+    if "--engine" in arguments:
+        config = arguments[arguments.index("--deepspeed_config") + 1]
+        if "compression" in json.loads(Path(config).read_text()):
+            os.environ["HYBRIDCOMP_CONFIG"] = config
+
+
 def main() -> int:
     """Train, then print what was seen."""
     products = importlib.import_module("bench.training_bench.products")
@@ -65,12 +73,14 @@ def main() -> int:
         products.install()
     program, sys.argv = sys.argv[1], sys.argv[1:]
     steps: list[dict[str, float]] = []
+    name_block(sys.argv)
     script = importlib.import_module(program)
+    trainers: list[Any] = [importlib.import_module("gpt.torch_engines").TorchTrainer]
     if program == "bench.train_peer":
-        trainers: list[Any] = [importlib.import_module("bench.peers.trainer").PeerTrainer]
+        trainers.append(importlib.import_module("bench.peers.trainer").PeerTrainer)
     else:
         loop = importlib.import_module("gpt.loop")
-        trainers = [loop.PlainTrainer, loop.PipeTrainer]
+        trainers += [loop.PlainTrainer, loop.PipeTrainer]
     for trainer in trainers:
         trainer.step = watched(trainer.step, steps)
     status: int = script.main()

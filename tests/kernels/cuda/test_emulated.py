@@ -17,7 +17,7 @@ from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels
-from hybridcomp.kernels.cuda.functions import Damage
+from hybridcomp.kernels.cuda.functions import DamageFlag
 from tests.codecs import arrays, guarded
 from tests.kernels.cuda.common import CODECS, assert_same, kernels_replaced, payload_of, results
 from tests.kernels.cuda.emulated import EmulatedLauncher
@@ -59,7 +59,7 @@ def test_sizes_are_left_on_the_device(codec: Codec, dtype: torch.dtype) -> None:
         decoded, out = torch.empty_like(values), torch.empty_like(values)
         codec.decode(expected, decoded)
         with kernels_replaced(KERNELS):
-            with mock.patch.object(Damage, "check", side_effect=refuse):
+            with mock.patch.object(DamageFlag, "check", side_effect=refuse):
                 codec.encode_into(values, room, sizes[1:2])
             codec.decode(room, out)  # all of the slot
         assert sizes.tolist() == [-7, expected.numel(), -7]

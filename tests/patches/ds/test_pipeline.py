@@ -24,7 +24,7 @@ from hybridcomp.upstream.ds.pipeline_agreement import (
     VALUES,
     Agreed,
     Agreement,
-    Link,
+    Neighbour,
     dtype_slots,
     set_marks,
     take_marks,
@@ -175,7 +175,7 @@ A, B, C = Agreed(FLOAT, True), Agreed(HALF, False), Agreed(INT, False)
 
 
 def test_gradients_come_back_for_the_set_that_went() -> None:
-    link = Link(agreed=Agreement((A, C, B), (A, B)))
+    link = Neighbour(agreed=Agreement((A, C, B), (A, B)))
     assert [link.activation() for _ in range(3)] == [A, C, B]
     link.agreed = Agreement((B,), (B,))  # another shape in between
     assert link.activation() == B
@@ -184,7 +184,7 @@ def test_gradients_come_back_for_the_set_that_went() -> None:
 
 
 def test_restart_forgets_an_evaluation() -> None:
-    link = Link(agreed=Agreement((A, C), (A,)))
+    link = Neighbour(agreed=Agreement((A, C), (A,)))
     link.activation()
     link.restart()
     assert [link.activation() for _ in range(2)] == [A, C]
@@ -193,8 +193,8 @@ def test_restart_forgets_an_evaluation() -> None:
 
 
 def test_nothing_agreed() -> None:
-    assert Link().activation() is None
-    assert Link().gradient() is None
+    assert Neighbour().activation() is None
+    assert Neighbour().gradient() is None
 
 
 # send and recv
@@ -319,7 +319,7 @@ def test_without_a_running_pipeline_upstream_does_it(wire: Wire) -> None:
 def test_gradients_of_partitioned_and_masked_sets(wire: Wire) -> None:
     pipe = pipeline._running.get()
     assert pipe is not None
-    link, engine = Link(), pipe.engine
+    link, engine = Neighbour(), pipe.engine
 
     def gradients(activations: list[Agreed], **flags: bool) -> tuple[Agreed, ...]:
         vars(engine).update(

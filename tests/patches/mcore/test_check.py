@@ -160,10 +160,12 @@ def test_two_interleaved_stages_need_single_sends(monkeypatch: pytest.MonkeyPatc
     pipeline._refuse_two_stages(config, None)
 
 
-def link_of(block: CompressionConfig) -> pipeline_message.Link | None:
+def link_of(block: CompressionConfig) -> pipeline_message.PipelineMessage | None:
     """How four values travel to another stage."""
     group = fake_group()
-    return pipeline_message.link(Channels(block), torch.ones(4), group, "forward", None, (0, 1))
+    return pipeline_message.message_of(
+        Channels(block), torch.ones(4), group, "forward", None, (0, 1)
+    )
 
 
 def test_variable_size_on_the_pipeline_needs_gloo(

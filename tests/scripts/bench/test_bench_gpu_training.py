@@ -34,7 +34,7 @@ from tests.ranks import run_ranks
 # ---- what is run
 
 
-@pytest.mark.parametrize("layout", list(cells.LAYOUTS))
+@pytest.mark.parametrize("layout", bench_gpu_training.EVERY)
 def test_arms_are_in_parts_with_both_references(layout: str) -> None:
     arms = gpu_cells.arms_of(layout)
     parts = bench_gpu_training.parts_of(layout, None, 5)

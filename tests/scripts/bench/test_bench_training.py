@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def test_every_block_of_a_layout_is_one_that_acts(layout: str, tmp_path: Path) -
     arms = cells.arms_of(layout)
     assert arms[0].name == cells.REFERENCE and len({arm.name for arm in arms}) == len(arms)
     assert {"native fp32", "bound", *cells.PRESETS} <= {arm.name for arm in arms}
-    assert any(arm.peer for arm in arms) == (layout in ("dp2", "asymmetric"))
+    assert any(arm.peer for arm in arms) == (layout in ("dp2", "asymmetric", "ddp", "fsdp2"))
     dimensions = [name for name in DIMENSIONS if name in cells.LAYOUTS[layout].dimensions]
     assert len(dimensions) == len(cells.LAYOUTS[layout].dimensions)
     for arm in arms:
@@ -54,6 +55,28 @@ def test_every_block_of_a_layout_is_one_that_acts(layout: str, tmp_path: Path) -
         assert (block is None) == (arm.block is None)
         if block is not None:
             assert all(block.active(name) for name in dimensions), arm
+
+
+def by_name(layout: str, name: str) -> cells.Arm:
+    return next(arm for arm in cells.arms_of(layout) if arm.name == name)
+
+
+def test_torchs_engines_are_told_where_the_block_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers are torch's own, no deltas where nothing is kept, the block by the environment."""
+    names = [arm.name for arm in cells.arms_of("fsdp2")]
+    assert "delta" not in names and names[-1] == "peer bf16"
+    assert "peer qgz" not in [arm.name for arm in cells.arms_of("ddp")]
+    monkeypatch.delenv("HYBRIDCOMP_CONFIG", raising=False)
+    config = tmp_path / "c.json"
+    for name, layout in ((cells.REFERENCE, "ddp"), ("bound", "dp2"), ("bound", "fsdp2")):
+        arm = by_name(layout, name)
+        settings = cells.settings_of(layout, arm, SIZES, tmp_path / "ledger.jsonl")
+        config.write_text(json.dumps(settings))
+        worker.name_block(cells.command_of(layout, arm, SIZES, config, tmp_path / "text", 0))
+        told = os.environ.pop("HYBRIDCOMP_CONFIG", None)
+        assert told == (str(config) if layout == "fsdp2" else None)
 
 
 def test_commands_start_what_the_arm_needs(tmp_path: Path) -> None:
@@ -69,6 +92,8 @@ def test_commands_start_what_the_arm_needs(tmp_path: Path) -> None:
     assert peer[1] == "bench.train_peer" and peer[-6:] == [
         "--method", "qgz", "--per-node", "1", "--start", "2",
     ]  # fmt: skip
+    peer = cells.command_of("ddp", by_name("ddp", "peer fp16"), SIZES, config, data, 0)
+    assert peer[1] == "bench.train_peer" and peer[-8:-6] == ["--engine", "ddp"]
     with pytest.raises(ValueError, match="no arm 'fast'"):
         cells.arms_of("dp2", ["fast"])
 

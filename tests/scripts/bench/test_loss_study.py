@@ -48,6 +48,37 @@ def test_peers_are_trained_where_there_is_data_parallelism_only(
     assert any(word.endswith("train_peer.py") for word in commands[0])
 
 
+def test_torchs_engines_have_torchs_launcher_and_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        seen.append((command, env))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.delenv("HYBRIDCOMP_CONFIG", raising=False)
+    layouts = ["--layouts", "ddp2", "fsdp2", "--seeds", "3", "--presets"]
+    found = options(tmp_path, *layouts, "--peers", "bf16", "powersgd-4")
+    cases = list(loss_study.cases_of(found))
+    assert [(case.layout, case.name) for case in cases] == [
+        ("ddp2", "baseline"), ("ddp2", "peer bf16"), ("ddp2", "peer powersgd-4"),
+        ("fsdp2", "baseline"), ("fsdp2", "peer bf16"),
+    ]  # fmt: skip
+    loss_study.train(cases[1], found)
+    loss_study.train(loss_study.Case("fsdp2", "mine", {"dp": "bf16"}, 3), found)
+    (peer, native), (ours, told) = seen
+    assert peer[0] == "torchrun" and peer[-4:] == ["--engine", "ddp", "--method", "bf16"]
+    assert "HYBRIDCOMP_CONFIG" not in native
+    place = ours.index("-m")
+    assert ours[place : place + 3] == ["-m", "--", "hybridcomp.run"]
+    assert ours[-2:] == ["--engine", "fsdp2"] and told["HYBRIDCOMP_CONFIG"].endswith("config.json")
+    with pytest.raises(SystemExit):
+        options(tmp_path, *layouts, "--peers", "qgz")
+    assert "no layout of ddp2 fsdp2 has 'qgz'" in capsys.readouterr().err
+
+
 def test_blocks_for_all_layouts_or_for_each(tmp_path: Path) -> None:
     file, block = tmp_path / "blocks.json", {"dp": "bf16"}
     file.write_text(json.dumps({"mine": block}))

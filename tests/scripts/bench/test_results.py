@@ -48,6 +48,24 @@ def test_loss_chapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (out / "loss_dp2.png").stat().st_size > 10_000
 
 
+def test_loss_chapter_of_torchs_engines(tmp_path: Path) -> None:
+    """It has its own page, so that neither study takes the other's place."""
+    pytest.importorskip("matplotlib")
+    study, out = tmp_path / "study", tmp_path / "out"
+    for seed in (0, 1):
+        for layout in ("ddp2", "fsdp2", "dp2"):
+            for name in ("baseline", "mine", "peer bf16"):
+                finish(study, layout, name, seed, 1.0)
+    assert results.main(["--loss-torch", str(study), "--out", str(out)]) == 0
+    text = (out / "loss_torch.md").read_text()
+    assert "## FSDP2: gradients" in text and "ZeRO 1" not in text and "Not measured" not in text
+    command = "--layouts ddp2 fsdp2 --divide-batch 4 --lr 0.0003 --presets --peers bf16 --blocks"
+    assert f"{command} docs/results/loss_torch_blocks.json" in text
+    assert "results.py --loss-torch runs/loss_study" in text
+    assert set(json.loads((out / "loss_torch.json").read_text())) == {"ddp2", "fsdp2"}
+    assert not (out / "loss.md").exists()
+
+
 def test_gpu_chapter(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     source, out = tmp_path / "gpu", tmp_path / "out"

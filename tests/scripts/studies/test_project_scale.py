@@ -3,74 +3,73 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hybridcomp.plan.prices import Calibration
 from studies import project_scale
-from studies.projection import fit, neox
+from studies.projection import chapter, neox
 from tests.scripts.bench.made_rows import rows
 
-
-def test_model_finds_the_constants_and_is_checked_on_other_cells() -> None:
-    alone = {**rows()[0], "layout": "3d"}
-    unshaped = {**rows()[0], "r": None, "rate": None}
-    fitted, held = fit.split(fit.usable([*rows(), alone, unshaped]))
-    assert len(fitted) == 12 and len(held) == 6
-    assert not any(row in held for row in fitted)
-    model = fit.fit(fitted)
-    assert model.base == pytest.approx({"dp2": 0.8, "pp2": 0.8}, rel=1e-4)
-    assert model.slowdown == pytest.approx({"dp2": 1.1, "pp2": 1.4}, rel=1e-4)
-    assert (model.coding, model.round) == pytest.approx((0.8, 0.01), rel=1e-4)
-    assert model.overlap == 0
-    held[0]["seconds"] *= 2
-    found = fit.report(model, fitted, held)
-    assert found["fitted"]["worst"] < 1e-4 and found["held_out"]["within_15_percent"] == 5
-    assert found["held_out"]["worst"] == pytest.approx(0.5, abs=1e-3)
-    with pytest.raises(ValueError, match="expected at least 7 cells"):
-        fit.fit(fitted[:3] + fitted[6:9])
-
-
-def test_negative_constants_are_not_found() -> None:
-    import numpy as np
-
-    table = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    assert fit.non_negative(table, np.array([3.0, 2.0, 1.0])) == pytest.approx([2.0, 0.0])
+pytest.importorskip("yaml")
+NO_LATENCY = replace(neox.Assumed(), latency=0.0)
+#: nothing hides, nothing is slower than its bytes
+PLAIN = Calibration(overlap=0.0)
 
 
 def test_projection_has_the_volumes_of_the_model() -> None:
-    cluster, base = neox.Cluster(latency=0.0), neox.Scheme("baseline")
-    one = neox.step(cluster, 24, base, 32, 1.0, 0.0, 1.0)
-    two = neox.step(cluster, 48, base, 32, 1.0, 0.0, 1.0)
-    assert one.dp == 0 and two.samples == 2 * one.samples
-    # 856 M gradients a GPU, half of them to the other replica and back, at a quarter of 25 GB/s
-    assert two.dp == pytest.approx(2 * 0.5 * 20.55e9 / 24 * 4 / 6.25e9)
-    # a boundary is 12.58 M values, cut over four tensor ranks, forward and backward
-    assert one.pp == pytest.approx(32 * 2 * 2048 * 6144 / 4 * 4 / 6.25e9)
-    short = neox.step(cluster, 48, base, 16, 1.0, 0.0, 1.0)
-    assert short.dp == pytest.approx(two.dp / 2) and short.compute == two.compute
-    for width in (32, 16):
-        naive = next(s for s in neox.schemes(width, 1, 1, 1) if s.name == "naive-zfp")
-        saved = neox.step(cluster, 48, naive, width, 1.0, 0.0, 0.0)
-        assert saved.dp == pytest.approx((two if width == 32 else short).dp * 8 / width)
-    assert next(s for s in neox.schemes(16, 1, 1, 1) if s.name == "zhybrid").tp is None
+    one = neox.step(NO_LATENCY, 24, "baseline", 32, PLAIN)
+    two = neox.step(NO_LATENCY, 48, "baseline", 32, PLAIN)
+    assert "dp" not in one.nbytes and "zero" not in one.nbytes
+    # the largest stage's gradients to the other replica and back, at a quarter of 25 GB/s
+    values = two.native_nbytes["zero"] / 4 * 2
+    assert 20.55e9 / 24 < values < 1.2 * 20.55e9 / 24
+    assert two.nbytes["dp"] == 2 * two.nbytes["zero"] == pytest.approx(4 * values, rel=1e-6)
+    assert two.exposed["zero"] == pytest.approx(0.5 * values * 4 / 6.25e9, rel=0.1)
+    # a boundary is 12.58 M values, cut over four tensor ranks, forward and backward, and the
+    # parts are gathered again
+    sent = 32 * 2 * 2048 * 6144 * 4
+    assert one.nbytes["pp"] == pytest.approx(sent / 4 + sent * 3 / 4)
+    short = neox.step(NO_LATENCY, 48, "baseline", 16, PLAIN)
+    assert short.nbytes["dp"] == two.nbytes["dp"] / 2
+    for width, whole in ((32, two), (16, short)):
+        naive = neox.step(NO_LATENCY, 48, "naive-zfp", width, PLAIN)
+        # the half of a bucket that another rank owns, at 8 bits
+        assert naive.nbytes["dp"] == pytest.approx(whole.nbytes["dp"] * 8 / width / 2)
+    assert neox.choices("zhybrid", 16)["tp", "forward"].native
+    assert not neox.choices("zhybrid", 32)["tp", "forward"].native
     with pytest.raises(ValueError, match="multiple of 24"):
-        neox.step(cluster, 30, base, 32, 1.0, 0.0, 1.0)
+        neox.step(NO_LATENCY, 30, "baseline", 32, PLAIN)
 
 
 def test_projection_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     file = tmp_path / "bench_training.json"
     file.write_text(json.dumps([*rows(), {"layout": "dp2", "arm": "x", "failed": "why"}]))
-    assert project_scale.main([str(file), "--out", str(tmp_path / "out")]) == 0
+    short = [str(file), "--out", str(tmp_path / "out"), "--gpus", "24", "48", "--no-plans"]
+    assert project_scale.main(short) == 0
     said = capsys.readouterr().out
     assert "held out: 6 cells" in said and "the paper, up to 192" in said
     made = json.loads((tmp_path / "out" / "projection.json").read_text())
-    assert (
-        len(made["projected"]) == 2 * 4 * 5 and (tmp_path / "out" / "projection.png").stat().st_size
-    )
+    assert len(made["projected"]) == 2 * 2 * 5 and made["planned"] == []
+    assert (tmp_path / "out" / "projection.png").stat().st_size
     wrong = [
         {**row, "seconds": row["seconds"] * (3 if row["arm"] == "naive-zfp" else 1)}
         for row in rows()
     ]
     file.write_text(json.dumps(wrong))
-    assert project_scale.main([str(file), "--out", str(tmp_path / "out")]) == 2
+    assert project_scale.main(short) == 2
+
+
+def test_plans_stand_beside_the_papers_gains() -> None:
+    plan = neox.planned(neox.Assumed(), 48, "recommended", PLAIN)
+    assert plan is not None and plan.layout.ranks == 48
+    assert plan.prediction.device_nbytes <= 0.92 * 16e9
+    row = {"gpus": 48, **{
+        budget: {"layout": str(plan.layout), "samples_per_second": rate, "device_nbytes": 14e9}
+        for budget, rate in (("native", 4.0), ("recommended", 5.0))
+    }}  # fmt: skip
+    assert "| +25.0 % | 14.0 |" in chapter.plans([row, {"gpus": 1}])[-2]
+    assert "nothing fits" in chapter.plans([row, {"gpus": 1}])[-1]

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, plan_reduction
+from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges
+from hybridcomp.collectives.owner_plan import plan_reduction
 from hybridcomp.errors import CodecError
 from tests.collectives.calls import reduce_to_owners
 from tests.collectives.common import CODECS, DTYPES, bound, digest, rank_order_sum, values_of

@@ -1,4 +1,4 @@
-"""The cost model of a measured cell, fitted to some cells and checked on the others.
+"""The cost model of a measured training, fitted to some cells and checked on the others.
 
     step = base * compute + slowdown * max(0, bytes / rate - overlap * compute)
          + coding * codec seconds + round * rounds
@@ -7,11 +7,13 @@
 share of it is left where the copying of its messages is counted as wire; ``slowdown`` says how much
 longer a layout's wire takes than bytes / rate; ``overlap`` which share of the compute hides
 communication; ``coding`` how much of the ledger's seconds of a rank lengthens the step; ``round``
-what an encoded message costs beside its bytes.
+what an encoded message costs beside its bytes. A cell is a row of ``docs/results/speed.json``; what
+the fit finds calibrates the planner where nobody has measured the machine itself.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,9 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.training_bench.cells import FP32, REFERENCE
+from hybridcomp.plan.prices import Calibration
+from hybridcomp.plan.timeline import Task, Timeline, simulate
 
 Cell = dict[str, Any]
+#: the arm that every other one is held against, and what the names of fp32 arms begin with
+REFERENCE, FP32 = "native bf16", "fp32 "
 #: arms that the model is fitted to, at the lowest and the highest r; every other cell is held out
 FITTED_ARMS = (REFERENCE, "recommended", "naive-zfp")
 OVERLAPS = tuple(n / 20 for n in range(11))
@@ -42,6 +47,25 @@ class Model:
         layouts = list(self.base)
         factors = [*self.base.values(), *self.slowdown.values(), self.coding, self.round]
         return float(np.dot(_terms(cell, layouts, self.overlap), factors))
+
+    def timeline(self, cell: Cell) -> Timeline:
+        """The step as the simulator sees it: a device, a link that begins while it still computes.
+
+        It takes ``seconds(cell)`` wherever the compute is longer than the part that overlaps.
+        """
+        layout, compute = cell["layout"], float(cell["compute_s"])
+        behind = self.slowdown[layout] * self.overlap * compute
+        coding = self.coding * float(cell["codec_s"]) + self.round * float(cell["rounds"])
+        return simulate({
+            0: Task("device", self.base[layout] * compute - behind),
+            1: Task("device", behind, (0,)),
+            2: Task("link", self.slowdown[layout] * wire_seconds(cell), (0,)),
+            3: Task("device", coding, (1, 2)),
+        })  # fmt: skip
+
+    def calibration(self) -> Calibration:
+        """The constants for machines that nobody measured; codecs there are told as they are."""
+        return Calibration(self.overlap, 1.0, statistics.median(self.slowdown.values()))
 
 
 def wire_seconds(cell: Cell) -> float:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan, plan_reduction
+from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan
+from hybridcomp.collectives.owner_plan import plan_reduction
 from hybridcomp.collectives.wire import Group, cuts, exchanges, payload_sizes, stretches
 from tests.collectives.calls import all_gather, all_reduce, reduce_scatter, reduce_to_owners
 from tests.collectives.common import CODECS, LOSSY, values_of
@@ -34,7 +35,7 @@ NUMEL = 3 * 4 * ALIGN + 1003
 
 
 @pytest.fixture(autouse=True)
-def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Segments of ALIGN elements, in ranks that are threads."""
     monkeypatch.setattr(exchanges, "ROUND", ALIGN)
     monkeypatch.setattr(exchanges, "HALF", ALIGN)
@@ -58,7 +59,7 @@ def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int)
     longest = max(sum(row) for row in lengths)
     assert len(cut) == max(longest // ALIGN, 1)
     for index, ranges in enumerate(rows):
-        pieces = [piece for segment in cut for piece in segment[index]]
+        pieces = [piece for share in cut for piece in share[index]]
         edges = [edge for piece in pieces for edge in piece]
         assert edges == sorted(edges)
         total = sum(high - low for low, high in ranges)
@@ -68,8 +69,8 @@ def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int)
             assert high <= last
             assert (low - first) % ALIGN == 0
         even = total / len(cut)
-        for segment in cut:  # a link is never idle for longer than a cut may be off
-            assert abs(sum(b - a for a, b in segment[index]) - even) <= ALIGN
+        for share in cut:  # a link is never idle for longer than a cut may be off
+            assert abs(sum(b - a for a, b in share[index]) - even) <= ALIGN
 
 
 @pytest.mark.parametrize("codec", FIXED, ids=str)
@@ -193,7 +194,7 @@ def test_the_same_as_in_one_piece(
     for (found, meter), (expected, one) in zip(cut, whole, strict=True):
         assert same(found[0], expected[0]), "results"
         assert same(found[1], expected[1]), "residuals"
-        # slots are padded to the longest: with cuts another rank's may be that in every segment
+        # slots are padded to the longest: with cuts another rank's may be that in every round
         more = 16 * meter.messages if feedback and name == "all_reduce" else 0
         assert one.wire_nbytes <= meter.wire_nbytes <= one.wire_nbytes + more
         assert meter.messages >= 3 * one.messages
@@ -234,7 +235,7 @@ def test_messages_that_wait_for_sizes_stay_whole_and_those_on_gpus() -> None:
 
 
 def _forget_plans() -> None:
-    """They were made with another shortest segment."""
+    """They were made with another shortest round."""
     owner_plan.range_rounds.cache_clear()
     owner_plan.part_rounds.cache_clear()
 

@@ -1,0 +1,144 @@
+"""Timing trials to a verdict: measured, not guessed.
+
+With ``"when": "auto"`` the real collectives run on the real group, native and encoded in turns: for
+dp and zero before the first step, for tp and pp after it, when it is known what they send
+(``observed``). The seconds of the slowest rank count, taken over the whole job, so every rank
+decides on the same figures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.autotune.room import room_for
+from hybridcomp.autotune.trials import Run, Sent
+from hybridcomp.autotune.verdicts import Verdict
+
+#: values of a message of a trial, one after the other
+SIZES = (1 << 19, 1 << 21, 1 << 23)
+#: timings of either kind at a size, in turns after one of each, which says how many there is time
+#: for; the shortest counts, as whatever disturbs a timing makes it longer
+REPEATS = 5, 20
+#: the same for the messages of a step, which may be shorter or longer
+REPEATS_SEEN = 2, 100
+#: fp32 values that are written in between: 64 MB, above the caches of most processors and GPUs
+WORK_NUMEL = 1 << 24
+#: no larger trial after this many seconds: on a slow link they take long, and a small one tells
+BUDGET_S = 2.0
+#: encoded messages must be this much faster: the codec takes cores that the model wants as well
+MARGIN = 1.1
+
+
+def judge(
+    trials: Callable[[Sent], tuple[Run, Run]],
+    sent: Sent,
+    itemsize: int,
+    device: torch.device,
+    whole: bool,
+) -> Verdict:
+    """Time trials of growing size, while there is time; a collective over the whole job.
+
+    ``trials``: for messages, what runs them natively and encoded. ``sent``: those of a step, as far
+    as they are known (``whole``, the same on all ranks); without them one with all values there
+    are. First come single messages of ``SIZES``, no longer than its longest. They tell how long all
+    of them take, or what part of them there is time for.
+    """
+    longest = max(sent.numels)
+    largest = _largest(longest, device)
+    spent = 0.0
+    for size in SIZES:
+        one = replace(sent, numels=(max(1, min(size, longest)),))
+        rows = _timed(trials(one), REPEATS, BUDGET_S / len(SIZES), device)
+        spent += float(rows.sum())
+        if spent > BUDGET_S or size >= largest:
+            break
+    messages, values = 1, min(size, largest)
+    if whole and spent <= BUDGET_S:
+        in_time = int(BUDGET_S / (1 + REPEATS_SEEN[0]) / float(rows.amin(dim=0).sum()) * values)
+        part = sent.cut(min(room_for(device), max(values, in_time)))
+        rows = _timed(trials(part), REPEATS_SEEN, BUDGET_S, device)
+        messages = _largest(len(part.numels), device)
+        values = _largest(part.numel, device)
+    native_s, coded_s = rows.amin(dim=0).tolist()
+    pays = coded_s * MARGIN <= native_s
+    total = _largest(sent.numel, device) if whole else values
+    of = total * itemsize if total > values else 0
+    return Verdict(pays, values * itemsize, native_s, coded_s, messages=messages, of=of)
+
+
+def _largest(numel: int, device: torch.device) -> int:
+    """The largest of all ranks: other stages have other numbers."""
+    largest = torch.tensor(numel, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def _timed(
+    runs: tuple[Run, Run], limits: tuple[int, int], budget_s: float, device: torch.device
+) -> torch.Tensor:
+    once = float(_race(runs, 1, device).sum())
+    return _race(runs, _repeats(limits, budget_s / once), device)
+
+
+def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verdict:
+    """Time what this rank sends and receives natively and encoded; a collective over the job.
+
+    ``nbytes``: of the largest of these messages in the job, 0 where they could not be planned. How
+    often they are timed, the first timing says. Each comes after work that leaves nothing of it in
+    the caches, as a layer's does, and the median counts: such messages are short, and where ranks
+    share cores, what disturbs them is no accident.
+    """
+    if not nbytes:
+        return Verdict(True, 0, 0.0, 0.0)
+    work = torch.zeros(WORK_NUMEL, device=device)
+
+    def compute() -> None:
+        work.add_(1.0)
+        dist.barrier()  # ranks that end it at different times would be timed waiting
+
+    once = float(_race(runs, 1, device, compute).sum())
+    repeats = _repeats(REPEATS_SEEN, BUDGET_S / once)
+    native_s, coded_s = _race(runs, repeats, device, compute).median(dim=0).values.tolist()
+    return Verdict(coded_s * MARGIN <= native_s, nbytes, native_s, coded_s)
+
+
+def _repeats(limits: tuple[int, int], wanted: float) -> int:
+    least, most = limits
+    return max(least, min(most, int(wanted)))
+
+
+def _race(
+    runs: tuple[Run, Run], repeats: int, device: torch.device, before: Run | None = None
+) -> torch.Tensor:
+    """Seconds of both in turns, ``[repeats, 2]``; of the slowest rank, so equal on all ranks.
+
+    ``before``: runs ahead of each and is not timed.
+    """
+    found = torch.zeros(repeats, len(runs), dtype=torch.float64)
+    for row in found:
+        for column, run in enumerate(runs):
+            if before is not None:
+                before()
+            row[column] = seconds(run, device)
+    found = found.to(device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found
+
+
+def seconds(run: Run, device: torch.device) -> float:
+    """Seconds that ``run`` takes, on a GPU until the work is done there."""
+    _finish(device)
+    start = time.perf_counter()
+    run()
+    _finish(device)
+    return time.perf_counter() - start
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

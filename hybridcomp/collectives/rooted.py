@@ -1,0 +1,215 @@
+"""broadcast and reduce: values of one rank to all, values of all ranks to one; and both natively.
+
+One quantization each. Of a broadcast the root encodes once and decodes its own payload, so that all
+ranks go on with the same bits. Of a reduction the root adds its own values as they are.
+
+Layers that are hybridcomp's own have no upstream that would send natively: ``broadcast_native`` and
+``reduce_native`` do. They sum as ``reduce`` does, so a lossless codec changes no bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridcomp.collectives.reduce_parts import Part, sum_parts
+from hybridcomp.collectives.wire import (
+    POOL,
+    Group,
+    Handle,
+    Job,
+    Meter,
+    Steps,
+    Transfer,
+    check_values,
+    exchange,
+    overlapped,
+    rounds,
+    transport,
+)
+from hybridcomp.errors import CodecError
+
+
+def broadcast(
+    values: Tensor | None, out: Tensor, root: int, via: Transfer, async_op: bool = False
+) -> Handle:
+    """Fill ``out`` on all ranks with what ``values`` of group rank ``root`` decode to.
+
+    Args:
+        values: 1-D contiguous fp32/bf16/fp16 on the root, None elsewhere. Must not change before
+            ``wait()``.
+        out: as long, of the same dtype, apart from ``values``; not to be touched before ``wait()``.
+        root: group rank.
+        via: codec, group and meter.
+        async_op: as for ``all_reduce``.
+
+    Raises CodecError on other tensors.
+    """
+    out = out.detach()
+    check_values("out", out)
+    if (values is None) is (via.group.rank == root):
+        raise CodecError(f"values: expected on the root {root} and only there")
+    if values is not None:
+        values = values.detach()
+        check_values("values", values)
+        if values.dtype != out.dtype or values.numel() != out.numel():
+            raise CodecError(
+                f"out: expected {values.numel()} elements of {values.dtype}, found "
+                f"{out.numel()} of {out.dtype}"
+            )
+    return Handle(_broadcast(values, out, root, via), via.meter, async_op)
+
+
+def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
+    """Cut into rounds, then all of them side by side."""
+    group, numel = via.group, out.numel()
+    if group.size == 1 and values is not None:
+        out.copy_(values)
+    if group.size == 1 or not numel:
+        return
+    (codec,) = via.codec.hops(1, 1, result=out.dtype)
+    via.meter.use(codec.spec)
+    only = Transfer(codec, group, via.meter)
+    cut = rounds([[(0, numel)]], (codec,), out.device, group)
+    yield from overlapped(
+        _broadcast_round(
+            None if values is None else values[row[0][0] : row[-1][1]],
+            out[row[0][0] : row[-1][1]],
+            root,
+            only,
+        )
+        for (row,) in cut
+        if row
+    )
+
+
+def _broadcast_round(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
+    """1 the root encodes and sends to the others, 2 everybody decodes."""
+    me, ranks = via.group.rank, range(via.group.size)
+    # 1
+    job = None if values is None else Job(values)
+    to = [[job] if job is not None and rank != me else [] for rank in ranks]
+    come = [[out.numel()] if job is None and rank == root else [] for rank in ranks]
+    payloads = yield from exchange(to, come, out.dtype, out.device, via)
+    # 2
+    payload = payloads.received[root][0] if job is None else payloads.encoded[job]
+    with via.meter.coding():
+        via.codec.decode(payload, out)
+    payloads.release()
+
+
+def reduce(
+    values: Tensor, out: Tensor | None, root: int, via: Transfer, async_op: bool = False
+) -> Handle:
+    """Sum ``values`` of all ranks in fp32 and rank order into ``out`` of group rank ``root``.
+
+    With e the codec's bound for one rank's values, the error is at most ``(W - 1) * e``: the root
+    adds its own exactly.
+
+    Args:
+        values: 1-D contiguous fp32/bf16/fp16. Must not change before ``wait()``.
+        out: fp32, as long, on the root; None elsewhere. Not to be touched before ``wait()``.
+        root: group rank.
+        via: codec, group and meter.
+        async_op: as for ``all_reduce``.
+
+    Raises CodecError on other tensors.
+    """
+    values = values.detach()
+    check_values("values", values)
+    _check_sum(values, out, root, via.group, torch.float32)
+    return Handle(_reduce(values, out, root, via), via.meter, async_op)
+
+
+def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Steps[None]:
+    """Everyone sends to the root, in rounds that run side by side."""
+    group, numel = via.group, values.numel()
+    if group.size == 1 and out is not None:
+        out.copy_(values)
+    if group.size == 1 or not numel:
+        return
+    (codec,) = via.codec.hops(1, group.size, exact=1)
+    via.meter.use(codec.spec)
+    hop = Transfer(codec, group, via.meter)
+    cut = rounds([[(0, numel)]], (codec,), values.device, group)
+    yield from overlapped(
+        sum_parts(
+            [
+                Part(values[start:stop], (root,), None, None if out is None else out[start:stop])
+                for start, stop in row
+            ],
+            hop,
+        )
+        for (row,) in cut
+        if row
+    )
+
+
+def _check_sum(
+    values: Tensor, out: Tensor | None, root: int, group: Group, dtype: torch.dtype
+) -> None:
+    """Raise CodecError unless ``out`` is there on the root only, and takes the sum."""
+    if (out is not None) is not (group.rank == root):
+        raise CodecError(f"out: expected on the root {root} and only there")
+    if out is not None and (out.dtype != dtype or out.numel() != values.numel()):
+        raise CodecError(
+            f"out: expected {values.numel()} elements of {dtype}, found {out.numel()} of "
+            f"{out.dtype}"
+        )
+
+
+def broadcast_native(
+    values: Tensor, root: int, group: Group, meter: Meter, async_op: bool = False
+) -> Handle:
+    """Fill ``values`` (1-D, contiguous) of all ranks with those of group rank ``root``."""
+    steps = transport.broadcast(values.detach(), root, group, meter)
+    return Handle(steps if group.size > 1 else _nothing(), meter, async_op)
+
+
+def _nothing() -> Steps[None]:
+    yield from ()
+
+
+def reduce_native(
+    values: Tensor,
+    out: Tensor | None,
+    root: int,
+    group: Group,
+    meter: Meter,
+    async_op: bool = False,
+) -> Handle:
+    """Sum ``values`` of all ranks, as they are, in rank order into ``out`` of ``root``.
+
+    ``values``: 1-D, contiguous, any floating dtype. ``out``: fp32, or fp64 where the values are.
+    Raises CodecError on another ``out``.
+    """
+    wide = torch.promote_types(values.dtype, torch.float32)
+    _check_sum(values, out, root, group, wide)
+    return Handle(_reduce_native(values.detach(), out, root, group, meter), meter, async_op)
+
+
+def _reduce_native(
+    values: Tensor, out: Tensor | None, root: int, group: Group, meter: Meter
+) -> Steps[None]:
+    """1 everyone sends to the root, 2 the root adds in rank order."""
+    if group.size == 1 and out is not None:
+        out.copy_(values)
+    if group.size == 1 or not values.numel():
+        return
+    # 1
+    none, numel = [0] * group.size, values.numel()
+    if out is None:
+        gives = [numel if rank == root else 0 for rank in range(group.size)]
+        yield from transport.all_to_all(values.new_empty(0), values, none, gives, group, meter)
+        return
+    takes = [0 if rank == root else numel for rank in range(group.size)]
+    buffer = POOL.take(sum(takes) * values.itemsize, values.device)
+    room = buffer[: sum(takes) * values.itemsize].view(values.dtype)
+    yield from transport.all_to_all(room, values[:0], takes, none, group, meter)
+    # 2
+    others = iter(torch.split(room, numel))
+    rows = [values if rank == root else next(others) for rank in range(group.size)]
+    out.copy_(rows[0])
+    for row in rows[1:]:
+        out.add_(row)
+    POOL.give(buffer)

@@ -1,0 +1,41 @@
+"""The ledger's table of a run from figures that stand between others in somebody's log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hybridcomp.compare.runs import Rows
+from hybridcomp.metric_names import PREFIX, split_event
+
+
+def ledger_of(
+    records: Iterable[Mapping[str, Any]], codecs: Mapping[str, str], prefix: str = PREFIX
+) -> Rows:
+    """Totals over all reports; the error is their root mean square.
+
+    ``records``: names and values, each a row of the log; ``codecs``: by dimension and direction
+    ("dp/forward"), as far as they are known; ``prefix``: what figures of the ledger begin with.
+    """
+    sums: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for values in records:
+        for name, value in values.items():
+            place = split_event(name, prefix)
+            if place is not None:
+                figures = sums.setdefault(place[:2], {})
+                figures.setdefault(place[2], []).append(float(value))
+    rows: Rows = {}
+    for (dimension, way), figures in sums.items():
+        if "wire_MB" not in figures:
+            continue
+        total = {name: sum(figures.get(name, [])) for name in ("raw_MB", "wire_MB", "codec_ms")}
+        errors = figures.get("error")
+        rows.setdefault(dimension, {})[way] = {
+            "codec": codecs.get(f"{dimension}/{way}", "?"),
+            **total,
+            "ratio": total["raw_MB"] / total["wire_MB"] if total["wire_MB"] else None,
+            "error": float(np.sqrt(np.mean(np.square(errors)))) if errors else None,
+        }
+    return rows

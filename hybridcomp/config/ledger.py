@@ -1,0 +1,39 @@
+"""The block's key ``ledger``: what is written down about the traffic."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from hybridcomp.config.codec_settings import Strict
+
+#: ``ledger.every`` when it is not written
+REPORT_EVERY = 10
+
+
+class LedgerConfig(Strict):
+    """What is written down about the traffic. Counting itself is always on."""
+
+    jsonl: str | None = Field(
+        None,
+        min_length=1,
+        description="File for one JSON record every `every` steps, written by rank 0 and relative "
+        "to its working directory. null: no file.",
+    )
+    every: int | None = Field(
+        None,
+        ge=1,
+        description="Optimizer steps between two reports. Default: DeepSpeed's `steps_per_print` "
+        "where it is finite (the Trainer of Hugging Face writes `inf`), else 10.",
+    )
+    sample_every: int = Field(
+        10,
+        ge=0,
+        description="Steps between samples of the relative error of an encoding. More often: more "
+        "time in the codec (one extra encoding of up to 65536 values a message). On a GPU as many "
+        "steps have the device's time taken. 0: never.",
+    )
+
+    @property
+    def interval(self) -> int:
+        """Optimizer steps between two reports where no finite steps_per_print rules."""
+        return REPORT_EVERY if self.every is None else self.every

@@ -1,0 +1,19 @@
+"""Pipelines that work on slices of one sequence at once.
+
+Stage i works on slice k while stage i + 1 works on slice k - 1 (TeraPipe, Li et al., ICML 2021).
+Where to slice is for ``hybridcomp.plan.slices`` to say.
+
+past      keys and values of earlier slices, the state of a stage within a step
+pipeline  the schedule, and the messages between neighbours, dimension ``pp``
+"""
+
+from __future__ import annotations
+
+from hybridcomp.nn.slices.past import Past, attend
+from hybridcomp.nn.slices.pipeline import SlicePipeline
+
+#: for the support matrix
+COVERS = ("pp",)
+REQUIREMENT = "torch >= 2.4"
+
+__all__ = ["COVERS", "REQUIREMENT", "Past", "SlicePipeline", "attend"]

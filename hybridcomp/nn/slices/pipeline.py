@@ -1,0 +1,207 @@
+"""SlicePipeline: one stage of a pipeline over slices of a sequence.
+
+The messages are those of ``pp``: activations to the next stage, their gradients back. They are
+posted, so that a slice travels while the stage works on the next one; the receiver posts one ahead.
+No runtime of an upstream has room for slices of several lengths in reverse order, so this is a
+schedule of its own on public functions of torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hybridcomp import process
+from hybridcomp.channels import Channels
+from hybridcomp.channels.channel import Channel
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.nn.slices.past import Past
+from hybridcomp.policy import Direction
+
+
+class Stage(Protocol):
+    """The layers of a stage: tokens or hidden states of a slice, (B, T, ...), to its outputs."""
+
+    def __call__(self, values: Tensor, past: Past) -> Tensor: ...
+
+
+@dataclass
+class Message:
+    """A message under way: what is to be done when it has arrived, or gone out."""
+
+    work: Any
+    values: Tensor
+    done: Callable[[], None] | None = None
+
+    def wait(self) -> Tensor:
+        """Finish it; what it brought."""
+        self.work.wait()
+        if self.done is not None:
+            self.done()
+        return self.values
+
+
+class SlicePipeline:
+    """One stage, this rank's, of a pipeline whose messages are slices of a sequence."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        slices: Sequence[int],
+        width: int,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        *,
+        group: ProcessGroup | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        channels: Callable[[], Channels | None] | None = None,
+    ) -> None:
+        """Put ``stage`` into the pipeline of ``group``, whose ranks are the stages in order.
+
+        Args:
+            stage: this rank's layers; attention layers take keys and values from ``Past``.
+            slices: tokens of each slice, in order (``plan.slices.Slices.lengths``).
+            width: of the hidden states (B, T, width) between stages.
+            loss: mean over the tokens of logits and labels of a slice; the last stage calls it.
+            group: None: all ranks.
+            dtype, device: of the hidden states.
+            channels: gives what messages go through, None for native; without it the channels of
+                this process.
+
+        Raises ConfigError on slices without tokens.
+        """
+        if not slices or min(slices) < 1:
+            found = Shown(f"slices of {list(slices)} tokens")
+            raise ConfigError("pp", found, "expected one or more slices of at least one token")
+        self.stage, self.loss, self.width, self.dtype = stage, loss, width, dtype
+        self.device = torch.device("cpu") if device is None else device
+        self.slices = tuple(slices)
+        self.group = dist.group.WORLD if group is None else group
+        self.number, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(self.group)
+        self._channels = channels or process.current
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage takes the tokens."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.number == self.count - 1
+
+    def step(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
+        """Forward and backward of one batch; gradients are added to those of the parameters.
+
+        ``tokens``, ``labels``: (B, T), with T the sum of the slices; the first stage reads the one,
+        the last the other, the others only B. Returns the mean loss on the last stage, None
+        elsewhere. Raises ConfigError on sequences of another length.
+        """
+        self._check(tokens)
+        edges = list(pairwise(accumulate(self.slices, initial=0)))
+        inputs, outputs = self._forward(tokens, labels, edges)
+        self._backward(inputs, outputs, edges)
+        if not self.is_last:
+            return None
+        total: Tensor = torch.stack([output.detach() for output in outputs]).sum()
+        return total
+
+    def _check(self, tokens: Tensor) -> None:
+        if tokens.shape[1] != sum(self.slices):
+            todo = f"the slices have {sum(self.slices)}; make both the same"
+            raise ConfigError("pp", Shown(f"sequences of {tokens.shape[1]} tokens"), todo)
+
+    def _forward(
+        self, tokens: Tensor, labels: Tensor, edges: Sequence[tuple[int, int]]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What goes into each slice and what comes out: hidden states, or its share of the loss."""
+        past, inputs, outputs, sent = Past(), [], [], []
+        arriving = None if self.is_first else self._receive(0, len(tokens), "forward")
+        for index, (start, stop) in enumerate(edges):
+            values = tokens[:, start:stop]
+            if arriving is not None:
+                values = arriving.wait().requires_grad_()
+                if index + 1 < len(edges):
+                    arriving = self._receive(index + 1, len(tokens), "forward")
+            out = self.stage(values, past)
+            past.advance(stop - start)
+            if self.is_last:
+                share = (stop - start) / tokens.shape[1]
+                out = self.loss(out, labels[:, start:stop]) * share
+            else:
+                sent.append(self._send(out, "forward"))
+            inputs.append(values)
+            outputs.append(out)
+        for message in sent:
+            message.wait()
+        return inputs, outputs
+
+    def _backward(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        edges: Sequence[tuple[int, int]],
+    ) -> None:
+        """From the last slice to the first: a slice's keys and values then have all gradients."""
+        last, batch, sent = len(edges) - 1, len(inputs[0]), []
+        arriving = None if self.is_last else self._receive(last, batch, "backward")
+        for index in range(last, -1, -1):
+            if arriving is None:
+                outputs[index].backward()  # type: ignore[no-untyped-call]
+            else:
+                grad = arriving.wait()
+                if index:
+                    arriving = self._receive(index - 1, batch, "backward")
+                outputs[index].backward(grad)  # type: ignore[no-untyped-call]
+            if not self.is_first:
+                own = inputs[index].grad
+                assert own is not None, "the stage does not use what comes in"
+                sent.append(self._send(own, "backward"))
+        for message in sent:
+            message.wait()
+
+    def _channel(self) -> Channel | None:
+        channels = self._channels()
+        return None if channels is None else channels["pp"]
+
+    def _neighbour(self, sends: bool, direction: Direction) -> int:
+        """The global rank to which this stage sends, or from which it receives."""
+        ahead = sends is (direction == "forward")
+        return int(self._ranks[self.number + (1 if ahead else -1)])
+
+    def _send(self, values: Tensor, direction: Direction) -> Message:
+        """Post a slice to the neighbour."""
+        flat, to = values.detach().contiguous().view(-1), self._neighbour(True, direction)
+        channel, done, message = self._channel(), None, flat
+        if channel is not None:
+            hop = (dist.get_rank(), to)
+            codec = channel.codec(flat.numel(), flat.dtype, self.group, direction, hop)
+            if codec is None:
+                channel.native(flat.nbytes, direction)
+            else:
+                posted = channel.post_send(flat, codec, direction=direction)
+                done, message = posted.done, posted.message
+        return Message(dist.isend(message, to, group=self.group), message, done)
+
+    def _receive(self, index: int, batch: int, direction: Direction) -> Message:
+        """Post the receive of the slice ``index`` from the neighbour."""
+        shape, source = (batch, self.slices[index], self.width), self._neighbour(False, direction)
+        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        flat, channel, done = values.view(-1), self._channel(), None
+        message = flat
+        if channel is not None:
+            hop = (source, dist.get_rank())
+            codec = channel.codec(flat.numel(), flat.dtype, self.group, direction, hop)
+            if codec is not None:
+                posted = channel.post_recv(flat, source, codec, direction=direction)
+                done, message = posted.done, posted.message
+        return Message(dist.irecv(message, source, group=self.group), values, done)

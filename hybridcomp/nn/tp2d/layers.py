@@ -1,0 +1,127 @@
+"""Modules on a mesh that take the place of ``torch.nn``'s, made of the whole ones.
+
+Every rank makes the whole layer with the same weights and keeps its part. Parameters have the names
+and the values of the whole layer's, and are marked as cut (``tensor_model_parallel``), as the
+gradient norms of DeepSpeed and megatron-core ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hybridcomp.nn.tp2d.layouts import Layout, Matrix, Output, Table, Vector
+from hybridcomp.nn.tp2d.mesh import Mesh
+from hybridcomp.nn.tp2d.norms import normed
+from hybridcomp.nn.tp2d.products import linear, looked_up, projected, spread
+
+
+class Cut(nn.Module):
+    """A module whose parameters are cut over a mesh.
+
+    Attributes:
+        mesh: the ranks.
+        layouts: how, by name of a parameter.
+    """
+
+    centred: ClassVar[bool] = True
+
+    def __init__(self, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
+        super().__init__()
+        self.mesh, self.layouts = mesh, dict(layouts)
+
+    def _keep(self, name: str, whole: Tensor | None) -> None:
+        """Register this rank's part of ``whole`` as the parameter ``name``."""
+        if whole is None:
+            self.register_parameter(name, None)
+            return
+        mesh = self.mesh
+        part = self.layouts[name].cut(whole.detach(), mesh.q, mesh.row, mesh.column)
+        parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.register_parameter(name, parameter)
+
+    def _spread(self, part: Tensor | None) -> Tensor | None:
+        return None if part is None else spread(part, self.mesh)
+
+
+class Linear(Cut):
+    """``nn.Linear``: (..., inputs / q) to (..., outputs / q)."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, mesh: Mesh, whole: nn.Linear, parts: int = 1, vocabulary: int | None = None
+    ) -> None:
+        """Cut ``whole``.
+
+        Args:
+            mesh: the ranks.
+            whole: the layer, equal on all ranks.
+            parts: matrices above each other that are each cut for itself, such as 3 for query, key
+                and value.
+            vocabulary: outputs are this many words, and are filled up to a multiple of q; None:
+                they are no words. Not with a bias or parts.
+
+        Raises ConfigError where the sizes cannot be cut.
+        """
+        matrix: Layout = Matrix(parts) if vocabulary is None else Output(vocabulary)
+        super().__init__(mesh, {"weight": matrix, "bias": Vector(parts)})
+        self._keep("weight", whole.weight)
+        self._keep("bias", whole.bias)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """By SUMMA; see ``products.LinearFunction``."""
+        out = linear(values, self.weight, self.mesh)
+        bias = self._spread(self.bias)
+        return out if bias is None else out + bias
+
+
+class Embedding(Cut):
+    """``nn.Embedding``: tokens of the whole batch (B, ...) to (B / q, ..., features / q)."""
+
+    weight: Tensor
+
+    def __init__(self, mesh: Mesh, whole: nn.Embedding) -> None:
+        """Cut ``whole``, equal on all ranks. Raises ConfigError where q does not divide it."""
+        super().__init__(mesh, {"weight": Table(whole.num_embeddings)})
+        self._keep("weight", whole.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up the tokens of this row's samples. Raises ConfigError on an uneven batch."""
+        return looked_up(self.mesh.part(tokens), self.weight, self.mesh)
+
+
+class LayerNorm(Cut):
+    """``nn.LayerNorm`` over the last dimension: (..., features / q) to the same."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, mesh: Mesh, whole: nn.LayerNorm | nn.RMSNorm) -> None:
+        """Cut ``whole``, equal on all ranks. Raises ConfigError where q^2 does not divide it."""
+        super().__init__(mesh, {"weight": Vector(), "bias": Vector()})
+        self.eps = whole.eps
+        self._keep("weight", whole.weight)
+        self._keep("bias", getattr(whole, "bias", None))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """By two exchanges of a few numbers a token; see ``norms.NormFunction``."""
+        weight, bias = self._spread(self.weight), self._spread(self.bias)
+        eps = torch.finfo(values.dtype).eps if self.eps is None else self.eps
+        return normed(values, weight, bias, self.mesh, eps, self.centred)
+
+
+class RMSNorm(LayerNorm):
+    """``nn.RMSNorm`` over the last dimension."""
+
+    centred = False
+
+
+def project(table: Embedding, hidden: Tensor) -> Tensor:
+    """Logits (..., V / q) with the weights of an embedding, for models that tie the two."""
+    return projected(hidden, table.weight, table.mesh)

@@ -1,0 +1,129 @@
+"""Which part of a whole weight rank (i, j) of a q * q mesh holds: cutting and joining it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+
+
+class Layout(Protocol):
+    """How a weight is cut."""
+
+    def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
+        """The part of rank (``row``, ``column``), a copy.
+
+        Raises ConfigError where q does not divide it.
+        """
+
+    def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
+        """The whole weight of the parts of all ranks, by their number in the mesh."""
+
+
+def _check(what: str, length: int, by: int) -> None:
+    if length % by:
+        todo = f"expected a multiple of {by}; change the size, or the mesh"
+        raise ConfigError("tp2d", Shown(f"{length} {what}"), todo)
+
+
+def _line(parts: Sequence[Tensor], q: int, column: int) -> Sequence[Tensor]:
+    """Of the parts of all ranks those of one column, by row."""
+    return [parts[row * q + column] for row in range(q)]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """(outputs, inputs): outputs are cut over the columns, inputs over the rows.
+
+    ``parts`` matrices above each other are each cut for itself: query, key and value of a rank then
+    belong to the same heads.
+    """
+
+    parts: int = 1
+
+    def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
+        """(outputs / q, inputs / q)."""
+        _check("outputs", whole.shape[0], self.parts * q)
+        _check("inputs", whole.shape[1], q)
+        wanted = [part.chunk(q)[column] for part in whole.chunk(self.parts)]
+        return torch.cat(wanted).chunk(q, dim=1)[row].clone()
+
+    def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
+        """(outputs, inputs)."""
+        columns = [torch.cat(list(_line(parts, q, column)), dim=1) for column in range(q)]
+        cut = [column.chunk(self.parts) for column in columns]
+        return torch.cat([column[part] for part in range(self.parts) for column in cut])
+
+
+@dataclass(frozen=True)
+class Table:
+    """(vocabulary, features): rows over the rows of the mesh, features over its columns.
+
+    The vocabulary is filled up with zeros to a multiple of q, whose rows no token names.
+    """
+
+    vocabulary: int
+
+    def rows(self, q: int) -> int:
+        """Rows of each rank."""
+        return -(-self.vocabulary // q)
+
+    def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
+        """(vocabulary / q, features / q), rounded up."""
+        _check("features", whole.shape[1], q)
+        rows = self.rows(q)
+        out = whole.new_zeros(rows, whole.shape[1] // q)
+        found = whole[row * rows : (row + 1) * rows].chunk(q, dim=1)[column]
+        out[: len(found)] = found
+        return out
+
+    def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
+        """(vocabulary, features)."""
+        columns = [torch.cat(list(_line(parts, q, column))) for column in range(q)]
+        return torch.cat(columns, dim=1)[: self.vocabulary].clone()
+
+
+@dataclass(frozen=True)
+class Output:
+    """(vocabulary, features) of an output layer: a ``Matrix`` whose vocabulary is filled up."""
+
+    vocabulary: int
+
+    def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
+        """(vocabulary / q, features / q), rounded up."""
+        missing = -self.vocabulary % q
+        filled = torch.cat([whole, whole.new_zeros(missing, whole.shape[1])])
+        return Matrix().cut(filled, q, row, column)
+
+    def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
+        """(vocabulary, features)."""
+        return Matrix().join(parts, q)[: self.vocabulary].clone()
+
+
+@dataclass(frozen=True)
+class Vector:
+    """(features,): over the columns, and each part of them over the rows, so that nobody shares.
+
+    ``parts``: as of ``Matrix``.
+    """
+
+    parts: int = 1
+
+    def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
+        """(features / q^2,)."""
+        _check("features of a vector", len(whole), self.parts * q)
+        _check("features of a vector", len(whole), q * q)
+        wanted = torch.cat([part.chunk(q)[column] for part in whole.chunk(self.parts)])
+        return wanted.chunk(q)[row].clone()
+
+    def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
+        """(features,)."""
+        columns = [torch.cat(list(_line(parts, q, column))) for column in range(q)]
+        cut = [column.chunk(self.parts) for column in columns]
+        return torch.cat([column[part] for part in range(self.parts) for column in cut])

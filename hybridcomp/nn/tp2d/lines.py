@@ -1,0 +1,77 @@
+"""Blocks of one row or column of the mesh, one after the other, and sums along it.
+
+Transfers hide behind products: while one block is worked with the next is under way, and a sum
+travels while the next one is computed. Every rank of a line posts the same messages in one order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hybridcomp.collectives import Handle
+from hybridcomp.nn.tp2d.mesh import Axis, Mesh, Sent
+from hybridcomp.policy import Direction
+
+
+class Blocks:
+    """The blocks that the ranks of a line hold, as everybody on it gets them; iterated once.
+
+    The first is under way when this is made. At most two of them are in memory.
+    """
+
+    def __init__(self, mesh: Mesh, axis: Axis, block: Tensor, kind: Direction) -> None:
+        """Begin to send. ``block``: this rank's, of one shape and dtype on the whole line."""
+        self._mesh, self._axis, self._kind = mesh, axis, kind
+        self._own = block.detach().contiguous()
+        self._posted = 0
+        self._under_way: deque[Sent] = deque()
+        self._post()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self._under_way:
+            sent = self._under_way.popleft()
+            self._post()
+            yield sent.wait().view(self._own.shape)
+
+    def _post(self) -> None:
+        root, mesh = self._posted, self._mesh
+        if root == mesh.q:
+            return
+        self._posted += 1
+        flat = self._own.view(-1)
+        if mesh.place(self._axis) != root:
+            flat = torch.empty_like(flat)
+        self._under_way.append(mesh.broadcast(flat, root, self._axis, self._kind))
+
+
+class Sums:
+    """One sum for each rank of a line, of what all of its ranks add to it."""
+
+    def __init__(self, mesh: Mesh, axis: Axis, kind: Direction) -> None:
+        """Begin with nothing under way."""
+        self._mesh, self._axis, self._kind = mesh, axis, kind
+        self._under_way: deque[Handle] = deque()
+        self._own: Tensor | None = None
+
+    def add(self, root: int, part: Tensor) -> None:
+        """Send ``part``, which is this rank's addend of the sum that place ``root`` keeps."""
+        part, out = part.contiguous(), None
+        if self._mesh.place(self._axis) == root:
+            wide = torch.promote_types(part.dtype, torch.float32)
+            self._own = torch.empty_like(part, dtype=wide)
+            out = self._own.view(-1)
+        handle = self._mesh.reduce(part.view(-1), out, root, self._axis, self._kind)
+        self._under_way.append(handle)
+        if len(self._under_way) > 1:
+            self._under_way.popleft().wait()
+
+    def own(self, dtype: torch.dtype) -> Tensor:
+        """The sum that this rank keeps, once all have been added."""
+        while self._under_way:
+            self._under_way.popleft().wait()
+        assert self._own is not None, "nothing was added for this rank"
+        return self._own.to(dtype)

@@ -1,0 +1,90 @@
+"""Cross entropy over a vocabulary that is cut over the ranks of a row, as ``F.cross_entropy``.
+
+Three numbers a token go along the row, in fp32, and two along the column: they stay native.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.nn.tp2d.mesh import Mesh
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """The mean over all tokens of the mesh, in nats; every rank gets the same bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, mesh: Mesh, vocabulary: int, ignore: int
+    ) -> Tensor:
+        """Logits (..., V / q) and labels (...), both of this row's samples."""
+        values, local, here = _parts(logits, labels, mesh, vocabulary)
+        peak = values.amax(-1)
+        total = (values - peak.unsqueeze(-1)).exp().sum(-1)
+        target = values.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+        own = torch.stack([peak, total, target])
+        peaks, totals, targets = mesh.gather(own, "row", "activations").unbind(1)
+        highest = peaks.amax(0)
+        log_sum = (totals * (peaks - highest).exp()).sum(0).log() + highest
+        counted = labels.reshape(-1) != ignore
+        losses = (log_sum - targets.sum(0)).masked_fill(~counted, 0.0)
+        sums = torch.stack([losses.sum(), counted.sum().to(losses.dtype)])
+        loss, count = mesh.gather(sums, "column", "activations").sum(0)
+        ctx.mesh, ctx.vocabulary, ctx.ignore = mesh, vocabulary, ignore
+        ctx.save_for_backward(logits, labels, log_sum, count)
+        mean: Tensor = loss / count
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """``softmax - target``, of this rank's logits; no message."""
+        logits, labels, log_sum, count = ctx.saved_tensors
+        values, local, here = _parts(logits, labels, ctx.mesh, ctx.vocabulary)
+        out = (values - log_sum.unsqueeze(-1)).exp()
+        out.scatter_add_(-1, local.unsqueeze(-1), -here.to(out.dtype).unsqueeze(-1))
+        counted = (labels.reshape(-1) != ctx.ignore).to(out.dtype)
+        out *= (grad / count * counted).unsqueeze(-1)
+        return out.view(logits.shape).to(logits.dtype), None, None, None, None
+
+
+def _parts(
+    logits: Tensor, labels: Tensor, mesh: Mesh, vocabulary: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat wide logits without those beyond the vocabulary; which of them the labels name; where.
+
+    A label that another rank's logits hold names the first, and is not ``here``.
+    """
+    width = logits.shape[-1]
+    values = logits.detach().reshape(-1, width)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    start = mesh.column * width
+    if start + width > vocabulary:
+        beyond = torch.arange(start, start + width, device=values.device) >= vocabulary
+        values = values.masked_fill(beyond, torch.finfo(values.dtype).min)
+    local = labels.reshape(-1) - start
+    here = (local >= 0) & (local < width)
+    return values, local.masked_fill(~here, 0), here
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    mesh: Mesh,
+    vocabulary: int | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Mean cross entropy in nats over the samples of all rows, fp32 or wider.
+
+    Args:
+        logits: (..., V / q), this rank's.
+        labels: (...), integers: those of this row's samples.
+        mesh: the ranks.
+        vocabulary: V before it was filled up to a multiple of q; None: it was not.
+        ignore_index: tokens with this label do not count.
+    """
+    size = mesh.q * logits.shape[-1] if vocabulary is None else vocabulary
+    out: Tensor = CrossEntropyFunction.apply(logits, labels, mesh, size, ignore_index)  # type: ignore[no-untyped-call]
+    return out

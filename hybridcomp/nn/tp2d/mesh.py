@@ -1,0 +1,176 @@
+"""Mesh: q * q ranks with their rows and columns, and what travels between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hybridcomp import collectives, process
+from hybridcomp.channels import Channels
+from hybridcomp.channels.channel import Channel
+from hybridcomp.collectives import Group, Handle, Meter, native_nbytes
+from hybridcomp.collectives.wire import transport
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.policy import Direction
+
+#: a line of the mesh that this rank is on: ``row`` has the ranks (i, 0) to (i, q - 1) of its i
+Axis = Literal["row", "column"]
+
+
+@dataclass
+class Sent:
+    """A message under way; ``wait`` gives what it brings."""
+
+    handle: Handle
+    values: Tensor
+
+    def wait(self) -> Tensor:
+        """Finish the message; the tensor that it filled in."""
+        self.handle.wait()
+        return self.values
+
+
+class Mesh:
+    """q * q ranks that share one replica of a model; this rank is (``row``, ``column``) of them.
+
+    Attributes:
+        q: ranks on a side.
+        row, column: where this rank stands; its number in the mesh is ``row * q + column``.
+        group: all ranks of the mesh, in that order.
+    """
+
+    def __init__(self, q: int, channels: Callable[[], Channels | None] | None = None) -> None:
+        """Make the groups of all meshes; a collective over the job.
+
+        Each ``q * q`` consecutive ranks are one mesh, so replicas have the same number modulo
+        ``q * q``: the order of DeepSpeed's and megatron-core's tensor ranks.
+
+        Args:
+            q: ranks on a side of a mesh.
+            channels: gives what messages go through, None for native; without it the channels of
+                this process: those of a DeepSpeed engine, or of ``hybridcomp.install``.
+
+        Raises ConfigError where the ranks of the job are no multiple of ``q * q``.
+        """
+        world_size = dist.get_world_size()
+        if q < 1 or world_size % (q * q):
+            found = Shown(f"{world_size} ranks for meshes of {q} x {q}")
+            raise ConfigError("tp2d", found, f"expected a multiple of {q * q}; change either")
+        self.q = q
+        self._channels = channels or process.current
+        number = dist.get_rank() % (q * q)
+        self.row, self.column = divmod(number, q)
+        first = dist.get_rank() - number
+        self._groups: dict[Axis, ProcessGroup] = {}
+        self._known: dict[Axis, Group] = {}
+        for start in range(0, world_size, q * q):
+            lines = [range(q * at, q * (at + 1)) for at in range(q)]
+            columns = [range(at, q * q, q) for at in range(q)]
+            whole = dist.new_group([start + member for member in range(q * q)])
+            rows_made = [dist.new_group([start + m for m in line]) for line in lines]
+            columns_made = [dist.new_group([start + m for m in line]) for line in columns]
+            if start == first:
+                self.group: ProcessGroup = whole
+                self._groups["row"] = rows_made[self.row]
+                self._groups["column"] = columns_made[self.column]
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the mesh."""
+        return self.row * self.q + self.column
+
+    def place(self, axis: Axis) -> int:
+        """Where this rank stands on its row (its column), or on its column (its row)."""
+        return self.column if axis == "row" else self.row
+
+    def group_of(self, axis: Axis) -> ProcessGroup:
+        """The process group of this rank's row or column."""
+        return self._groups[axis]
+
+    def channel(self) -> Channel | None:
+        """The channel of ``tp2d``; None without a block."""
+        channels = self._channels()
+        return None if channels is None else channels["tp2d"]
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This row's part of a batch, (B, ...) to (B / q, ...), a view.
+
+        Raises ConfigError where the batch cannot be cut evenly.
+        """
+        if whole.shape[0] % self.q:
+            todo = f"expected a multiple of {self.q}, the rows of the mesh; change the batch size"
+            raise ConfigError("tp2d", Shown(f"a batch of {whole.shape[0]} samples"), todo)
+        return whole.chunk(self.q)[self.row]
+
+    def broadcast(self, values: Tensor, root: int, axis: Axis, kind: Direction) -> Sent:
+        """Send ``values`` (1-D, contiguous) of place ``root`` to its line; see ``Rooted``."""
+        channel = self.channel()
+        if channel is None:
+            known, meter = self._group(axis), Meter()
+            handle = collectives.broadcast_native(values, root, known, meter, async_op=True)
+            return Sent(handle, values)
+        group = self._groups[axis]
+        return Sent(*channel.broadcast(values, root, group, direction=kind))
+
+    def reduce(
+        self, values: Tensor, out: Tensor | None, root: int, axis: Axis, kind: Direction
+    ) -> Handle:
+        """Sum ``values`` (1-D, contiguous) of the line into ``out`` of place ``root``."""
+        channel = self.channel()
+        if channel is None:
+            known, meter = self._group(axis), Meter()
+            return collectives.reduce_native(values, out, root, known, meter, async_op=True)
+        group = self._groups[axis]
+        return channel.reduce(values, out, root, group, direction=kind)
+
+    def gather(self, values: Tensor, axis: Axis, kind: Direction) -> Tensor:
+        """The ``values`` of all ranks of a line, stacked in front: (q, ...).
+
+        Exact: for vectors, statistics and losses, which are short.
+        """
+        known, flat = self._group(axis), values.detach().contiguous().reshape(-1)
+        out = flat.new_empty(self.q * flat.numel())
+        if self.q == 1:
+            out.copy_(flat)
+        else:
+            meter = Meter()
+            Handle(transport.all_gather(out, flat, known, meter), meter, async_op=False)
+            self._native(native_nbytes.all_gather_nbytes(flat.numel(), flat.dtype, self.q), kind)
+        return out.view(self.q, *values.shape)
+
+    def scatter_sum(self, values: Tensor, axis: Axis, kind: Direction) -> Tensor:
+        """Sum over a line what goes to this rank: ``values`` (q, n) to (n), in rank order.
+
+        Exact, as ``gather``: in fp32 or wider, of any floating dtype.
+        """
+        wide = values.detach().to(torch.promote_types(values.dtype, torch.float32)).contiguous()
+        out = torch.empty_like(wide)
+        if self.q == 1:
+            out.copy_(wide)
+        else:
+            splits, meter = [wide[0].numel()] * self.q, Meter()
+            sent = wide.view(-1), splits, splits, self._group(axis), meter
+            Handle(transport.all_to_all(out.view(-1), *sent), meter, async_op=False)
+            numel = wide.numel()
+            self._native(native_nbytes.all_to_all_nbytes(numel, wide.dtype, self.q), kind)
+        total = out[0].clone()
+        for row in out[1:]:
+            total += row
+        return total.to(values.dtype)
+
+    def _native(self, nbytes: int, kind: Direction) -> None:
+        channel = self.channel()
+        if channel is not None:
+            channel.native(nbytes, kind)
+
+    def _group(self, axis: Axis) -> Group:
+        if axis not in self._known:
+            self._known[axis] = Group.of(self._groups[axis])
+        return self._known[axis]

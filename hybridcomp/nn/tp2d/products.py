@@ -1,0 +1,206 @@
+"""Products of matrices that are cut into q * q blocks, by SUMMA, with their gradients.
+
+Rank (i, j) holds block (i, j) of activations, rows first. Of a weight (outputs, inputs), as torch
+stores it, it holds outputs j and inputs i, so that C = A W^T is the form AB of the paper.
+
+Source: Optimus, arXiv 2104.05343, section 3; van de Geijn and Watts, SUMMA (1997).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.nn.tp2d.lines import Blocks, Sums
+from hybridcomp.nn.tp2d.mesh import Mesh
+
+#: the product of two blocks
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def times_transposed(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right^T``."""
+    return left @ right.T
+
+
+def times(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``."""
+    return left @ right
+
+
+def transposed_times(left: Tensor, right: Tensor) -> Tensor:
+    """``left^T @ right``."""
+    return left.T @ right
+
+
+def add_up(lefts: Blocks, rights: Blocks, product: Product) -> Tensor:
+    """Form AB: sum the products of what comes along the row with what comes along the column.
+
+    16-bit products are added in fp32 and rounded once.
+    """
+    total = None
+    for left, right in zip(lefts, rights, strict=True):
+        part = product(left, right)
+        if total is None:
+            dtype, total = part.dtype, part.to(torch.promote_types(part.dtype, torch.float32))
+        else:
+            total += part
+    assert total is not None
+    return total.to(dtype)
+
+
+def hand_out(rights: Blocks, own: Tensor, sums: Sums, product: Product) -> Tensor:
+    """Forms AB^T and A^T B: each block that comes makes an addend of the sum of its place."""
+    for place, block in enumerate(rights):
+        part = product(own, block)
+        sums.add(place, part)
+    return sums.own(own.dtype)
+
+
+def _flat(values: Tensor) -> Tensor:
+    return values.reshape(-1, values.shape[-1])
+
+
+class LinearFunction(torch.autograd.Function):
+    """``values @ weight^T`` on the mesh; saves this rank's blocks only, not those that came."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
+        """(..., inputs / q) and (outputs / q, inputs / q) to (..., outputs / q)."""
+        ctx.mesh = mesh
+        ctx.save_for_backward(values, weight)
+        rows = Blocks(mesh, "row", _flat(values), "activations")
+        columns = Blocks(mesh, "column", weight, "weights")
+        out = add_up(rows, columns, times_transposed)
+        return out.view(*values.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Gradients of the values (form AB^T) and of the weight (form A^T B)."""
+        values, weight = ctx.saved_tensors
+        mesh, own = ctx.mesh, _flat(grad).contiguous()
+        of_values, of_weight = ctx.needs_input_grad[:2]
+        columns = Blocks(mesh, "column", weight, "weights") if of_values else None
+        rows = Blocks(mesh, "row", _flat(values), "activations") if of_weight else None
+        to_values = to_weight = None
+        if columns is not None:
+            sums = Sums(mesh, "row", "gradients")
+            to_values = hand_out(columns, own, sums, times).view(values.shape)
+        if rows is not None:
+            sums = Sums(mesh, "column", "gradients")
+            to_weight = hand_out(rows, own, sums, transposed_times)
+        return to_values, to_weight, None
+
+
+class ProjectFunction(torch.autograd.Function):
+    """``values @ table^T`` with the table of an embedding, whose rows are cut over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
+        """(..., features / q) and (vocabulary / q, features / q) to (..., vocabulary / q).
+
+        Form AB^T: what is reduced here are activations.
+        """
+        ctx.mesh = mesh
+        ctx.save_for_backward(values, table)
+        columns = Blocks(mesh, "column", table, "weights")
+        sums = Sums(mesh, "row", "activations")
+        out = hand_out(columns, _flat(values), sums, times_transposed)
+        return out.view(*values.shape[:-1], table.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Gradients of the values (form AB) and of the table (form A^T B)."""
+        values, table = ctx.saved_tensors
+        mesh, own = ctx.mesh, _flat(grad)
+        of_values, of_table = ctx.needs_input_grad[:2]
+        to_values = to_table = None
+        if of_values:
+            rows = Blocks(mesh, "row", own, "gradients")
+            columns = Blocks(mesh, "column", table, "weights")
+            to_values = add_up(rows, columns, times).view(values.shape)
+        if of_table:
+            rows, sums = Blocks(mesh, "row", own, "gradients"), Sums(mesh, "column", "gradients")
+            to_table = hand_out(rows, _flat(values), sums, _second_transposed_times_first)
+        return to_values, to_table, None
+
+
+def _second_transposed_times_first(own: Tensor, block: Tensor) -> Tensor:
+    return block.T @ own
+
+
+class LookUpFunction(torch.autograd.Function):
+    """The rows of a table that tokens name: a product with a matrix of zeros and ones."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
+        """Tokens (...), equal along a row, and (vocabulary / q, features / q)."""
+        ctx.mesh, ctx.rows = mesh, table.shape[0]
+        ctx.save_for_backward(tokens)
+        flat = tokens.reshape(-1)
+        out = table.new_zeros(flat.numel(), table.shape[1])
+        for place, block in enumerate(Blocks(mesh, "column", table, "weights")):
+            chosen, local = _here(flat, place, len(block))
+            out[chosen] = block[local]
+        return out.view(*tokens.shape, table.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        """The gradient of the table; form A^T B without a broadcast, as all have the tokens."""
+        (tokens,) = ctx.saved_tensors
+        own, flat = _flat(grad), tokens.reshape(-1)
+        sums = Sums(ctx.mesh, "column", "gradients")
+        for place in range(ctx.mesh.q):
+            chosen, local = _here(flat, place, ctx.rows)
+            part = own.new_zeros(ctx.rows, own.shape[1])
+            sums.add(place, part.index_add_(0, local, own[chosen]))
+        return None, sums.own(own.dtype), None
+
+
+def _here(tokens: Tensor, place: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Which of the flat ``tokens`` are in the rows of ``place``, and which rows they name."""
+    chosen = ((tokens >= place * rows) & (tokens < (place + 1) * rows)).nonzero().view(-1)
+    return chosen, tokens[chosen] - place * rows
+
+
+class SpreadFunction(torch.autograd.Function):
+    """A vector whose parts lie on the ranks of a column, as all of them need it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
+        """(n / q^2) to (n / q)."""
+        ctx.mesh = mesh
+        return mesh.gather(part, "column", "weights").view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Sum over the column, each rank its part."""
+        mesh = ctx.mesh
+        return mesh.scatter_sum(grad.reshape(mesh.q, -1), "column", "gradients"), None
+
+
+def linear(values: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
+    """``F.linear`` on the mesh, without a bias; see ``LinearFunction``."""
+    out: Tensor = LinearFunction.apply(values, weight, mesh)  # type: ignore[no-untyped-call]
+    return out
+
+
+def projected(values: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
+    """Logits with the table of an embedding; see ``ProjectFunction``."""
+    out: Tensor = ProjectFunction.apply(values, table, mesh)  # type: ignore[no-untyped-call]
+    return out
+
+
+def looked_up(tokens: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
+    """``F.embedding`` on the mesh; see ``LookUpFunction``."""
+    out: Tensor = LookUpFunction.apply(tokens, table, mesh)  # type: ignore[no-untyped-call]
+    return out
+
+
+def spread(part: Tensor, mesh: Mesh) -> Tensor:
+    """This column's part of a vector; see ``SpreadFunction``."""
+    out: Tensor = SpreadFunction.apply(part, mesh)  # type: ignore[no-untyped-call]
+    return out

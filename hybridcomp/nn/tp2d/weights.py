@@ -1,0 +1,91 @@
+"""Whole models on a mesh: to and from the state of the plain model.
+
+Parameters that belong to no layer of this package are the same on all ranks, and stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.nn.tp2d.layers import Cut
+from hybridcomp.nn.tp2d.layouts import Layout
+from hybridcomp.nn.tp2d.mesh import Mesh
+
+State = Mapping[str, Tensor]
+
+
+def layouts_of(model: nn.Module) -> dict[str, Layout]:
+    """How the parameters of ``model`` that are cut are cut, by name."""
+    return {
+        f"{path}.{name}" if path else name: layout
+        for path, module in model.named_modules()
+        if isinstance(module, Cut)
+        for name, layout in module.layouts.items()
+        if module._parameters.get(name) is not None
+    }
+
+
+def join_states(
+    states: Sequence[State], layouts: Mapping[str, Layout], q: int
+) -> dict[str, Tensor]:
+    """The state of the plain model of those of all q * q ranks, by their number in the mesh."""
+    joined = {}
+    for name, own in states[0].items():
+        layout = layouts.get(name)
+        parts = [state[name] for state in states]
+        joined[name] = own.clone() if layout is None else layout.join(parts, q)
+    return joined
+
+
+def cut_state(
+    plain: State, layouts: Mapping[str, Layout], q: int, row: int, column: int
+) -> dict[str, Tensor]:
+    """The state of rank (``row``, ``column``) of that of the plain model."""
+    return {
+        name: whole if name not in layouts else layouts[name].cut(whole, q, row, column)
+        for name, whole in plain.items()
+    }
+
+
+def gather_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor] | None:
+    """The state of the plain model, on the CPU of the first rank of ``mesh``; None elsewhere.
+
+    A collective over the mesh. One parameter at a time is whole on a device.
+    """
+    layouts, joined = layouts_of(model), {}
+    for name, own in model.state_dict().items():
+        layout = layouts.get(name)
+        if layout is None:
+            joined[name] = own.detach().cpu().clone()
+            continue
+        own = own.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(mesh.q * mesh.q)]
+        dist.all_gather(parts, own, group=mesh.group)
+        if mesh.rank == 0:
+            joined[name] = layout.join(parts, mesh.q).cpu()
+    return joined if mesh.rank == 0 else None
+
+
+def load_state(model: nn.Module, mesh: Mesh, plain: State) -> Any:
+    """Take over the weights of the plain model; no message.
+
+    Returns what ``load_state_dict`` does. Raises ConfigError where names or shapes are others.
+    """
+    own, layouts = model.state_dict(), layouts_of(model)
+    if own.keys() != plain.keys():
+        odd = sorted(own.keys() ^ plain.keys())
+        raise ConfigError("tp2d", Shown(odd[0]), "only one of the two models has this parameter")
+    cut = cut_state(plain, layouts, mesh.q, mesh.row, mesh.column)
+    for name, part in cut.items():
+        if part.shape != own[name].shape:
+            shapes = f"{name} of shape {tuple(part.shape)}, cut"
+            todo = f"expected {tuple(own[name].shape)}; both models need the same sizes"
+            raise ConfigError("tp2d", Shown(shapes), todo)
+    return model.load_state_dict(cut)

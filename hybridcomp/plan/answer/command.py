@@ -1,0 +1,153 @@
+"""``hybridcomp plan``: the order of things, behind what ``arguments`` takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.plan import cluster_file
+from hybridcomp.plan.answer import files
+from hybridcomp.plan.answer.report import answer, duration, size
+from hybridcomp.plan.budget import Budget
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.plan import Plan
+from hybridcomp.plan.request import Batch, Found, Limits, Nearest
+
+#: plans in the table and the picture
+SHOWN = 10
+PICTURE, FOUND = "plan.png", "plans.json"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, or check; returns the exit status: 1 where a check missed. Raises HybridcompError."""
+    if options.check is not None:
+        return _check(options)
+    for name in ("model", "samples", "length"):
+        if getattr(options, name) is None:
+            shown = "MODEL" if name == "model" else f"--{name}"
+            raise ConfigError(shown, None, "needed; see hybridcomp plan --help")
+    cluster = cluster_file.read(options.cluster)
+    found = _search(options, cluster)
+    if not found.plans:
+        raise HybridcompError(infeasible(found))
+    for line in answer(found, cluster):
+        print(line)
+    best = found.plans[0]
+    if options.tries:
+        best = _tried(options, found, cluster)
+    base = files.base_of(options.base, options.engine)
+    written = files.write(best, cluster, options.out, base, options.command)
+    every = options.out / FOUND
+    every.write_text(json.dumps([plan.to_json() for plan in found.plans], indent=1) + "\n")
+    print(f"start it with {options.out / files.START_FILE}; written: "
+          f"{', '.join(str(path.name) for path in [*written, every])}")  # fmt: skip
+    _draw(options, found, cluster)
+    return 0
+
+
+def _search(options: argparse.Namespace, cluster: Cluster) -> Found:
+    from hybridcomp.plan.models.reading import read_model
+    from hybridcomp.plan.search import search
+
+    limits = Limits(
+        engine=options.engine,
+        dtype=options.dtype,
+        fixed=fixed_of(options.fix),
+        memory_share=options.memory,
+        ranks=options.ranks,
+        most_micro_batch=options.most_micro_batch,
+        recompute=not options.no_recompute,
+        offload=options.offload,
+        keep=max(SHOWN, options.tries),
+        method=options.search,
+        seed=options.seed,
+    )
+    batch = Batch(options.samples, options.length)
+    return search(
+        read_model(options.model), cluster, budget_of(options.budget), batch, limits
+    )  # fmt: skip
+
+
+def _tried(options: argparse.Namespace, found: Found, cluster: Cluster) -> Plan:
+    """The fastest of the best plans, on the machines."""
+    from hybridcomp.plan.answer.trial import tried
+
+    plans = found.plans[: options.tries]
+    done = tried(plans, cluster, options.command, options.out, options.base)
+    best = done[0]
+    number = plans.index(best.plan) + 1
+    print(f"plan {number} is the fastest of those that ran: {duration(best.seconds)} a step")
+    return best.plan
+
+
+def _check(options: argparse.Namespace) -> int:
+    from hybridcomp.plan.answer.check import check, told
+
+    plan = Plan.read(options.plan or options.out / files.PLAN_FILE)
+    found = check(plan, options.check)
+    for line in told(found):
+        print(line)
+    return 0 if all(one.held for one in found) else 1
+
+
+def _draw(options: argparse.Namespace, found: Found, cluster: Cluster) -> None:
+    """The picture, where matplotlib is there; a plan is none the worse without."""
+    from hybridcomp.plan.answer.picture import draw
+
+    limit = options.memory * min(rank.nbytes for rank in cluster.ranks)
+    title = f"{found.plans[0].model} on {cluster.world_size} ranks, budget {found.plans[0].budget}"
+    try:
+        draw(found.plans[:SHOWN], limit, options.out / PICTURE, title)
+    except HybridcompError as error:
+        print(f"no picture: {error}")
+    else:
+        print(f"picture: {options.out / PICTURE}")
+
+
+def infeasible(found: Found) -> str:
+    """Why there is no plan, and what the nearest one would need, in one sentence."""
+    if found.nearest is None:
+        return f"no plan: {found.reason}"
+    return f"no plan: {found.reason}; {_nearest(found.nearest)}"
+
+
+def _nearest(nearest: Nearest) -> str:
+    if nearest.what == "memory":
+        needed, available = size(nearest.needed), size(nearest.available)
+    else:
+        needed, available = f"{nearest.needed:g}", f"{nearest.available:g}"
+    return (
+        f"the nearest, {nearest.layout}, would need {needed} of {nearest.what} where there is "
+        f"{available}"
+    )
+
+
+def budget_of(text: str) -> Budget:
+    """The budget of a name, or of JSON. Raises ConfigError."""
+    if not text.lstrip().startswith("{"):
+        return Budget.parse(text)
+    try:
+        written: Mapping[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ConfigError("--budget", text, f"expected JSON ({error})") from None
+    return Budget.parse(written)
+
+
+def fixed_of(texts: list[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` words as fields of a layout. Raises ConfigError."""
+    fixed: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            found = json.loads(value)
+        except ValueError:
+            found = None
+        if not equals or found is None:
+            raise ConfigError("--fix", text, "expected NAME=VALUE, such as tensor=2")
+        if isinstance(found, list):
+            found = tuple(tuple(one) if isinstance(one, list) else one for one in found)
+        fixed[name] = found
+    return fixed

@@ -1,0 +1,233 @@
+"""What starts a plan: the configuration of its engine, and the launcher's command.
+
+``deepspeed``  ``ds_config.json``: batch, ZeRO stage, dtype, offload and the block, over the user's
+               own file where one is given (its optimizer and schedule stay).
+``megatron``   ``megatron_args.txt`` for pretrain_*.py, and ``compression.json`` for
+               ``HYBRIDCOMP_CONFIG``.
+``neox``       ``neox.yml``, over the user's own file where one is given.
+
+Beside each of them ``plan.json``, which the block names, and ``start.sh``.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.config import BLOCK, read_source
+from hybridcomp.config.planned import PLANNED
+from hybridcomp.errors import ConfigError
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.layout import Layout, even_cuts
+from hybridcomp.plan.plan import Plan
+from hybridcomp.rules.neox import EXTRA
+
+PLAN_FILE, START_FILE = "plan.json", "start.sh"
+CONFIGS = {"deepspeed": "ds_config.json", "megatron": "megatron_args.txt", "neox": "neox.yml"}
+BLOCK_FILE = "compression.json"
+#: what stands where the user has not said what to start
+SCRIPT = "SCRIPT"
+#: the user's own configuration of an engine
+Base = Mapping[str, Any]
+
+
+def write(
+    plan: Plan,
+    cluster: Cluster,
+    folder: Path,
+    base: Base | None = None,
+    command: Sequence[str] = (),
+    ledger: Path | None = None,
+) -> list[Path]:
+    """Write everything that starts ``plan`` into ``folder``; the files written.
+
+    Args:
+        base: the user's own configuration of the engine; what the plan decides is replaced.
+        command: the user's own command with places to fill in (``filled``); empty: a general one.
+        ledger: where the run writes its ledger; None: as the user's own block says.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = (folder / PLAN_FILE).resolve()
+    plan.write(path)
+    config = folder / CONFIGS[plan.engine]
+    block: dict[str, Any] = {**_kept(base or {}), "preset": PLANNED, "plan": str(path)}
+    if ledger is not None:
+        block["ledger"] = {**block.get("ledger", {}), "jsonl": str(ledger)}
+    written = [path, config]
+    if plan.engine == "deepspeed":
+        config.write_text(json.dumps(ds_config(plan, block, base or {}), indent=2) + "\n")
+    elif plan.engine == "neox":
+        config.write_text(json.dumps(neox_config(plan, block, base or {}), indent=2) + "\n")
+    else:
+        config.write_text("\n".join(megatron_arguments(plan)) + "\n")
+        (folder / BLOCK_FILE).write_text(json.dumps(block, indent=2) + "\n")
+        written.append(folder / BLOCK_FILE)
+    start = folder / START_FILE
+    words = filled(command, plan, cluster, folder) if command else general(plan, cluster, folder)
+    start.write_text(f"#!/bin/sh\n# {plan.layout}, planned for {plan.model}\nexec {words}\n")
+    start.chmod(0o755)
+    return [*written, start]
+
+
+def _kept(base: Base) -> dict[str, Any]:
+    """Of the user's own block, what no plan decides."""
+    own = base.get(BLOCK) or base.get(EXTRA, {}).get(BLOCK) or {}
+    return {key: own[key] for key in ("ledger", "on_unsupported", "start_step") if key in own}
+
+
+def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any]:
+    """The DeepSpeed file: ``base`` with what the plan decides."""
+    layout = plan.layout
+    zero = {**base.get("zero_optimization", {}), "stage": layout.zero_stage}
+    zero.pop("offload_optimizer", None)
+    if layout.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    kept = {key: value for key, value in base.items() if key != "train_batch_size"}
+    return {
+        **kept,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.accumulation,
+        "bf16": {**base.get("bf16", {}), "enabled": plan.dtype == "bf16"},
+        "fp16": {**base.get("fp16", {}), "enabled": plan.dtype == "fp16"},
+        "zero_optimization": zero,
+        BLOCK: dict(block),
+    }
+
+
+def neox_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any]:
+    """The GPT-NeoX file, as JSON, which is YAML: ``base`` with what the plan decides."""
+    layout = plan.layout
+    extra = {**base.get(EXTRA, {}), BLOCK: dict(block)}
+    recompute: dict[str, Any] = {"checkpoint_activations": bool(layout.recompute)}
+    if layout.recompute:
+        recompute["checkpoint_num_layers"] = max(stop - start for start, stop in layout.recompute)
+    kept = {key: value for key, value in base.items() if key != "train_batch_size"}
+    return {
+        **kept,
+        "model_parallel_size": layout.tensor,
+        "pipe_parallel_size": layout.stages,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.accumulation,
+        "zero_optimization": {**base.get("zero_optimization", {}), "stage": layout.zero_stage},
+        "precision": {"bf16": "bfloat16"}.get(plan.dtype, plan.dtype),
+        **recompute,
+        EXTRA: extra,
+    }
+
+
+def megatron_arguments(plan: Plan) -> list[str]:
+    """Megatron's own arguments, one option a line."""
+    layout = plan.layout
+    found = [
+        f"--tensor-model-parallel-size {layout.tensor}",
+        f"--pipeline-model-parallel-size {layout.stages}",
+        f"--context-parallel-size {layout.context}",
+        f"--expert-model-parallel-size {layout.expert}",
+        f"--micro-batch-size {layout.micro_batch}",
+        f"--global-batch-size {layout.samples}",
+    ]
+    chunks = layout.stages * layout.virtual
+    even = not layout.cuts or layout.cuts == even_cuts(sum(layout.cuts), chunks)
+    even = even and (not layout.cuts or sum(layout.cuts) % chunks == 0)
+    if chunks > 1 and not even:
+        found.append(f"--pipeline-model-parallel-layout {_stages_of(layout)!r}")
+    elif layout.virtual > 1:
+        found.append(f"--num-virtual-stages-per-pipeline-rank {layout.virtual}")
+    if layout.recompute:
+        found += ["--recompute-granularity full", *_recomputed(layout)]
+    switches = {
+        "--sequence-parallel": layout.sequence,
+        "--use-distributed-optimizer": layout.zero_stage > 0,
+        "--optimizer-cpu-offload": layout.offload,
+        "--bf16": plan.dtype == "bf16",
+        "--fp16": plan.dtype == "fp16",
+    }
+    return [*found, *(name for name, on in switches.items() if on)]
+
+
+def _stages_of(layout: Layout) -> str:
+    """Uneven chunks as Megatron's layout string writes them: ``Ettt|tttt|ttL``."""
+    parts = ["t" * count for count in layout.cuts]
+    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "L"
+    return "|".join(parts)
+
+
+def _recomputed(layout: Layout) -> list[str]:
+    """Megatron recomputes a number of layers at the head of every chunk, or segments of all."""
+    lengths = {stop - start for start, stop in layout.recompute}
+    layers = sum(layout.cuts) if layout.cuts else max(stop for _, stop in layout.recompute)
+    if len(layout.recomputed) == layers and len(lengths) == 1:
+        return ["--recompute-method uniform", f"--recompute-num-layers {lengths.pop()}"]
+    chunks = layout.stages * layout.virtual
+    most = -(-len(layout.recomputed) // chunks)
+    return ["--recompute-method block", f"--recompute-num-layers {most}"]
+
+
+def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
+    """The command that starts ``plan`` with a script that the user fills in."""
+    config = shlex.quote(str((folder / CONFIGS[plan.engine]).resolve()))
+    nodes, per_node = cluster.nodes, min(cluster.ranks_per_node, plan.layout.ranks)
+    if plan.engine == "neox":
+        return f'"${{PYTHON:-python}}" -m hybridcomp.neox {config}'
+    if plan.engine == "megatron":
+        block = shlex.quote(str((folder / BLOCK_FILE).resolve()))
+        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}"
+        run = f"-m hybridcomp.run {SCRIPT} $(cat {config})"
+        return f'env HYBRIDCOMP_CONFIG={block} {launcher} {run} "$@"'
+    hosts = f"--num_nodes {nodes} " if nodes > 1 else ""
+    launcher = f"deepspeed {hosts}--num_gpus {per_node} --module hybridcomp.run"
+    return f'{launcher} {SCRIPT} --deepspeed_config {config} "$@"'
+
+
+def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
+    """What a user's command may leave to the plan, by its name between braces."""
+    layout = plan.layout
+    names = ("tensor", "stages", "virtual", "data", "context", "expert", "zero_stage",
+             "micro_batch", "accumulation")  # fmt: skip
+    recompute = [str(layer) for layer in sorted(layout.recomputed)]
+    return {
+        **{f"{{{name}}}": str(getattr(layout, name)) for name in names},
+        "{cuts}": ",".join(map(str, layout.cuts or (1,))),
+        "{recompute}": ",".join(recompute) or "none",
+        "{ranks}": str(layout.ranks),
+        "{nodes}": str(cluster.nodes),
+        "{samples}": str(layout.samples),
+        "{length}": str(plan.length),
+        "{config}": str((folder / CONFIGS[plan.engine]).resolve()),
+        "{block}": str((folder / BLOCK_FILE).resolve()),
+    }
+
+
+def filled(command: Sequence[str], plan: Plan, cluster: Cluster, folder: Path) -> str:
+    """``command`` for this plan, ``{tensor}``, ``{config}`` and so on filled in (``places``)."""
+    return " ".join(shlex.quote(word) for word in fill(command, places(plan, cluster, folder)))
+
+
+def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """``command`` with every place of ``values`` filled in."""
+    words = []
+    for word in command:
+        for place, value in values.items():
+            word = word.replace(place, value)
+        words.append(word)
+    return words
+
+
+def base_of(path: Path | None, engine: str) -> Base:
+    """The user's own configuration. Raises ConfigError where it is none for ``engine``."""
+    if path is None:
+        return {}
+    if engine == "megatron":
+        raise ConfigError("--base", str(path), "Megatron takes arguments, not a file; leave it out")
+    if path.suffix in (".yml", ".yaml"):
+        import yaml  # comes with GPT-NeoX, whose files these are
+
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError("--base", str(path), " ".join(str(error).split())) from None
+        return {str(key).replace("-", "_"): value for key, value in dict(found or {}).items()}
+    return read_source(path)

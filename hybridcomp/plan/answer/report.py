@@ -1,0 +1,166 @@
+"""The ranked table of plans, and in a sentence each why the first one beats the second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from hybridcomp.plan.choices import KEYS
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.plan import MEMORY_KINDS, Plan
+from hybridcomp.plan.request import Found
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS
+
+#: two plans whose steps are nearer than this share are called equally fast
+SAME = 0.005
+#: what a plan has to win of a step before a part of it is named as a reason
+TOLD = 0.01
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: three digits and a unit of 1000."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def codecs(plan: Plan) -> str:
+    """What is encoded, in a few words: ``dp blockint(bits=4) feedback, pp ...``."""
+    parts = []
+    for name in DIMENSIONS:
+        ways = {way: plan.choices[name, way] for way in DIRECTIONS if (name, way) in KEYS}
+        if all(choice.native for choice in ways.values()):
+            continue
+        same = len(set(ways.values())) == 1
+        shown = [f"{way} {choice}" for way, choice in ways.items()]
+        parts.append(f"{name} {next(iter(ways.values())) if same else ', '.join(shown)}")
+    return "; ".join(parts) or "nothing"
+
+
+HEAD = ("", "step", "interval", "tokens/s", "memory a rank", "sent a step", "behind compute",
+        "layout", "encoded")  # fmt: skip
+
+
+def table(plans: Sequence[Plan]) -> list[str]:
+    """A Markdown table, one row a plan, the fastest first.
+
+    Memory and bytes are of the rank that has most; "behind compute" is the share of the seconds of
+    messages that does not lengthen the step.
+    """
+    lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
+    for number, plan in enumerate(plans, 1):
+        told = plan.prediction
+        cells = [
+            f"{number}",
+            duration(told.seconds),
+            f"{duration(told.low)} to {duration(told.high)}",
+            f"{told.tokens_per_second:,.0f}",
+            size(told.device_nbytes),
+            _sent(told.nbytes),
+            _hidden(plan),
+            str(plan.layout),
+            codecs(plan),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _sent(nbytes: Mapping[str, float]) -> str:
+    return (
+        ", ".join(f"{name} {size(value)}" for name, value in nbytes.items() if value) or "nothing"
+    )
+
+
+def _hidden(plan: Plan) -> str:
+    hidden = sum(plan.prediction.hidden.values())
+    whole = hidden + sum(plan.prediction.exposed.values())
+    return f"{hidden / whole:.0%}" if whole else "-"
+
+
+def reasons(first: Plan, second: Plan) -> list[str]:
+    """Why ``first`` beats ``second``, a sentence for each part of the step that differs.
+
+    The largest part comes first. What costs the first plan more than the second stands in sentences
+    of its own, because it is the price.
+    """
+    mine, theirs = first.prediction, second.prediction
+    gain = theirs.seconds / mine.seconds - 1
+    if gain < SAME:
+        needs = f"{size(mine.device_nbytes)} a rank, the second {size(theirs.device_nbytes)}"
+        found = [f"Steps are equally long within {SAME:.1%}; the first plan needs {needs}."]
+    else:
+        found = [f"Its step is {duration(theirs.seconds - mine.seconds)} ({gain:.1%}) shorter."]
+    if mine.low < theirs.high and gain >= SAME and mine.high > theirs.low:
+        found.append(
+            "The intervals of the two overlap: `--try 2` tells which is faster on the machines."
+        )
+    parts = sorted(_parts(first, second), key=lambda part: -abs(part[0]))
+    found += [text for won, text in parts if abs(won) >= TOLD * mine.seconds]
+    return found
+
+
+def _parts(first: Plan, second: Plan) -> Iterator[tuple[float, str]]:
+    """Seconds that the first plan wins by a part of the step (negative: loses), and the words."""
+    mine, theirs = first.prediction, second.prediction
+    for name in DIMENSIONS:
+        own, other = mine.exposed.get(name, 0.0), theirs.exposed.get(name, 0.0)
+        sent, their_sent = mine.nbytes.get(name, 0.0), theirs.nbytes.get(name, 0.0)
+        if own or other:
+            yield (
+                other - own,
+                (
+                    f"Messages of {name} lengthen its step by {duration(own)} ({size(sent)} sent), "
+                    f"the second's by {duration(other)} ({size(their_sent)})."
+                ),
+            )
+    for what, own, other in (
+        ("compute", mine.compute_seconds, theirs.compute_seconds),
+        ("wait for the pipeline", mine.bubble_seconds, theirs.bubble_seconds),
+        ("encode and decode", mine.codec_seconds, theirs.codec_seconds),
+    ):
+        yield (
+            other - own,
+            (
+                f"Its busiest rank's device has to {what} for {duration(own)}, the second's for "
+                f"{duration(other)}."
+            ),
+        )
+
+
+def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Memory by kind, and bytes by dimension beside what native sends, of one plan."""
+    told = plan.prediction
+    kinds = [f"{kind} {size(told.memory[kind])}" for kind in MEMORY_KINDS if told.memory.get(kind)]
+    limit = min(rank.nbytes for rank in cluster.ranks) if cluster.ranks else 0
+    yield f"memory of the fullest rank: {', '.join(kinds)} (its device has {size(limit)})"
+    for name, sent in told.nbytes.items():
+        native = told.native_nbytes.get(name, sent)
+        if sent:
+            shown = told.exposed.get(name, 0.0), told.hidden.get(name, 0.0)
+            yield (
+                f"{name}: {size(sent)} a step instead of {size(native)}; {duration(shown[0])} seen,"
+                f" {duration(shown[1])} behind compute"
+            )
+
+
+def answer(found: Found, cluster: Cluster) -> Iterator[str]:
+    """All that is printed: the table, the reasons, the details of the best, how it was searched."""
+    yield from table(found.plans)
+    yield ""
+    if len(found.plans) > 1:
+        yield "Why the first beats the second:"
+        yield from (f"  {text}" for text in reasons(*found.plans[:2]))
+    yield "The first plan:"
+    yield from (f"  {text}" for text in details(found.plans[0], cluster))
+    spread = f"; chains ended within {found.spread - 1:.1%}" if found.spread > 1 else ""
+    yield f"{found.considered} looked at, {found.simulated} simulated{spread}"
+    if found.refused:
+        ruled = ", ".join(f"{count} by {why}" for why, count in found.refused.items())
+        yield f"ruled out: {ruled}"

@@ -1,0 +1,126 @@
+"""``--try``: the best plans run for some steps each on the machines, and the fastest is kept."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridcomp.compare.launch import Job, free_port
+from hybridcomp.compare.reading import read_runs
+from hybridcomp.compare.runs import WARM_UP, CompareError
+from hybridcomp.errors import ConfigError
+from hybridcomp.plan.answer import files
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.plan import Plan
+
+#: what a command has to take from the plan where plans differ in it; any of them will do
+DECIDED = {
+    "tensor": ("{tensor}",),
+    "stages": ("{stages}",),
+    "cuts": ("{cuts}",),
+    "context": ("{context}",),
+    "expert": ("{expert}",),
+    "recompute": ("{recompute}",),
+}
+RECORD = "HYBRIDCOMP_RECORD"
+LOG, LEDGER = "loss.jsonl", "ledger.jsonl"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One plan that ran: its median seconds a step, and where its files are."""
+
+    plan: Plan
+    folder: Path
+    seconds: float
+
+    @property
+    def miss(self) -> float:
+        """How much longer a step took than predicted, as a share of the prediction."""
+        return self.seconds / self.plan.prediction.seconds - 1
+
+
+def check_command(command: Sequence[str], plans: Sequence[Plan]) -> None:
+    """Raise ConfigError where the plans differ in what ``command`` does not take from them."""
+    if not command:
+        todo = "expected -- and the command of a training behind it, such as -- deepspeed ..."
+        raise ConfigError("--try", "no command", todo)
+    text = " ".join(command)
+    engine = plans[0].engine
+    place = "{block}" if engine == "megatron" else "{config}"
+    if place not in text and "{folder}" not in text:
+        todo = f"write {place} where it takes its configuration"
+        raise ConfigError("--try", f"a command without {place}", todo)
+    for name, places in DECIDED.items():
+        values = {getattr(plan.layout, name) for plan in plans}
+        if len(values) > 1 and not any(one in text for one in places):
+            shown = ", ".join(sorted(map(str, values)))
+            raise ConfigError(
+                "--try", f"a command without {places[0]}",
+                f"the plans differ in {name} ({shown}); write {places[0]} where it takes that, or "
+                f"fix it with --fix {name}=...",
+            )  # fmt: skip
+
+
+def tried(
+    plans: Sequence[Plan],
+    cluster: Cluster,
+    command: Sequence[str],
+    out: Path,
+    base: Path | None,
+    say: Callable[[str], object] = print,
+) -> list[Tried]:
+    """Run ``command`` for each plan, one after the other; the fastest first.
+
+    What has run before is not run again. Raises CompareError where none of them ran, ConfigError
+    for a command that cannot run these plans.
+    """
+    check_command(command, plans)
+    found: list[Tried] = []
+    failed: list[str] = []
+    for number, plan in enumerate(plans, 1):
+        folder = (out / f"try{number}").resolve()
+        say(f"trying {number} of {len(plans)}: {plan.layout}")
+        try:
+            seconds = _run(plan, cluster, command, folder, files.base_of(base, plan.engine))
+        except CompareError as error:
+            failed.append(f"plan {number} ({plan.layout}): {error}")
+            say(f"  failed: {str(error).splitlines()[-1]}")
+            continue
+        found.append(Tried(plan, folder, seconds))
+        say(f"  {seconds:.4g} s a step, predicted {plan.prediction.seconds:.4g} "
+            f"({found[-1].miss:+.1%})")  # fmt: skip
+    if not found:
+        raise CompareError("--try: no plan ran; " + failed[-1])
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def _run(
+    plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, base: files.Base
+) -> float:
+    """Median seconds a step of one training. Raises CompareError."""
+    files.write(plan, cluster, folder, base, command, folder / LEDGER)
+    values = files.places(plan, cluster, folder)
+    words = files.fill(command, {**values, "{folder}": str(folder), "{port}": str(free_port())})
+    log = folder / LOG
+    own = any(LOG in word for word in words)
+    environment = {} if own else {RECORD: str(log)}
+    if plan.engine == "megatron":
+        environment["HYBRIDCOMP_CONFIG"] = str(folder / files.BLOCK_FILE)
+    settings = {"command": list(command), "plan": plan.to_json()["layout"], "block": plan.block}
+    log_lines = json.loads(json.dumps(settings))  # tuples become lists, as in the file
+    Job(f"{plan.layout}", folder, words, log_lines, environment).run()
+    return seconds_a_step(log, plan)
+
+
+def seconds_a_step(log: Path, plan: Plan) -> float:
+    """Median seconds a step of a finished run, the first ones left out. Raises CompareError."""
+    tokens = plan.layout.samples * plan.length
+    speeds = read_runs([f"run={log}"], LEDGER)[0].trainings[0].speeds
+    if speeds is None or len(speeds) <= WARM_UP:
+        steps = 0 if speeds is None else len(speeds)
+        raise CompareError(f"{log}: found {steps} timed steps; train at least {WARM_UP + 1}")
+    return tokens / statistics.median(float(value) for value in speeds[WARM_UP:])

@@ -1,0 +1,64 @@
+"""How long a step takes, without its timeline: the same tasks as in ``step``, as a recurrence.
+
+Every stage does its passes in a fixed order, so that their ends follow from each other; a test
+holds the result against the event simulation. A search asks this some thousand times.
+"""
+
+from __future__ import annotations
+
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.schedule import Op, order
+from hybridcomp.plan.times import StageTimes
+
+
+def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int) -> float:
+    """Seconds of a step of ``micro_batches``."""
+    stages = layout.stages
+    orders = [order(stage, stages, layout.virtual, micro_batches) for stage in range(stages)]
+    places, ready = [0] * stages, [0.0] * stages
+    sent: list[dict[Op, float]] = [{} for _ in range(stages)]
+    left = sum(map(len, orders))
+    while left:
+        for stage in range(stages):
+            ops, place, own, ends = orders[stage], places[stage], times[stage], sent[stage]
+            while place < len(ops):
+                op = ops[place]
+                source = _source(op, stage, layout, sent)
+                if source is None:
+                    break
+                begin = max(ready[stage], source)
+                took = (own.backward if op.backward else own.forward)[op.chunk]
+                last = place == len(ops) - 1
+                if last or (op.backward and op.chunk == 0 and own.reduces):
+                    ready[stage], ends[op] = _reduced(own, op, begin, last)
+                else:
+                    ready[stage] = ends[op] = begin + took.busy + took.sent
+                place += 1
+                left -= 1
+            places[stage] = place
+    return max(end + own.adam + own.gather.both for own, end in zip(times, ready, strict=True))
+
+
+def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> float | None:
+    """When the neighbour has sent what ``op`` needs; None where it has not been made yet."""
+    step, chunk = (1, op.chunk + 1) if op.backward else (-1, op.chunk - 1)
+    if 0 <= stage + step < layout.stages:
+        return sent[stage + step].get(op)
+    if 0 <= chunk < layout.virtual:
+        other = 0 if op.backward else layout.stages - 1
+        return sent[other].get(Op(op.backward, chunk, op.micro_batch))
+    return 0.0
+
+
+def _reduced(own: StageTimes, op: Op, begin: float, last: bool) -> tuple[float, float]:
+    """A pass with reductions behind it: when the stage goes on, and what it sends has been sent."""
+    took = (own.backward if op.backward else own.forward)[op.chunk]
+    reduced = [own.micro] if op.backward and op.chunk == 0 and own.reduces else []
+    hidden = own.hidden_micro
+    if last:
+        reduced.append(own.reduce)
+        hidden = own.hidden_step
+    wire = sum(one.link for one in reduced)
+    gone = begin + took.busy - min(hidden, took.compute, wire) + wire
+    done = begin + took.busy + took.sent
+    return max(gone, done) + sum(one.coding for one in reduced), done

@@ -1,0 +1,134 @@
+"""Seconds of every part of a stage, and the bound that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.figures import Figure
+from hybridcomp.plan.job import Job
+from hybridcomp.plan.prices import Price
+from hybridcomp.plan.work import Items, Stage, Wish, Work, price
+
+#: which number of a figure counts
+VALUE, LOW, HIGH = 0, 1, 2
+
+
+class Seconds(NamedTuple):
+    """Of some messages: the device in codecs, and links."""
+
+    coding: float
+    link: float
+
+    @property
+    def both(self) -> float:
+        """One after the other."""
+        return self.coding + self.link
+
+
+@dataclass(frozen=True)
+class View:
+    """How a step is looked at: with which number of every figure, and without which dimensions."""
+
+    pick: int = VALUE
+    without: frozenset[str] = frozenset()
+
+    def of(self, figure: Figure) -> float:
+        """The number that counts."""
+        return float(figure[self.pick])
+
+
+VIEW = View()
+
+
+def seconds(job: Job, items: Items, choices: Choices | Wish, view: View) -> Seconds:
+    """What ``items`` take."""
+    coding = link = 0.0
+    for item in items:
+        if item.key[0] in view.without:
+            continue
+        found: Price = price(job, item, choices)
+        coding += view.of(found.coding)
+        link += view.of(found.wire) + view.of(found.inside)
+    return Seconds(coding, link)
+
+
+class Durations(NamedTuple):
+    """Of a chunk's pass: what its device is busy or waits with, and what it sends.
+
+    compute: of ``busy`` the device's own work. Decoding what was sent counts for the sender.
+    """
+
+    busy: float
+    sent: float
+    compute: float
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one stage: passes by virtual stage, what follows each of them, and the end.
+
+    hidden_micro, hidden_step: compute behind which messages of a micro-batch, or of the step, hide.
+    reduces: whether something travels behind every micro-batch.
+    """
+
+    forward: tuple[Durations, ...]
+    backward: tuple[Durations, ...]
+    micro: Seconds
+    reduce: Seconds
+    adam: float
+    gather: Seconds
+    hidden_micro: float
+    hidden_step: float
+    reduces: bool
+
+
+def stage_times(
+    job: Job, work: Work, choices: Choices | Wish, view: View = VIEW
+) -> tuple[StageTimes, ...]:
+    """What every stage takes for its parts."""
+    return tuple(_times(job, work, stage, choices, view) for stage in work.stages)
+
+
+def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: View) -> StageTimes:
+    def passes(ahead: bool) -> tuple[Durations, ...]:
+        found = []
+        for one in stage.forward if ahead else stage.backward:
+            inner = seconds(job, one.items, choices, view)
+            sent = seconds(job, one.sent, choices, view)
+            compute = view.of(one.compute)
+            found.append(Durations(compute + inner.both + sent.coding, sent.link, compute))
+        return tuple(found)
+
+    forward, backward = passes(True), passes(False)
+    compute = sum(one.compute for one in (*forward, *backward))
+    overlap = job.calibration.overlap * compute
+    return StageTimes(
+        forward, backward, seconds(job, stage.micro, choices, view),
+        seconds(job, stage.reduce, choices, view), view.of(stage.adam),
+        seconds(job, stage.gather, choices, view), hidden_micro=overlap,
+        hidden_step=overlap * work.layout.accumulation, reduces=bool(stage.micro),
+    )  # fmt: skip
+
+
+def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
+    """No step with these times is faster: the way to a stage, what it does, and the way back."""
+    best = there = back = 0.0
+    count = work.layout.accumulation
+    ends = [_end_seconds(own) for own in times]
+    for own, end in zip(times, ends, strict=True):
+        steady = sum(one.busy + one.sent for one in (*own.forward, *own.backward))
+        behind = own.backward[0].compute
+        left = max(0.0, own.micro.link - min(own.hidden_micro, behind))
+        steady = count * (steady + own.micro.coding) + (count - 1) * left
+        last = max(0.0, own.micro.link + own.reduce.link - min(own.hidden_step, behind))
+        best = max(best, there + steady + max(last + end, back + ends[0]))
+        there += own.forward[0].busy + own.forward[0].sent
+        back += own.backward[0].busy
+    return best
+
+
+def _end_seconds(own: StageTimes) -> float:
+    """What a stage does behind its last pass and the reductions on the link."""
+    return own.reduce.coding + own.adam + own.gather.both

@@ -1,0 +1,41 @@
+"""The figures of the last report of a model's ledger, whichever engine the model is under.
+
+Names are those of ``metric_names`` with ``compression/`` in front: trainers write prefixes of their
+own (``train/``) before what they are given. A W&B run that the process has open gets the figures by
+itself, as ``Train/Compression/...`` on the axis of optimizer steps (``wandb_run``): readers of such
+a run must not find them twice under one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from hybridcomp.engines.attach import ATTRIBUTE
+from hybridcomp.metric_names import trainer_name
+from hybridcomp.session import session_of
+
+
+def take(model: nn.Module | None) -> dict[str, float]:
+    """Names and figures of the report that was made since the last call; empty without one.
+
+    ``model``: a DeepSpeed engine, a model under ``fully_shard`` or DistributedDataParallel, or
+    whatever such a one is a part of. Every rank is given the figures, which are of the whole job.
+    """
+    if model is None:
+        return {}
+    return {
+        trainer_name(name): value
+        for reporter in reporters(model)
+        for name, value in reporter.take_events()
+    }
+
+
+def reporters(model: nn.Module) -> Iterator[Any]:
+    """What reports about ``model`` or a part of it: sessions of engines, attached models."""
+    for module in model.modules():
+        found = session_of(module) or vars(module).get(ATTRIBUTE)
+        if found is not None:
+            yield found

@@ -1,0 +1,110 @@
+"""Hugging Face's Trainer, and TRL's trainers on top of it: figures in its log, residuals saved.
+
+The Trainer hands what its ``log`` is given to ``log_history`` (which is ``trainer_state.json``), to
+the console and to every reporter (TensorBoard, W&B, MLflow, ...), so there the figures go. Its
+callbacks are not told which Trainer calls them: that is why this one is given it.
+
+Under DeepSpeed the Trainer's checkpoints hold the residuals of error feedback already. Under FSDP2
+and DDP they hold weights and optimizer states only; there this callback writes a folder
+``hybridcomp`` into each of them and reads it when a run is resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback
+
+import hybridcomp
+from hybridcomp.config import BLOCK
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.engines import steps
+from hybridcomp.errors import ConfigError
+from hybridcomp.log import say
+from hybridcomp.trainers.figures import reporters, take
+
+if TYPE_CHECKING:
+    from hybridcomp.config import CompressionConfig
+
+#: the folder inside a checkpoint of the Trainer
+FOLDER = "hybridcomp"
+
+
+class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
+    """Compresses, logs and saves: ``trainer.add_callback(HybridcompCallback(trainer))``."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        block: Mapping[str, Any] | str | Path | CompressionConfig | None = None,
+        resume_from: str | Path | None = None,
+    ) -> None:
+        """Watch ``trainer``.
+
+        Args:
+            trainer: a ``transformers.Trainer``.
+            block: as for ``hybridcomp.attach``, under FSDP2 and DDP; None: that of
+                ``hybridcomp.install`` or HYBRIDCOMP_CONFIG. Under DeepSpeed it stands in the
+                DeepSpeed file.
+            resume_from: the checkpoint that a run is resumed from; None: ``checkpoint-<step>`` in
+                the output folder, which is what ``resume_from_checkpoint=True`` takes.
+        """
+        self._trainer = trainer
+        self._block = block
+        self._resume_from = resume_from
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Attach a model under FSDP2 or DDP, and take over what its checkpoint kept.
+
+        Raises ConfigError where a block was given that cannot act.
+        """
+        if self._trainer.is_deepspeed_enabled:
+            if self._block is not None:
+                todo = 'under DeepSpeed it stands in the DeepSpeed file, as "compression"'
+                raise ConfigError(BLOCK, Shown("a block of the callback"), todo)
+            return
+        self._attach(args)
+        if state.global_step and _keeps_nothing_itself():
+            folder = self._checkpoint(args, state, self._resume_from)
+            if not folder.is_dir():
+                say(f"{folder} is not there: residuals of error feedback start at zero")
+                return
+            hybridcomp.load_state(folder)
+
+    def _attach(self, args: Any) -> None:
+        wrapped = self._trainer.model_wrapped
+        model = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's wrapper sends nothing
+        if args.world_size == 1:
+            say("one process sends nothing: nothing is compressed")
+        elif any(reporters(model)):
+            return  # a further training of one Trainer
+        elif self._block is not None or isinstance(model, DistributedDataParallel | FSDPModule):
+            hybridcomp.attach(model, self._block)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log a report that this step has made, on all ranks, as the Trainer does."""
+        figures: dict[str, float] = take(self._trainer.model_wrapped)
+        if figures:
+            due = control.should_log  # logging unsets it, and the losses of this step must follow
+            # not what a subclass made of it: TRL's averages its own figures whenever it is called
+            Trainer.log(self._trainer, figures)
+            control.should_log = due
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write residuals and step into the checkpoint that was just saved, on all ranks."""
+        if _keeps_nothing_itself():
+            hybridcomp.save_state(self._checkpoint(args, state, None))
+
+    @staticmethod
+    def _checkpoint(args: Any, state: Any, named: str | Path | None) -> Path:
+        where = named or Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        return Path(where) / FOLDER
+
+
+def _keeps_nothing_itself() -> bool:
+    """Whether a model of this process has residuals that no checkpoint of the Trainer holds."""
+    return any(attached.channels["dp"].error_feedback for attached in steps.models())

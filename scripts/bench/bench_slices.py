@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""A pipeline over token slices at batch 1: measured steps beside what the dynamic program predicts.
+
+torchrun --nproc-per-node 4 scripts/bench/bench_slices.py -- --length 4096 --width 512
+
+Every rank is a stage of equal layers. First the stage's forward and backward are timed on slices of
+several lengths at several places, and a line is fitted to them; then ``plan.slices`` chooses, and
+the sequence is trained on whole, in uniform slices and in the chosen ones, in turns. The prediction
+knows the compute alone: give each rank a core of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hybridcomp.nn.slices import Past, SlicePipeline, attend
+from hybridcomp.plan.slices import Slices, SliceSeconds, token_slices, uniform_slices
+
+
+class Layer(nn.Module):
+    """Attention to all tokens before, and an MLP; no norms, which cost little."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, values: Tensor, past: Past) -> Tensor:
+        """(1, T, C) to (1, T, C)."""
+        batch, length, _ = values.shape
+        cut = self.qkv(values).view(batch, length, 3, self.heads, -1)
+        query, key, value = cut.permute(2, 0, 3, 1, 4)
+        mixed = attend(query, *past.extend(self, key, value))
+        values = values + self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = values + self.down(F.gelu(self.up(values)))
+        return out
+
+
+class Stage(nn.Module):
+    """Some layers; the first stage has the table too, the loss takes hidden states."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, options.width) if dist.get_rank() == 0 else None
+        layers = (Layer(options.width, options.heads) for _ in range(options.layers))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, values: Tensor, past: Past) -> Tensor:
+        """Tokens (1, T) or hidden states (1, T, C) to hidden states."""
+        if self.table is not None:
+            values = self.table(values)
+        for layer in self.layers:
+            values = layer(values, past)
+        return values
+
+
+def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
+    """Something with a gradient: the mean square of the first features, around the labels."""
+    return (hidden[..., 0] - labels / 256).square().mean()
+
+
+def once(stage: Stage, width: int, start: int, stop: int) -> float:
+    """Seconds of one slice, forward and backward, behind ``start`` tokens."""
+    past = Past()
+    if start:
+        with torch.no_grad():
+            for layer in stage.layers:
+                layer(torch.randn(1, start, width), past)
+        past.advance(start)
+    values = torch.randn(1, stop - start, width, requires_grad=True)
+    begin, out = time.perf_counter(), values
+    for layer in stage.layers:
+        out = layer(out, past)
+    out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+    return time.perf_counter() - begin
+
+
+def fitted(stage: Stage, options: argparse.Namespace) -> SliceSeconds:
+    """Seconds of a slice in granules: a + b * tokens + c * tokens * tokens that they look at.
+
+    Fitted to what this stage takes; the slowest stage's line is used on all.
+    """
+    granule, count = options.granule, options.length // options.granule
+    rows, times = [], []
+    for size in sorted({1, 2, max(1, count // 4), max(1, count // 2), count}):
+        for start in sorted({0, (count - size) // 2, count - size}):
+            edges = granule * start, granule * (start + size)
+            once(stage, options.width, *edges)
+            found = [once(stage, options.width, *edges) for _ in range(options.repeats)]
+            rows.append(_features(*edges))
+            times.append(statistics.median(found))
+    line = torch.linalg.lstsq(torch.tensor(rows), torch.tensor(times).unsqueeze(1)).solution
+    lines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line.squeeze(1).tolist())
+    slowest = max(lines, key=lambda each: _time(each, 0, options.length))
+    return lambda start, stop: max(1e-9, _time(slowest, granule * start, granule * stop))
+
+
+def _features(start: int, stop: int) -> list[float]:
+    tokens = stop - start
+    return [1.0, tokens / 1e3, tokens * (start + stop) / 2e6]
+
+
+def _time(line: Sequence[float], start: int, stop: int) -> float:
+    return sum(a * b for a, b in zip(line, _features(start, stop), strict=True))
+
+
+def measured(stage: Stage, ways: dict[str, Slices], options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step in each way, in turns: the median of the slowest rank's."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(256, (1, options.length + 1), generator=generator)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(options.repeats + 1):
+        for name, slices in ways.items():
+            lengths = slices.lengths(options.granule)
+            pipeline = SlicePipeline(stage, lengths, options.width, loss_of)
+            dist.barrier()
+            begin = time.perf_counter()
+            pipeline.step(whole[:, :-1], whole[:, 1:])
+            took = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            if turn:
+                seconds[name].append(float(took))
+    return {
+        name: {
+            "slices": slices.lengths(options.granule),
+            "measured_s": statistics.median(seconds[name]),
+            "predicted_s": slices.seconds(dist.get_world_size()),
+        }
+        for name, slices in ways.items()
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--length", type=int, default=2048, help="tokens")
+    add("--granule", type=int, default=128, help="slices are multiples of so many tokens")
+    add("--width", type=int, default=256)
+    add("--heads", type=int, default=4)
+    add("--layers", type=int, default=2, help="of each stage")
+    add("--repeats", type=int, default=5)
+    add("--out", type=Path, metavar="FILE", help="JSON")
+    found = parser.parse_args(arguments)
+    if found.length % found.granule:
+        parser.error("--length: expected a multiple of --granule")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    options = parse(arguments)
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    stage, count = Stage(options), options.length // options.granule
+    seconds = fitted(stage, options)
+    ways = {"whole": uniform_slices(count, 1, seconds)}
+    for parts in (2, 4, 8, 16):
+        if parts <= count:
+            ways[f"uniform {parts}"] = uniform_slices(count, parts, seconds)
+    ways["chosen"] = token_slices(count, dist.get_world_size(), seconds)
+    found = measured(stage, ways, options)
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} stages, {options.length} tokens, batch 1")
+        for name, row in found.items():
+            ratio = row["measured_s"] / row["predicted_s"]
+            shown = f"{row['measured_s']:8.3f} s measured {row['predicted_s']:8.3f} s predicted"
+            print(f"{name:12} {shown}  {ratio:5.2f}  {len(row['slices'])} slices")
+        print(f"chosen: {found['chosen']['slices']}")
+        if options.out:
+            options.out.write_text(json.dumps({"options": str(options), "rows": found}, indent=1))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

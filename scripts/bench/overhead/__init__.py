@@ -1,0 +1,1 @@
+"""Two commits side by side: ``bench_overhead.py --against``."""

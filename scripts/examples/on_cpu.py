@@ -1,0 +1,85 @@
+"""Where a trainer offers something on GPUs only, what lets its example be tried out on CPUs.
+
+None of it is about hybridcomp, and a script for GPUs needs none of it.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def accelerate_on_cpu(engine: str = "") -> None:
+    """Let accelerate shard and use DeepSpeed on CPUs: it asks only whose processes they are.
+
+    ``engine``: "fsdp", "deepspeed" or "ddp"; without it what ``accelerate launch`` was told.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    for name in ("fsdp", "deepspeed"):
+        if os.environ.get(f"ACCELERATE_USE_{name.upper()}") == "true":
+            engine = engine or name
+    if not torch.cuda.is_available():
+        state = PartialState(cpu=True)
+        if engine == "fsdp":
+            state.distributed_type = DistributedType.MULTI_GPU
+        elif engine == "deepspeed":
+            state.distributed_type = DistributedType.DEEPSPEED
+
+
+def lightning_accelerator() -> Any:
+    """What ``lightning.Trainer(accelerator=...)`` takes: GPUs, else CPUs that pass for GPUs.
+
+    Lightning's DeepSpeed strategy refuses every accelerator that is not a ``CUDAAccelerator``.
+    """
+    from lightning.pytorch.accelerators import CUDAAccelerator
+
+    if torch.cuda.is_available():
+        return "gpu"
+
+    class OnCPU(CUDAAccelerator):  # type: ignore[misc]
+        """Processes on CPUs."""
+
+        parse_devices = staticmethod(int)
+        is_available = staticmethod(lambda: True)
+
+        @staticmethod
+        def get_parallel_devices(devices: int) -> list[torch.device]:
+            """One for each process."""
+            return [torch.device("cpu", place) for place in range(devices)]
+
+        def setup_device(self, device: torch.device) -> None:
+            """Nothing is chosen."""
+
+        def setup(self, trainer: Any) -> None:
+            """Nothing is emptied."""
+
+        def get_device_stats(self, device: Any) -> dict[str, Any]:
+            """Nothing is known."""
+            return {}
+
+        def teardown(self) -> None:
+            """Nothing is freed."""
+
+    return OnCPU()
+
+
+#: what torchtitan asks of ``torch.cuda``, answered for a process on CPUs
+TORCHTITAN_DEVICE = SimpleNamespace(
+    set_device=lambda _: None, synchronize=lambda: None, empty_cache=lambda: None,
+    reset_peak_memory_stats=lambda: None, current_device=lambda: 0, device_count=lambda: 1,
+    get_device_name=lambda _: "CPU", memory_stats=lambda _: {},
+    get_device_properties=lambda _: SimpleNamespace(total_memory=1),
+)  # fmt: skip
+
+
+def torchtitan_devices() -> None:
+    """Let torchtitan train on CPUs: before anything else of it is imported."""
+    if not torch.cuda.is_available():
+        from torchtitan.tools import utils
+
+        utils.device_type, utils.device_module = "cpu", TORCHTITAN_DEVICE

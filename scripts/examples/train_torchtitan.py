@@ -1,0 +1,21 @@
+#!/usr/bin/env python3
+"""torchtitan's own program, ``python -m torchtitan.train``, on torch 2.13 and on CPUs too.
+
+The command is that of ``torchtitan_small.py``. Of torch 2.14, which torchtitan 0.3 is written for,
+it calls one thing that torch 2.13 has under another name.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from on_cpu import torchtitan_devices
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+torchtitan_devices()
+if not hasattr(dist, "set_timeout"):
+    dist.set_timeout = _set_pg_timeout  # type: ignore[attr-defined]
+
+from torchtitan.train import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""How the ranks of a training stand to each other, and weights that go from one way to another."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpt.weights import ModelConfig
+
+
+class ParallelismError(ValueError):
+    """Ranks or packages that --tp, --pp and --cp need are not there."""
+
+
+def lay_out(tp: int, pp: int, tp2d: int = 1, cp: int = 1) -> Any:
+    """DeepSpeed's topology of the ranks, with the groups of --tp or --tp2d; None without these.
+
+    Raises ParallelismError.
+    """
+    world_size = dist.get_world_size()
+    if tp2d > 1:
+        return mesh_of(tp2d, tp * pp * cp)
+    if world_size % (tp * pp):
+        raise ParallelismError(
+            f"--tp {tp} --pp {pp}: expected a multiple of {tp * pp} ranks, found {world_size}; "
+            "change --num_gpus"
+        )
+    if tp == 1:
+        return None
+    # Megatron overlaps the all-reduce of input gradients with matrix products on this condition
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    try:
+        from gpt import tensor_parallel
+    except ImportError as error:
+        raise ParallelismError(
+            f"--tp {tp}: expected megatron-core, found none that can be imported ({error}); "
+            "pip install 'hybridcomp[megatron]'"
+        ) from None
+    return tensor_parallel.start(tp, pp)
+
+
+def mesh_of(tp2d: int, others: int) -> Any:
+    """DeepSpeed's topology of --tp2d, and its mesh. Raises ParallelismError.
+
+    ``others``: ranks of --tp, --pp and --cp.
+    """
+    world_size = dist.get_world_size()
+    if others > 1 or world_size % tp2d**2:
+        raise ParallelismError(
+            f"--tp2d {tp2d}: expected a multiple of {tp2d**2} ranks and no --tp, --pp or --cp, "
+            f"found {world_size} ranks and {others} for these three; change them"
+        )
+    try:
+        from gpt import two_dimensional
+    except ImportError as error:
+        raise ParallelismError(
+            f"--tp2d {tp2d}: expected hybridcomp, found none that can be imported ({error}); "
+            "pip install hybridcomp"
+        ) from None
+    return two_dimensional.start(tp2d)
+
+
+def check(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """Raise ParallelismError for options that do not go together, before anything is built."""
+    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if arguments.tp2d > 1 and stage == 3:
+        raise ParallelismError(
+            f"--tp2d {arguments.tp2d}: expected zero_optimization.stage 0, 1 or 2, found 3; its "
+            "layers hold parts already, which ZeRO 3 would cut again"
+        )
+    batch = settings.get("train_micro_batch_size_per_gpu")
+    if isinstance(batch, int) and batch % arguments.tp2d:
+        raise ParallelismError(
+            f"--tp2d {arguments.tp2d}: expected a train_micro_batch_size_per_gpu that it divides, "
+            f"found {batch}; change it"
+        )
+    asked = [name for name in ("weights_from", "weights_to") if getattr(arguments, name)]
+    plain = arguments.tp * arguments.pp == 1 and arguments.engine == "deepspeed" and stage < 3
+    if asked and not plain:
+        raise ParallelismError(
+            f"--{asked[0].replace('_', '-')}: expected --engine deepspeed, ZeRO 0, 1 or 2 and no "
+            "--tp or --pp; leave it out"
+        )
+
+
+def convert(arguments: argparse.Namespace, config: ModelConfig, model: Any, load: bool) -> None:
+    """Read (--weights-from) or write (--weights-to) weights of the plain model; see ``check``."""
+    path = arguments.weights_from if load else arguments.weights_to
+    if path is None:
+        return
+    if config.tp2d > 1:
+        from gpt import two_dimensional
+
+        (two_dimensional.load_plain if load else two_dimensional.save_plain)(model, path)
+    elif load:
+        model.load_state_dict(torch.load(path, map_location="cpu"))
+    elif dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), path)
+
+
+def cut_sequences(cp: int, tp: int, pp: int, length: int) -> None:
+    """Make the groups of --cp. Raises ParallelismError."""
+    replicas = dist.get_world_size() // (tp * pp)
+    if replicas % cp:
+        raise ParallelismError(
+            f"--cp {cp}: expected a multiple of {cp} replicas, found {replicas}; change --num_gpus"
+        )
+    if length % (2 * cp):
+        raise ParallelismError(
+            f"--cp {cp} --length {length}: expected a multiple of {2 * cp} tokens, two chunks a "
+            "rank; change --length"
+        )
+    try:
+        from gpt import context_parallel
+    except ImportError as error:
+        raise ParallelismError(
+            f"--cp {cp}: expected hybridcomp, found none that can be imported ({error}); "
+            "pip install hybridcomp"
+        ) from None
+    context_parallel.start(cp, tp, pp)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers with commas between; ``none``: no number. Raises ValueError, as argparse wants."""
+    return () if text == "none" else tuple(int(part) for part in text.split(","))
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Raise ParallelismError where --cuts or --recompute are not those of the layers."""
+    strange = [number for number in arguments.recompute if not 0 <= number < arguments.layers]
+    if strange:
+        raise ParallelismError(
+            f"--recompute {strange[0]}: expected a layer, 0 to {arguments.layers - 1}"
+        )
+    cuts = arguments.cuts if arguments.pp > 1 else ()
+    if cuts and (len(cuts) != arguments.pp or sum(cuts) != arguments.layers or min(cuts) < 0):
+        raise ParallelismError(
+            f"--cuts {','.join(map(str, cuts))}: expected {arguments.pp} numbers, one a stage of "
+            f"--pp, {arguments.layers} layers together"
+        )

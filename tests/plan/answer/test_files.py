@@ -1,0 +1,112 @@
+"""The files that start a plan say what the plan says, and the block reads its own plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hybridcomp.codecs import BlockInt
+from hybridcomp.config import load_config
+from hybridcomp.errors import ConfigError
+from hybridcomp.plan.answer import files
+from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.plan import Plan
+from tests.plan.answer.made import CLUSTER, ENCODED, plan
+
+BASE = {
+    "train_batch_size": 7,
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 5, "offload_optimizer": {}},
+    "compression": {"preset": "naive-zfp", "ledger": {"every": 5}, "min_bytes": 1},
+}
+
+
+def test_deepspeeds_file_is_the_users_with_what_the_plan_decides(tmp_path: Path) -> None:
+    written = files.write(plan(), CLUSTER, tmp_path, BASE)
+    assert [path.name for path in written] == ["plan.json", "ds_config.json", "start.sh"]
+    found = json.loads((tmp_path / "ds_config.json").read_text())
+    assert "train_batch_size" not in found, "it would contradict what the plan says"
+    assert found["train_micro_batch_size_per_gpu"] == 2
+    assert found["gradient_accumulation_steps"] == 8
+    assert found["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 5}
+    assert found["optimizer"] == BASE["optimizer"] and found["bf16"]["enabled"]
+    assert found["compression"]["ledger"] == {"every": 5}
+    assert "min_bytes" not in found["compression"], "the plan counted on its own"
+
+
+def test_the_block_of_the_files_is_the_plans(tmp_path: Path) -> None:
+    files.write(plan(), CLUSTER, tmp_path)
+    block = load_config(tmp_path / "ds_config.json")
+    assert block is not None and block.planned is not None
+    codecs = block.policy().codecs
+    assert codecs["dp", "forward"] == BlockInt(4) and block.error_feedback("dp")
+    assert codecs["pp", "forward"] == BlockInt(8)
+    assert codecs["pp", "backward"] is not None and codecs["pp", "backward"].name == "expcode"
+    assert codecs["zero", "forward"] is None
+    assert block.planned.layout["ranks"] == 4 and block.planned.layout["stages"] == 2
+    assert Plan.read(tmp_path / "plan.json").choices == Choices.of(ENCODED)
+
+
+def test_offload_and_the_ledger_of_a_trial(tmp_path: Path) -> None:
+    moved = plan(Layout(data=4, zero_stage=2, offload=True))
+    files.write(moved, CLUSTER, tmp_path, BASE, ledger=tmp_path / "ledger.jsonl")
+    found = json.loads((tmp_path / "ds_config.json").read_text())
+    assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert found["compression"]["ledger"]["jsonl"] == str(tmp_path / "ledger.jsonl")
+
+
+def test_megatrons_arguments_and_block(tmp_path: Path) -> None:
+    uneven = Layout(
+        tensor=2, sequence=True, stages=2, cuts=(3, 1), zero_stage=1, micro_batch=2,
+        accumulation=4, recompute=((0, 1), (1, 2)),
+    )  # fmt: skip
+    files.write(plan(uneven, engine="megatron"), CLUSTER, tmp_path)
+    words = (tmp_path / "megatron_args.txt").read_text().split()
+    said = dict(zip(words, words[1:], strict=False))
+    assert said["--tensor-model-parallel-size"] == said["--pipeline-model-parallel-size"] == "2"
+    assert said["--global-batch-size"] == "8"
+    assert said["--pipeline-model-parallel-layout"] == "'Ettt|tL'"
+    assert said["--recompute-method"] == "block"
+    assert {"--sequence-parallel", "--use-distributed-optimizer", "--bf16"} <= set(words)
+    block = json.loads((tmp_path / "compression.json").read_text())
+    assert block == {"preset": "planned", "plan": str(tmp_path / "plan.json")}
+    start = (tmp_path / "start.sh").read_text()
+    assert "HYBRIDCOMP_CONFIG" in start and "torchrun --nnodes 2 --nproc-per-node 2" in start
+    virtual = Layout(stages=2, virtual=2, cuts=(1, 1, 1, 1), recompute=((0, 2), (2, 4)))
+    found = files.megatron_arguments(plan(virtual, engine="megatron"))
+    assert "--num-virtual-stages-per-pipeline-rank 2" in found
+    assert "--recompute-method uniform" in found and "--recompute-num-layers 2" in found
+
+
+def test_neoxs_file_is_the_users_with_what_the_plan_decides(tmp_path: Path) -> None:
+    base = tmp_path / "mine.yml"
+    base.write_text('{"num-layers": 4, "deepspeed_extra_args": {"steps_per_print": 3}}')
+    pytest.importorskip("yaml")
+    settings = files.base_of(base, "neox")
+    files.write(plan(engine="neox"), CLUSTER, tmp_path, settings)
+    found = json.loads((tmp_path / "neox.yml").read_text())
+    assert found["num_layers"] == 4 and found["pipe_parallel_size"] == 2
+    assert found["precision"] == "bfloat16" and found["checkpoint_activations"] is False
+    assert found["deepspeed_extra_args"]["steps_per_print"] == 3
+    assert found["deepspeed_extra_args"]["compression"]["preset"] == "planned"
+
+
+def test_the_users_command_is_filled_in_and_runs(tmp_path: Path) -> None:
+    command = ["echo", "--pp", "{stages}", "--cuts={cuts}", "{recompute}", "a b", "{config}"]
+    files.write(plan(), CLUSTER, tmp_path, command=command)
+    said = subprocess.run(
+        [tmp_path / "start.sh"], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.split() == [
+        "--pp", "2", "--cuts=2,2", "none", "a", "b", str(tmp_path / "ds_config.json"),
+    ]  # fmt: skip
+
+
+def test_megatron_takes_no_file(tmp_path: Path) -> None:
+    assert files.base_of(None, "megatron") == {}
+    with pytest.raises(ConfigError, match="Megatron takes arguments"):
+        files.base_of(tmp_path / "x.json", "megatron")

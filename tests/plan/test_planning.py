@@ -1,0 +1,213 @@
+"""The whole search: the best of all there is, memory that is never crossed, unequal devices."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.plan.budget import Budget
+from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.evaluate import Evaluator
+from hybridcomp.plan.job import Job
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.mcmc import annealed, walk_of
+from hybridcomp.plan.placing import Placer
+from hybridcomp.plan.request import Batch, Found, Limits
+from hybridcomp.plan.search import search
+from hybridcomp.plan.space import layouts
+from tests.plan.clusters import cluster, small
+
+RECOMMENDED = Budget.parse("recommended")
+BATCH = Batch(16, 128)
+
+
+def best_of_all(job: Job, budget: Budget) -> float:
+    """Every layout, cut as the search cuts it, with every combination of choices, simulated."""
+    evaluator, placer, best = Evaluator(job, budget), Placer(job), float("inf")
+    for layout in layouts(job, Counter()):
+        for work in placer.places(layout, True):
+            keys = list(evaluator.options(work))
+            options = [budget.options(key, layout.zero_stage) for key in keys]
+            for combination in itertools.product(*options):
+                choices = Choices.of(dict(zip(keys, combination, strict=True)))
+                if evaluator.fits(work, choices):
+                    best = min(best, evaluator.seconds(work, choices))
+    return best
+
+
+#: two links, plenty and little memory; 8 bits or native, so that all combinations can be tried
+SMALL_BUDGET = Budget.parse(
+    {name: {"codec": "blockint", "bits": bits}
+     for name, bits in (("dp", 4), ("zero", 8), ("tp", 8), ("pp", 8))}
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
+@pytest.mark.parametrize(("gbits", "memory_gb"), [(0.05, 1.0), (5.0, 1.0), (0.2, 0.05)])
+def test_the_best_of_all_is_found(engine: str, gbits: float, memory_gb: float) -> None:
+    machines = cluster(nodes=4, ranks_per_node=1, gbits=gbits, memory_gb=memory_gb)
+    limits = Limits(engine=engine, most_micro_batch=4)  # type: ignore[arg-type]
+    found = search(small(), machines, SMALL_BUDGET, BATCH, limits)
+    best = best_of_all(Job(small(), machines, BATCH, limits), SMALL_BUDGET)
+    assert found.plans[0].prediction.seconds == pytest.approx(best, rel=1e-9)
+    seconds = [plan.prediction.seconds for plan in found.plans]
+    assert seconds == sorted(seconds) and len({plan.layout for plan in found.plans}) > 3
+    assert search(small(), machines, SMALL_BUDGET, BATCH, limits) == found
+    for plan in found.plans:
+        CompressionConfig.parse(plan.block)
+        assert plan.layout.samples == BATCH.samples and plan.layout.ranks == 4
+        assert sum(plan.layout.cuts) == small().depth
+
+
+def first(gbits: float, budget: Budget = RECOMMENDED, **fixed: object) -> Found:
+    machines = cluster(nodes=4, ranks_per_node=1, gbits=gbits)
+    return search(small(), machines, budget, BATCH, Limits(fixed=fixed, keep=1))
+
+
+def test_two_speeds_get_two_plans() -> None:
+    slow, fast = first(0.02).plans[0], first(100.0).plans[0]
+    assert (slow.layout, slow.choices) != (fast.layout, fast.choices)
+    assert slow.choices.items and not fast.choices.items
+
+
+def test_a_slow_link_is_worth_a_codec() -> None:
+    native, encoded = (first(0.05, Budget.parse(name), tensor=1, stages=1)
+                       for name in ("native", "recommended"))  # fmt: skip
+    assert encoded.plans[0].prediction.seconds < 0.7 * native.plans[0].prediction.seconds
+    lossless = first(0.05, Budget.parse("lossless"), tensor=1, stages=1).plans[0]
+    assert all(one.codec is not None and one.codec.lossless for _, one in lossless.choices)
+    assert lossless.prediction.seconds <= native.plans[0].prediction.seconds
+
+
+def test_what_the_user_has_decided_stays() -> None:
+    found = first(1.0, tensor=2, stages=2, zero_stage=0, cuts=(3, 3)).plans[0]
+    assert (found.layout.tensor, found.layout.stages, found.layout.cuts) == (2, 2, (3, 3))
+    with pytest.raises(ConfigError, match=r"fixed.tensors: found 2; expected one of accumulation"):
+        Limits(fixed={"tensors": 2})
+
+
+def test_a_rank_half_as_fast_gets_fewer_layers() -> None:
+    machines = cluster(nodes=4, ranks_per_node=1, gbits=10.0, speeds={2: 0.5})
+    limits = Limits(fixed={"stages": 4}, keep=1)
+    model = small(blocks=14)
+    plan = search(model, machines, RECOMMENDED, Batch(32, 128), limits).plans[0]
+    cuts = plan.layout.cuts
+    assert cuts[2] == min(cuts) and cuts[2] <= 0.7 * max(cuts)
+    even = Limits(fixed={"stages": 4, "cuts": (4, 4, 4, 4)}, keep=1)
+    evenly = search(model, machines, RECOMMENDED, Batch(32, 128), even).plans[0]
+    assert evenly.prediction.seconds > 1.25 * plan.prediction.seconds
+
+
+def test_half_the_memory_switches_recomputation_on() -> None:
+    fixed = {"stages": 2, "tensor": 1, "micro_batch": 4}
+    limits, model = Limits(fixed=fixed, keep=3), small(blocks=6)
+    plenty = cluster(nodes=2, ranks_per_node=1, memory_gb=10.0)
+    batch = Batch(32, 128)
+    free = search(model, plenty, RECOMMENDED, batch, limits).plans[0]
+    assert not free.layout.recompute
+    need = free.prediction.device_nbytes
+    half = cluster(nodes=2, ranks_per_node=1, memory_gb=0.5 * need / 0.92e9)
+    room = 0.92 * half.ranks[0].nbytes
+    tight = search(model, half, RECOMMENDED, batch, limits)
+    assert tight.plans[0].layout.recompute
+    assert tight.plans[0].prediction.seconds > free.prediction.seconds
+    for plan in tight.plans:
+        assert max(plan.prediction.memory_by_stage) <= room
+
+
+def test_memory_is_never_crossed() -> None:
+    draw, recomputed = random.Random(7), 0
+    for _ in range(12):
+        memory = draw.uniform(0.02, 0.12)
+        machines = cluster(nodes=4, ranks_per_node=1, memory_gb=memory, gbits=draw.uniform(0.05, 5))
+        limits = Limits(keep=3, most_micro_batch=4)
+        found = search(small(), machines, RECOMMENDED, BATCH, limits)
+        for plan in found.plans:
+            assert plan.prediction.device_nbytes <= 0.92 * machines.ranks[0].nbytes
+            assert plan.prediction.device_nbytes == pytest.approx(
+                max(plan.prediction.memory_by_stage)
+            )
+            recomputed += bool(plan.layout.recompute)
+    assert recomputed
+
+
+def test_what_no_plan_meets_is_told() -> None:
+    tiny = cluster(nodes=2, ranks_per_node=1, memory_gb=0.001)
+    found = search(small(), tiny, RECOMMENDED, BATCH)
+    assert not found.plans and found.nearest is not None
+    assert found.nearest.what == "memory" and found.nearest.needed > found.nearest.available
+    assert found.reason.startswith("no plan fits: the leanest of")
+    assert f"{found.nearest.needed / 1e9:.3g} GB" in found.reason
+    more = search(small(), tiny, RECOMMENDED, BATCH, Limits(ranks=8))
+    assert "8 ranks are wanted, and the cluster has 2" in more.reason
+    odd = search(small(), tiny, RECOMMENDED, Batch(1, 128), Limits(fixed={"data": 2}))
+    assert "cannot be divided among the replicas" in odd.reason
+
+
+def space(seed: int) -> tuple[Job, Budget]:
+    """A small space: a few layouts of two or four ranks, two or three options a key."""
+    draw = random.Random(seed)
+    ranks = draw.choice([2, 4])
+    machines: Cluster = cluster(
+        nodes=ranks, ranks_per_node=1, gbits=draw.uniform(0.02, 10), memory_gb=draw.uniform(0.1, 1)
+    )
+    settings: list[dict[str, Any]] = [
+        {"codec": "blockint", "bits": draw.choice([4, 8])}, {"codec": "expcode"},
+    ]  # fmt: skip
+    names = draw.sample(["dp", "zero", "tp", "pp"], 3)
+    budget = Budget.parse({name: settings[: draw.randrange(1, 3)] for name in names})
+    limits = Limits(
+        most_micro_batch=2, recompute=False, seed=seed, chains=2, proposals=300,
+        fixed={"tensor": draw.choice([1, 2])},
+    )  # fmt: skip
+    return Job(small(blocks=2), machines, Batch(4, 64), limits), budget
+
+
+def test_mcmc_finds_the_enumerated_optimum() -> None:
+    hits = spared = 0
+    for seed in range(100):
+        job, budget = space(seed)
+        walk, _, _ = walk_of(job, budget)
+        best = min(walk.cost(point) for point in itertools.product(*map(range, walk.sizes)))
+        found = annealed(job, budget)
+        assert found.spread >= 1.0
+        assert found.plans[0].prediction.seconds >= best * (1 - 1e-9)
+        hits += found.plans[0].prediction.seconds <= best * (1 + 1e-9)
+        spared += walk.whole - walk.simulated
+    assert hits >= 95
+    assert spared > 0  # tasks that delta simulation did not look at again
+
+
+def test_mcmc_recomputes_single_layers() -> None:
+    fixed = {"stages": 1, "tensor": 1, "micro_batch": 8, "zero_stage": 0}
+    limits = Limits(fixed=fixed, keep=1)
+    batch = Batch(16, 128)
+    free = search(small(), cluster(2, 1, memory_gb=9.0), RECOMMENDED, batch, limits).plans[0]
+    tight = cluster(2, 1, memory_gb=0.75 * free.prediction.device_nbytes / 0.92e9)
+    walk = Limits(fixed=fixed, method="mcmc", proposals=400, chains=2)
+    found = search(small(), tight, RECOMMENDED, batch, walk)
+    enumerated = search(small(), tight, RECOMMENDED, batch, limits)
+    assert found.plans[0].layout.recompute
+    assert found.plans[0].prediction.device_nbytes <= 0.92 * tight.ranks[0].nbytes
+    # single layers here, whole segments there
+    assert found.plans[0].prediction.seconds <= 1.1 * enumerated.plans[0].prediction.seconds
+    assert search(small(), tight, RECOMMENDED, batch, walk) == found
+
+
+def test_graphs_are_split_by_their_ideals() -> None:
+    from hybridcomp.plan.models.reading import read_model
+
+    model = read_model("tests.plan.test_models:towers")
+    machines = cluster(nodes=2, ranks_per_node=1, gbits=1000.0)
+    limits = Limits(dtype="fp32", fixed={"stages": 2}, keep=1)
+    plan = search(model, machines, RECOMMENDED, Batch(8, 1), limits).plans[0]
+    assert sorted(sum(plan.layout.nodes, ())) == [0, 1, 2, 3, 4]
+    assert plan.layout.nodes and plan.layout.cuts == tuple(map(len, plan.layout.nodes))
+    assert Layout.from_json(plan.layout.to_json()) == plan.layout

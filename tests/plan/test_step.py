@@ -1,0 +1,191 @@
+"""One simulated step: schedules, the recurrence against the timeline, bytes that were measured."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+from hybridcomp.plan.choices import Choice, Choices
+from hybridcomp.plan.job import Job
+from hybridcomp.plan.layout import Layout, even_cuts
+from hybridcomp.plan.predict import predicted
+from hybridcomp.plan.prices import Calibration, Call, Prices, native_nbytes
+from hybridcomp.plan.recurrence import step_seconds
+from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.schedule import Op, in_flight, order
+from hybridcomp.plan.step import MOST_PASSES, sample, seconds_of, simulated, tasks_of
+from hybridcomp.plan.timeline import simulate
+from hybridcomp.plan.times import Durations, Seconds, StageTimes, least_seconds
+from hybridcomp.plan.work import Work, work_of
+from tests.paths import ROOT
+from tests.plan.clusters import cluster, small
+
+RECOMMENDED = Choices.of_block({"preset": "recommended"})
+
+
+def test_orders_of_1f1b() -> None:
+    def forward(number: int) -> Op:
+        return Op(False, 0, number)
+
+    def backward(number: int) -> Op:
+        return Op(True, 0, number)
+
+    assert order(1, 2, 1, 3) == (
+        forward(0), backward(0), forward(1), backward(1), forward(2), backward(2),
+    )  # fmt: skip
+    assert order(0, 2, 1, 2) == (forward(0), forward(1), backward(0), backward(1))
+    assert [in_flight(stage, 4, 1, 16) for stage in range(4)] == [4, 3, 2, 1]
+    # Megatron's interleaved warm-up: twice the distance to the end, and a round for every chunk
+    ops = order(0, 2, 2, 4)
+    assert [op.backward for op in ops].index(True) == 2 * 1 + 2 + 1
+    assert sorted(ops) == sorted(
+        Op(back, chunk, n) for back in (False, True) for chunk in (0, 1) for n in range(4)
+    )
+
+
+def random_times(draw: random.Random, layout: Layout, micro: bool) -> tuple[StageTimes, ...]:
+    def durations() -> Durations:
+        compute = draw.uniform(1, 3)
+        return Durations(compute + draw.uniform(0, 1), draw.uniform(0, 0.5), compute)
+
+    def seconds() -> Seconds:
+        return Seconds(draw.uniform(0, 1), draw.uniform(0, 4))
+
+    return tuple(
+        StageTimes(
+            tuple(durations() for _ in range(layout.virtual)),
+            tuple(durations() for _ in range(layout.virtual)),
+            seconds() if micro else Seconds(0.0, 0.0), seconds(), draw.random(), seconds(),
+            draw.choice([0.0, 0.3]), draw.choice([0.0, 2.0]), micro,
+        )
+        for _ in range(layout.stages)
+    )  # fmt: skip
+
+
+def test_recurrence_is_the_event_simulation() -> None:
+    draw = random.Random(5)
+    for index in range(60):
+        stages, virtual = draw.randrange(1, 5), draw.choice([1, 1, 2])
+        virtual = virtual if stages > 1 else 1
+        count = stages * draw.randrange(1, 4)
+        layout = Layout(stages=stages, virtual=virtual, accumulation=count)
+        times = random_times(draw, layout, micro=index % 3 == 0)
+        work = Work(layout, ())
+        whole = simulate(tasks_of(work, times, count)[0]).seconds
+        assert step_seconds(layout, times, count) == pytest.approx(whole, rel=1e-12)
+        assert least_seconds(work, times) <= whole * (1 + 1e-12)
+
+
+def test_long_steps_are_extrapolated() -> None:
+    draw = random.Random(6)
+    for stages in (2, 4, 7):
+        layout = Layout(stages=stages, accumulation=900 // stages)
+        times = random_times(draw, layout, micro=False)
+        assert sample(layout)[1] and 2 * stages * sample(layout)[0] < MOST_PASSES
+        whole = step_seconds(layout, times, layout.accumulation)
+        assert seconds_of(layout, times) == pytest.approx(whole, rel=0.002)
+
+
+def job_of(layout: Layout, **limits: object) -> Job:
+    batch = Batch(layout.samples, 128)
+    ranks = layout.ranks
+    return Job(small(), cluster(nodes=ranks, ranks_per_node=1), batch,
+               Limits(bucket_numel=4e6, **limits))  # type: ignore[arg-type]  # fmt: skip
+
+
+#: layouts of the bench of trainings: ranks to a node 1, samples and tokens of a micro-batch
+LAYOUTS = {
+    "dp2": Layout(data=2, micro_batch=2, cuts=(6,)),
+    "zero1": Layout(data=2, micro_batch=2, cuts=(6,), zero_stage=1),
+    "zero2": Layout(data=2, micro_batch=2, cuts=(6,), zero_stage=2),
+    "zero3": Layout(data=2, micro_batch=2, cuts=(6,), zero_stage=3),
+    "tp2": Layout(tensor=2, micro_batch=2, cuts=(6,)),
+    "pp2": Layout(stages=2, accumulation=4, cuts=(3, 3)),
+    "dp2pp2": Layout(stages=2, data=2, accumulation=4, cuts=(3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("arm", ["native bf16", "recommended"])
+def test_bytes_are_those_that_the_bench_has_measured(name: str, arm: str) -> None:
+    """Of docs/results/speed.json: the interface's bytes, TCP and Ethernet headers included."""
+    rows = json.loads((ROOT / "docs" / "results" / "speed.json").read_text())
+    measured = {
+        row["r"]: row["sent_MB"] for row in rows if row["layout"] == name and row["arm"] == arm
+    }
+    layout = LAYOUTS[name]
+    job = job_of(layout)
+    choices = RECOMMENDED if arm == "recommended" else Choices()
+    found = predicted(job, work_of(job, layout), choices)
+    sent = sum(found.nbytes.values())
+    if (name, arm) == ("zero3", "native bf16"):  # gloo makes an all-reduce of a reduce-scatter
+        sent += found.nbytes["dp"]
+    ratio = 1e6 * measured[1.0] / sent
+    assert 1.0 < ratio < 1.09
+    assert sum(found.native_nbytes.values()) >= sum(found.nbytes.values())
+    assert found.job_nbytes.keys() == found.nbytes.keys()
+
+
+def test_messages_cost_what_the_cluster_says() -> None:
+    machines = cluster(nodes=2, ranks_per_node=2)
+    prices = Prices(machines, Calibration(slowdown=2.0))
+    call = Call("all_reduce", 1e6, 4, 2, "all_reduce", two_levels=True)
+    native = prices.of(call, Choice(), torch.bfloat16)
+    assert native.nbytes == native.native_nbytes == 2 * 3 / 4 * 2e6
+    assert native.coding.value == 0 and native.inside.value == 0
+    bits_8 = Choice.of({"codec": "blockint", "bits": 8})
+    flat = prices.of(Call("all_reduce", 1e6, 4, 2, "all_reduce"), bits_8, torch.bfloat16)
+    assert flat.nbytes / native.nbytes == pytest.approx(8.2578125 / 16)
+    two_levels = prices.of(call, bits_8, torch.bfloat16)
+    assert two_levels.wire.value < flat.wire.value and two_levels.inside.value > 0
+    # small messages stay native, as min_bytes says
+    small_one = Call("all_reduce", 1000.0, 4, 2)
+    assert prices.of(small_one, bits_8, torch.bfloat16).coding.value == 0
+    assert native_nbytes("send", 10, torch.bfloat16, 2) == 20
+
+
+def test_prediction_of_a_pipeline() -> None:
+    layout = Layout(stages=4, accumulation=8, cuts=even_cuts(6, 4))
+    job = job_of(layout)
+    work = work_of(job, layout)
+    native, encoded = (predicted(job, work, one) for one in (Choices(), RECOMMENDED))
+    assert encoded.nbytes["pp"] < native.nbytes["pp"] == encoded.native_nbytes["pp"]
+    assert native.low <= native.seconds <= native.high and native.low < native.high
+    assert native.codec_seconds == 0 < encoded.codec_seconds
+    assert native.bubble_seconds > 0 and native.exposed["pp"] > 0
+    assert encoded.exposed["pp"] < native.exposed["pp"]
+    for span in native.spans:
+        assert 0 <= span.start < span.end <= native.seconds * (1 + 1e-9)
+    step = simulated(job, work, Choices())
+    assert step.seconds == step.timeline.seconds == native.seconds
+
+
+def test_overlap_hides_a_part_of_the_gradients() -> None:
+    layout = Layout(data=4, micro_batch=2, cuts=(6,))
+    none, some = (
+        predicted(job, work_of(job, layout), Choices())
+        for job in (
+            Job(small(), cluster(4, 1), Batch(8, 128), Limits(), Calibration(overlap=share))
+            for share in (0.0, 0.2)
+        )
+    )  # fmt: skip
+    passes = none.compute_seconds - work_of(job_of(layout), layout).stages[0].adam.value
+    assert some.seconds == pytest.approx(none.seconds - 0.2 * passes, rel=1e-3)
+    assert some.exposed["dp"] < none.exposed["dp"]
+
+
+def test_offload_and_zero_3_are_slower_here_and_smaller() -> None:
+    plain = Layout(data=2, micro_batch=2, cuts=(6,), zero_stage=2)
+    host, three = plain.replace(offload=True), plain.replace(zero_stage=3)
+    found = {}
+    for layout in (plain, host, three):
+        job = job_of(layout)
+        found[layout] = predicted(job, work_of(job, layout), Choices())
+    assert found[host].memory["host"] == found[plain].memory["optimizer"] > 0
+    assert found[host].device_nbytes < found[plain].device_nbytes
+    assert found[three].memory["weights"] < found[plain].memory["weights"]
+    # all parameters stay gathered until backward, where they are few
+    assert found[three].nbytes["zero"] == pytest.approx(found[plain].nbytes["zero"], rel=0.01)

@@ -1,0 +1,160 @@
+"""The example's model on a mesh of 2 x 2 ranks under DeepSpeed, and whole, for tests of tp2d.
+
+``run(jobs)`` is to be called on every rank (``tests.ranks.run_ranks``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.paths import SCRIPTS
+from tests.training.pipe_trainer import start_deepspeed
+
+VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 2, 32, 4, 16, 4
+ADAM = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training. ``tp2d`` 1: whole on every rank, without DeepSpeed."""
+
+    tp2d: int = 2
+    steps: int = 4
+    stage: int = 0
+    norm: str = "rmsnorm"
+    tied: bool = False
+    block: dict[str, Any] | None = None
+    folder: str | None = None  # of a checkpoint
+    save: int = 0  # after this step
+    load: bool = False
+    plain: str | None = None  # file of the plain model's weights, written at the end
+    start_from: str | None = None  # file of the plain model's weights
+
+
+@dataclass
+class Outcome:
+    """What one rank saw; ``ledger``: messages, native ones, raw and sent bytes of tp2d by kind."""
+
+    losses: list[float] = field(default_factory=list)
+    ledger: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+
+
+def run(jobs: Sequence[Job]) -> list[Outcome | str]:
+    """Every job in turn; an error of ours as its text."""
+    import hybridcomp
+    from hybridcomp import process
+    from hybridcomp.errors import HybridcompError
+
+    start_deepspeed()
+    sys.path.insert(0, str(SCRIPTS))
+    hybridcomp.install()
+    outcomes: list[Outcome | str] = []
+    for job in jobs:
+        try:
+            outcomes.append(whole(job) if job.tp2d == 1 else train(job))
+        except HybridcompError as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+        finally:
+            process.configure(None)
+    hybridcomp.uninstall()
+    return outcomes
+
+
+def batch(replica: int, step: int) -> tuple[Tensor, Tensor]:
+    """One micro-batch of a sequence that can be learned."""
+    generator = torch.Generator().manual_seed(1000 * replica + step)
+    start = torch.randint(VOCAB, (MICRO_BATCH, 1), generator=generator)
+    ids = (start + 7 * torch.arange(LENGTH + 1)) % VOCAB
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def config_of(job: Job) -> Any:
+    from gpt.weights import ModelConfig
+
+    return ModelConfig(
+        vocabulary=VOCAB, layers=LAYERS, width=WIDTH, heads=HEADS, norm=job.norm,  # type: ignore[arg-type]
+        tied=job.tied, tp2d=job.tp2d,
+    )  # fmt: skip
+
+
+def whole(job: Job) -> Outcome:
+    """The plain model, on the samples of as many replicas as there are meshes of four ranks."""
+    from gpt import model
+
+    config = config_of(job)
+    module, loss_of = model.GPT(config), model.loss_of(config)
+    if job.start_from:
+        module.load_state_dict(torch.load(job.start_from))
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)  # type: ignore[arg-type]
+    found, replicas = Outcome(), dist.get_world_size() // 4
+    for step in range(job.steps):
+        pairs = [batch(replica, step) for replica in range(replicas)]
+        tokens, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        loss = loss_of(module(tokens), labels)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        found.losses.append(float(loss.detach()))
+    if job.plain and dist.get_rank() == 0:
+        torch.save(module.state_dict(), job.plain)
+    dist.barrier()
+    return found
+
+
+def train(job: Job) -> Outcome:
+    """One training on a mesh, built as scripts/train_gpt.py does."""
+    import deepspeed
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+
+    from gpt import loop, model, two_dimensional
+    from hybridcomp.channels import NAME, channels_of
+    from hybridcomp.policy import KINDS
+
+    topology, config = two_dimensional.start(job.tp2d), config_of(job)
+    module = model.GPT(config)
+    if job.start_from:
+        two_dimensional.load_plain(module, Path(job.start_from))
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": job.stage},
+        "steps_per_print": 10**9,
+    }
+    if job.block is not None:
+        settings["compression"] = job.block
+    mpu = PipelineParallelGrid(topology=topology)
+    engine, *_ = deepspeed.initialize(model=module, mpu=mpu, config=settings)
+    trainer, found, first = loop.PlainTrainer(engine, model.loss_of(config)), Outcome(), 0
+    if job.load:
+        _, state = engine.load_checkpoint(job.folder)
+        first = state["step"]
+
+    def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        yield batch(trainer.share.rank, step)
+
+    for step in range(first, job.steps):
+        found.losses.append(trainer.step(batches(step)))
+        if step + 1 == job.save:
+            engine.save_checkpoint(job.folder, client_state={"step": step + 1})
+    if job.plain:
+        two_dimensional.save_plain(engine.module, Path(job.plain))
+    channels = channels_of(engine)
+    if channels is not None:
+        for kind in KINDS:
+            e = channels.ledger.interval["tp2d", kind]
+            row = int(e.messages), int(e.native), int(e.raw_nbytes), int(e.wire_nbytes)
+            found.ledger[kind] = row
+        found.names = [getattr(parameter, NAME) for parameter in engine.module.parameters()]
+    engine.destroy()
+    return found

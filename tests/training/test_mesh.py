@@ -1,0 +1,99 @@
+"""The example on a mesh of 2 x 2 ranks under DeepSpeed: as the whole model, compressed, resumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.training.mesh_trainer import Job, Outcome, run
+
+pytest.importorskip("deepspeed")
+
+QUIET = {"min_bytes": 0, "ledger": {"every": 10**6}}
+EIGHT: dict[str, Any] = {"tp2d": {"codec": "blockint", "bits": 8}, **QUIET}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Every job, by name: what each of four ranks saw."""
+    folder = tmp_path_factory.mktemp("mesh")
+    plain, meshed = str(folder / "plain.pt"), str(folder / "meshed.pt")
+    jobs = {
+        "whole": Job(tp2d=1, plain=plain),
+        "whole tied": Job(tp2d=1, tied=True, norm="layernorm"),
+        "native": Job(folder=str(folder / "checkpoint"), save=2),
+        "resumed": Job(folder=str(folder / "checkpoint"), load=True),
+        "tied": Job(tied=True, norm="layernorm"),
+        "zero 1": Job(stage=1),
+        "zero 2": Job(stage=2, plain=meshed),
+        "none": Job(block={"preset": "none", **QUIET}),
+        "lossless": Job(block={"tp2d": "mpc", **QUIET}),
+        "eight": Job(block=EIGHT),
+        "from plain": Job(start_from=plain, steps=1),
+        "from meshed": Job(tp2d=1, start_from=meshed, steps=1),
+        "without layers": Job(tp2d=1, start_from=plain, steps=1),
+    }
+    found = run_ranks(4, run, list(jobs.values()), timeout=300.0)
+    return {name: [rank[index] for rank in found] for index, name in enumerate(jobs)}
+
+
+def first(outcomes: dict[str, list[Any]], name: str) -> Outcome:
+    """What rank 0 saw; all see the same losses."""
+    for outcome in outcomes[name]:
+        assert isinstance(outcome, Outcome), outcome
+        assert outcome.losses == outcomes[name][0].losses
+    found: Outcome = outcomes[name][0]
+    return found
+
+
+def test_trains_as_the_whole_model(outcomes: dict[str, list[Any]]) -> None:
+    whole = first(outcomes, "whole").losses
+    assert whole[-1] < whole[0]
+    for name in ("native", "zero 1", "zero 2"):
+        assert first(outcomes, name).losses == pytest.approx(whole, rel=1e-5), name
+    tied = first(outcomes, "whole tied").losses
+    assert first(outcomes, "tied").losses == pytest.approx(tied, rel=1e-5)
+
+
+def test_lossless_is_native_and_counted(outcomes: dict[str, list[Any]]) -> None:
+    native = first(outcomes, "native").losses
+    for name in ("none", "lossless"):
+        assert first(outcomes, name).losses == native, name
+    for outcome in outcomes["none"]:
+        assert all(m == n > 0 and raw == sent > 0 for m, n, raw, sent in outcome.ledger.values())
+
+
+def test_eight_bits_train_and_are_counted(outcomes: dict[str, list[Any]]) -> None:
+    found = first(outcomes, "eight")
+    assert found.losses != first(outcomes, "native").losses
+    assert found.losses == pytest.approx(first(outcomes, "native").losses, rel=5e-3)
+    for outcome in outcomes["eight"]:
+        for kind, (messages, native, raw, sent) in outcome.ledger.items():
+            assert 0 < native < messages, kind  # statistics and vectors stay exact
+            assert sent < 0.5 * raw, kind
+    for rank, outcome in enumerate(outcomes["eight"]):  # ranks hold different parts
+        assert all(name.endswith(f"#tp{rank}") for name in outcome.names) is bool(rank)
+
+
+def test_resumed_run_is_the_unbroken_one(outcomes: dict[str, list[Any]]) -> None:
+    assert first(outcomes, "resumed").losses == first(outcomes, "native").losses[2:]
+
+
+def test_weights_go_to_the_plain_model_and_back(outcomes: dict[str, list[Any]]) -> None:
+    there, back = first(outcomes, "from plain").losses, first(outcomes, "from meshed").losses
+    again = first(outcomes, "without layers").losses
+    assert there == pytest.approx(again, rel=1e-6) and back == pytest.approx(again, rel=1e-4)
+    assert again[0] < first(outcomes, "whole").losses[0]
+
+
+def test_replicas_of_a_mesh_reduce_their_gradients() -> None:
+    """Eight ranks: two meshes, and data parallel with error feedback between them."""
+    feedback = {"dp": {"codec": "blockint", "bits": 8, "error_feedback": True}, **EIGHT}
+    jobs = [Job(tp2d=1, steps=3), Job(steps=3, stage=1), Job(steps=3, stage=1, block=feedback)]
+    ranks = run_ranks(8, run, jobs, timeout=300.0)
+    for whole, native, encoded in ranks:
+        assert native.losses == pytest.approx(whole.losses, rel=1e-5)
+        assert encoded.losses == pytest.approx(whole.losses, rel=1e-2)
+        assert encoded.losses != native.losses
