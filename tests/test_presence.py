@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hybridcomp import presence
+from hybridcomp.agreement import start
 from hybridcomp.errors import CodecError, ConfigError, PeerError
 from hybridcomp.presence import Peer
 from tests.paths import ROOT
@@ -122,8 +125,8 @@ def far_peers() -> tuple[Peer, ...]:
 
 def test_who_says_nothing_in_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 have failed too and say so; rank 2 is silent."""
-    store = dist.HashStore()
-    names = dist.PrefixStore(f"hybridcomp/failed/{presence.start()}", store)
+    store = distributed_c10d.HashStore()  # type: ignore[attr-defined]
+    names = distributed_c10d.PrefixStore(f"hybridcomp/failed/{start()}", store)
     names.set("0", "true")
     monkeypatch.setattr(presence, "ROLL_CALL_S", 0.5)
     monkeypatch.setattr(presence, "_store", lambda: store)
@@ -137,7 +140,7 @@ def test_who_says_nothing_in_the_store_is_named(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("answer", ["refuses", "never"])
 def test_a_store_that_is_gone_names_its_host(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def store() -> dist.Store:
+    def store() -> Any:
         if answer == "never":
             time.sleep(2.0)
         raise RuntimeError("Connection refused")

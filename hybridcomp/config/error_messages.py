@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -125,7 +125,7 @@ def idle(key: str, found: object, todo: str, on_unsupported: str) -> str:
     return f"{key} does nothing here: {todo}"
 
 
-def near_key(names: Mapping[str, Any], wanted: str) -> str | None:
+def near_key(names: Iterable[object], wanted: str) -> str | None:
     """The key of ``names`` that looks like a misspelt ``wanted``."""
     lowered = {name.lower(): name for name in names if isinstance(name, str)}
     near = difflib.get_close_matches(wanted, lowered, n=1, cutoff=0.85)

@@ -71,7 +71,7 @@ def merged(written: Mapping[str, Any], planned: Planned | None = None) -> dict[s
     return found
 
 
-def _settings(preset: object, planned: Planned | None) -> Mapping[str, Any]:
+def _settings(preset: object, planned: Planned | None) -> dict[str, Any]:
     if planned is not None:
         whole = merged(planned.block)
         return {name: value for name, value in whole.items() if name != "preset"}
@@ -79,7 +79,7 @@ def _settings(preset: object, planned: Planned | None) -> Mapping[str, Any]:
         near = near_key(NAMES, preset) if isinstance(preset, str) else None
         hint = f"did you mean {near!r}? " if near else ""
         raise problem("preset", preset, f"{hint}expected one of {', '.join(NAMES)}")
-    return PRESETS[preset]
+    return {str(name): settings for name, settings in PRESETS[preset].items()}
 
 
 def overridden(preset: Any, written: Any) -> Any:

@@ -192,7 +192,7 @@ def _module(blocks: Sequence[int]) -> Any:
     stops = [0, *(1 + stop for stop in accumulate(blocks))]
     stops[-1] += 2
 
-    class Cut(PipelineModule):
+    class Cut(PipelineModule):  # type: ignore[misc]
         def _partition_layers(self, method: str = "uniform") -> None:
             self.parts = stops
             stage = self._topo.get_coord(self.global_rank).pipe
@@ -205,7 +205,7 @@ def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """``lm_loss`` of this model's logits."""
     found: Callable[[Tensor, Tensor], Tensor] = _vocabulary(config).lm_loss
     if config.tp2d > 1:
-        found = functools.partial(found, vocabulary=config.vocabulary)
+        found = functools.partial(_vocabulary(config).lm_loss, vocabulary=config.vocabulary)
     return found
 
 

@@ -177,7 +177,7 @@ def _damaged_header(_: None) -> str:
     """What a receiver says of a header that promises a terabyte."""
     codec = make_codec("expcode")
     if dist.get_rank() == 0:
-        header = send_recv.Header(spec_digest(codec.spec), torch.float32, 96, 1 << 40)
+        header = headers.Header(spec_digest(codec.spec), torch.float32, 96, 1 << 40)
         dist.send(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8), 1)
         return ""
     with pytest.raises(CodecError) as caught:

@@ -95,7 +95,7 @@ def test_every_kind_of_value_comes_and_subnormals_with_them(dtype: torch.dtype) 
 
 
 def test_what_is_outside_is_seen_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bounds.try_moved
+    real = promises.try_moved
 
     def off(values: torch.Tensor, choose: random.Random) -> promises.Turn:
         found = real(values, choose)

@@ -23,7 +23,9 @@ from tests.kernels.cuda.emulated import EmulatedLauncher
 def kernel_sets() -> dict[str, Any]:
     """The Protocol of every set of functions that a codec asks for, by the name of the set."""
     sets = [getattr(codec, "kernels", None) for codec in CODECS.built_in.values()]
-    found = {one.codec: one for one in (*sets, casts.KERNELS) if isinstance(one, KernelSet)}
+    found: dict[str, Any] = {
+        one.codec: one for one in (*sets, casts.KERNELS) if isinstance(one, KernelSet)
+    }
     return {name: one.__orig_class__.__args__[0] for name, one in found.items()}
 
 

@@ -163,7 +163,7 @@ def test_evaluation_keeps_no_graph() -> None:
         whole, pasts, parts = tokens, [Past() for _ in stages], []
         for stage in stages:
             whole = stage(whole, Past())
-        for piece in tokens.split(SLICES, dim=1):
+        for piece in torch.split(tokens, list(SLICES), dim=1):
             values = piece
             for stage, past in zip(stages, pasts, strict=True):
                 values = stage(values, past)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -20,6 +21,10 @@ def brute(granules: int, stages: int, cost: dict[tuple[int, int], float]) -> flo
     return best
 
 
+def seconds_of(cost: dict[tuple[int, int], float], start: int, stop: int) -> float:
+    return cost[start, stop]
+
+
 def test_as_fast_as_brute_force() -> None:
     draw = random.Random(20)
     for _ in range(300):
@@ -29,10 +34,11 @@ def test_as_fast_as_brute_force() -> None:
             for start in range(granules)
             for stop in range(start + 1, granules + 1)
         }
-        found = token_slices(granules, stages, lambda start, stop, cost=cost: cost[start, stop])
+        found = token_slices(granules, stages, partial(seconds_of, cost))
         times = [cost[cut] for cut in pairwise((0, *found.stops))]
         assert found.stops[-1] == granules
-        assert (found.slowest, found.total) == (max(times), pytest.approx(sum(times)))
+        assert found.slowest == max(times)
+        assert found.total == pytest.approx(sum(times))
         assert found.seconds(stages) == pytest.approx(brute(granules, stages, cost), rel=1e-12)
 
 

@@ -15,7 +15,7 @@ import torch
 
 # the scripts see their own folder first, as `python scripts/...` arranges it
 import prepare_data
-from gpt import apex, loop
+from gpt import apex, layouts, loop
 from gpt.data import Samples, Share
 from gpt.indexed import DatasetError, IndexedTokens, IndexedWriter, paths
 from gpt.model import GPT, lm_loss, rotary_table, rotate
@@ -357,7 +357,6 @@ def test_resumed_log_keeps_the_steps_before(tmp_path: Path) -> None:
 
 def test_tensor_parallel_without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed")
-    import train_gpt
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
@@ -365,11 +364,11 @@ def test_tensor_parallel_without_megatron(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setitem(sys.modules, name, None)  # what is not installed
     monkeypatch.delitem(sys.modules, "gpt.tensor_parallel", raising=False)
     monkeypatch.delattr("gpt.tensor_parallel", raising=False)
-    with pytest.raises(train_gpt.ParallelismError, match=r"--tp 2: .* 'hybridcomp\[megatron\]'"):
-        train_gpt.lay_out(2, 2)
-    with pytest.raises(train_gpt.ParallelismError, match=r"--tp 3 --pp 2: .* 6 ranks, found 4"):
-        train_gpt.lay_out(3, 2)
-    assert train_gpt.lay_out(1, 2) is None
+    with pytest.raises(layouts.ParallelismError, match=r"--tp 2: .* 'hybridcomp\[megatron\]'"):
+        layouts.lay_out(2, 2)
+    with pytest.raises(layouts.ParallelismError, match=r"--tp 3 --pp 2: .* 6 ranks, found 4"):
+        layouts.lay_out(3, 2)
+    assert layouts.lay_out(1, 2) is None
 
 
 def test_a_mesh_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -377,11 +376,11 @@ def test_a_mesh_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     import train_gpt
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 6)
-    with pytest.raises(train_gpt.ParallelismError, match=r"--tp2d 2: .* multiple of 4 ranks"):
-        train_gpt.lay_out(1, 1, 2)
+    with pytest.raises(layouts.ParallelismError, match=r"--tp2d 2: .* multiple of 4 ranks"):
+        layouts.lay_out(1, 1, 2)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(train_gpt.ParallelismError, match="no --tp, --pp or --cp"):
-        train_gpt.lay_out(1, 2, 2)
+    with pytest.raises(layouts.ParallelismError, match="no --tp, --pp or --cp"):
+        layouts.lay_out(1, 2, 2)
     for words, settings, told in (
         ("--tp2d 2", {"zero_optimization": {"stage": 3}}, "stage 0, 1 or 2, found 3"),
         ("--tp2d 2", {"train_micro_batch_size_per_gpu": 3}, "found 3; change it"),
@@ -389,5 +388,5 @@ def test_a_mesh_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("--engine ddp --weights-to x", {}, "--weights-to: .* leave it out"),
     ):
         arguments = train_gpt.parse([*words.split(), "--deepspeed_config", "x.json"])
-        with pytest.raises(train_gpt.ParallelismError, match=told):
-            train_gpt.check(arguments, settings)
+        with pytest.raises(layouts.ParallelismError, match=told):
+            layouts.check(arguments, settings)

@@ -57,7 +57,7 @@ class Past:
             self._kept[layer].append([key, value])
         else:
             kept: list[Tensor] = []
-            key, value = _Keep.apply(key, value, kept)
+            key, value = _Keep.apply(key, value, kept)  # type: ignore[no-untyped-call]
             self._kept[layer].append(kept)
         if not earlier:
             return key, value

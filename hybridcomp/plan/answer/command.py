@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace, cluster: Cluster) -> Found:
-    from hybridcomp.plan.model import read_model
+    from hybridcomp.plan.models.reading import read_model
     from hybridcomp.plan.search import search
 
     limits = Limits(

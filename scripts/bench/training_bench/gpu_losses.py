@@ -13,8 +13,8 @@ from typing import Any
 
 import one_gpu
 from bench.training_bench import cells
-from bench.training_bench.spec import Spec
 from bench.training_bench.gpu_cells import BUCKETS
+from bench.training_bench.spec import Spec
 
 BASELINE = "baseline"
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan, plan_reduction
+from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan
+from hybridcomp.collectives.owner_plan import plan_reduction
 from hybridcomp.collectives.wire import Group, cuts, exchanges, payload_sizes, stretches
 from tests.collectives.calls import all_gather, all_reduce, reduce_scatter, reduce_to_owners
 from tests.collectives.common import CODECS, LOSSY, values_of

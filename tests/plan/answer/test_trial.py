@@ -31,7 +31,7 @@ with open(folder / "loss.jsonl", "w") as log:
         print(json.dumps({"step": step, "loss": 1.0, "tokens": step * tokens,
                           "tokens_per_second": tokens / (slow * seconds)}), file=log)
 """
-BATCH = {"micro_batch": 2, "accumulation": 8}
+BATCH: dict[str, Any] = {"micro_batch": 2, "accumulation": 8}
 TWO = plan(Layout(stages=2, data=2, cuts=(2, 2), zero_stage=1, **BATCH), prediction(0.35))
 ONE = plan(Layout(data=2, tensor=2, zero_stage=1, **BATCH), prediction(0.36))
 FOUR = plan(Layout(stages=4, data=2, cuts=(1, 1, 1, 1), **BATCH), prediction(0.37))
