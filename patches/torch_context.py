@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.nn.context.rotation import Rotater
-from hybridcomp.nn.context.traffic import Traffic
+from hybridcomp.nn.context.traffic import RingTraffic
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
 from hybridcomp.process import current
@@ -39,7 +39,7 @@ def make_create(original: Callable[..., Any]) -> Callable[..., Any]:
         if channels is None or ranks == 1:
             return original(pg, seq_dim, method)
         direction: Direction = "forward" if method is None else "backward"
-        traffic = Traffic(channels, pg, dist.get_rank(pg), ranks)
+        traffic = RingTraffic(channels, pg, dist.get_rank(pg), ranks)
         return Rotater(traffic, direction, lambda: original(pg, seq_dim, method))
 
     return _create_rotater

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from hybridcomp import process
 from hybridcomp.nn.context.layout import LAYOUTS, Layout, shard
-from hybridcomp.nn.context.passes import Call, RingFunction
-from hybridcomp.nn.context.traffic import Traffic
+from hybridcomp.nn.context.passes import RingCall, RingFunction
+from hybridcomp.nn.context.traffic import RingTraffic
 
 COVERS = ("cp",)
 REQUIREMENT = "torch >= 2.4"
@@ -64,8 +64,8 @@ def ring_attention(
     if documents is not None:
         held = _documents(documents, length, ranks, group, layout)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    traffic = Traffic(process.known() if ranks > 1 else None, group, rank, ranks)
-    call = Call(traffic, causal, float(scale), layout, held)
+    traffic = RingTraffic(process.known() if ranks > 1 else None, group, rank, ranks)
+    call = RingCall(traffic, causal, float(scale), layout, held)
     out: Tensor = RingFunction.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return out
 

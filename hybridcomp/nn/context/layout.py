@@ -22,7 +22,7 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockPart:
     """What a rank computes with the keys of another one: these of its queries, these keys.
 
     ``causal``: row i sees keys 0 to i of them; else all.
@@ -40,20 +40,20 @@ def chunks_of(rank: int, ranks: int, layout: Layout) -> tuple[int, ...]:
 
 def part(
     rank: int, owner: int, length: int, *, ranks: int, causal: bool, layout: Layout
-) -> Part | None:
+) -> BlockPart | None:
     """What ``rank`` computes with the keys of ``owner``; None: it may see none of them.
 
     ``length``: tokens that each rank holds.
     """
     whole = slice(0, length)
     if not causal or rank == owner:
-        return Part(whole, whole, causal)
+        return BlockPart(whole, whole, causal)
     if layout == "contiguous":
-        return Part(whole, whole, False) if owner < rank else None
+        return BlockPart(whole, whole, False) if owner < rank else None
     half = length // 2
     if owner < rank:  # both chunks come after its first one, and before its second
-        return Part(whole, slice(0, half), False)
-    return Part(slice(half, length), whole, False)
+        return BlockPart(whole, slice(0, half), False)
+    return BlockPart(slice(half, length), whole, False)
 
 
 def check_length(length: int, ranks: int, layout: Layout) -> None:

@@ -16,26 +16,26 @@ from torch.autograd.function import once_differentiable
 from hybridcomp.collectives.ring import Contents, Parcel, Ring
 from hybridcomp.nn.context import kernels
 from hybridcomp.nn.context.blocks import Mask, accumulator, merge
-from hybridcomp.nn.context.layout import Layout, Part, part
-from hybridcomp.nn.context.traffic import Gradients, Keys, Traffic
+from hybridcomp.nn.context.layout import BlockPart, Layout, part
+from hybridcomp.nn.context.traffic import Gradients, Keys, RingTraffic
 
 
 @dataclass(frozen=True)
-class Call:
+class RingCall:
     """What the two passes of one call share; ``documents``: by rank, (B or 1, S)."""
 
-    traffic: Traffic
+    traffic: RingTraffic
     causal: bool
     scale: float
     layout: Layout
     documents: Sequence[Tensor] | None
 
-    def part(self, rank: int, owner: int, length: int) -> Part | None:
+    def part(self, rank: int, owner: int, length: int) -> BlockPart | None:
         """What ``rank`` computes with the keys of ``owner``."""
         ranks = self.traffic.ranks
         return part(rank, owner, length, ranks=ranks, causal=self.causal, layout=self.layout)
 
-    def mask(self, what: Part, owner: int) -> Mask:
+    def mask(self, what: BlockPart, owner: int) -> Mask:
         """The mask of this rank's block with the keys of ``owner``."""
         if self.documents is None:
             return Mask(what.causal)
@@ -53,7 +53,7 @@ class RingFunction(torch.autograd.Function):
     """1 pack keys and values, 2 one block after the other, 3 put together."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
         """Compute the context; keeps the packed keys for the backward pass."""
         # 1
         shapes = (_first(k).shape, _first(v).shape)
@@ -98,7 +98,7 @@ class _Backward:
 
     def __init__(
         self,
-        call: Call,
+        call: RingCall,
         kind: kernels.Kind,
         q: Tensor,
         k: Tensor,
@@ -147,7 +147,7 @@ class _Backward:
         grad_k, grad_v = (total.permute(1, 2, 0, 3) for total in self._totals)
         return self._grad_q.to(self._q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
-    def _block(self, ks: Tensor, vs: Tensor, what: Part, owner: int) -> tuple[Tensor, Tensor]:
+    def _block(self, ks: Tensor, vs: Tensor, what: BlockPart, owner: int) -> tuple[Tensor, Tensor]:
         """Gradients of the keys and values of a block; those of its queries are added up here."""
         rows, call = what.queries, self._call
         grad_q, grad_k, grad_v = kernels.backward(
@@ -183,18 +183,18 @@ def _first(values: Tensor) -> Tensor:
     return values.permute(2, 0, 1, 3)
 
 
-def _packed(k: Tensor, v: Tensor, call: Call) -> Keys | None:
+def _packed(k: Tensor, v: Tensor, call: RingCall) -> Keys | None:
     """Keys and values on their way; None where there is one rank."""
     return None if call.traffic.ranks == 1 else call.traffic.keys(_stretches(k, v, call))
 
 
-def _stretches(k: Tensor, v: Tensor, call: Call) -> list[Tensor]:
+def _stretches(k: Tensor, v: Tensor, call: RingCall) -> list[Tensor]:
     """Keys and values as the flat tensors of a message: those of the first half come first."""
     pairs = zip(*(_first(t).contiguous().chunk(call.halves) for t in (k, v)), strict=True)
     return [values.reshape(-1) for pair in pairs for values in pair]
 
 
-def _around(keys: Keys | None, call: Call) -> Any:
+def _around(keys: Keys | None, call: RingCall) -> Any:
     """``keys.around``, or this rank's own alone."""
     return iter([(call.traffic.rank, None, None)]) if keys is None else keys.around()
 
@@ -202,7 +202,7 @@ def _around(keys: Keys | None, call: Call) -> Any:
 def _opened(
     ring: Ring,
     parcel: Parcel,
-    what: Part,
+    what: BlockPart,
     shapes: tuple[torch.Size, torch.Size],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridcomp.collectives.ring import Parcel, Ring
 from hybridcomp.collectives.wire import Pending
-from hybridcomp.nn.context.traffic import Traffic
+from hybridcomp.nn.context.traffic import RingTraffic
 from hybridcomp.policy import Direction
 
 
@@ -30,7 +30,7 @@ class Rotater:
     """
 
     def __init__(
-        self, traffic: Traffic, direction: Direction, make_native: Callable[[], Any]
+        self, traffic: RingTraffic, direction: Direction, make_native: Callable[[], Any]
     ) -> None:
         self._traffic, self._direction = traffic, direction
         self._make_native = make_native

@@ -32,7 +32,7 @@ from hybridcomp.policy import Direction
 
 
 @dataclass(eq=False)
-class Traffic:
+class RingTraffic:
     """Where the messages of attention over ``group`` go; ``channels``: None sends natively."""
 
     channels: Channels | None
@@ -119,7 +119,7 @@ class Keys:
     ``meter``: of packing them, until they have gone round for the first time.
     """
 
-    traffic: Traffic
+    traffic: RingTraffic
     codec: Codec | None
     own: Parcel
     meter: Meter | None
@@ -163,7 +163,7 @@ class Keys:
 class Gradients:
     """Gradients of keys and values on the way to their owners, one step behind the blocks."""
 
-    def __init__(self, traffic: Traffic, codec: Codec | None, ring: Ring) -> None:
+    def __init__(self, traffic: RingTraffic, codec: Codec | None, ring: Ring) -> None:
         self._traffic, self._codec, self._ring = traffic, codec, ring
         self._coming: Pending[Parcel | None] | None = None
         self._raw_nbytes = 0
