@@ -24,7 +24,10 @@ from tests.kernels.cuda.emulated import EmulatedLauncher
 
 KERNELS = CudaKernels(EmulatedLauncher())
 #: of each codec; the long form has more
-CASES = int(os.environ.get("HYBRIDCOMP_CUDA_CASES", "40"))
+CASES = int(os.environ.get("HYBRIDCOMP_FUZZ_CASES", "20"))
+#: codecs whose garbage may differ: a GPU reads on behind the flag of zfp's zero block, behind which
+#: every encoder writes zeros
+OWN_GARBAGE = ("zfp",)
 KINDS = ("normal", "outliers", "sparse", "nonfinite", "wide", "subnormal", "bits")
 
 
@@ -61,6 +64,6 @@ def test_damage_is_what_the_cpu_takes_for_damage(codec: Codec) -> None:
             found = decoded(codec, payload, numel, dtype)
         refused += expected is None
         assert (found is None) == (expected is None), (case, numel, dtype, expected is None)
-        if expected is not None and found is not None:
+        if expected is not None and found is not None and codec.name not in OWN_GARBAGE:
             assert torch.equal(bits_but_nan(found), bits_but_nan(expected)), (case, numel, dtype)
     assert refused < CASES
