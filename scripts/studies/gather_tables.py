@@ -33,8 +33,9 @@ owners decode, while the optimizer updates the exact ones: {steps} steps of 512 
 parameters, relative L2, over the run. Gaps are per cent of the run with exact parameters, paired by
 seed, means over the seeds: of the training loss over the last {last} steps, and of the validation
 loss at the end on decoded parameters, which the next forward pass would see, and on exact ones,
-which a checkpoint holds. A scale for a shard and the rotation at more than 4 bits are no settings
-of the product; they are here for comparison.
+which a checkpoint holds. A scale for a shard, the rotation at more than 4 bits and error
+feedback of parameters are no settings of the product; they are here for comparison. Ways and bits
+of which no run has finished are left out.
 
 | bits | way | bits on the wire | error | gap % | by seed | valid gap % | on exact parameters |
 |---|---|---|---|---|---|---|---|"""
