@@ -70,7 +70,7 @@ def files_of_page() -> dict[str, str]:
     """The files that the page tells to write, by path."""
     text, found = PAGE.read_text(), {}
     for name in NEW:
-        after = text[text.index(f"**`{name}`**") :]
+        after = text[text.index(f"**`{name.removeprefix('hybridcomp/')}`**") :]
         fence = re.search(r"^    ```\w+\n(.*?)^    ```", after, re.DOTALL | re.MULTILINE)
         assert fence is not None, name
         found[name] = textwrap.dedent(fence[1])
