@@ -43,7 +43,7 @@ _LOST = re.compile(
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank runs."""
+    """A rank, and the process that it runs in."""
 
     rank: int
     host: str
@@ -175,7 +175,7 @@ def _stat(pid: int) -> tuple[str, str] | None:
 
 
 def _silent(peers: Sequence[Peer]) -> list[Peer]:
-    """Those of ``peers`` that do not say within ROLL_CALL_S that they have failed too.
+    """Find those of ``peers`` that do not say within ROLL_CALL_S that they have failed too.
 
     In a thread: a store whose host was stopped never answers.
     """

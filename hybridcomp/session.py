@@ -60,7 +60,7 @@ def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> N
 
 
 def default_device() -> torch.device:
-    """Where the default group reduces."""
+    """Give the device on which the default group reduces."""
     if "nccl" in str(dist.get_backend()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -137,7 +137,7 @@ class EngineSession:
 
     @property
     def device(self) -> torch.device:
-        """Where the messages of this engine are."""
+        """The device on which the messages of this engine are."""
         if self._device is None:
             self._device = default_device()
         return self._device

@@ -35,7 +35,7 @@ _made_in: list[dist.ProcessGroup | None] = [None]  # the default group that they
 
 
 class Nodes:
-    """Where every rank of the job is, and the two levels of the groups that span nodes."""
+    """This knows the node of every rank, and the two levels of the groups that span nodes."""
 
     def __init__(self, of_rank: Sequence[int], source: str) -> None:
         """``of_rank``: a number for the node of every global rank; ``source``: how it is known."""

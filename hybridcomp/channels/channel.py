@@ -212,7 +212,7 @@ class Channel(Rooted):
         return codec.bounded or (bool(self._state.common) and not codec.lossless)
 
     def _cuts(self, codec: Codec, pieces: Sequence[Piece] | None, group: Group) -> Sequence[int]:
-        """Where ``codec`` may not reach across, in what this rank encodes."""
+        """Find where ``codec`` may not reach across, in what this rank encodes."""
         if pieces is None or not self._separates(codec):
             return ()
         return borders(_encoded(pieces, group))
@@ -220,7 +220,7 @@ class Channel(Rooted):
     def _residuals(
         self, pieces: Sequence[Piece] | None, group: Group, like: Tensor, hops: int
     ) -> Residuals:
-        """Those of the sender and, of two hops, of the owner; None without error feedback."""
+        """Give the sender's and, of two hops, the owner's; None without error feedback."""
         if pieces is None or not self.error_feedback:
             return None, None
         held, ranks, own = self._state.residuals, group.encoders, _encoded(pieces, group)

@@ -47,7 +47,7 @@ def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
 
 
 def borders(pieces: Iterable[Piece]) -> list[int]:
-    """Where another parameter begins in the flat tensor that ``pieces`` cover."""
+    """Find where another parameter begins in the flat tensor that ``pieces`` cover."""
     found: list[int] = []
     position, before = 0, None
     for piece in pieces:

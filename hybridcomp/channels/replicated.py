@@ -34,7 +34,7 @@ class Stretch:
 
 
 def stretches_of(pieces: Sequence[Sequence[Piece]], names: Collection[str]) -> list[Stretch]:
-    """Where the parameters ``names`` lie in tensors that consist of ``pieces``."""
+    """Find where the parameters ``names`` lie in tensors that consist of ``pieces``."""
     found = []
     for index, of_tensor in enumerate(pieces):
         position = 0

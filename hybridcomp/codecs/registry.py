@@ -89,7 +89,7 @@ class Registry(Mapping[str, type[Codec]]):
         return self._refused
 
     def origin(self, name: str) -> str | None:
-        """Where a codec of another package comes from, version included; None for our own."""
+        """Say where a codec of another package comes from, with its version; None for our own."""
         return self._origins.get(name) if name in self.outside else None
 
     def refuse(self, name: str, reason: str) -> None:

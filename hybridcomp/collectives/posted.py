@@ -69,7 +69,7 @@ class Posting:
         return room[: head + used]
 
     def room(self, values: Tensor) -> Tensor:
-        """Where to receive what will be decoded into the flat ``values``, uint8."""
+        """Make room (uint8) for what will be decoded into the flat ``values``."""
         return self._room(values.numel() // self.parts, values)
 
     def _room(self, numel: int, like: Tensor) -> Tensor:

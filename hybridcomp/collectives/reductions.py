@@ -41,7 +41,7 @@ from hybridcomp.collectives.wire import (
 def all_reduce_codecs(
     codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
 ) -> tuple[Codec, ...]:
-    """Those of the quantizations of an ``all_reduce`` that returns ``dtype``.
+    """Give the codecs of the quantizations of an ``all_reduce`` that returns ``dtype``.
 
     One where each of two ranks sends all values to the other (``_pair``), two everywhere else.
     Where a GPU has the two hops in three launches it takes these: they read memory half as often.

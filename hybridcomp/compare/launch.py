@@ -95,7 +95,7 @@ class RunPlan:
         return [self.job(name, seed) for seed in self.seeds for name in self.blocks]
 
     def folder(self, name: str, seed: int) -> Path:
-        """Where the files of one training are."""
+        """Give the folder with the files of one training."""
         return self.out / name / f"seed{seed}"
 
     def job(self, name: str, seed: int) -> Job:

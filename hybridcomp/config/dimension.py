@@ -25,7 +25,7 @@ from hybridcomp.policy import DIRECTIONS, Direction, Limits, Rung
 
 
 class GuardConfig(Strict):
-    """When a dimension falls back to native for the rest of the run; looked at in samples."""
+    """Samples tell when a dimension falls back to native for the rest of the run."""
 
     error: float | None = Field(
         1.0,

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: whatever DeepSpeed itself takes, read the way it reads it."""
+"""A configuration comes from whatever DeepSpeed itself takes, and is read as it reads it."""
 
 from __future__ import annotations
 

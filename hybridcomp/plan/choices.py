@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -17,15 +17,14 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.config.codec_settings import build_codec
 from hybridcomp.errors import HybridcompError
 from hybridcomp.pays import bits as typical_bits
-from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY, Dimension, Direction
+from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, OWN_LAYERS, Dimension, Direction
 
 Key = tuple[Dimension, Direction]
+#: what the planner chooses for; layers of hybridcomp's own are not in its layouts
+PLANNED: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name not in OWN_LAYERS)
 #: every place that can have a choice of its own
 KEYS: tuple[Key, ...] = tuple(
-    (name, way)
-    for name in (*BETWEEN_RANKS, "offload")
-    for way in (DIRECTIONS[:1] if name in ONE_WAY else DIRECTIONS)
-    if name in get_args(Dimension)
+    (name, way) for name in PLANNED for way in (DIRECTIONS[:1] if name in ONE_WAY else DIRECTIONS)
 )
 #: keys that belong to a dimension, not to its codec
 OWN = ("error_feedback", "delta")
@@ -151,7 +150,7 @@ class Choices:
         return Choices.of({**self._found, key: choice})
 
     def block(self, *, hierarchy: bool = True) -> dict[str, Any]:
-        """The ``"compression"`` block: every dimension is named, directions where they differ."""
+        """The ``"compression"`` block: directions where they differ, or ``none`` for all."""
         found: dict[str, Any] = {}
         for name in dict.fromkeys(name for (name, _), _ in self.items):
             ways = DIRECTIONS[:1] if name in ONE_WAY else DIRECTIONS
@@ -160,6 +159,6 @@ class Choices:
                 found[name] = chosen[0].written
             else:
                 found[name] = dict(zip(ways, (one.written for one in chosen), strict=True))
-        if not hierarchy:
-            found["hierarchy"] = "none"
-        return found
+        if not found:
+            return {"preset": "none"}
+        return found if hierarchy else {**found, "hierarchy": "none"}

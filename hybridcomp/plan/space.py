@@ -28,11 +28,12 @@ def world(job: Job) -> int:
 def layouts(job: Job, refused: Counter[str]) -> Iterator[Layout]:
     """Every layout of the space, without cuts. Counts in ``refused`` what each rule ruled out."""
     ranks = world(job)
+    mixture = any(layer.expert_parameters for layer in job.layers(Layout()))
     for tensor in divisors(ranks):
         for stages in divisors(ranks // tensor):
             for context in divisors(ranks // tensor // stages):
                 data = ranks // tensor // stages // context
-                for expert in divisors(data):
+                for expert in divisors(data) if mixture else [1]:
                     base = Layout(tensor=tensor, stages=stages, context=context, data=data,
                                   expert=expert, context_way=_way(job))  # fmt: skip
                     if _fixed(job, base, ("tensor", "stages", "context", "data", "expert")):

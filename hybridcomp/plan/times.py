@@ -118,17 +118,19 @@ def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
     count = work.layout.accumulation
     ends = [_end_seconds(own) for own in times]
     for own, end in zip(times, ends, strict=True):
-        steady = sum(one.busy + one.sent for one in (*own.forward, *own.backward))
-        behind = own.backward[0].compute
-        left = max(0.0, own.micro.link - min(own.hidden_micro, behind))
-        steady = count * (steady + own.micro.coding) + (count - 1) * left
-        last = max(0.0, own.micro.link + own.reduce.link - min(own.hidden_step, behind))
-        best = max(best, there + steady + max(last + end, back + ends[0]))
+        first = own.backward[0]
+        rest = sum(one.busy + one.sent for one in (*own.forward, *own.backward)) - first.sent
+        # what goes to a neighbour and what goes to replicas go at the same time
+        left = max(0.0, own.micro.link - min(own.hidden_micro, first.compute))
+        steady = count * rest + (count - 1) * (max(first.sent, left) + own.micro.coding)
+        last = own.micro.link + own.reduce.link
+        last = max(first.sent, last - min(own.hidden_step, first.compute, last))
+        best = max(best, there + steady + max(last + end, first.sent + back + ends[0]))
         there += own.forward[0].busy + own.forward[0].sent
-        back += own.backward[0].busy
+        back += first.busy
     return best
 
 
 def _end_seconds(own: StageTimes) -> float:
     """What a stage does behind its last pass and the reductions on the link."""
-    return own.reduce.coding + own.adam + own.gather.both
+    return own.micro.coding + own.reduce.coding + own.adam + own.gather.both

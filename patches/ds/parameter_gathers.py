@@ -84,7 +84,7 @@ class _Fetch:
     lengths: tuple[int, ...] = ()
 
     def cuts(self, numel: int) -> list[int]:
-        """Where one parameter ends and the next begins, in a shard of ``numel`` elements."""
+        """Find where one parameter ends and the next begins, in a shard of ``numel`` elements."""
         if numel in self.lengths or not self.lengths:
             return []  # one parameter in a message ("stage3_allgather_sequential")
         if numel != sum(self.lengths):

@@ -154,7 +154,7 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
 
 
 def _ranges(slices: Sequence[Slice]) -> list[OwnedRange]:
-    """Where the slices lie in the tensor that they make together."""
+    """Find where the slices lie in the tensor that they make together."""
     ranges, position = [], 0
     for part in slices:
         ranges.append(OwnedRange(position, position + part.values.numel(), part.ranks))

@@ -1,4 +1,4 @@
-"""When the channels of a megatron-core job are made, and following its optimizer steps.
+"""The channels of a megatron-core job are made here, and follow its optimizer steps.
 
 Megatron has no engine object: it uses the session of the process (``process``).
 ``load_state_dict`` only to notice a restart: the user calls ``hybridcomp.load_state``.
@@ -63,7 +63,7 @@ LACKS_STATE = (
 
 @dataclass
 class _Progress:
-    """Where this process is in its optimizer steps."""
+    """This counts the optimizer steps of the process."""
 
     stepping: bool = False  # inside the outermost one
 

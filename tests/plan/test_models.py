@@ -114,11 +114,11 @@ def test_files_and_lines_say_the_same() -> None:
 class Towers(nn.Module):
     """Two towers of two layers whose outputs meet: no chain."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.left = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.right = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.top = nn.Linear(16, 1)
+        self.left = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.right = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.top = nn.Linear(2 * width, 1)
 
     def forward(self, values: Tensor) -> Tensor:
         left = right = values
@@ -130,9 +130,14 @@ class Towers(nn.Module):
         return out
 
 
-def towers() -> tuple[nn.Module, Any]:
+def towers(width: int = 8) -> tuple[nn.Module, Any]:
     """What ``package:callable`` may return: a module, and what makes its inputs."""
-    return Towers(), lambda samples, length: (torch.zeros(samples, 8),)
+    return Towers(width), lambda samples, length: (torch.zeros(samples, width),)
+
+
+def wide_towers() -> tuple[nn.Module, Any]:
+    """Towers whose layers take longer than a message."""
+    return towers(1024)
 
 
 def peeking() -> nn.Module:

@@ -80,6 +80,7 @@ def test_choices_are_the_block() -> None:
     assert preset["tp", "backward"] == Choice.of({"codec": "blockint", "bits": 8})
     changed = preset.changed(("tp", "forward"), NATIVE).changed(("tp", "backward"), NATIVE)
     assert "tp" not in changed.block() and "pp" in changed.block()
+    assert Choices().block() == {"preset": "none"}
     with pytest.raises(HybridcompError, match="is no dimension and direction"):
         Choices.of({("dp", "backward"): Choice.of("mpc")})
 

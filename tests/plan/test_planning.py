@@ -106,10 +106,10 @@ def test_a_rank_half_as_fast_gets_fewer_layers() -> None:
 
 
 def test_half_the_memory_switches_recomputation_on() -> None:
-    fixed = {"stages": 2, "tensor": 1, "micro_batch": 4}
+    fixed = {"stages": 2, "tensor": 1, "micro_batch": 16}
     limits, model = Limits(fixed=fixed, keep=3), small(blocks=6)
     plenty = cluster(nodes=2, ranks_per_node=1, memory_gb=10.0)
-    batch = Batch(32, 128)
+    batch = Batch(128, 128)
     free = search(model, plenty, RECOMMENDED, batch, limits).plans[0]
     assert not free.layout.recompute
     need = free.prediction.device_nbytes
@@ -204,7 +204,7 @@ def test_mcmc_recomputes_single_layers() -> None:
 def test_graphs_are_split_by_their_ideals() -> None:
     from hybridcomp.plan.models.reading import read_model
 
-    model = read_model("tests.plan.test_models:towers")
+    model = read_model("tests.plan.test_models:wide_towers")
     machines = cluster(nodes=2, ranks_per_node=1, gbits=1000.0)
     limits = Limits(dtype="fp32", fixed={"stages": 2}, keep=1)
     plan = search(model, machines, RECOMMENDED, Batch(8, 1), limits).plans[0]

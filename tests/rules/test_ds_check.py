@@ -63,6 +63,7 @@ CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("cp", compiled("autosp"), {}, "exchanges heads in operators of its own"),
     ("tp", {}, {"tensor": False}, "set tensor_parallel.autotp_size"),
     ("cp", {}, {"sequence": False}, "use DeepSpeed Ulysses"),
+    ("tp2d", {}, {"mesh": False}, "build the model of them"),
     ("dp", {"tensor_parallel": {"autotp_size": 2}}, {"world_size": 2}, "one tensor-parallel group"),
     ("offload", zero(2), {}, "a job without optimizer offload"),
     ("offload", offload(0), {}, "nothing is copied between device and host"),

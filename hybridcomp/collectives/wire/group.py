@@ -88,7 +88,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Levels:
-    """Where this rank stands in a group that has equally many ranks on each of its nodes."""
+    """This says where a rank stands in a group with equally many ranks on each of its nodes."""
 
     grid: tuple[tuple[int, ...], ...]  # group ranks by node, then by local index
     node: int  # the row of this rank

@@ -106,7 +106,7 @@ def image(source: str, defines: tuple[str, ...], architecture: int) -> bytes:
 
 
 def cache_folder() -> Path:
-    """Where CuPy keeps what it compiles."""
+    """Give the folder in which CuPy keeps what it compiles."""
     return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
 
 

@@ -101,9 +101,14 @@ def backward(
 
 
 def _padded(values: Tensor) -> Tensor:
-    """Heads filled up with zeros to what kernels take: they change neither scores nor context."""
+    """Heads filled up with zeros to what kernels take: they change neither scores nor context.
+
+    Kernels want a head's values side by side, which an expanded gradient has not.
+    """
     missing = -values.shape[-1] % STEP
-    return F.pad(values, (0, missing)) if missing else values
+    if missing:
+        return F.pad(values, (0, missing))
+    return values if values.stride(-1) == 1 else values.contiguous()
 
 
 def _expanded(values: Tensor, heads: int) -> Tensor:

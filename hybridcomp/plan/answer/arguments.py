@@ -23,7 +23,8 @@ folder with plan.json and the files that start it.
       --pp {stages} --deepspeed_config {config} --steps 20
 
 runs the best three for some steps and keeps the fastest; {tensor}, {stages}, {cuts}, {context},
-{expert}, {recompute}, {micro_batch}, {accumulation}, {config}, {folder} and {port} are filled in.
+{expert}, {recompute}, {layers}, {micro_batch}, {accumulation}, {config}, {folder} and {port} are
+filled in.
 
   hybridcomp plan --check runs/first --plan plans/plan.json
 

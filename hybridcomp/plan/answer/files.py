@@ -21,7 +21,7 @@ from hybridcomp.config import BLOCK, read_source
 from hybridcomp.config.planned import PLANNED
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.layout import Layout, even_cuts
+from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.plan import Plan
 from hybridcomp.rules.neox import EXTRA
 
@@ -130,9 +130,7 @@ def megatron_arguments(plan: Plan) -> list[str]:
         f"--global-batch-size {layout.samples}",
     ]
     chunks = layout.stages * layout.virtual
-    even = not layout.cuts or layout.cuts == even_cuts(sum(layout.cuts), chunks)
-    even = even and (not layout.cuts or sum(layout.cuts) % chunks == 0)
-    if chunks > 1 and not even:
+    if chunks > 1 and len(set(blocks(layout))) > 1:
         found.append(f"--pipeline-model-parallel-layout {_stages_of(layout)!r}")
     elif layout.virtual > 1:
         found.append(f"--num-virtual-stages-per-pipeline-rank {layout.virtual}")
@@ -148,9 +146,24 @@ def megatron_arguments(plan: Plan) -> list[str]:
     return [*found, *(name for name, on in switches.items() if on)]
 
 
+def blocks(layout: Layout) -> tuple[int, ...]:
+    """Blocks of each chunk: without the embedding, the first layer of a decoder, and its head."""
+    if not layout.cuts:
+        return ()
+    found = list(layout.cuts)
+    found[0] -= 1
+    found[-1] -= 1
+    return tuple(found)
+
+
+def recomputed_blocks(layout: Layout) -> list[int]:
+    """The blocks that run forward a second time, counted from 0."""
+    return [layer - 1 for layer in sorted(layout.recomputed) if 0 < layer <= sum(blocks(layout))]
+
+
 def _stages_of(layout: Layout) -> str:
     """Uneven chunks as Megatron's layout string writes them: ``Ettt|tttt|ttL``."""
-    parts = ["t" * count for count in layout.cuts]
+    parts = ["t" * count for count in blocks(layout)]
     parts[0], parts[-1] = "E" + parts[0], parts[-1] + "L"
     return "|".join(parts)
 
@@ -158,11 +171,11 @@ def _stages_of(layout: Layout) -> str:
 def _recomputed(layout: Layout) -> list[str]:
     """Megatron recomputes a number of layers at the head of every chunk, or segments of all."""
     lengths = {stop - start for start, stop in layout.recompute}
-    layers = sum(layout.cuts) if layout.cuts else max(stop for _, stop in layout.recompute)
-    if len(layout.recomputed) == layers and len(lengths) == 1:
+    some = recomputed_blocks(layout)
+    if len(some) == sum(blocks(layout)) and len(lengths) == 1:
         return ["--recompute-method uniform", f"--recompute-num-layers {lengths.pop()}"]
     chunks = layout.stages * layout.virtual
-    most = -(-len(layout.recomputed) // chunks)
+    most = -(-len(some) // chunks)
     return ["--recompute-method block", f"--recompute-num-layers {most}"]
 
 
@@ -187,10 +200,11 @@ def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
     layout = plan.layout
     names = ("tensor", "stages", "virtual", "data", "context", "expert", "zero_stage",
              "micro_batch", "accumulation")  # fmt: skip
-    recompute = [str(layer) for layer in sorted(layout.recomputed)]
+    recompute = [str(block) for block in recomputed_blocks(layout)]
     return {
         **{f"{{{name}}}": str(getattr(layout, name)) for name in names},
-        "{cuts}": ",".join(map(str, layout.cuts or (1,))),
+        "{cuts}": ",".join(map(str, blocks(layout))) if layout.stages > 1 else "none",
+        "{layers}": ",".join(map(str, layout.cuts)),
         "{recompute}": ",".join(recompute) or "none",
         "{ranks}": str(layout.ranks),
         "{nodes}": str(cluster.nodes),

@@ -85,7 +85,8 @@ def _memory(axes: Any, plans: Sequence[Plan], limit: float) -> None:
     axes.set_xticks(numbers)
     axes.set_xlabel("plan")
     axes.set_ylabel("GB of the fullest rank")
-    axes.legend(fontsize=7, ncols=2)
+    axes.set_ylim(top=1.3 * max([*below, limit / 1e9]))  # the legend hides nothing
+    axes.legend(fontsize=7, ncols=4, loc="upper center")
     axes.grid(alpha=0.25, axis="y")
 
 

@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
     """Seconds for people."""
     if seconds >= 1:
         return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-6 else "0 ms"
 
 
 def codecs(plan: Plan) -> str:

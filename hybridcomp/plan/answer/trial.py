@@ -20,7 +20,7 @@ from hybridcomp.plan.plan import Plan
 DECIDED = {
     "tensor": ("{tensor}",),
     "stages": ("{stages}",),
-    "cuts": ("{cuts}",),
+    "cuts": ("{cuts}", "{layers}"),
     "context": ("{context}",),
     "expert": ("{expert}",),
     "recompute": ("{recompute}",),
@@ -55,7 +55,7 @@ def check_command(command: Sequence[str], plans: Sequence[Plan]) -> None:
         todo = f"write {place} where it takes its configuration"
         raise ConfigError("--try", f"a command without {place}", todo)
     for name, places in DECIDED.items():
-        values = {getattr(plan.layout, name) for plan in plans}
+        values = {getattr(plan.layout, name) for plan in plans if _matters(plan, name)}
         if len(values) > 1 and not any(one in text for one in places):
             shown = ", ".join(sorted(map(str, values)))
             raise ConfigError(
@@ -63,6 +63,11 @@ def check_command(command: Sequence[str], plans: Sequence[Plan]) -> None:
                 f"the plans differ in {name} ({shown}); write {places[0]} where it takes that, or "
                 f"fix it with --fix {name}=...",
             )  # fmt: skip
+
+
+def _matters(plan: Plan, name: str) -> bool:
+    """One stage is cut nowhere, whatever its layers are called."""
+    return name != "cuts" or plan.layout.stages > 1
 
 
 def tried(

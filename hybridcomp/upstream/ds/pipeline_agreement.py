@@ -67,7 +67,7 @@ class Neighbour:
 
 
 def dtype_slots(meta: Sequence[int]) -> list[int]:
-    """Where the dtype ids stand in upstream's message of shapes.
+    """Find where the dtype ids stand in upstream's message of shapes.
 
     Layout: ``0, dtype, ndim, *shape`` or ``2, count, (dtype, ndim, *shape) * count``.
     """

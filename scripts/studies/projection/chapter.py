@@ -58,7 +58,7 @@ def plans(rows: Sequence[dict[str, Any]]) -> list[str]:
         "\n## The fastest plan of all layouts, messages of 16 bits\n",
         "What the search finds where tensor, pipeline and data parallel degrees, ZeRO, "
         "micro-batch, cuts and recomputation are free, without compression and within the budget "
-        "`recommended`. Beside it the paper's gains, which it measured at one layout each.\n",
+        "`recommended`. Beside it the paper's gains; it does not say at which layout.\n",
         "| GPUs | native | samples/s | planned | samples/s | gain | GB a GPU | the paper |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -61,8 +61,8 @@ def test_offload_and_the_ledger_of_a_trial(tmp_path: Path) -> None:
 
 def test_megatrons_arguments_and_block(tmp_path: Path) -> None:
     uneven = Layout(
-        tensor=2, sequence=True, stages=2, cuts=(3, 1), zero_stage=1, micro_batch=2,
-        accumulation=4, recompute=((0, 1), (1, 2)),
+        tensor=2, sequence=True, stages=2, cuts=(4, 2), zero_stage=1, micro_batch=2,
+        accumulation=4, recompute=((1, 2), (2, 3)),
     )  # fmt: skip
     files.write(plan(uneven, engine="megatron"), CLUSTER, tmp_path)
     words = (tmp_path / "megatron_args.txt").read_text().split()
@@ -76,7 +76,7 @@ def test_megatrons_arguments_and_block(tmp_path: Path) -> None:
     assert block == {"preset": "planned", "plan": str(tmp_path / "plan.json")}
     start = (tmp_path / "start.sh").read_text()
     assert "HYBRIDCOMP_CONFIG" in start and "torchrun --nnodes 2 --nproc-per-node 2" in start
-    virtual = Layout(stages=2, virtual=2, cuts=(1, 1, 1, 1), recompute=((0, 2), (2, 4)))
+    virtual = Layout(stages=2, virtual=2, cuts=(2, 1, 1, 2), recompute=((1, 3), (3, 5)))
     found = files.megatron_arguments(plan(virtual, engine="megatron"))
     assert "--num-virtual-stages-per-pipeline-rank 2" in found
     assert "--recompute-method uniform" in found and "--recompute-num-layers 2" in found
@@ -96,13 +96,22 @@ def test_neoxs_file_is_the_users_with_what_the_plan_decides(tmp_path: Path) -> N
 
 
 def test_the_users_command_is_filled_in_and_runs(tmp_path: Path) -> None:
-    command = ["echo", "--pp", "{stages}", "--cuts={cuts}", "{recompute}", "a b", "{config}"]
+    command = [
+        "echo",
+        "--pp",
+        "{stages}",
+        "--cuts={cuts}",
+        "{layers}",
+        "{recompute}",
+        "a b",
+        "{config}",
+    ]
     files.write(plan(), CLUSTER, tmp_path, command=command)
     said = subprocess.run(
         [tmp_path / "start.sh"], capture_output=True, text=True, check=True
     ).stdout
     assert said.split() == [
-        "--pp", "2", "--cuts=2,2", "none", "a", "b", str(tmp_path / "ds_config.json"),
+        "--pp", "2", "--cuts=1,1", "2,2", "none", "a", "b", str(tmp_path / "ds_config.json"),
     ]  # fmt: skip
 
 

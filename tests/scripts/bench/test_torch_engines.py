@@ -24,8 +24,9 @@ SETTINGS: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
 }  # fmt: skip
 STEPS = 12
-#: of what the native engine sends, at most; PowerSGD is native in its first two steps
-MOST = {"fp16": 0.5, "bf16": 0.5, "powersgd-4": 0.55, "powersgd-16": 0.9, "powersgd-32": 1.2}
+#: of what the native engine sends, at most; PowerSGD is native in its first two steps, and where
+#: its factors are no smaller than half the matrix
+MOST = {"fp16": 0.5, "bf16": 0.5, "powersgd-4": 0.55, "powersgd-16": 1.0, "powersgd-32": 1.0}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,117 @@
+"""``hybridcomp plan`` from the command line: a described cluster, a small model, all files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from hybridcomp import cli
+from hybridcomp.config import load_config
+from hybridcomp.plan import budget, cluster_file
+from hybridcomp.plan.answer import arguments
+from hybridcomp.plan.answer.command import fixed_of
+from hybridcomp.plan.plan import Plan
+from hybridcomp.plan.request import DTYPES, Engine, Method
+
+CLUSTER: dict[str, Any] = {
+    "version": 1, "kind": "described", "nodes": 2, "ranks_per_node": 2, "device": "made",
+    "memory_gb": 4, "tflops": {"bf16": 50}, "memory_gbytes_per_second": 500,
+    "inside": {"gbytes_per_second": 20}, "between": {"gbytes_per_second": 0.2},
+    "codecs": {"blockint": {"gbytes_per_second": 100}, "expcode": {"gbytes_per_second": 50},
+               "mpc": {"gbytes_per_second": 50}}, "host": {"gbytes_per_second": 10},
+}  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
+    "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "cluster.json").write_text(json.dumps(CLUSTER))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return [
+        "plan", str(tmp_path / "config.json"), "--cluster", str(tmp_path / "cluster.json"),
+        "--samples", "16", "--length", "512", "--out", str(tmp_path / "plans"),
+    ]  # fmt: skip
+
+
+def test_a_plan_from_the_command_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--fix", "tensor=1", "--", "echo", "{stages}", "{config}"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("|  | step | interval |")
+    assert "Why the first beats the second:" in said and "start it with" in said
+    out = tmp_path / "plans"
+    plan = Plan.read(out / "plan.json")
+    assert plan.layout.tensor == 1 and plan.layout.ranks == 4
+    assert plan.choices.items, "the link between the nodes is slow: native would be strange"
+    block = load_config(out / "ds_config.json")
+    assert block is not None and block.planned is not None
+    assert [key for key, codec in block.codecs().items() if codec] == [
+        key for key in block.codecs() if not plan.choices[key].native
+    ]
+    assert f"exec echo {plan.layout.stages} " in (out / "start.sh").read_text()
+    every = [Plan.from_json(one) for one in json.loads((out / "plans.json").read_text())]
+    steps = [one.prediction.seconds for one in every]
+    assert every[0] == plan and steps == sorted(steps)
+    native = [*words, "--budget", "native"]
+    assert cli.main(native) == 0
+    slower = Plan.read(out / "plan.json")
+    assert not slower.choices.items
+    assert slower.prediction.seconds > plan.prediction.seconds
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--budget", "medium"], "budget"),
+        (["--budget", '{"dp": '], "expected JSON"),
+        (["--fix", "tensors=2"], "fixed.tensors"),
+        (["--fix", "tensor"], "expected NAME=VALUE"),
+        (["--ranks", "64"], "64 ranks are wanted, and the cluster has 4"),
+        (["--memory", "0.001"], "no plan: "),
+        (["--try", "2"], "expected -- and the command of a training"),
+        (["--cluster", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    words: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, *more]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan"]) == cli.BAD_INPUT
+    assert "MODEL" in capsys.readouterr().err
+    assert cli.main(["plan", "config.json"]) == cli.BAD_INPUT
+    assert "--samples" in capsys.readouterr().err
+
+
+def test_the_command_line_knows_what_the_planner_knows() -> None:
+    assert get_args(Engine) == arguments.ENGINES
+    assert get_args(Method) == arguments.METHODS
+    assert tuple(DTYPES) == arguments.DTYPES
+    assert budget.NAMES == arguments.NAMES
+    assert cluster_file.DEFAULT == arguments.CLUSTER
+
+
+def test_fixed_values() -> None:
+    assert fixed_of(["tensor=2", "cuts=[1, 3]", "recompute=[[0, 2]]", "offload=true"]) == {
+        "tensor": 2, "cuts": (1, 3), "recompute": ((0, 2),), "offload": True,
+    }  # fmt: skip
+
+
+def test_options_of_the_users_command_are_not_ours() -> None:
+    own, command = arguments.split(
+        ["plan", "m", "--try", "2", "--", "torchrun", "--", "--try", "x"]
+    )
+    assert own == ["plan", "m", "--try", "2"]
+    assert command == ["torchrun", "--", "--try", "x"]
