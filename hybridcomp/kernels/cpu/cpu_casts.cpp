@@ -1,4 +1,6 @@
 // CPU loops of the casts: bf16, fp16 and block-scaled fp8.
+#include <vector>
+
 #include "casts.h"
 #include "cpu_casts.h"
 
@@ -55,10 +57,29 @@ Cast* const CASTS[3][3] = {
 };
 Cast* const ADDS[3] = {add_Fp32, add_BFloat16, add_Float16};
 
+size_t item_nbytes(int dtype) { return dtype == 0 ? 4 : 2; }
+
+// A payload may begin at any byte, the values of one that are read and written in place may not.
+bool is_misaligned(const void* at, int dtype) { return (size_t)at % item_nbytes(dtype) != 0; }
+
 }  // namespace
 
 void cast(int from, int to, const void* in, void* out, size_t numel, bool add, int threads) {
     if (numel == 0) return;  // the addresses of no values may be null, which memcpy does not allow
+    if (is_misaligned(in, from)) {
+        std::vector<u32> aligned(ceil_div(numel * item_nbytes(from), 4));
+        memcpy(aligned.data(), in, numel * item_nbytes(from));
+        cast(from, to, aligned.data(), out, numel, add, threads);
+        return;
+    }
+    if (is_misaligned(out, to)) {
+        size_t nbytes = numel * item_nbytes(to);
+        std::vector<u32> aligned(ceil_div(nbytes, 4));
+        memcpy(aligned.data(), out, nbytes);
+        cast(from, to, in, aligned.data(), numel, add, threads);
+        memcpy(out, aligned.data(), nbytes);
+        return;
+    }
     Cast* loop = add ? ADDS[from] : CASTS[from][to];
     parallel_ranges(numel, 1, threads,
                     [&](size_t begin, size_t end) { loop(in, out, begin, end); });
