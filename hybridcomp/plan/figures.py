@@ -81,7 +81,8 @@ class Curve:
     """Seconds against a size: straight lines (latency and bandwidth) between measured points.
 
     Below the first point the line of the first two goes on, above the last one that of the last
-    two. No line falls: a larger message that happened to be faster counts as equally fast.
+    two, or of all where those two are equal. No line falls: a larger message that happened to be
+    faster counts as equally fast.
     """
 
     sizes: tuple[float, ...]
@@ -99,6 +100,8 @@ class Curve:
         if len(sizes) == 1:
             # with one point the size is all that is known: no latency, all bandwidth
             return self.points[0].times(size / sizes[0] if sizes[0] else 1.0)
+        if size > sizes[-1] and self.points[-1].value <= self.points[-2].value:
+            return self.points[-1].plus(Figure.exact(self._slope() * (size - sizes[-1])))
         right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
         x0, x1 = sizes[right - 1], sizes[right]
         one, two = self.points[right - 1], self.points[right]
@@ -107,6 +110,11 @@ class Curve:
         value = ends[0]
         assumed = one.assumed or two.assumed
         return Figure(value, min(ends[1], value), max(ends[2], value), assumed)
+
+    def _slope(self) -> float:
+        """Seconds a unit over all sizes, where those of the last two points are but noise."""
+        rise = self.points[-1].value - self.points[0].value
+        return max(0.0, rise / (self.sizes[-1] - self.sizes[0]))
 
     @property
     def per_unit(self) -> float:

@@ -158,7 +158,7 @@ class Prices:
             for part, share in shape.sent
         )
         # 3.
-        extra = self.cluster.overhead(operation, call.ranks, call.nodes)
+        extra = self.cluster.overhead(operation, call.ranks, call.nodes, codec.spec)
         host = extra.host.plus(Figure.exact(self.calibration.message_s))
         coding = coding.times(extra.factor).plus(host)
         wire = wire.times(extra.factor)

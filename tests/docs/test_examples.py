@@ -12,6 +12,7 @@ import pytest
 
 from hybridcomp import cli
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
+from hybridcomp.plan import cluster_file
 from hybridcomp.rules import ds_check as check
 from tests.docs.pages import Fence, commands, fences, prose_of
 from tests.paths import ROOT
@@ -27,7 +28,9 @@ def test_there_are_examples() -> None:
 def test_blocks_parse(fence: Fence) -> None:
     """Plain JSON, as files that other readers take have to be; a block, or a file with one."""
     found = json.loads(fence.body)
-    if BLOCK in found:
+    if "kind" in found:  # a cluster described by hand
+        assert cluster_file.parse(found).ranks
+    elif BLOCK in found:
         block = load_config(found)
         assert block is not None
         check.check(block, found)  # acts beside the rest of the file
@@ -116,7 +119,9 @@ def test_launcher_lines_name_the_module() -> None:
             continue
         if re.match(r"(deepspeed|torchrun|srun torchrun|accelerate launch) ", line):
             kept = "hybridcomp.run" in line or "compare --launch" in fence.body
-            kept |= "-m hybridcomp.measure" in line  # compresses no training
+            kept |= (
+                re.search(r"(-m|--module) hybridcomp.measure", line) is not None
+            )  # compresses no training
             kept |= "scripts/examples/" in line and "--block" in line  # attached by the script
             assert kept, f"{fence.place}: {line}"
 

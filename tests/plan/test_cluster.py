@@ -55,6 +55,8 @@ def test_noise_never_makes_a_larger_message_free() -> None:
     assert curve.at(50).value == 2.0
     assert curve.at(150).value == pytest.approx(1.5)
     assert Curve.through([(100, figure(2.0))]).at(50).value == 1.0
+    flat = Curve.through([(100, figure(1.0)), (200, figure(2.0)), (300, figure(2.0))])
+    assert flat.at(500).value == 3.0, "the last two are noise, all three are not"
 
 
 def test_summaries_are_medians_and_quartiles() -> None:
