@@ -125,7 +125,7 @@ def far_peers() -> tuple[Peer, ...]:
 
 def test_who_says_nothing_in_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 have failed too and say so; rank 2 is silent."""
-    store = distributed_c10d.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()  # type: ignore[attr-defined]
     names = distributed_c10d.PrefixStore(f"hybridcomp/failed/{start()}", store)
     names.set("0", "true")
     monkeypatch.setattr(presence, "ROLL_CALL_S", 0.5)

@@ -136,6 +136,6 @@ def test_sequences_over_ranks_in_a_pipeline(folder: Path) -> None:
     header = records(folder, "cp")[0]["run"]
     assert header["context_parallel"] == 2 and header["tokens_per_step"] == 2 * 4 * 32
     rows = json.loads((folder / "cp/ledger.jsonl").read_text().splitlines()[-1])["dimensions"]
-    assert rows.keys() == {"cp", "pp"}
+    assert rows.keys() == {"dp", "cp", "pp"}
     assert rows["cp"]["forward"]["codec"] == rows["cp"]["backward"]["codec"] == "blockint(bits=8)"
     assert rows["cp"]["forward"]["native_messages"] == 0 < rows["cp"]["backward"]["messages"]

@@ -48,7 +48,8 @@ def test_stages_have_the_blocks_that_were_asked_for_and_losses_stay() -> None:
     assert uneven[0][1] == ["Embedding", "Block"]
     assert uneven[1][1] == ["Block", "Block", "Block", "FinalNorm", "Output"]
     even = run_ranks(2, pipelined, ())
-    assert even[0][0] == uneven[0][0], "a cut elsewhere is the same model"
+    assert even[0][0][0] == uneven[0][0][0], "a cut elsewhere is the same model"
+    assert even[0][0] == pytest.approx(uneven[0][0], rel=1e-3), "sums of another alignment"
 
 
 def test_recomputed_blocks_keep_less_and_change_no_bit() -> None:
