@@ -53,12 +53,7 @@ def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> 
 def _reduced(own: StageTimes, op: Op, begin: float, last: bool) -> tuple[float, float]:
     """A pass with reductions behind it: when the stage goes on, and what it sends has been sent."""
     took = (own.backward if op.backward else own.forward)[op.chunk]
-    reduced = [own.micro] if op.backward and op.chunk == 0 and own.reduces else []
-    hidden = own.hidden_micro
-    if last:
-        reduced.append(own.reduce)
-        hidden = own.hidden_step
-    wire = sum(one.link for one in reduced)
-    gone = begin + took.busy - min(hidden, took.compute, wire) + wire
+    reduced, wire, behind = own.behind(took, op.backward and op.chunk == 0, last)
+    gone = begin + took.busy - behind + wire
     done = begin + took.busy + took.sent
     return max(gone, done) + sum(one.coding for one in reduced), done

@@ -74,13 +74,7 @@ class _Builder:
         took = (own.backward if op.backward else own.forward)[op.chunk]
         what = "backward" if op.backward else "forward"
         place = (stage, op.chunk, op.micro_batch)
-        reduced = [own.micro] if op.backward and op.chunk == 0 and own.reduces else []
-        hidden = own.hidden_micro
-        if last:
-            reduced.append(own.reduce)
-            hidden = own.hidden_step
-        wire = sum(one.link for one in reduced)
-        behind = min(hidden, took.compute, wire)
+        reduced, wire, behind = own.behind(took, op.backward and op.chunk == 0, last)
         begun = self._put(sent - 1, Name(what, *place), device, took.busy - behind,
                           (*before, *self._source(stage, op)))  # fmt: skip
         if not reduced:

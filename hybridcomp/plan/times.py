@@ -83,6 +83,19 @@ class StageTimes:
     hidden_step: float
     reduces: bool
 
+    def behind(self, took: Durations, ends: bool, last: bool) -> tuple[list[Seconds], float, float]:
+        """Reductions behind a pass, their seconds on the wire, and how many of these hide in it.
+
+        ends: it is the end of a micro-batch's backward. last: it is the end of the step's.
+        """
+        reduced = [self.micro] if ends and self.reduces else []
+        hidden = self.hidden_micro
+        if last:
+            reduced.append(self.reduce)
+            hidden = self.hidden_step
+        wire = sum(one.link for one in reduced)
+        return reduced, wire, min(hidden, took.compute, wire)
+
 
 def stage_times(
     job: Job, work: Work, choices: Choices | Wish, view: View = VIEW

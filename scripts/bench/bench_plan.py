@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
+from hybridcomp.compare.launch import fill
 from hybridcomp.plan import cluster_file
 from hybridcomp.plan.answer import files, trial
 from hybridcomp.plan.choices import Choices
@@ -120,7 +121,7 @@ def trained(lab: Lab, plan: Plan, cluster: Path, folder: Path, args: argparse.Na
     ]  # fmt: skip
     made = cluster_file.read(cluster)
     files.write(plan, made, folder, base, words, folder / trial.LEDGER)
-    run(lab, files.fill(words, files.places(plan, made, folder)))
+    run(lab, fill(words, files.places(plan, made, folder)))
     return trial.seconds_a_step(folder / trial.LOG, plan)
 
 

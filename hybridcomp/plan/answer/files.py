@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridcomp.compare.launch import fill
 from hybridcomp.config import BLOCK, read_source
 from hybridcomp.config.planned import PLANNED
 from hybridcomp.errors import ConfigError
@@ -218,16 +219,6 @@ def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
 def filled(command: Sequence[str], plan: Plan, cluster: Cluster, folder: Path) -> str:
     """``command`` for this plan, ``{tensor}``, ``{config}`` and so on filled in (``places``)."""
     return " ".join(shlex.quote(word) for word in fill(command, places(plan, cluster, folder)))
-
-
-def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """``command`` with every place of ``values`` filled in."""
-    words = []
-    for word in command:
-        for place, value in values.items():
-            word = word.replace(place, value)
-        words.append(word)
-    return words
 
 
 def base_of(path: Path | None, engine: str) -> Base:

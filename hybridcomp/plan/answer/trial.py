@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridcomp.compare.launch import Job, free_port
+from hybridcomp.compare.launch import Job, fill, free_port
 from hybridcomp.compare.reading import read_runs
 from hybridcomp.compare.runs import WARM_UP, CompareError
 from hybridcomp.errors import ConfigError
@@ -109,7 +109,7 @@ def _run(
     """Median seconds a step of one training. Raises CompareError."""
     files.write(plan, cluster, folder, base, command, folder / LEDGER)
     values = files.places(plan, cluster, folder)
-    words = files.fill(command, {**values, "{folder}": str(folder), "{port}": str(free_port())})
+    words = fill(command, {**values, "{folder}": str(folder), "{port}": str(free_port())})
     log = folder / LOG
     own = any(LOG in word for word in words)
     environment = {} if own else {RECORD: str(log)}
