@@ -44,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
     every.write_text(json.dumps([plan.to_json() for plan in found.plans], indent=1) + "\n")
     print(f"start it with {options.out / files.START_FILE}; written: "
           f"{', '.join(str(path.name) for path in [*written, every])}")  # fmt: skip
+    if left := files.left_to_script(best, options.command):
+        print(f"note: {left}")
     _draw(options, found, cluster)
     return 0
 

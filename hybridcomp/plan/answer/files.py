@@ -196,6 +196,25 @@ def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
     return f'{launcher} {SCRIPT} --deepspeed_config {config} "$@"'
 
 
+def left_to_script(plan: Plan, command: Sequence[str]) -> str:
+    """What neither the engine's file nor ``command`` decides, in a sentence; "" for nothing.
+
+    DeepSpeed's file holds no degree but ZeRO's, and no layer to recompute: the script has to.
+    """
+    if plan.engine != "deepspeed":
+        return ""
+    layout, text = plan.layout, " ".join(command)
+    wanted = {
+        "tensor": layout.tensor > 1, "stages": layout.stages > 1, "context": layout.context > 1,
+        "expert": layout.expert > 1, "recompute": bool(layout.recompute),
+    }  # fmt: skip
+    left = [name for name, on in wanted.items() if on and f"{{{name}}}" not in text]
+    if not left:
+        return ""
+    shown = ", ".join(left)
+    return f"ds_config.json does not say {shown} ({layout}): the script has to, see plan.json"
+
+
 def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
     """What a user's command may leave to the plan, by its name between braces."""
     layout = plan.layout

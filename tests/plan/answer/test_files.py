@@ -115,6 +115,15 @@ def test_the_users_command_is_filled_in_and_runs(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_what_no_file_decides_is_said() -> None:
+    stages = plan()
+    assert "does not say stages (pp2 dp2" in files.left_to_script(stages, ["train.py"])
+    assert files.left_to_script(stages, ["train.py", "--pp={stages}"]) == ""
+    again = plan(Layout(data=4, cuts=(6,), recompute=((1, 3),)))
+    assert "recompute" in files.left_to_script(again, [])
+    assert files.left_to_script(plan(engine="megatron"), []) == ""
+
+
 def test_megatron_takes_no_file(tmp_path: Path) -> None:
     assert files.base_of(None, "megatron") == {}
     with pytest.raises(ConfigError, match="Megatron takes arguments"):
