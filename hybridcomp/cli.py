@@ -157,7 +157,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 def _schema(options: argparse.Namespace) -> int:
     from hybridcomp.config import schema
-    from hybridcomp.plan import cluster_file
+    from hybridcomp.plan.machines import cluster_file
 
     print(json.dumps(cluster_file.schema() if options.cluster else schema(), indent=2))
     return 0

@@ -23,7 +23,7 @@ from hybridcomp.kernels.cuda import images, setup
 from hybridcomp.kernels.cuda.setup import CudaSetup
 from hybridcomp.measure import report
 from hybridcomp.measure.machine import device_name
-from hybridcomp.plan import cluster_file
+from hybridcomp.plan.machines import cluster_file
 
 #: what stands in front of a line
 OK, INFO, FAIL = "ok", "-", "FAIL"

@@ -14,8 +14,8 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.measure.clock import LEAST, Clock, Run, samples
 from hybridcomp.measure.kernels import DTYPES, dtypes_of
 from hybridcomp.measure.team import Part, Team
-from hybridcomp.plan.figures import Figure, median, summary
-from hybridcomp.plan.rows import Beside, Coding, Copy, Direction
+from hybridcomp.plan.machines.figures import Figure, median, summary
+from hybridcomp.plan.machines.rows import Beside, Coding, Copy, Direction
 
 #: values of one call; the first says what a call costs, whatever its length
 NUMELS = {"cpu": (1 << 12, 1 << 18, 1 << 21), "cuda": (1 << 12, 1 << 20, 1 << 24)}

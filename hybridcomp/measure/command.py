@@ -16,7 +16,7 @@ from hybridcomp.measure.block import BlockSize
 from hybridcomp.measure.options import HOW, add_arguments
 from hybridcomp.measure.report import lines
 from hybridcomp.measure.run import measure
-from hybridcomp.plan import cluster_file
+from hybridcomp.plan.machines import cluster_file
 from hybridcomp.topology import Hierarchy
 
 #: exit status where nothing was measured

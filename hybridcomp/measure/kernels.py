@@ -15,8 +15,8 @@ from torch import Tensor
 from hybridcomp.measure.block import Block, BlockSize, kept_nbytes
 from hybridcomp.measure.clock import LEAST, Clock, Run, samples
 from hybridcomp.measure.team import Part, Team
-from hybridcomp.plan.figures import median, summary
-from hybridcomp.plan.rows import Kernel, Kind
+from hybridcomp.plan.machines.figures import median, summary
+from hybridcomp.plan.machines.rows import Kernel, Kind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: a size is left out if two calls and LEAST timings of it may take this many times the allowance

@@ -18,8 +18,8 @@ from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, Clock, Run
 from hybridcomp.measure.coders import product_beside
 from hybridcomp.measure.team import Part, Shape, Team
-from hybridcomp.plan.figures import Curve, Figure, summary
-from hybridcomp.plan.rows import Beside, Operation, Timing
+from hybridcomp.plan.machines.figures import Curve, Figure, summary
+from hybridcomp.plan.machines.rows import Beside, Operation, Timing
 
 #: bytes of messages in the order in which they are timed; the first says what a message costs,
 #: whatever its length

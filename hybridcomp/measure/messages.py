@@ -19,7 +19,7 @@ from hybridcomp.measure.coders import product_beside
 from hybridcomp.measure.kernels import DTYPES
 from hybridcomp.measure.links import Key, timed
 from hybridcomp.measure.team import Part, Shape, Team
-from hybridcomp.plan.rows import Encoded, Operation
+from hybridcomp.plan.machines.rows import Encoded, Operation
 
 #: one of fixed and one of variable size, whose sizes have to be exchanged first
 CODECS: tuple[tuple[str, dict[str, int]], ...] = (("blockint", {"bits": 8}), ("expcode", {}))

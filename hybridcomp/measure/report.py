@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.figures import Figure
-from hybridcomp.plan.rows import Operation
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.rows import Operation
 
 OPERATIONS: tuple[Operation, ...] = (
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all",

@@ -17,8 +17,8 @@ from hybridcomp.measure.links import link_rows
 from hybridcomp.measure.machine import device_name, made, memory_nbytes
 from hybridcomp.measure.messages import message_rows
 from hybridcomp.measure.team import Budget, Team, connected, shapes_of
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.rows import Coding, Copy, Kernel, Rank
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.rows import Coding, Copy, Kernel, Rank
 from hybridcomp.topology import Hierarchy, discover
 
 #: shares of the time at whose end the parts are over: kernels, codecs, copies, messages, links

@@ -27,16 +27,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
 from hybridcomp.compare.launch import fill
-from hybridcomp.plan import cluster_file
 from hybridcomp.plan.answer import files, trial
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.predict import plan_of
 from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.models.reading import read_model
-from hybridcomp.plan.placing import Placer
 from hybridcomp.plan.plan import Plan
-from hybridcomp.plan.predict import plan_of
 from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.search.placing import Placer
 from lab.cluster import Lab
 from lab.layout import LabError, Rates, parse_rate
 from lab.layout import Layout as Nodes

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridcomp.nn.slices import Past, SlicePipeline, attend
-from hybridcomp.plan.slices import Slices, SliceSeconds, token_slices, uniform_slices
+from hybridcomp.plan.algorithms.slices import Slices, SliceSeconds, token_slices, uniform_slices
 
 
 class Layer(nn.Module):

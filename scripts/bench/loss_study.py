@@ -63,6 +63,7 @@ LAYOUTS = {
     "pp2dp2": Layout("ds_pipe2_baseline.json", 4, ("--pp", "2")),
     "3d": Layout("ds_3d_baseline.json", 8, ("--tp", "2", "--pp", "2")),
     "tp2d": Layout("ds_zero0_baseline.json", 4, ("--tp2d", "2")),  # which no preset names
+    "cp4": Layout("ds_zero1_baseline.json", 4, ("--cp", "4")),  # nor this
     "ddp2": Layout("ds_zero1_baseline.json", 2, ("--engine", "ddp"), engine="ddp"),
     "fsdp2": Layout("ds_zero1_baseline.json", 2, ("--engine", "fsdp2"), engine="fsdp2"),
 }

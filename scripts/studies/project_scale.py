@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from hybridcomp.plan import fitted
+from hybridcomp.plan.cost import fitted
 from studies.projection import neox
 
 #: gains in samples a second and in TFLOPS a GPU that the paper's abstract gives

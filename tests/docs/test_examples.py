@@ -12,7 +12,7 @@ import pytest
 
 from hybridcomp import cli
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
-from hybridcomp.plan import cluster_file
+from hybridcomp.plan.machines import cluster_file
 from hybridcomp.rules import ds_check as check
 from tests.docs.pages import Fence, commands, fences, prose_of
 from tests.paths import ROOT

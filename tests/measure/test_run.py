@@ -20,8 +20,8 @@ from hybridcomp.measure.block import Block, BlockSize
 from hybridcomp.measure.clock import HostClock, Run
 from hybridcomp.measure.run import measure
 from hybridcomp.measure.team import Budget, Team
-from hybridcomp.plan import cluster_file
-from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.machines import cluster_file
+from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.topology import Nodes
 from tests.ranks import RunRanks
 
@@ -117,7 +117,7 @@ def slow_last() -> tuple[float, ...]:
 
 
 def cluster_ranks(count: int) -> tuple[Any, ...]:
-    from hybridcomp.plan.rows import Rank
+    from hybridcomp.plan.machines.rows import Rank
 
     return (Rank(0, "CPU"),) * count
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.cluster_file import parse
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.cluster_file import parse
 from hybridcomp.plan.models.decoder import Decoder
 
 

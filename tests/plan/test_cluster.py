@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.figures import Curve, Figure, summary
-from hybridcomp.plan.rings import encoded_shape, ring
-from hybridcomp.plan.rows import Beside, Coding, Direction, Encoded, Kernel, Operation, Rank, Timing
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.figures import Curve, Figure, summary
+from hybridcomp.plan.machines.rings import encoded_shape, ring
+from hybridcomp.plan.machines.rows import (
+    Beside,
+    Coding,
+    Direction,
+    Encoded,
+    Kernel,
+    Operation,
+    Rank,
+    Timing,
+)
 
 DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
 LATENCY, PER_BYTE = 1e-4, 1e-8

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan import cluster_file
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.figures import Figure
-from hybridcomp.plan.rows import Coding, Copy, Encoded, Kernel, Rank, Timing
+from hybridcomp.plan.machines import cluster_file
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.rows import Coding, Copy, Encoded, Kernel, Rank, Timing
 
 SECONDS = Figure(0.2, 0.1, 0.3)
 WHOLE = Cluster(

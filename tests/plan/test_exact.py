@@ -9,9 +9,9 @@ from itertools import combinations, permutations, product
 import pytest
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.cuts import Device, Layer, stage_cuts
-from hybridcomp.plan.ideals import Node, graph_split
-from hybridcomp.plan.recompute import Stored, cheapest_recomputation, peak_nbytes
+from hybridcomp.plan.algorithms.cuts import Device, Layer, stage_cuts
+from hybridcomp.plan.algorithms.ideals import Node, graph_split
+from hybridcomp.plan.algorithms.recompute import Stored, cheapest_recomputation, peak_nbytes
 
 INFINITE = float("inf")
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from hybridcomp.plan import fitted
+from hybridcomp.plan.cost import fitted
 from tests.paths import ROOT
 from tests.scripts.bench.made_rows import rows
 

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from gpt.model import GPT, loss_of
 from gpt.weights import ModelConfig
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.memory import device_nbytes, memory_of
+from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.memory import device_nbytes, memory_of
 from hybridcomp.plan.models.arguments import train_gpt
+from hybridcomp.plan.models.torch_tools import peak_nbytes
 from hybridcomp.plan.request import Batch, Limits
-from hybridcomp.plan.torch_tools import peak_nbytes
-from hybridcomp.plan.work import work_of
 from tests.plan.clusters import cluster, small
 
 SEGMENTS = {"kept": (), "some": ((1, 3),), "all": tuple((n, n + 1) for n in range(1, 5))}

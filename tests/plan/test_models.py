@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from gpt.model import GPT
 from gpt.weights import ModelConfig
 from hybridcomp.errors import ConfigError, HybridcompError
-from hybridcomp.plan.model import Shape, flops_of
 from hybridcomp.plan.models.arguments import train_gpt
 from hybridcomp.plan.models.decoder import Decoder
 from hybridcomp.plan.models.huggingface import decoder
+from hybridcomp.plan.models.model import Shape, flops_of
 from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.models.traced import TracedModel
 from tests.paths import ROOT

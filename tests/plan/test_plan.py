@@ -10,10 +10,10 @@ import torch
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError, HybridcompError
-from hybridcomp.plan.budget import Budget
 from hybridcomp.plan.choices import KEYS, NATIVE, Choice, Choices, Key
 from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.plan import Plan, Prediction, Span
+from hybridcomp.plan.search.budget import Budget
 
 LAYOUT = Layout(
     tensor=2, sequence=True, stages=2, virtual=2, cuts=(3, 2, 2, 1), data=4, expert=2,

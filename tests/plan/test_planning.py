@@ -11,17 +11,17 @@ import pytest
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.budget import Budget
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.evaluate import Evaluator
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.mcmc import annealed, walk_of
-from hybridcomp.plan.placing import Placer
+from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.request import Batch, Found, Limits
-from hybridcomp.plan.search import search
-from hybridcomp.plan.space import layouts
+from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.search.evaluate import Evaluator
+from hybridcomp.plan.search.mcmc import annealed, walk_of
+from hybridcomp.plan.search.placing import Placer
+from hybridcomp.plan.search.search import search
+from hybridcomp.plan.search.space import layouts
 from tests.plan.clusters import cluster, small
 
 RECOMMENDED = Budget.parse("recommended")

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.anneal import anneal
-from hybridcomp.plan.timeline import Task, Timeline, simulate
+from hybridcomp.plan.algorithms.anneal import anneal
+from hybridcomp.plan.algorithms.timeline import Task, Timeline, simulate
 
 RESOURCES = ("gpu0", "gpu1", "link", "bus")
 

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from hybridcomp.plan.slices import Slices, token_slices, uniform_slices
+from hybridcomp.plan.algorithms.slices import Slices, token_slices, uniform_slices
 
 
 def brute(granules: int, stages: int, cost: dict[tuple[int, int], float]) -> float:

@@ -8,18 +8,18 @@ import random
 import pytest
 import torch
 
+from hybridcomp.plan.algorithms.timeline import simulate
 from hybridcomp.plan.choices import Choice, Choices
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.predict import predicted
+from hybridcomp.plan.cost.prices import Calibration, Call, Prices, native_nbytes
+from hybridcomp.plan.cost.recurrence import step_seconds
+from hybridcomp.plan.cost.schedule import Op, in_flight, order
+from hybridcomp.plan.cost.step import MOST_PASSES, sample, seconds_of, simulated, tasks_of
+from hybridcomp.plan.cost.times import Durations, Seconds, StageTimes, least_seconds
+from hybridcomp.plan.cost.work import Work, work_of
 from hybridcomp.plan.layout import Layout, even_cuts
-from hybridcomp.plan.predict import predicted
-from hybridcomp.plan.prices import Calibration, Call, Prices, native_nbytes
-from hybridcomp.plan.recurrence import step_seconds
 from hybridcomp.plan.request import Batch, Limits
-from hybridcomp.plan.schedule import Op, in_flight, order
-from hybridcomp.plan.step import MOST_PASSES, sample, seconds_of, simulated, tasks_of
-from hybridcomp.plan.timeline import simulate
-from hybridcomp.plan.times import Durations, Seconds, StageTimes, least_seconds
-from hybridcomp.plan.work import Work, work_of
 from tests.paths import ROOT
 from tests.plan.clusters import cluster, small
 

@@ -1,7 +1,7 @@
 """Pipelines that work on slices of one sequence at once.
 
 Stage i works on slice k while stage i + 1 works on slice k - 1 (TeraPipe, Li et al., ICML 2021).
-Where to slice is for ``hybridcomp.plan.slices`` to say.
+Where to slice is for ``hybridcomp.plan.algorithms.slices`` to say.
 
 past      keys and values of earlier slices, the state of a stage within a step
 pipeline  the schedule, and the messages between neighbours, dimension ``pp``

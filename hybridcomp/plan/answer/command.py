@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridcomp.errors import ConfigError, HybridcompError
-from hybridcomp.plan import cluster_file
 from hybridcomp.plan.answer import files
 from hybridcomp.plan.answer.report import answer, duration, size
-from hybridcomp.plan.budget import Budget
-from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.machines import cluster_file
+from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
 from hybridcomp.plan.request import Batch, Found, Limits, Nearest
+from hybridcomp.plan.search.budget import Budget
 
 #: plans in the table and the picture
 SHOWN = 10
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _search(options: argparse.Namespace, cluster: Cluster) -> Found:
     from hybridcomp.plan.models.reading import read_model
-    from hybridcomp.plan.search import search
+    from hybridcomp.plan.search.search import search
 
     limits = Limits(
         engine=options.engine,

@@ -21,8 +21,8 @@ from hybridcomp.compare.launch import fill
 from hybridcomp.config import BLOCK, read_source
 from hybridcomp.config.planned import PLANNED
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.cluster import Cluster
 from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
 from hybridcomp.rules.neox import EXTRA
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from hybridcomp.plan.choices import KEYS
-from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan
 from hybridcomp.plan.request import Found
 from hybridcomp.policy import DIMENSIONS, DIRECTIONS

@@ -13,7 +13,7 @@ from hybridcomp.compare.reading import read_runs
 from hybridcomp.compare.runs import WARM_UP, CompareError
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.answer import files
-from hybridcomp.plan.cluster import Cluster
+from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
 
 #: what a command has to take from the plan where plans differ in it; any of them will do

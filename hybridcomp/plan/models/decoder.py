@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from hybridcomp.plan.model import Layer, Messages, Shape
+from hybridcomp.plan.models.model import Layer, Messages, Shape
 
 #: backward of a fused attention: five products where forward has two
 ATTENTION_BACKWARD = 2.5

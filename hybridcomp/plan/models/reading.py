@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.model import Model
 from hybridcomp.plan.models import arguments, huggingface, neox
+from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.models.traced import named
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.model import Layer, Shape
-from hybridcomp.plan.torch_tools import Traced, fake_mode, trace
+from hybridcomp.plan.models.model import Layer, Shape
+from hybridcomp.plan.models.torch_tools import Traced, fake_mode, trace
 
 #: makes the inputs of one micro-batch: (samples, tokens of a sample) to the module's arguments
 Inputs = Callable[[int, int], Sequence[Any]]

@@ -10,21 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridcomp.plan.budget import Budget
 from hybridcomp.plan.choices import NATIVE, Choices
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.described import CodecSpeed, Description, Link
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.predict import predicted
+from hybridcomp.plan.cost.prices import Calibration
+from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.model import Model
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.described import CodecSpeed, Description, Link
+from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.models.reading import read_model
-from hybridcomp.plan.placing import Placer
 from hybridcomp.plan.plan import Plan, Prediction
-from hybridcomp.plan.predict import predicted
-from hybridcomp.plan.prices import Calibration
 from hybridcomp.plan.request import DTYPES, Batch, Limits
-from hybridcomp.plan.search import search
-from hybridcomp.plan.work import work_of
+from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.search.placing import Placer
+from hybridcomp.plan.search.search import search
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "neox" / "20B.yml"
 SEQUENCE = 2048

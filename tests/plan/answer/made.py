@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.plan.choices import Choice, Choices, Key
-from hybridcomp.plan.cluster import Cluster
 from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.rows import Rank
 from hybridcomp.plan.plan import Plan, Prediction, Span
-from hybridcomp.plan.rows import Rank
 
 CLUSTER = Cluster(tuple(Rank(number // 2, "made", 10**9) for number in range(4)))
 ENCODED: dict[Key, Choice] = {

@@ -10,11 +10,12 @@ import pytest
 
 from hybridcomp import cli
 from hybridcomp.config import load_config
-from hybridcomp.plan import budget, cluster_file
 from hybridcomp.plan.answer import arguments
 from hybridcomp.plan.answer.command import fixed_of
+from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.plan import Plan
 from hybridcomp.plan.request import DTYPES, Engine, Method
+from hybridcomp.plan.search import budget
 
 CLUSTER: dict[str, Any] = {
     "version": 1, "kind": "described", "nodes": 2, "ranks_per_node": 2, "device": "made",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridcomp.plan.prices import Calibration
+from hybridcomp.plan.cost.prices import Calibration
 from studies import project_scale
 from studies.projection import chapter, neox
 from tests.scripts.bench.made_rows import rows

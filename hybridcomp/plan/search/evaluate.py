@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hybridcomp.plan.budget import Budget
 from hybridcomp.plan.choices import KEYS, NATIVE, Choice, Choices, Key
-from hybridcomp.plan.job import Item, Job
+from hybridcomp.plan.cost.job import Item, Job
+from hybridcomp.plan.cost.memory import device_nbytes, kept_by_codecs, memory_of
+from hybridcomp.plan.cost.prices import Price
+from hybridcomp.plan.cost.step import seconds_of
+from hybridcomp.plan.cost.times import least_seconds, stage_times
+from hybridcomp.plan.cost.work import Items, Stage, Work, price
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.memory import device_nbytes, kept_by_codecs, memory_of
-from hybridcomp.plan.prices import Price
-from hybridcomp.plan.step import seconds_of
-from hybridcomp.plan.times import least_seconds, stage_times
-from hybridcomp.plan.work import Items, Stage, Work, price
+from hybridcomp.plan.search.budget import Budget
 
 #: by stage and kind of message, what an option takes; and bytes that it keeps
 Costs = tuple[float, ...]

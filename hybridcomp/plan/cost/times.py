@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.figures import Figure
-from hybridcomp.plan.job import Job
-from hybridcomp.plan.prices import Price
-from hybridcomp.plan.work import Items, Stage, Wish, Work, price
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.prices import Price
+from hybridcomp.plan.cost.work import Items, Stage, Wish, Work, price
+from hybridcomp.plan.machines.figures import Figure
 
 #: which number of a figure counts
 VALUE, LOW, HIGH = 0, 1, 2

@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.described import Description
-from hybridcomp.plan.figures import Figure
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.described import Description
+from hybridcomp.plan.machines.figures import Figure
 
 #: of the file; another version is refused
 VERSION = 1

@@ -6,9 +6,9 @@ holds the result against the event simulation. A search asks this some thousand 
 
 from __future__ import annotations
 
+from hybridcomp.plan.cost.schedule import Op, order
+from hybridcomp.plan.cost.times import StageTimes
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.schedule import Op, order
-from hybridcomp.plan.times import StageTimes
 
 
 def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int) -> float:

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridcomp.plan.prices import Calibration
-from hybridcomp.plan.timeline import Task, Timeline, simulate
+from hybridcomp.plan.algorithms.timeline import Task, Timeline, simulate
+from hybridcomp.plan.cost.prices import Calibration
 
 Cell = dict[str, Any]
 #: the arm that every other one is held against, and what the names of fp32 arms begin with

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridcomp.plan.frontier import Linked, Point, frontier, link
+from hybridcomp.plan.algorithms.frontier import Linked, Point, frontier, link
 
 
 @dataclass(frozen=True)

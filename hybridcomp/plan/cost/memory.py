@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.schedule import in_flight
+from hybridcomp.plan.cost.work import LIVE, Stage, Work
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.model import Layer
-from hybridcomp.plan.schedule import in_flight
-from hybridcomp.plan.work import LIVE, Stage, Work
+from hybridcomp.plan.models.model import Layer
 
 #: bytes of a value of an error feedback residual, of a main gradient, of a moment
 FP32 = 4.0

@@ -12,20 +12,20 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hybridcomp.plan.budget import Budget
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.evaluate import Evaluator
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.predict import plan_of
+from hybridcomp.plan.cost.prices import Calibration
+from hybridcomp.plan.cost.work import Work
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.mcmc import annealed
-from hybridcomp.plan.model import Model
-from hybridcomp.plan.placing import Placer
-from hybridcomp.plan.predict import plan_of
-from hybridcomp.plan.prices import Calibration
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.request import Batch, Found, Limits, Nearest
-from hybridcomp.plan.space import layouts, world
-from hybridcomp.plan.work import Work
+from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.search.evaluate import Evaluator
+from hybridcomp.plan.search.mcmc import annealed
+from hybridcomp.plan.search.placing import Placer
+from hybridcomp.plan.search.space import layouts, world
 
 DEFAULT, UNFITTED = Limits(), Calibration()
 #: what waits in the heap: not placed, placed, and judged with its best choices

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan import cuts, ideals
+from hybridcomp.plan.algorithms import cuts, ideals
+from hybridcomp.plan.algorithms.recompute import Stored, cheapest_recomputation
 from hybridcomp.plan.choices import NATIVE, Choices
-from hybridcomp.plan.figures import Figure
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.memory import FP32, device_nbytes, memory_of, states, worst_moment
+from hybridcomp.plan.cost.schedule import in_flight
+from hybridcomp.plan.cost.work import Stage, Work, work_of
 from hybridcomp.plan.layout import Layout, even_cuts
-from hybridcomp.plan.memory import FP32, device_nbytes, memory_of, states, worst_moment
-from hybridcomp.plan.model import Layer
-from hybridcomp.plan.recompute import Stored, cheapest_recomputation
-from hybridcomp.plan.schedule import in_flight
-from hybridcomp.plan.work import Stage, Work, work_of
+from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.models.model import Layer
 from hybridcomp.policy import DIRECTIONS
 
 #: limits of one pass under which recomputation is searched, where several are in flight

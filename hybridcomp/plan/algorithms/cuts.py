@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hybridcomp.plan.frontier import Linked, Point, frontier, link
+from hybridcomp.plan.algorithms.frontier import Linked, Point, frontier, link
 
 
 @dataclass(frozen=True)

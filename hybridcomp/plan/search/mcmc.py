@@ -11,20 +11,20 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hybridcomp.plan.anneal import anneal
-from hybridcomp.plan.budget import Budget
+from hybridcomp.plan.algorithms.anneal import anneal
+from hybridcomp.plan.algorithms.timeline import Timeline, simulate
 from hybridcomp.plan.choices import KEYS, Choice, Choices, Key
-from hybridcomp.plan.evaluate import Evaluator
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.predict import plan_of
+from hybridcomp.plan.cost.step import sample, seconds_of, tasks_of
+from hybridcomp.plan.cost.times import stage_times
+from hybridcomp.plan.cost.work import Work, work_of
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.placing import Placer
-from hybridcomp.plan.predict import plan_of
 from hybridcomp.plan.request import Found
-from hybridcomp.plan.space import layouts
-from hybridcomp.plan.step import sample, seconds_of, tasks_of
-from hybridcomp.plan.timeline import Timeline, simulate
-from hybridcomp.plan.times import stage_times
-from hybridcomp.plan.work import Work, work_of
+from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.search.evaluate import Evaluator
+from hybridcomp.plan.search.placing import Placer
+from hybridcomp.plan.search.space import layouts
 
 
 @dataclass(eq=False)
@@ -115,7 +115,7 @@ def annealed(job: Job, budget: Budget) -> Found:
     """The best point of every chain, ranked; ``spread`` says how far the chains are apart."""
     walk, refused, every = walk_of(job, budget)
     if not walk.works:
-        from hybridcomp.plan.search import nothing
+        from hybridcomp.plan.search.search import nothing
 
         return nothing(job, Placer(job), every, Found((), refused=dict(refused)))
     limits = job.limits

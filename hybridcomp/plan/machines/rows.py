@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from hybridcomp.plan.figures import Stored
+from hybridcomp.plan.machines.figures import Stored
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 #: what else happens while something is timed: nothing; all other groups of that shape send as well;

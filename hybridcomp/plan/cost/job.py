@@ -11,13 +11,13 @@ import torch
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Key
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.figures import Figure
+from hybridcomp.plan.cost.prices import NOTHING, Calibration, Call, Prices
 from hybridcomp.plan.layout import Group, Layout
-from hybridcomp.plan.model import Layer, Messages, Model, Shape
-from hybridcomp.plan.prices import NOTHING, Calibration, Call, Prices
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.rows import Operation
+from hybridcomp.plan.models.model import Layer, Messages, Model, Shape
 from hybridcomp.plan.request import Batch, Limits
-from hybridcomp.plan.rows import Operation
 from hybridcomp.policy import Direction
 
 #: what sequence parallelism makes of a sum

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridcomp.plan.figures import Figure
-from hybridcomp.plan.rows import Direction, Operation
+from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.rows import Direction, Operation
 
 #: seconds of a send of so many bytes
 Send = Callable[[float], Figure]

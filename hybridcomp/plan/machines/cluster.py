@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan import rings
-from hybridcomp.plan.figures import Curve, Figure, curves
-from hybridcomp.plan.overheads import Overhead, closest, overheads
-from hybridcomp.plan.rows import (
+from hybridcomp.plan.machines import rings
+from hybridcomp.plan.machines.figures import Curve, Figure, curves
+from hybridcomp.plan.machines.overheads import Overhead, closest, overheads
+from hybridcomp.plan.machines.rows import (
     STRICT,
     Beside,
     Coding,
@@ -30,7 +30,7 @@ from hybridcomp.plan.rows import (
     Rank,
     Timing,
 )
-from hybridcomp.plan.speeds import speeds_of
+from hybridcomp.plan.machines.speeds import speeds_of
 
 NOTHING = Figure(0.0, 0.0, 0.0)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridcomp.plan.figures import median
-from hybridcomp.plan.rows import Kernel, Rank
+from hybridcomp.plan.machines.figures import median
+from hybridcomp.plan.machines.rows import Kernel, Rank
 
 
 def speeds_of(ranks: Sequence[Rank], kernels: Sequence[Kernel]) -> tuple[float, ...]:

@@ -8,9 +8,18 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.figures import Figure
-from hybridcomp.plan.rows import STRICT, Coding, Copy, Direction, Kernel, Kind, Rank, Timing
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.rows import (
+    STRICT,
+    Coding,
+    Copy,
+    Direction,
+    Kernel,
+    Kind,
+    Rank,
+    Timing,
+)
 
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotBelow = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hybridcomp.plan.algorithms.timeline import Task, Timeline, simulate
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.recurrence import step_seconds
+from hybridcomp.plan.cost.schedule import Op, order
+from hybridcomp.plan.cost.times import VIEW, StageTimes, View, stage_times
+from hybridcomp.plan.cost.work import Work
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.recurrence import step_seconds
-from hybridcomp.plan.schedule import Op, order
-from hybridcomp.plan.timeline import Task, Timeline, simulate
-from hybridcomp.plan.times import VIEW, StageTimes, View, stage_times
-from hybridcomp.plan.work import Work
 
 #: passes of a step that are simulated; of longer ones the middle is extrapolated
 MOST_PASSES = 800

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from hybridcomp.plan.figures import Figure, median
-from hybridcomp.plan.rows import Encoded, Operation
+from hybridcomp.plan.machines.figures import Figure, median
+from hybridcomp.plan.machines.rows import Encoded, Operation
 
 
 class Overhead(NamedTuple):

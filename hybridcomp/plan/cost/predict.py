@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.job import Job
-from hybridcomp.plan.memory import device_nbytes, memory_of
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.memory import device_nbytes, memory_of
+from hybridcomp.plan.cost.prices import FREE, Price
+from hybridcomp.plan.cost.step import Step, simulated, step_of
+from hybridcomp.plan.cost.times import HIGH, LOW, View
+from hybridcomp.plan.cost.work import Stage, Work, by_dimension
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Prediction, Span
-from hybridcomp.plan.prices import FREE, Price
-from hybridcomp.plan.step import Step, simulated, step_of
-from hybridcomp.plan.times import HIGH, LOW, View
-from hybridcomp.plan.work import Stage, Work, by_dimension
 from hybridcomp.policy import BETWEEN_RANKS, Dimension
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.cuts import Device
+from hybridcomp.plan.algorithms.cuts import Device
 
 #: ideals of a graph that is still searched: seconds of Python and some hundred MB
 MOST_IDEALS = 20_000

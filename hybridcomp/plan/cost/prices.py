@@ -19,11 +19,11 @@ from hybridcomp.collectives.native_nbytes import (
     all_to_all_nbytes,
     reduce_scatter_nbytes,
 )
-from hybridcomp.plan import rings
 from hybridcomp.plan.choices import Choice
-from hybridcomp.plan.cluster import Cluster
-from hybridcomp.plan.figures import Figure
-from hybridcomp.plan.rows import Operation
+from hybridcomp.plan.machines import rings
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.rows import Operation
 
 NOTHING = Figure(0.0, 0.0, 0.0)
 #: messages of fewer bytes stay native: the block's own default of ``min_bytes``

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hybridcomp.plan.job import Job
+from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.layout import ContextWay, Layout
 
 #: virtual stages that are tried

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hybridcomp.plan.choices import NATIVE, Choices
-from hybridcomp.plan.figures import Figure
-from hybridcomp.plan.job import Item, Job
+from hybridcomp.plan.cost.job import Item, Job
+from hybridcomp.plan.cost.prices import FREE, NOTHING, Call, Price
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.model import Layer
-from hybridcomp.plan.prices import FREE, NOTHING, Call, Price
+from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.models.model import Layer
 from hybridcomp.policy import Dimension
 
 Items = tuple[Item, ...]

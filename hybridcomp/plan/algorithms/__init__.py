@@ -1,0 +1,12 @@
+"""Algorithms of planning, exact for the costs that they are given, but for ``anneal``.
+
+They know no tensor, no network and no engine:
+
+cuts       stages of a chain of layers on unequal devices, by dynamic programming over intervals
+ideals     stages of a model that is no chain, by dynamic programming over ideals
+recompute  which layers to recompute under a memory limit, by dynamic programming on the chain
+frontier   Pareto frontiers of pairs, for the three above
+slices     where to slice a sequence for a pipeline, as TeraPipe does
+timeline   an event simulation of one step, and delta simulation of an edited one
+anneal     a seeded Metropolis search over choices that are too many to enumerate
+"""
