@@ -72,6 +72,8 @@ class Block(nn.Module):
         self.cp = config.cp
         self.ring = _ring().attention() if config.cp > 1 else None
         self.recompute = number - 1 in config.recompute  # layer 0 is the embedding
+        self.past: Any = None  # of a slice: the tokens before it (gpt.token_slices)
+        self.whole = 0  # tokens of the sequences that are sliced
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
@@ -91,7 +93,9 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
         cos, sin = self._angles(length, hidden.device)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if self.ring is None:
+        if self.past is not None:
+            mixed = _slices().attend(query, *self.past.extend(self, key, value))
+        elif self.ring is None:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
             mixed = self.ring(query, key, value)
@@ -100,6 +104,10 @@ class Block(nn.Module):
 
     def _angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions of this rank's tokens."""
+        if self.past is not None:
+            cos, sin = rotary_table(self.whole, self.head_width, device)
+            here = slice(self.past.start, self.past.start + length)
+            return cos[here], sin[here]
         if self.ring is None:
             return rotary_table(length, self.head_width, device)
         places = _ring().places(length, device)
@@ -150,8 +158,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        kinds = _kinds(config)
-        self.layers = nn.ModuleList(kind(config, n) for n, kind in enumerate(kinds))
+        every = enumerate(kinds(config))
+        self.layers = nn.ModuleList(kind(config, n) for n, kind in every)
         if config.tied:
             self.layers[-1].weight = self.layers[0].weight
 
@@ -171,10 +179,10 @@ def pipeline(config: ModelConfig, blocks: Sequence[int] = (), **cut: Any) -> Any
     """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-    kinds = _kinds(config)
-    specs = [LayerSpec(kind, config, n) for n, kind in enumerate(kinds)]
+    every = kinds(config)
+    specs = [LayerSpec(kind, config, n) for n, kind in enumerate(every)]
     if config.tied:
-        table = ("embedding", kinds[0], config, 0)
+        table = ("embedding", every[0], config, 0)
         specs[0] = TiedLayerSpec(*table, tied_weight_attr="weight")
         specs[-1] = TiedLayerSpec(
             *table, forward_fn=_vocabulary(config).project, tied_weight_attr="weight"
@@ -209,7 +217,8 @@ def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
     return found
 
 
-def _kinds(config: ModelConfig) -> list[type[nn.Module]]:
+def kinds(config: ModelConfig) -> list[type[nn.Module]]:
+    """The classes of all layers, in order; each is made of ``config`` and its number."""
     ends = _vocabulary(config)
     output = ends.TiedOutput if config.tied and config.tp2d > 1 else ends.Output
     return [ends.Embedding, *[Block] * config.layers, FinalNorm, output]
@@ -238,6 +247,12 @@ def _ring() -> Any:
     from gpt import context_parallel  # imports hybridcomp, which the example does without
 
     return context_parallel
+
+
+def _slices() -> Any:
+    from gpt import token_slices  # imports hybridcomp, which the example does without
+
+    return token_slices
 
 
 def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: int = 1) -> nn.Module:

@@ -19,6 +19,8 @@ DOMINO = "deepspeed.runtime.domino"
 SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAttention"})
 #: package of hybridcomp's own layers that are cut over a mesh
 MESH_LAYERS = "hybridcomp.nn.tp2d"
+#: class of hybridcomp's own stages of pipelines over token slices
+SLICED_STAGE = "SlicedStage"
 
 
 def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
@@ -36,6 +38,7 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "tensor": domino or "TensorParallel_Layer" in names or tensor_ranks() > 1,
         "replicas": None if replicas is None else replicas(),
+        "slices": SLICED_STAGE in names,
         "mesh": any(cls.__module__.startswith(MESH_LAYERS) for cls in kinds),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
     }
@@ -44,6 +47,9 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
 def layout(engine: Any) -> dict[str, int | None]:
     """The layout of an engine, by the names of a plan (``config.planned``); None: not known."""
     stages = getattr(engine, "num_stages", None)  # of a PipelineEngine
+    if stages is None:
+        stages = next((one.count for one in engine.module.modules()
+                       if type(one).__name__ == SLICED_STAGE), None)  # fmt: skip
     experts = getattr(engine, "expert_data_parallel_group", None) or {}
     return {
         "ranks": dist.get_world_size(),
