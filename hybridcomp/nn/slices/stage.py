@@ -44,7 +44,7 @@ class _AllSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the parameters; the last stage's gradient of the loss scales those of all."""
+        """Gradients of the parameters, scaled by the last stage's gradient of the loss."""
         with torch.enable_grad():
             ctx.pipeline.backward(ctx.passed, grads[0])
         found = [leaf.grad for leaf in ctx.leaves]
