@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
     add("--cp", type=int, default=1, metavar="N",
         help="context-parallel ranks, of the replicas; needs hybridcomp")  # fmt: skip
-    add("--slices", metavar="auto|N|N,N,...",
+    add("--slices", default="none", metavar="auto|N|N,N,...",
         help="with --pp: token slices, chosen by their times, so many, or of these lengths; "
         "needs hybridcomp")  # fmt: skip
     add("--cuts", type=numbers, default=(), metavar="N,N,...",
@@ -114,6 +114,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("steps", "length", "tp", "tp2d", "pp", "cp", "print_every"):
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
+    found.slices = "" if found.slices == "none" else found.slices  # as a plan writes it
     return found
 
 
