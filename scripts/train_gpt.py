@@ -50,6 +50,7 @@ from gpt.layouts import (
     cut_sequences,
     lay_out,
     numbers,
+    segments,
     token_slices,
 )
 from gpt.model import GPT, loss_of, pipeline
@@ -91,8 +92,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "needs hybridcomp")  # fmt: skip
     add("--cuts", type=numbers, default=(), metavar="N,N,...",
         help="layers of each stage, as a plan has them (even in parameters)")  # fmt: skip
-    add("--recompute", type=numbers, default=(), metavar="N,N,...",
-        help="layers, from 0, that run forward again in backward (none)")  # fmt: skip
+    add("--recompute", type=segments, default=(), metavar="N,N-N,...",
+        help="layers, from 0, that run forward again in backward; N-N as one (none)")  # fmt: skip
     add("--lr", type=float, default=1e-3, help="only where the DeepSpeed file has no optimizer")
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
     add("--print-every", type=int, default=10, metavar="N")

@@ -163,13 +163,29 @@ def numbers(text: str) -> tuple[int, ...]:
     return () if text == "none" else tuple(int(part) for part in text.split(","))
 
 
+def segments(text: str) -> tuple[tuple[int, int], ...]:
+    """Blocks with commas between, ``2-4`` for three in one: pairs of the first and the one behind.
+
+    ``none``: no block. Raises ValueError, as argparse wants.
+    """
+    found = []
+    for part in () if text == "none" else text.split(","):
+        first, _, last = part.partition("-")
+        found.append((int(first), int(last or first) + 1))
+    return tuple(found)
+
+
 def check_numbers(arguments: argparse.Namespace) -> None:
     """Raise ParallelismError where --cuts or --recompute are not those of the layers."""
-    strange = [number for number in arguments.recompute if not 0 <= number < arguments.layers]
-    if strange:
-        raise ParallelismError(
-            f"--recompute {strange[0]}: expected a layer, 0 to {arguments.layers - 1}"
-        )
+    before = 0
+    for start, stop in arguments.recompute:
+        if not before <= start < stop <= arguments.layers:
+            shown = f"{start}" if stop == start + 1 else f"{start}-{stop - 1}"
+            raise ParallelismError(
+                f"--recompute {shown}: expected a layer, {before} to {arguments.layers - 1}, in "
+                "rising order"
+            )
+        before = stop
     cuts = arguments.cuts if arguments.pp > 1 else ()
     if cuts and (len(cuts) != arguments.pp or sum(cuts) != arguments.layers or min(cuts) < 0):
         raise ParallelismError(

@@ -163,10 +163,14 @@ def blocks(plan: Plan) -> tuple[int, ...]:
     return tuple(map(len, block_chunks(plan.layout, plan.repeated))) if plan.layout.cuts else ()
 
 
-def recomputed_blocks(plan: Plan) -> list[int]:
-    """The blocks that run forward a second time, counted from 0."""
-    some = sorted(plan.layout.recomputed.intersection(plan.repeated))
-    return [layer - plan.repeated.start for layer in some]
+def recomputed_blocks(plan: Plan) -> list[str]:
+    """Blocks that run forward a second time, counted from 0: ``3``, or ``3-5`` as one segment."""
+    first, found = plan.repeated.start, []
+    for start, stop in sorted(plan.layout.recompute):
+        inside = [layer - first for layer in range(start, stop) if layer in plan.repeated]
+        if inside:
+            found.append("-".join(map(str, dict.fromkeys((inside[0], inside[-1])))))
+    return found
 
 
 def _stages_of(plan: Plan) -> str:
@@ -237,13 +241,12 @@ def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
     layout = plan.layout
     names = ("tensor", "stages", "virtual", "data", "context", "expert", "zero_stage",
              "micro_batch", "accumulation", "mesh", "context_way")  # fmt: skip
-    recompute = [str(block) for block in recomputed_blocks(plan)]
     return {
         **{f"{{{name}}}": str(getattr(layout, name)) for name in names},
         "{cuts}": ",".join(map(str, blocks(plan))) if layout.stages > 1 else "none",
         "{slices}": ",".join(map(str, layout.slices)) or "none",
         "{layers}": ",".join(map(str, layout.cuts)),
-        "{recompute}": ",".join(recompute) or "none",
+        "{recompute}": ",".join(recomputed_blocks(plan)) or "none",
         "{ranks}": str(layout.ranks),
         "{nodes}": str(cluster.nodes),
         "{samples}": str(layout.samples),

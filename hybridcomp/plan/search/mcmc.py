@@ -33,7 +33,7 @@ from hybridcomp.plan.search.space import layouts
 class Walk:
     """The space of a walk: what each number of a point stands for, and what a point costs.
 
-    A point: which layout, then the option of every key, then for every layer whether it runs
+    A point: which layout, then the option of every key, then for every block whether it runs
     forward twice (only where the search may recompute; for engines that do not recompute layer by
     layer one number: which of what they can).
     """
@@ -50,7 +50,7 @@ class Walk:
         self.evaluator = Evaluator(self.job, self.budget)
         self.keys = _keys(self.works)
         self.options = {key: self.budget.options(key, 1) for key in self.keys}
-        limits, depth = self.job.limits, self.job.model.depth
+        limits, depth = self.job.limits, len(self.job.model.repeated)
         self.by_layer = limits.engine == "deepspeed"
         self.bits = (depth if self.by_layer else 1) if limits.recompute else 0
 
@@ -81,7 +81,8 @@ class Walk:
         """``layout`` with what a point recomputes; None where its engine cannot."""
         engine = self.job.limits.engine
         if self.by_layer:
-            layers = tuple((index, index + 1) for index, mark in enumerate(marks) if mark)
+            pairs = zip(self.job.model.repeated, marks, strict=True)
+            layers = tuple((layer, layer + 1) for layer, mark in pairs if mark)
             found = layout.replace(recompute=layers)
             return found if can_recompute(engine, found, self.job.model.repeated) else None
         every = [(), *recomputations(engine, layout, self.job.model.repeated)]

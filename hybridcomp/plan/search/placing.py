@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -73,8 +74,8 @@ class Placer:
     def least_nbytes(self, layout: Layout) -> float:
         """What the fullest rank needs if everything is recomputed and cuts are even."""
         depth = self.job.model.depth
-        recompute = ((0, depth),) if self._may_recompute(layout) else ()
-        per_layer = tuple((n, n + 1) for start, stop in recompute for n in range(start, stop))
+        blocks = self.job.model.repeated if self._may_recompute(layout) else range(0)
+        per_layer = tuple((n, n + 1) for n in blocks)
         even = layout.replace(cuts=even_cuts(depth, layout.stages * layout.virtual),
                               recompute=per_layer, nodes=())  # fmt: skip
         work = work_of(self.job, even)
@@ -233,9 +234,10 @@ class Placer:
             found = self._segments_of(work.layout, stage, own, room)
             if found is None:
                 return None
+            blocks = self.job.model.repeated  # no script recomputes what is around them
             numbers = [number for number, _ in own.layers]
             for start, stop in found:
-                segments += contiguous(numbers[start:stop])
+                segments += contiguous([n for n in numbers[start:stop] if n in blocks])
         layout = work.layout.replace(recompute=tuple(sorted(segments)))
         done = work_of(self.job, layout)
         return done if self._fits(done, reserve) else None
@@ -244,7 +246,13 @@ class Placer:
         self, layout: Layout, stage: int, own: Stage, room: float
     ) -> tuple[tuple[int, int], ...] | None:
         """Segments of a stage, by places in it, that save ``-room`` bytes in the least seconds."""
-        layers = [layer for _, layer in own.layers]
+        blocks = self.job.model.repeated
+        layers = [
+            layer
+            if number in blocks
+            else dataclasses.replace(layer, input_nbytes=layer.kept_nbytes)
+            for number, layer in own.layers
+        ]
         flying = in_flight(
             stage, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
         )
