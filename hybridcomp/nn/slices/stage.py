@@ -1,10 +1,9 @@
 """SlicedStage: a stage as a module whose forward is the whole pipeline's pass over the slices.
 
-An engine (DeepSpeed's, DistributedDataParallel) trains it as any module that returns its loss: for
-autograd all slices are one operation, so that every gradient arrives once, scaled as the engine
-scales the loss, and whatever the engine does with gradients (buckets, ZeRO 1 and 2, accumulation
-over micro-batches, clipping) stays its own. Inside, slices run on leaves that share the memory of
-the parameters.
+An engine such as DeepSpeed's trains it as any module that returns its loss: for autograd all slices
+are one operation, so that every gradient arrives once, scaled as the engine scales the loss, and
+whatever the engine does with gradients (buckets, ZeRO 1 and 2, accumulation over micro-batches,
+clipping) stays its own. Inside, slices run on leaves that share the memory of the parameters.
 """
 
 from __future__ import annotations
