@@ -207,7 +207,7 @@ def converted() -> None:
     """Plain to mesh, mesh to plain, also without the other ranks; wrong ones are told."""
     plain, meshed = pair(2, torch.float32, None)
     mesh = meshed.mesh
-    states: list[Any] = [None] * (q * q)
+    states: list[Any] = [None] * 4
     dist.all_gather_object(states, meshed.state_dict())
     joined = tp2d.join_states(states, tp2d.layouts_of(meshed), 2)
     for name, whole in plain.state_dict().items():
