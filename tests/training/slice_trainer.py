@@ -31,6 +31,7 @@ class Job:
     tp: int = 1
     micro_batches: int = 2
     replicas: int = 1
+    clip: float = 0.1
     block: dict[str, Any] | None = None
     folder: str | None = None  # of a checkpoint
     save: int = 0  # after this step
@@ -101,7 +102,8 @@ def whole(job: Job) -> Outcome:
                 losses.append(loss_of(module(tokens), labels))
         loss = torch.stack(losses).mean()
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        if job.clip:
+            nn.utils.clip_grad_norm_(module.parameters(), job.clip)
         optimizer.step()
         found.losses.append(float(loss.detach()))
     with torch.no_grad():
@@ -116,7 +118,7 @@ def settings_of(job: Job) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": job.micro_batches,
         "optimizer": {"type": "AdamW", "params": {**ADAM, "torch_adam": True}},
-        "gradient_clipping": 0.1,
+        "gradient_clipping": job.clip,
         "zero_optimization": {"stage": job.stage},
         "steps_per_print": 10**9,
         **job.more,
