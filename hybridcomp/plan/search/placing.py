@@ -143,14 +143,15 @@ class Placer:
                    tuple(self._devices(layout, reserve)))  # fmt: skip
         if key not in self._cuts:
             fastest = max(range(layout.ranks), key=self.job.cluster.speeds.__getitem__)
+            lean_ones = self.job.model.repeated if lean else range(0)
             layers = [
                 cuts.Layer(
                     self._layer_seconds(layout, layer, fastest),
                     self._layer_nbytes(layout, layer, reserve),
-                    0.0 if reserve is None else layer.input_nbytes if lean else layer.kept_nbytes,
+                    _kept(layer, number in lean_ones) if reserve else 0.0,
                     self._send_seconds(layout, layer),
                 )
-                for layer in self.job.layers(layout)
+                for number, layer in enumerate(self.job.layers(layout))
             ]
             self._cuts[key] = cuts.stage_cuts(
                 layers, self._devices(layout, reserve), layout.passes, any_order=False
@@ -268,6 +269,11 @@ class Placer:
             limit = need(layers, (), others, width) + room
             self._segments[key] = cheapest(stored, layers, others, width, limit)
         return self._segments[key]
+
+
+def _kept(layer: Layer, lean: bool) -> float:
+    """Bytes that a layer keeps of a pass, at least if it is recomputed (``lean``)."""
+    return layer.input_nbytes if lean else layer.kept_nbytes
 
 
 def _compute(work: Work) -> float:
