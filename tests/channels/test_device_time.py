@@ -13,6 +13,7 @@ from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.collectives.wire.device_clock import SILENT, DeviceClock
 from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
 from hybridcomp.reporter import events_of
 from tests.stand_ins.device_events import Device
 
@@ -152,4 +153,5 @@ def test_which_steps_are_timed(
             found.append(step)
     assert found == timed
     capturing, channels.step = True, 5
-    assert channels.clock(GPU) is SILENT
+    with pytest.raises(ConfigError, match="a message inside of a CUDA graph"):
+        channels.clock(GPU)
