@@ -112,7 +112,7 @@ def train(job: Job) -> Outcome:
     if channels is not None:
         for name in ("cp", "dp", "tp", "pp"):
             for way in DIRECTIONS:
-                e = channels.ledger.interval[name, way]  # type: ignore[index]
+                e = channels.ledger.interval[name, way]
                 found.ledger[name, way] = int(e.messages), int(e.native), int(e.wire_nbytes)
     trainer.engine.destroy()
     if job.tp > 1:

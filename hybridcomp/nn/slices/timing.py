@@ -222,7 +222,8 @@ def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> None:
     if codec is not None:
         nbytes = round(numel * codec.bits_per_value(pipeline.dtype) / 8)
     first, last = (pipeline.is_first, pipeline.is_last)[:: 1 if way == "forward" else -1]
-    works, values = [], torch.zeros(2, nbytes, dtype=torch.uint8, device=pipeline.device)
+    works: list[Any] = []
+    values = torch.zeros(2, nbytes, dtype=torch.uint8, device=pipeline.device)
     if not last:
         works.append(dist.isend(values[0], pipeline.neighbour(True, way), group=pipeline.group))
     if not first:
