@@ -13,19 +13,22 @@ from gpt import layouts
 from gpt.model import GPT, lm_loss
 from gpt.weights import ModelConfig
 from tests.ranks import run_ranks
+from tests.training.pipe_trainer import start_deepspeed
 
 SIZES: dict[str, Any] = {"vocabulary": 64, "layers": 4, "width": 32, "heads": 2}
 
 
-def pipelined(cuts: tuple[int, ...]) -> tuple[list[float], list[str]]:
+def pipelined(
+    cuts: tuple[int, ...], recompute: tuple[tuple[int, int], ...] = ()
+) -> tuple[list[float], list[str]]:
     """Losses of three steps, and the layers of this stage."""
     pytest.importorskip("deepspeed")
     import deepspeed
 
     from gpt import loop, model
 
-    deepspeed.init_distributed(verbose=False)
-    module = model.pipeline(ModelConfig(**SIZES), cuts, num_stages=2)
+    start_deepspeed()  # without kernels that take a minute to build
+    module = model.pipeline(ModelConfig(**SIZES, recompute=recompute), cuts, num_stages=2)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -47,6 +50,8 @@ def test_stages_have_the_blocks_that_were_asked_for_and_losses_stay() -> None:
     uneven = run_ranks(2, pipelined, (1, 3))
     assert uneven[0][1] == ["Embedding", "Block"]
     assert uneven[1][1] == ["Block", "Block", "Block", "FinalNorm", "Output"]
+    twice = run_ranks(2, pipelined, (1, 3), ((0, 1), (1, 3)))
+    assert twice[0][0] == uneven[0][0], "what is recomputed changes no bit"
     even = run_ranks(2, pipelined, ())
     assert even[0][0][0] == uneven[0][0][0], "a cut elsewhere is the same model"
     assert even[0][0] == pytest.approx(uneven[0][0], rel=1e-3), "sums of another alignment"
