@@ -35,6 +35,10 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+
+# before there is a process group: imported later, as by DistributedDataParallel, its functions hold
+# the group as default argument, and gloo's threads are not joined before the interpreter ends
+import torch.distributed.nn.functional
 from deepspeed.accelerator import get_accelerator
 
 from gpt import loop
