@@ -57,15 +57,15 @@ TWO: dict[str, tuple[Job, str]] = {
     "EP2 allgather": (replace(MOE, dispatcher="allgather"), "ep dp"),
     "TP2 recompute": (replace(TP, recompute=True), "tp"),
 }
+OPTIMIZERS = ("DP2 distributed optimizer", "DP2 distributed optimizer overlapped")
 #: the ones that are held over 50 steps; by hand more, which take the same paths
-LONG: tuple[str, ...] = ("TP2", "PP2", "DP2 distributed optimizer")
+LONG: tuple[str, ...] = ("TP2", "PP2")
 if NIGHTLY:
-    LONG += ("TP2 SP", "PP2 interleaved", "EP2", "DP2 distributed optimizer overlapped", "TP2xPP2")
+    LONG += ("TP2 SP", "PP2 interleaved", "EP2", *OPTIMIZERS, "TP2xPP2")
 #: pipelines on which the size of a message varies with its values
 VARYING = ("PP2", "PP2 interleaved", "PP2 interleaved overlapped")
 #: layouts whose dimension is measured after the first step
 AUTO = {"TP2": "tp", "TP2 SP": "tp", "PP2": "pp", "PP2 interleaved overlapped": "pp"}
-OPTIMIZERS = ("DP2 distributed optimizer", "DP2 distributed optimizer overlapped")
 
 
 def block(dimensions: str, codec: Any) -> dict[str, Any]:
