@@ -55,7 +55,7 @@ def test_stages_have_the_blocks_that_were_asked_for_and_losses_stay() -> None:
 def test_recomputed_blocks_keep_less_and_change_no_bit() -> None:
     tokens = torch.arange(2 * 17).remainder(64).view(2, 17)
     found = []
-    for recompute in ((), (0, 2)):
+    for recompute in ((), ((0, 1), (2, 3)), ((1, 4),)):
         model = GPT(ModelConfig(**SIZES, recompute=recompute))
         saved = 0
 
@@ -69,9 +69,11 @@ def test_recomputed_blocks_keep_less_and_change_no_bit() -> None:
             kept = saved
             loss.backward()  # type: ignore[no-untyped-call]
         found.append((kept, [p.grad for p in model.parameters() if p.grad is not None]))
-    (all_kept, plain), (some_kept, twice) = found
-    assert some_kept < 0.75 * all_kept
-    assert all(torch.equal(a, b) for a, b in zip(plain, twice, strict=True))
+    (all_kept, plain), *others = found
+    for some_kept, twice in others:
+        assert some_kept < 0.75 * all_kept
+        assert all(torch.equal(a, b) for a, b in zip(plain, twice, strict=True))
+    assert others[1][0] < others[0][0], "three blocks that keep one input, of four"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,8 @@ def test_recomputed_blocks_keep_less_and_change_no_bit() -> None:
         (["--pp", "2", "--cuts", "1,2"], "expected 2 numbers"),
         (["--pp", "2", "--cuts", "4"], "expected 2 numbers"),
         (["--recompute", "4"], "--recompute 4: expected a layer, 0 to 3"),
+        (["--recompute", "0-2,2"], "--recompute 2: expected a layer, 3 to 3"),
+        (["--recompute", "2-4"], "--recompute 2-4: expected a layer"),
     ],
 )
 def test_numbers_that_are_not_those_of_the_layers(words: list[str], said: str) -> None:
