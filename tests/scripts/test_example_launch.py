@@ -1,4 +1,4 @@
-"""The example under the ``deepspeed`` launcher, as it is and compressed; resumed, as a pipeline."""
+"""The example: as it is, compressed under the ``deepspeed`` launcher, resumed, as a pipeline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "baseline": monitored, "compressed": {**CONFIG, "compression": BLOCK}, "pipe": pipe,
     }.items():  # fmt: skip
         (folder / f"{name}.json").write_text(json.dumps(config))
-    launch(folder, "baseline", "baseline", f"--steps={STEPS}")
+    train(folder, "baseline", "baseline", f"--steps={STEPS}")
     launch(
         folder, "compressed", "compressed", f"--steps={STEPS}", "--save=checkpoint",
         "--save-every=3", "--eval-every=3", module=True,
