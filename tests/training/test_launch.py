@@ -123,7 +123,8 @@ def test_unmodified_script_trains_compressed(tmp_path: Path) -> None:
 def test_block_without_hybridcomp_is_upstream(tmp_path: Path) -> None:
     """Without our module the block is ignored by DeepSpeed, and the script trains."""
     result = forked(tmp_path, CONFIG, armed=False)
-    assert result.returncode == 0 and result.output.count("FINISHED") == 2, result.output
+    assert result.returncode == 0, result.output
+    assert {"FINISHED 0", "FINISHED 1"} <= {line[:10] for line in result.output.splitlines()}
     assert "[hybridcomp]" not in result.output
 
 
