@@ -95,7 +95,8 @@ class Plan:
 
     model, cluster, budget: what it was made for, by name. length: tokens of one sample. dtype: of
     weights and messages, ``"bf16"``, ``"fp16"`` or ``"fp32"``. engine: who shall run it,
-    ``"deepspeed"``, ``"megatron"`` or ``"neox"``.
+    ``"deepspeed"``, ``"megatron"`` or ``"neox"``. machines: node and device of every rank that was
+    measured, a node below 0 where nobody knows it; empty for a cluster described by hand.
     """
 
     layout: Layout
@@ -107,6 +108,7 @@ class Plan:
     length: int
     dtype: str
     engine: str
+    machines: tuple[tuple[int, str], ...] = ()
 
     @property
     def block(self) -> dict[str, Any]:
@@ -119,6 +121,7 @@ class Plan:
             FORMAT: VERSION,
             **{name: getattr(self, name) for name in _NAMES},
             "layout": self.layout.to_json(),
+            "machines": [list(one) for one in self.machines],
             "block": self.block,
             "choices": [[*key, choice.written] for key, choice in self.choices],
             "prediction": self.prediction.to_json(),
@@ -141,6 +144,7 @@ class Plan:
                 Choices.of(chosen),
                 Prediction.from_json(data["prediction"]),
                 **{name: data[name] for name in _NAMES},
+                machines=tuple((node, device) for node, device in data.get("machines", ())),
             )
         except (KeyError, TypeError) as error:
             raise HybridcompError(f"plan: {error}; expected what hybridcomp plan wrote") from None

@@ -20,6 +20,7 @@ def plan_of(job: Job, work: Work, choices: Choices, budget: str) -> Plan:
     return Plan(
         work.layout, choices, predicted(job, work, choices), job.model.name,
         job.cluster_name, budget, job.batch.length, job.limits.dtype, job.limits.engine,
+        job.cluster.machines[: work.layout.ranks],
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ that were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from hybridcomp.plan.machines.rows import (
     Operation,
     Rank,
     Timing,
+    Training,
 )
 from hybridcomp.plan.machines.speeds import speeds_of
 
@@ -46,6 +47,7 @@ class Cluster:
     codecs: tuple[Coding, ...] = ()
     copies: tuple[Copy, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    trainings: tuple[Training, ...] = ()
     by_hand: bool = False
     made: Mapping[str, str] = field(default_factory=dict)
 
@@ -180,20 +182,16 @@ class Cluster:
         """How fast every rank computes, of the fastest (1.0): by its blocks, else its FLOP/s."""
         return speeds_of(self.ranks, self.kernels)
 
-    def check(self, ranks: Sequence[tuple[int, str]]) -> None:
-        """Raise HybridcompError unless the cluster has these ranks: node and device of each."""
-        mine = [(rank.node, rank.device) for rank in self.ranks]
-        if len(ranks) != len(mine):
-            raise HybridcompError(
-                f"the measurement is of another cluster: it has {len(mine)} ranks, the job has "
-                f"{len(ranks)}; run `hybridcomp measure` with the launcher of this job"
-            )
-        for index, (was, now) in enumerate(zip(mine, ranks, strict=True)):
-            if was != tuple(now):
-                raise HybridcompError(
-                    f"the measurement is of another cluster: rank {index} was {was[1]} on node "
-                    f"{was[0]} and is {now[1]} on node {now[0]}; run `hybridcomp measure` again"
-                )
+    @property
+    def machines(self) -> tuple[tuple[int, str], ...]:
+        """Node and device of every rank, for a job that asks whether it runs there.
+
+        Nothing of a cluster that was described; a node of -1 where the user said who shares one.
+        """
+        if self.by_hand:
+            return ()
+        known = self.made.get("nodes known by") != "compression.hierarchy"
+        return tuple((rank.node if known else -1, rank.device) for rank in self.ranks)
 
     def _coding(
         self, setting: str, dtype: str, direction: Direction
