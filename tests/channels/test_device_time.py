@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.ledger import Key, Ledger, entries_of, line
+from hybridcomp.channels.ledger import Key, Ledger, entries_of
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.collectives.wire.device_clock import SILENT, DeviceClock
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.reporter import events_of
+from hybridcomp.reporter import events_of, line
 from tests.stand_ins.device_events import Device
 
 DP: Key = ("dp", "forward")
