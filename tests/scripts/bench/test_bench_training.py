@@ -400,9 +400,10 @@ def test_rounds_and_seconds_of_coding_are_those_of_a_rank_and_step(tmp_path: Pat
     row = {"codec_ms": 600.0, "messages": 24, "native_messages": 4}
     ways = {"forward": {**row, "codec": "blockint(bits=8)"}, "backward": {**row, "codec": "mpc"}}
     file = tmp_path / "ledger.jsonl"
-    file.write_text("{}\n" + json.dumps({"summary": True, "dimensions": {"tp": ways}}) + "\n")
-    assert measure.coded(file, 10) == pytest.approx({"codec_s": 0.12, "rounds": 2 + 2})
-    assert measure.coded(tmp_path / "none", 10) == {"codec_s": 0.0, "rounds": 0.0}
+    summary = {"summary": True, "step": 5, "dimensions": {"tp": ways}}
+    file.write_text("{}\n" + json.dumps(summary) + "\n")
+    assert measure.coded(file, 2) == pytest.approx({"codec_s": 0.12, "rounds": 2 + 2})
+    assert measure.coded(tmp_path / "none", 2) == {"codec_s": 0.0, "rounds": 0.0}
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
