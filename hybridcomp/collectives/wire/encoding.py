@@ -153,7 +153,8 @@ def settle(residual: Tensor, delivered: Tensor) -> None:
     if residual.device.type != "cpu":
         _settle(residual, delivered)
         return
-    for here, gone in zip(residual.split(CACHED), delivered.split(CACHED), strict=True):
+    pairs = zip(torch.split(residual, CACHED), torch.split(delivered, CACHED), strict=True)
+    for here, gone in pairs:
         _settle(here, gone)
 
 

@@ -142,16 +142,18 @@ class Ulysses:
 
     def forward(self) -> None:
         """As ``Passes`` says."""
-        self._heads = [self._to_heads(values, "forward") for values in self._held[:3]]
-        self._out, self._logs = blocks.forward(*self._heads, Mask(causal=True), self._size.scale)
+        q, k, v = (self._to_heads(values, "forward") for values in self._held[:3])
+        self._heads = q, k, v
+        self._out, self._logs = blocks.forward(q, k, v, Mask(causal=True), self._size.scale)
         self._context = self._to_tokens(self._out.to(self._held[0].dtype), "forward")
 
     def backward(self) -> list[Tensor]:
         """As ``Passes`` says."""
         grad = self._to_heads(self._held[3], "backward")
         delta = (self._out * grad.float()).sum(-1)
+        q, k, v = self._heads
         grads = blocks.backward(
-            grad, *self._heads, delta, self._logs, Mask(causal=True), self._size.scale
+            grad, q, k, v, delta, self._logs, Mask(causal=True), self._size.scale
         )
         wide = (values.to(self._held[0].dtype) for values in grads)
         return [self._context, *(self._to_tokens(values, "backward") for values in wide)]
