@@ -5,9 +5,9 @@ torchrun --nproc-per-node 4 scripts/bench/bench_slices.py --share 0.45      as r
 
 Every rank is a stage of equal layers. First the stage's forward and backward are timed on slices of
 several lengths at several places, and a line is fitted to them; then ``token_slices`` chooses, and
-the sequence is trained on whole, in uniform slices and in the chosen ones, in turns. The prediction
-knows the compute alone, and that a stage is as fast beside others as it is alone: give each rank a
-core of its own, or where there are fewer cores a ``--share`` of one by a control group.
+the sequence is trained on whole, in uniform slices and in the chosen ones, in turns. Messages are
+timed on stages that compute nothing. The prediction takes a stage to be as fast beside others as it
+is alone: give each rank a core of its own, or where there are fewer a ``--share`` of one.
 """
 
 from __future__ import annotations
@@ -75,6 +75,18 @@ class Stage(nn.Module):
         return values
 
 
+class Passing(nn.Module):
+    """A stage that hands on what comes: only the messages of a step are left."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.zeros(width))
+
+    def forward(self, values: Tensor, past: Past) -> Tensor:
+        """Tokens (1, T) or hidden states (1, T, C) to hidden states."""
+        return self.row.expand(*values.shape, -1) if values.dim() == 2 else values * 1.0
+
+
 def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
     """Something with a gradient: the mean square of the first features, around the labels."""
     return (hidden[..., 0] - labels / 256).square().mean()
@@ -96,14 +108,14 @@ def once(stage: Stage, width: int, start: int, stop: int) -> float:
 
 
 def fitted(stage: Stage, options: argparse.Namespace) -> SliceSeconds:
-    """Seconds of a slice in granules, as ``_features`` says, fitted to what this stage takes.
+    """Seconds of a slice in granules: computing as ``_features`` says, and its messages.
 
-    Errors count as shares of a time: most slices are short. The slowest stage's line is used on
-    all.
+    Fitted to what this stage takes. Errors count as shares of a time: most slices are short. The
+    slowest stage's line is used on all.
     """
     granule, count = options.granule, options.length // options.granule
     rows = []
-    for size in sorted({1, 2, max(1, count // 4), max(1, count // 2), count}):
+    for size in sorted({1, 2, max(1, count // 16), max(1, count // 4), max(1, count // 2), count}):
         for start in sorted({0, (count - size) // 2, count - size}):
             edges = granule * start, granule * (start + size)
             once(stage, options.width, *edges)
@@ -113,7 +125,40 @@ def fitted(stage: Stage, options: argparse.Namespace) -> SliceSeconds:
     lines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(lines, line.squeeze(1).tolist())
     slowest = max(lines, key=lambda each: _time(each, 0, options.length))
-    return lambda start, stop: max(1e-9, _time(slowest, granule * start, granule * stop))
+    call, token = messages(options)
+
+    def seconds(start: int, stop: int) -> float:
+        computing = max(1e-9, _time(slowest, granule * start, granule * stop))
+        return computing + call + token * granule * (stop - start)
+
+    return seconds
+
+
+def messages(options: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of a slice's two messages on a stage: for each of them, and for each token.
+
+    Of steps of stages that compute nothing, whose slices come one after the other all the same.
+    """
+    stage, count, short, times = Passing(options.width), 8, options.granule, []
+    for length in (short, 4 * short):
+        turns = range(options.repeats + 1)
+        steps = [stepped(stage, (length,) * count, options.width) for _ in turns]
+        times.append(statistics.median(steps[1:]) / (count + dist.get_world_size() - 1))
+    token = max(0.0, (times[1] - times[0]) / (3 * short))
+    return max(0.0, times[0] - token * short), token
+
+
+def stepped(stage: nn.Module, lengths: Sequence[int], width: int) -> float:
+    """Seconds of a step on the slowest rank."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(256, (1, sum(lengths) + 1), generator=generator)
+    pipeline = SlicePipeline(stage, lengths, width, loss_of)
+    dist.barrier()
+    begin = time.perf_counter()
+    pipeline.step(whole[:, :-1], whole[:, 1:])
+    took = torch.tensor(time.perf_counter() - begin)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
 
 
 def _features(start: int, stop: int) -> list[float]:
@@ -128,20 +173,12 @@ def _time(line: Sequence[float], start: int, stop: int) -> float:
 
 def measured(stage: Stage, ways: dict[str, Slices], options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step in each way, in turns: the median of the slowest rank's."""
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randint(256, (1, options.length + 1), generator=generator)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(options.repeats + 1):
         for name, slices in ways.items():
-            lengths = slices.lengths(options.granule)
-            pipeline = SlicePipeline(stage, lengths, options.width, loss_of)
-            dist.barrier()
-            begin = time.perf_counter()
-            pipeline.step(whole[:, :-1], whole[:, 1:])
-            took = torch.tensor(time.perf_counter() - begin)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            took = stepped(stage, slices.lengths(options.granule), options.width)
             if turn:
-                seconds[name].append(float(took))
+                seconds[name].append(took)
     return {
         name: {
             "slices": slices.lengths(options.granule),
@@ -178,7 +215,7 @@ def compared(options: argparse.Namespace) -> dict[str, Any]:
     stage, count = Stage(options), options.length // options.granule
     seconds = fitted(stage, options)
     ways = {"whole": uniform_slices(count, 1, seconds)}
-    for parts in (2, 4, 8, 16):
+    for parts in (2, 4, 8, 16, 32):
         if parts <= count:
             ways[f"uniform {parts}"] = uniform_slices(count, parts, seconds)
     ways["chosen"] = token_slices(count, dist.get_world_size(), seconds)

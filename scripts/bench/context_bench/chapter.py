@@ -38,8 +38,8 @@ SLICES = """\
 ## Token slices
 
 One sequence, batch 1. "Chosen": the slices of the dynamic program, from what slices of several
-lengths at several places took on a stage before. All ways take turns; a step is that of the slowest
-stage, the median of {repeats}. {share}
+lengths at several places took on a stage before, and their messages. All ways take turns; a step is
+that of the slowest stage, the median of {repeats}. {share}
 """
 SHARE = (
     "Each stage has {share:g} of a core by a control group, as there are fewer cores than stages: "

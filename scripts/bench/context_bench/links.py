@@ -34,9 +34,12 @@ class Server:
                 self._rank = self._listening.accept()[0]
             self._rank.settimeout(seconds)
             asked = self._rank.recv(NBYTES)
-            if asked:
-                self._shape(Rates(json.loads(asked)))
-                self._rank.sendall(b"ok")
+            if not asked:  # it has hung up
+                self._rank.close()
+                self._rank = None
+                return
+            self._shape(Rates(json.loads(asked)))
+            self._rank.sendall(b"ok")
 
 
 @contextlib.contextmanager
