@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.ledger import KEYS, Entry, JsonLines, Key, entries_of, line
+from hybridcomp.channels.ledger import KEYS, Entry, Key, entries_of
+from hybridcomp.channels.ledger_file import JsonLines
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import CompressionConfig, LedgerConfig
@@ -112,6 +113,43 @@ def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
     if ledger.every is not None or not steps_per_print or math.isinf(steps_per_print):
         return ledger.interval
     return int(steps_per_print)
+
+
+def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """The progress line of one interval."""
+    parts = []
+    for dimension, ways in rows.items():
+        for direction, row in ways.items():
+            name = dimension if dimension in ONE_WAY else f"{dimension}.{direction}"
+            ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
+            error = f", error {row['error']:.1e}" if row["error"] is not None else ""
+            left = row["native_messages"]
+            if row["outside_bound"]:
+                error += f", {row['outside_bound']} sampled values OUTSIDE THE BOUND"
+            native = f", {left} of {row['messages']} messages native" if left else ""
+            codec = row["codec"]
+            for mode in ("native", "encoded"):
+                if row[f"{mode}_since"] is not None:
+                    codec += f", {mode} since step {row[f'{mode}_since']}"
+            between = ""
+            if row["inter_ratio"] is not None:
+                between = (
+                    f", between nodes {row['inter_ratio']:.2f}x "
+                    f"({row['inter_MB']:.2f} of {row['inter_raw_MB']:.2f} MB)"
+                )
+            parts.append(
+                f"{name} {codec} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB"
+                f"{_times(row)}{error}{native}{between})"
+            )
+    return f"step {step}: " + ("; ".join(parts) or "nothing was sent")
+
+
+def _times(row: Mapping[str, Any]) -> str:
+    """What coding and waiting took; nothing where no step of the interval was timed."""
+    if row["codec_ms"] is None:
+        return ""
+    whose = "device " if row["clock"] == "device" else ""
+    return f", {whose}codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms"
 
 
 def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:

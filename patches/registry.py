@@ -24,6 +24,7 @@ from hybridcomp.upstream.neox.checkout import is_neox
 MODULES: dict[str, tuple[str, ...]] = {
     "deepspeed": (
         "ds.attach",
+        "ds.checkpoints",
         "ds.zero0",
         "ds.zero12",
         "ds.zero3",

@@ -47,7 +47,8 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
-def _context() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
+    """What starts processes as forks of one that has imported ``PRELOAD``."""
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # no compilers in a process that others fork from
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -175,7 +176,7 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        context = _context()
+        context = fork_server()
         self._folder = tempfile.TemporaryDirectory()
         Path(self._folder.name, "ext").mkdir()
         for rank in range(self.world_size):

@@ -53,12 +53,13 @@ def targets(node: ast.Import | ast.ImportFrom, modules: dict[str, Path]) -> set[
 
 
 def graph() -> dict[str, set[str]]:
-    """By module the modules that it imports."""
+    """By module the modules that it imports, inside of functions too: that hides a circle."""
     modules = sources()
     return {
         name: {
             target
-            for node in at_import(ast.parse(path.read_text()))
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
             for target in targets(node, modules) - {name}
         }
         for name, path in modules.items()

@@ -16,12 +16,20 @@ from hybridcomp.channels.ledger import Ledger
 from hybridcomp.channels.low_rank import Factors
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
-from hybridcomp.config import CompressionConfig
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.errors import ConfigError
 from hybridcomp.policy import ONE_WAY, Dimension, Direction, Policy
 from hybridcomp.topology import Nodes
 
 #: attribute that an attached engine, its optimizer and its parameters carry: its ``Channels``
 ATTRIBUTE = "_hybridcomp_channels"
+
+#: what is said to a message that a CUDA graph captures
+GRAPHS = (
+    "a graph that is played again sends what was encoded, but nobody counts it, checks it, or "
+    "follows a ramp; switch CUDA graphs off (torchtitan: --training.disable_cuda_graphs), or leave "
+    "this dimension out of the block"
+)
 
 
 @dataclass(eq=False)
@@ -66,10 +74,12 @@ class EngineState:
         return every > 0 and self.step % every == every // 2
 
     def clock(self, device: torch.device) -> Clock:
-        """What times a message on ``device`` in this step."""
+        """What times a message on ``device`` in this step. Raises ConfigError in a CUDA graph."""
         if device.type != "cuda":
             return HOST
-        if not self.timing or torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            raise ConfigError(BLOCK, "a message inside of a CUDA graph", GRAPHS)
+        if not self.timing:
             return SILENT
         return self.ledger.device_clock(device)
 

@@ -9,20 +9,15 @@ were timed (``Channels.timing``), scaled to the whole interval by the bytes of t
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire.device_clock import DeviceClock
-from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension, Direction, directions_of
+from hybridcomp.policy import DIMENSIONS, Dimension, Direction, directions_of
 
 Key = tuple[Dimension, Direction]
 KEYS: tuple[Key, ...] = tuple((dim, way) for dim in DIMENSIONS for way in directions_of(dim))
@@ -210,97 +205,3 @@ def entries_of(vector: torch.Tensor) -> dict[Key, Entry]:
     """The inverse of ``Ledger.vector``."""
     table = vector.reshape(len(KEYS), len(FIELDS)).tolist()
     return {key: Entry(*values) for key, values in zip(KEYS, table, strict=True)}
-
-
-def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """The progress line of one interval."""
-    parts = []
-    for dimension, ways in rows.items():
-        for direction, row in ways.items():
-            name = dimension if dimension in ONE_WAY else f"{dimension}.{direction}"
-            ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
-            error = f", error {row['error']:.1e}" if row["error"] is not None else ""
-            left = row["native_messages"]
-            if row["outside_bound"]:
-                error += f", {row['outside_bound']} sampled values OUTSIDE THE BOUND"
-            native = f", {left} of {row['messages']} messages native" if left else ""
-            codec = row["codec"]
-            for mode in ("native", "encoded"):
-                if row[f"{mode}_since"] is not None:
-                    codec += f", {mode} since step {row[f'{mode}_since']}"
-            between = ""
-            if row["inter_ratio"] is not None:
-                between = (
-                    f", between nodes {row['inter_ratio']:.2f}x "
-                    f"({row['inter_MB']:.2f} of {row['inter_raw_MB']:.2f} MB)"
-                )
-            parts.append(
-                f"{name} {codec} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB"
-                f"{_times(row)}{error}{native}{between})"
-            )
-    return f"step {step}: " + ("; ".join(parts) or "nothing was sent")
-
-
-def _times(row: Mapping[str, Any]) -> str:
-    """What coding and waiting took; nothing where no step of the interval was timed."""
-    if row["codec_ms"] is None:
-        return ""
-    whose = "device " if row["clock"] == "device" else ""
-    return f", {whose}codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms"
-
-
-def set_aside(path: Path) -> None:
-    """Give the file of an earlier run another name: a run that is resumed by the same command must
-    not wipe out the figures of the run before. ``ledger.jsonl`` becomes ``ledger.1.jsonl``.
-    """
-    if path.is_file() and path.stat().st_size:
-        names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
-
-
-class JsonLines:
-    """One JSON object per line, written at once, so that a killed run keeps its figures.
-
-    Where the disk is full records are dropped, not the run: that is said once, and the file holds
-    whole lines only, in front of and behind what is missing.
-    """
-
-    def __init__(self, path: Path) -> None:
-        set_aside(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._file = path, path.open("wb", buffering=0)
-        self._nbytes, self._dropped = 0, 0
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record."""
-        text = (json.dumps(record) + "\n").encode()
-        try:
-            written = self._file.write(text)
-            if written != len(text):
-                raise OSError(f"{written} of {len(text)} bytes were written")
-            self._nbytes += len(text)
-        except OSError as error:
-            self._drop(error)
-
-    def _drop(self, error: OSError) -> None:
-        """Take back what was written of a line."""
-        with contextlib.suppress(OSError):
-            self._file.truncate(self._nbytes)
-            self._file.seek(self._nbytes)
-        self._dropped += 1
-        if self._dropped == 1:
-            print(
-                f"[hybridcomp] {self._path}: a record cannot be written ({error}); the run goes on "
-                "without it",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        if self._dropped > 1:
-            print(
-                f"[hybridcomp] {self._path}: {self._dropped} records are missing", file=sys.stderr
-            )
-        self._dropped = 0

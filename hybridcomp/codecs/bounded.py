@@ -26,7 +26,8 @@ absolute mode both come on top: they depend on the values, and native has them t
   radix and lossless codecs have none; ``auto`` takes fixed-size ones only for fp16, whose values
   lie above.
 
-How the bound is split over the quantizations: ``codecs/budget.py``.
+How the bound is split over the quantizations: ``codecs/budget.py``; what keeps a part of it:
+``codecs/cheapest.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.budget import (
-    FLOOR,
     LARGEST_SEGMENT,
     ROUNDING,
     SEGMENT_STEP,
@@ -50,9 +50,9 @@ from hybridcomp.codecs.budget import (
     best_bound,
     of_moved,
     shares,
-    worst_ratio,
 )
 from hybridcomp.codecs.capabilities import Shortfall
+from hybridcomp.codecs.cheapest import LOSSLESS_BELOW, SMALL_NUMEL, cheapest, cheapest_for_fp16
 from hybridcomp.codecs.registry import (
     ANY_BOUND,
     AUTO,
@@ -64,20 +64,6 @@ from hybridcomp.codecs.registry import (
 )
 from hybridcomp.codecs.words import DTYPE_NAMES, used_for
 from hybridcomp.errors import CodecError
-
-#: error of one encoding below which expcode needs fewer bits than radix, from 2^20 Gaussian values:
-#: fp32 27.2 bits, where radix takes 21 at 5e-7 and keeps blocks raw from 2.4e-7 down; bf16 11.2,
-#: radix 11.1 at 5e-4; fp16 14.2, radix 13.5 at 1e-4
-LOSSLESS_BELOW: Mapping[torch.dtype, float] = {
-    torch.float32: 3e-7,
-    torch.bfloat16: 4.5e-4,
-    torch.float16: 7e-5,
-}
-#: elements of a message below which the exchange of sizes costs more than radix saves over
-#: blockint: 1 bit of a value, so 32 KiB, against the 0.1 ms that one more small message took at
-#: best on gloo over loopback; the two are equal at 2.6 Gbit/s. Not measured on a GPU yet, where
-#: the host waits for the sizes as well: ``scripts/bench/bench_gpu.py`` prints what it should be
-SMALL_NUMEL = 1 << 18
 
 
 class Bounded(Codec):
@@ -170,7 +156,7 @@ class Bounded(Codec):
         return _hops(self, count, world_size, result, exact)
 
     def for_message(self, numel: int, dtype: torch.dtype, world_size: int) -> Codec:
-        """``auto`` resolved: lossless, blockint or radix; see the constants above."""
+        """``auto`` resolved: lossless, blockint or radix; see ``codecs/cheapest.py``."""
         return (
             self if self.family == ANY_BOUND.name else _resolved(self, dtype, numel < SMALL_NUMEL)
         )
@@ -259,20 +245,11 @@ def _hops(
     errors = shares(bound.error_bound, bound.mode, count, world_size - exact, sums, rounding)
     if moved and ladder:
         errors = (of_moved(errors[0], bound.error_bound, result),)
-    found = tuple(_member(bound, ladder, error, result) for error in errors)
+    found = tuple(
+        cheapest(ladder, bound.family, bound.mode, bound.segment, error, result) for error in errors
+    )
     # a lossless one beside a lossy one would take bits for an accuracy that nobody sees
     return (LOSSLESS,) * count if LOSSLESS in found else found
-
-
-def _member(bound: Bounded, ladder: tuple[Codec, ...], error: float, dtype: torch.dtype) -> Codec:
-    """The cheapest codec that keeps ``error`` for one encoding."""
-    if ladder:
-        fitting = (c for c in ladder if worst_ratio(c, torch.float32, FLOOR) <= error)
-        return next(fitting, LOSSLESS)
-    least = LOSSLESS_BELOW[dtype] if bound.family == AUTO and bound.mode == "rel" else 2.0**-126
-    if error < least:
-        return LOSSLESS
-    return ANY_BOUND(error, bound.segment, bound.mode)
 
 
 @lru_cache(maxsize=4096)
@@ -282,22 +259,10 @@ def _resolved(bound: Bounded, dtype: torch.dtype, small: bool) -> Codec:
     if bound.mode == "rel" and bound.error_bound < LOSSLESS_BELOW[dtype]:
         return LOSSLESS
     if small and dtype == torch.float16 and bound.mode == "rel":
-        fixed = _for_fp16(bound)
+        fixed = cheapest_for_fp16(bound.error_bound, bound.segment)
         if fixed is not None:
-            return fixed
+            return Bounded(bound.error_bound, "rel", bound.segment, SMALL.name, fixed)
     return bound
-
-
-def _for_fp16(bound: Bounded) -> Bounded | None:
-    """blockint with the fewest bits that keep ``bound`` for every fp16 message and collective."""
-    smallest = 2.0**-24
-    two_hops = shares(bound.error_bound, "rel", 2, 64, 66, ROUNDING[torch.float16])[0]
-    error = of_moved(two_hops, bound.error_bound, torch.float16)
-    for codec in ladder_of(SMALL.name):
-        fits = bound.segment % codec.span == 0
-        if fits and worst_ratio(codec, torch.float16, smallest) <= error:
-            return Bounded(bound.error_bound, "rel", bound.segment, SMALL.name, codec)
-    return None
 
 
 def make_bounded(family: str, settings: Mapping[str, Any], promise: Mapping[str, Any]) -> Bounded:

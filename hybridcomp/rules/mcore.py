@@ -39,6 +39,20 @@ class Job:
         return self.sizes.get(dimension, 2)
 
     @property
+    def graphs(self) -> bool:
+        """Whether layers, or whole steps, are captured in CUDA graphs; older names included."""
+        older = self.get("enable_cuda_graph") or self.get("external_cuda_graph")
+        return bool(older) or self.get("cuda_graph_impl", "none") != "none"
+
+    @property
+    def graph_of_a_step(self) -> bool:
+        """Whether a CUDA graph holds the whole step, its reductions and sends included."""
+        scope = self.get("cuda_graph_scope") or ()
+        scopes = [scope] if isinstance(scope, str) else scope
+        names = {getattr(one, "name", str(one)) for one in scopes}
+        return self.graphs and "full_iteration" in names
+
+    @property
     def transformer_engine(self) -> bool:
         """Whether layers of Transformer Engine are in the model."""
         return "transformer_engine" in self.homes
@@ -77,6 +91,16 @@ RULES: tuple[Rule[Job], ...] = (
         "the collectives are fused with the matrix products in user buffers",
         "set tp_comm_overlap to False",
         lambda job: bool(job.get("tp_comm_overlap", False)),
+    ),
+    Rule(
+        "bypass", ("tp", "ep", "cp"), "layers in CUDA graphs (cuda_graph_impl)",
+        "a graph that is played again sends without counting, checking or following the block",
+        'set cuda_graph_impl to "none"', lambda job: job.graphs,
+    ),
+    Rule(
+        "bypass", ("dp", "zero", "pp"), 'cuda_graph_scope "full_iteration"',
+        "a graph that is played again sends without counting, checking or following the block",
+        "set another cuda_graph_scope", lambda job: job.graph_of_a_step,
     ),
     Rule(
         "absent", ("tp2d",), "a job on megatron-core",

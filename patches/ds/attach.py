@@ -1,4 +1,4 @@
-"""Attaching channels to a DeepSpeed engine, and following its steps and checkpoints.
+"""Attaching channels to a DeepSpeed engine, and following its steps.
 
 ``DeepSpeedEngine.__init__`` and not ``deepspeed.initialize``: scripts import ``initialize`` by
 name, and PipelineEngine, HybridEngine and DualPipeV all come through this constructor, which is
@@ -12,16 +12,14 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybridcomp import process, wandb_run
-from hybridcomp.channels import ATTRIBUTE, Channels, channels_of, checkpoint_note
+from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
-from hybridcomp.log import say
 from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.reporter import Event, describe_run, report_interval
 from hybridcomp.routing import layer_scope
@@ -31,7 +29,8 @@ from hybridcomp.session import ATTRIBUTE as SESSION
 from hybridcomp.session import WHEN_ATTACHED, EngineSession, agree_on, session_of
 from hybridcomp.topology import ranks_of
 from hybridcomp.upstream import late
-from hybridcomp.upstream.ds import exact_weights, job_facts, record, step_messages
+from hybridcomp.upstream.ds import job_facts, record, step_messages
+from hybridcomp.upstream.ds.job_facts import loss_scale
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.engine"
@@ -52,30 +51,6 @@ STEP = Seam(
     qualname="DeepSpeedEngine._take_model_step",
     parameters=(("self", "lr_kwargs"), ("self", "lr_kwargs", "block_eigenvalue")),
 )
-SAVE = Seam(
-    requirement=REQUIREMENT,
-    module=MODULE,
-    qualname="DeepSpeedEngine.save_checkpoint",
-    parameters=(
-        "self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters",
-    ),
-)  # fmt: skip
-SAVE_16BIT = Seam(
-    requirement=REQUIREMENT,
-    module=MODULE,
-    qualname="DeepSpeedEngine.save_16bit_model",
-    parameters=("self", "save_dir", "save_filename", "exclude_frozen_parameters"),
-)
-LOAD = Seam(
-    requirement=REQUIREMENT,
-    module=MODULE,
-    qualname="DeepSpeedEngine.load_checkpoint",
-    parameters=(
-        "self", "load_dir", "tag", "load_module_strict", "load_optimizer_states",
-        "load_lr_scheduler_states", "load_module_only", "custom_load_fn",
-    ),
-)  # fmt: skip
-
 DESTROY = Seam(
     requirement=REQUIREMENT,
     module=MODULE,
@@ -192,22 +167,6 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
     return _take_model_step
 
 
-def loss_scale(engine: Any) -> float:
-    """The factor on the gradients now.
-
-    1.0 where ``engine.backward`` does not scale: the fp16 optimizers of stage 0 have a loss scale,
-    but 0.19 multiplies the loss only for a ZeROOptimizer or an autocast scaler.
-    """
-    from deepspeed.runtime.base_optimizer import ZeROOptimizer
-
-    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
-    if scaler is not None:
-        return float(scaler.get_scale())
-    if isinstance(engine.optimizer, ZeROOptimizer):
-        return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
-    return 1.0
-
-
 def _interval(engine: Any, ledger: LedgerConfig) -> int:
     return report_interval(ledger, engine.steps_per_print())
 
@@ -224,66 +183,6 @@ def _write(engine: Any, events: list[Event], step: int) -> None:
         wandb_run.log(events, step)  # of Hugging Face's Trainer, or of a script
 
 
-def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Save exact weights, and residuals of this rank before upstream moves its ``latest`` file."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session = session_of(self)
-        if session is not None:
-            bound = signature.bind(self, *args, **kwargs)
-            tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
-            folder = Path(bound.arguments["save_dir"]) / str(tag)
-            references = exact_weights.save(folder, self, session.channels)
-            session.save(folder, loss_scale(self), references)
-        with exact_weights.exact_parameters(self, channels_of(self)):
-            return original(self, *args, **kwargs)
-
-    return save_checkpoint
-
-
-def make_save_16bit_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Save the exact weights."""
-
-    @functools.wraps(original)
-    def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with exact_weights.exact_parameters(self, channels_of(self)):
-            return original(self, *args, **kwargs)
-
-    return save_16bit_model
-
-
-def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Take over step and residuals with the optimizer's state."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session = session_of(self)
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
-        if tag is None and (latest := Path(load_dir, "latest")).is_file():
-            tag = latest.read_text().strip()
-        whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
-        if session is None:
-            if whole and tag is not None:
-                say(*checkpoint_note.dropped(Path(load_dir) / str(tag), None))
-            return original(self, *args, **kwargs)
-        exact_weights.forget(self)
-        result = original(self, *args, **kwargs)
-        session.channels.step = self.global_steps
-        session.channels.residuals.drop()
-        if result[0] is not None and tag is not None and whole:
-            folder = Path(load_dir) / str(tag)
-            session.load(folder, loss_scale(self), step=self.global_steps)
-            exact_weights.resume(folder, self, session.channels)
-        return result
-
-    return load_checkpoint
-
-
 def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
     """A destroyed engine lends its channels no more."""
 
@@ -298,8 +197,5 @@ def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
 PATCHES = (
     (INIT, make_init),
     (STEP, make_take_model_step),
-    (SAVE, make_save_checkpoint),
-    (SAVE_16BIT, make_save_16bit_model),
-    (LOAD, make_load_checkpoint),
     (DESTROY, make_destroy),
 )

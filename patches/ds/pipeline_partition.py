@@ -25,9 +25,11 @@ from typing import Any
 from torch import Tensor
 
 from hybridcomp.channels import channels_of, native_nbytes
-from hybridcomp.patches.ds.pipeline import REQUIREMENT, running
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
+from hybridcomp.upstream.ds.pipe import running
+
+REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 
 FULL = Seam(REQUIREMENT, "deepspeed.runtime.utils", "PartitionedTensor.full", ("self", "device"))
 

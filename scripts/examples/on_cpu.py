@@ -23,12 +23,22 @@ def accelerate_on_cpu(engine: str = "") -> None:
     for name in ("fsdp", "deepspeed"):
         if os.environ.get(f"ACCELERATE_USE_{name.upper()}") == "true":
             engine = engine or name
+    if engine == "deepspeed":
+        deepspeed_on_cpu()
     if not torch.cuda.is_available():
         state = PartialState(cpu=True)
         if engine == "fsdp":
             state.distributed_type = DistributedType.MULTI_GPU
         elif engine == "deepspeed":
             state.distributed_type = DistributedType.DEEPSPEED
+
+
+def deepspeed_on_cpu() -> None:
+    """Spare DeepSpeed an extension that it builds for minutes on CPUs and can train without."""
+    import deepspeed.ops
+
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def lightning_accelerator() -> Any:

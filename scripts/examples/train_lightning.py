@@ -20,7 +20,7 @@ import lightning
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
-from on_cpu import lightning_accelerator
+from on_cpu import deepspeed_on_cpu, lightning_accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -59,6 +59,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]  # not instal
 def strategy_of(name: str) -> Any:
     """What ``lightning.Trainer(strategy=...)`` takes."""
     if name == "deepspeed":
+        deepspeed_on_cpu()
         return DeepSpeedStrategy(config=json.loads(ZERO.read_text()))
     if name == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)

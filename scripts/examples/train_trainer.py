@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from on_cpu import accelerate_on_cpu
+from on_cpu import accelerate_on_cpu, deepspeed_on_cpu
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hybridcomp.trainers.hugging_face import HybridcompCallback
@@ -50,6 +50,8 @@ def main() -> None:
     )  # fmt: skip
     if arguments.fsdp2:
         accelerate_on_cpu("fsdp")
+    if arguments.deepspeed:
+        deepspeed_on_cpu()
     trainer = Trainer(GPT2LMHeadModel(config), settings, train_dataset=samples(512, 256, 64))
     trainer.add_callback(HybridcompCallback(trainer, arguments.block))
     trainer.train(resume_from_checkpoint=arguments.resume)

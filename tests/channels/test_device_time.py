@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.ledger import Key, Ledger, entries_of, line
+from hybridcomp.channels.ledger import Key, Ledger, entries_of
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.collectives.wire.device_clock import SILENT, DeviceClock
 from hybridcomp.config import CompressionConfig
-from hybridcomp.reporter import events_of
+from hybridcomp.errors import ConfigError
+from hybridcomp.reporter import events_of, line
 from tests.stand_ins.device_events import Device
 
 DP: Key = ("dp", "forward")
@@ -152,4 +153,5 @@ def test_which_steps_are_timed(
             found.append(step)
     assert found == timed
     capturing, channels.step = True, 5
-    assert channels.clock(GPU) is SILENT
+    with pytest.raises(ConfigError, match="a message inside of a CUDA graph"):
+        channels.clock(GPU)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.channels.ledger import KEYS, JsonLines, Ledger, entries_of, line
+from hybridcomp.channels.ledger import KEYS, Ledger, entries_of
+from hybridcomp.channels.ledger_file import JsonLines
 from hybridcomp.collectives import Meter
 from hybridcomp.config import CompressionConfig
-from hybridcomp.reporter import events_of
+from hybridcomp.reporter import events_of, line
 
 
 def filled() -> Ledger:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridcomp.codecs import Bf16, BlockInt, Bounded, ExpCode, Fp8, Radix, Zfp
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.codecs.bounded import LOSSLESS_BELOW, SMALL_NUMEL, make_bounded
+from hybridcomp.codecs.bounded import make_bounded
 from hybridcomp.codecs.budget import (
     FLOOR,
     LARGEST_SEGMENT,
@@ -20,6 +20,7 @@ from hybridcomp.codecs.budget import (
     shares,
     worst_ratio,
 )
+from hybridcomp.codecs.cheapest import LOSSLESS_BELOW, SMALL_NUMEL
 from hybridcomp.codecs.registry import CODECS, LOSSLESS, families, ladder_of
 from hybridcomp.errors import CodecError
 

@@ -1,4 +1,4 @@
-"""The example under the ``deepspeed`` launcher: as it is, compressed, resumed, as a pipeline."""
+"""The example under the ``deepspeed`` launcher, as it is and compressed; resumed, as a pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridcomp.compare import Wishes, compared
-from tests.training.example import CONFIG, losses, prepare, records, train
+from tests.training.example import CONFIG, launch, losses, prepare, records, train
 
 pytest.importorskip("deepspeed")
 
@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "baseline": monitored, "compressed": {**CONFIG, "compression": BLOCK}, "pipe": pipe,
     }.items():  # fmt: skip
         (folder / f"{name}.json").write_text(json.dumps(config))
-    train(folder, "baseline", "baseline", f"--steps={STEPS}")
-    train(
+    launch(folder, "baseline", "baseline", f"--steps={STEPS}")
+    launch(
         folder, "compressed", "compressed", f"--steps={STEPS}", "--save=checkpoint",
         "--save-every=3", "--eval-every=3", module=True,
     )  # fmt: skip

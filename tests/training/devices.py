@@ -4,7 +4,7 @@ gloo takes few CUDA tensors. What upstream sends itself goes through copies on t
 (``stage``); what hybridcomp sends it stages by its own means. The same functions run with
 ``device="cpu"``, where every tensor is staged as if it were on a GPU. ``tests.nccl`` has NCCL.
 
-``tests.ranks`` will not do: its fork server has imported DeepSpeed for the CPU.
+``tests.ranks`` will not do on a GPU: its fork server has imported DeepSpeed for the CPU.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.nccl.pool import NcclPool
+from tests.ranks import run_ranks
 
 #: collectives of torch.distributed that upstream calls; all that this version has are wrapped. Each
 #: writes into its first argument and only reads the others
@@ -130,8 +131,11 @@ def run_on(
 ) -> list[Any]:
     """``function(*args)`` on every rank, on ``device`` (cpu, cuda); the results by rank.
 
-    Raises AssertionError with what failing ranks said, TimeoutError with where they hang.
+    Several ranks on a CPU are forked; one is a process of its own, as all are on a GPU. Raises
+    AssertionError with what failing ranks said, TimeoutError with where they hang.
     """
+    if device == "cpu" and world_size > 1:
+        return run_ranks(world_size, _staged, device, function, args, timeout=timeout)
     with NcclPool(world_size, device=device, backend="gloo") as pool:
         return pool.run(_staged, device, function, args, timeout=timeout)
 

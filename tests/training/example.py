@@ -1,4 +1,4 @@
-"""The example trainer under the ``deepspeed`` launcher, for the tests that need whole processes."""
+"""The example trainer as a job of several ranks, with and without the ``deepspeed`` launcher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.paths import ROOT
+from tests.scripts_on_ranks import free_port, run_script
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -36,22 +36,26 @@ def prepare(folder: Path) -> None:
     )  # fmt: skip
 
 
+def command_of(name: str, config: str, *arguments: str) -> list[str]:
+    """The script that trains into ``name/loss.jsonl`` by ``config.json``, and its arguments."""
+    return [
+        str(ROOT / "scripts/train_gpt.py"), "--deepspeed_config", f"{config}.json",
+        "--layers=2", "--width=32", "--heads=2", "--length=32", "--eval-batches=1",
+        f"--log={name}/loss.jsonl", *arguments,
+    ]  # fmt: skip
+
+
 def start(
     folder: Path, name: str, config: str, *arguments: str, module: bool = False, ranks: int = 2
 ) -> subprocess.Popen[str]:
     """Begin a training into ``name/loss.jsonl``, in a session of its own."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     assert command is not None
     return subprocess.Popen(
         [
             sys.executable, command, "--num_gpus", str(ranks), "--master_addr", "127.0.0.1",
-            "--master_port", str(port), *(["--module", "hybridcomp.run"] if module else []),
-            str(ROOT / "scripts/train_gpt.py"), "--deepspeed_config", f"{config}.json",
-            "--layers=2", "--width=32", "--heads=2", "--length=32", "--eval-batches=1",
-            f"--log={name}/loss.jsonl", *arguments,
+            "--master_port", str(free_port()), *(["--module", "hybridcomp.run"] if module else []),
+            *command_of(name, config, *arguments),
         ],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -71,7 +75,17 @@ def kill(process: subprocess.Popen[str]) -> None:
 def train(
     folder: Path, name: str, config: str, *arguments: str, module: bool = False, ranks: int = 2
 ) -> str:
-    """Train into ``name/loss.jsonl``; what was printed."""
+    """Train into ``name/loss.jsonl`` on ranks that need no launcher; what was printed."""
+    script, *words = command_of(name, config, *arguments)
+    ended = run_script(folder, script, *words, ranks=ranks, armed=module)
+    assert ended.returncode == 0, ended.output
+    return ended.output
+
+
+def launch(
+    folder: Path, name: str, config: str, *arguments: str, module: bool = False, ranks: int = 2
+) -> str:
+    """As ``train``, under the ``deepspeed`` launcher."""
     process = start(folder, name, config, *arguments, module=module, ranks=ranks)
     try:
         printed, _ = process.communicate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ if find_spec("deepspeed") is None:  # importing it here would take longer than t
 
 from tests.training.trainer import Job, Outcome, final_loss, run
 
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 DTYPES = ("fp32", "bf16")
 FP16 = {"enabled": True, "loss_scale": 64}
 KINDS = {
@@ -23,6 +25,9 @@ KINDS = {
     "bf16_optimizer": Job(1, "bf16", bf16_optimizer=True),
 }  # fmt: skip
 SHORT = 8
+#: trained for 50 steps; by hand those in fp32 too, which take the same paths
+LONG = [kind for kind in KINDS if NIGHTLY or not kind.endswith("fp32")]
+KINDS = {name: job if name in LONG else replace(job, steps=SHORT) for name, job in KINDS.items()}
 VARIANTS = {
     **{f"accumulation-zero{stage}": Job(stage, "bf16", accumulation=2) for stage in range(4)},
     "accumulation-bf16_optimizer": Job(1, "bf16", bf16_optimizer=True, accumulation=2),
@@ -80,11 +85,12 @@ def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_none_is_bit_identical(train: Train, kind: str) -> None:
-    """Patched with ``none`` everywhere: 50 steps equal the unpatched run bit for bit."""
+    """Patched with ``none`` everywhere: all steps equal the unpatched run bit for bit."""
     job = KINDS[kind]
     base, none = train(job), train(replace(job, block=block(job, "none", "none")))
     assert_same(base, none)
-    assert len(base[0].losses) == 50 and final_loss(base) < 0.5 * base[0].losses[0]
+    if kind in LONG:
+        assert len(base[0].losses) == 50 and final_loss(base) < 0.5 * base[0].losses[0]
     for outcome in none:
         assert set(outcome.ledger) == ({"dp", "zero"} if job.stage else {"dp"})
         for messages, native, raw, wire in outcome.ledger.values():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.scripts_on_ranks import Ended, free_port, run_script
 
 deepspeed = pytest.importorskip("deepspeed")
 
@@ -70,22 +71,30 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def write(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "ds_config.json").write_text(json.dumps(config))
+
+
+def forked(folder: Path, config: dict[str, Any], *arguments: str) -> Ended:
+    """The ranks as a launcher would start them, without one."""
+    write(folder, config)
+    words = ("--deepspeed_config", "ds_config.json", *arguments)
+    return run_script(folder, "train.py", *words, armed=True)
+
+
 def launch(
     folder: Path, config: dict[str, Any], *arguments: str, compressed: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "ds_config.json").write_text(json.dumps(config))
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    write(folder, config)
     command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     assert command is not None
     module = ["--module", "hybridcomp.run"] if compressed else []
     return subprocess.run(
         [
             sys.executable, command, "--num_gpus", "2", "--master_addr", "127.0.0.1",
-            "--master_port", str(port), *module, "train.py", "--deepspeed_config", "ds_config.json",
-            *arguments,
+            "--master_port", str(free_port()), *module, "train.py", "--deepspeed_config",
+            "ds_config.json", *arguments,
         ],
         cwd=folder, capture_output=True, text=True, check=False, timeout=240,
         env={
@@ -120,9 +129,9 @@ def test_block_without_hybridcomp_is_upstream(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_base64_config(tmp_path: Path) -> None:
-    result = launch(tmp_path, CONFIG, "--mode", "base64")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "[hybridcomp] step 10: dp blockint(bits=4)" in result.stdout
+    result = forked(tmp_path, CONFIG, "--mode", "base64")
+    assert result.returncode == 0, result.output
+    assert "[hybridcomp] step 10: dp blockint(bits=4)" in result.output
 
 
 @pytest.mark.slow
@@ -138,11 +147,10 @@ def test_base64_config(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_ranks_that_disagree_all_fail(tmp_path: Path, mode: str, message: str) -> None:
-    result = launch(tmp_path, CONFIG, "--mode", mode)
+    result = forked(tmp_path, CONFIG, "--mode", mode)
     assert result.returncode != 0
-    output = result.stdout + result.stderr
-    assert message in output
-    assert "FINISHED" not in output
+    assert message in result.output
+    assert "FINISHED" not in result.output
 
 
 @pytest.mark.slow
@@ -155,8 +163,7 @@ def test_dead_rank_ends_the_job(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_mistake_in_the_block_is_one_line(tmp_path: Path) -> None:
     block = {**CONFIG["compression"], "dp": {"codec": "blockint", "bitz": 4}}
-    result = launch(tmp_path, {**CONFIG, "compression": block})
+    result = forked(tmp_path, {**CONFIG, "compression": block})
     assert result.returncode != 0
-    output = result.stdout + result.stderr
-    assert "compression.dp.bitz" in output and "'bits'" in output
-    assert "FINISHED" not in output
+    assert "compression.dp.bitz" in result.output and "'bits'" in result.output
+    assert "FINISHED" not in result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -25,7 +26,11 @@ from tests.training.split_trainer import BATCH, LAYERS, LENGTH, VOCAB, WIDTH, Jo
 
 LATER = Version(version("deepspeed")) >= Version("0.19.8")
 SHORT = 6
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
+#: of 50 steps; the last one takes the paths of the second
 LONG = {"tp": Job(tp=2), "cp": Job(sp=2), "cp-alst": Job(sp=2, alst=True)}
+if not NIGHTLY:
+    LONG["cp-alst"] = replace(LONG["cp-alst"], steps=SHORT)
 VARIANTS = {
     **{f"tp-zero{stage}": Job(tp=2, stage=stage) for stage in (1, 2)},
     "tp-bf16": Job(tp=2, stage=1, bf16=True),
@@ -78,11 +83,13 @@ def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("name", LONG)
 def test_none_is_bit_identical(train: Train, name: str) -> None:
-    """Patched with ``none``: 50 steps equal the unpatched run bit for bit."""
+    """Patched with ``none``: all steps equal the unpatched run bit for bit."""
     job = LONG[name]
     base, none = train(job), train(replace(job, block=block(job, "none")))
     assert_same(base, none)
-    assert len(base[0].losses) == 50 and base[0].losses[-1] < 0.9 * base[0].losses[0]
+    assert len(base[0].losses) == job.steps
+    if job.steps == 50:
+        assert base[0].losses[-1] < 0.9 * base[0].losses[0]
     for outcome in none:
         for way in ("forward", "backward"):
             messages, native, raw, wire = outcome.ledger[dimension(job), way]

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
 
 from torch import Tensor
 from torch.distributed import Work
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: the steps of a collective: yields the works to wait for, returns the result
 Steps = Generator[Work, None, T]
+#: works that nobody waited for may be that many before somebody does
+MOST_FORGOTTEN = 64
 #: what is timed: encoding and decoding, or waiting for the wire
 Kind = Literal["codec", "wait"]
 
@@ -89,6 +92,40 @@ class HostClock:
 
 
 HOST = HostClock()
+
+
+class Works(Work):
+    """Several works as one, and within one time limit; None: as long as each of them takes."""
+
+    #: what nobody waited for. gloo takes a receive back when its work is freed, and the message
+    #: that comes for it would be taken for the next one of its sender
+    _forgotten: ClassVar[deque[list[Work]]] = deque()
+
+    def __init__(self, works: Sequence[Work], limit: timedelta | None) -> None:
+        super().__init__()
+        self._works, self._limit = list(works), limit
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all of them; raises what the first that failed raises."""
+        works, self._works = self._works, []
+        limit = self._limit if timeout is None else timeout
+        for work in works:  # a receive of gloo does not know when its group's time is over
+            work.wait() if limit is None else work.wait(limit)
+        return True
+
+    def __del__(self) -> None:
+        if self._works:
+            self._forgotten.append(self._works)
+
+    @classmethod
+    def wait_for_forgotten(cls) -> None:
+        """Wait for the oldest that nobody waited for: long there, as those of a pair come in order.
+
+        The last ``MOST_FORGOTTEN`` stay, whose messages may still be on their way.
+        """
+        while len(cls._forgotten) > MOST_FORGOTTEN:
+            for work in cls._forgotten.popleft():
+                work.wait()
 
 
 @dataclass

@@ -16,9 +16,7 @@ copies are short, several ranks can share one GPU, and clusters without NCCL wor
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import cache
 
 import torch
@@ -28,7 +26,7 @@ from torch.distributed import Work
 
 from hybridcomp import presence
 from hybridcomp.collectives.wire.group import Group
-from hybridcomp.collectives.wire.handle import Meter, Steps
+from hybridcomp.collectives.wire.handle import Meter, Steps, Works
 
 Post = Callable[[Tensor, Tensor], Work]
 
@@ -36,10 +34,6 @@ Post = Callable[[Tensor, Tensor], Work]
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: of messages between pairs, so that none is taken for a message of the training program
 TAG = int.from_bytes(b"hc", "big")
-#: works that nobody waited for. gloo takes a receive back when its work is freed, and the message
-#: that comes for it would be taken for the next one of its sender
-_forgotten: deque[list[Work]] = deque()
-MOST_FORGOTTEN = 64
 
 
 def all_to_all(
@@ -224,35 +218,13 @@ def _transfer(post: Post, out: Tensor, values: Tensor, group: Group) -> Steps[No
         yield post(out, values)
 
 
-class Works(Work):
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work], limit: timedelta | None) -> None:
-        super().__init__()
-        self._works, self._limit = list(works), limit
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all of them; raises what the first that failed raises."""
-        works, self._works = self._works, []
-        limit = self._limit if timeout is None else timeout
-        for work in works:  # a receive of gloo does not know when its group's time is over
-            work.wait() if limit is None else work.wait(limit)
-        return True
-
-    def __del__(self) -> None:
-        if self._works:
-            _forgotten.append(self._works)
-
-
 def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group) -> Work:
     """Send ``values[r]`` to group rank r, fill ``out[r]`` with what comes from there, over gloo.
 
     Tensors of no elements do not travel; both sides know that. ``out[r]`` may be longer than what
     comes from another rank: gloo asks only that it fits.
     """
-    while len(_forgotten) > MOST_FORGOTTEN:  # long there: messages of a pair come in order
-        for work in _forgotten.popleft():
-            work.wait()
+    Works.wait_for_forgotten()
     _learn(group)
     me, ranks, world = group.rank, len(out), group.global_ranks
     out[me].copy_(values[me])

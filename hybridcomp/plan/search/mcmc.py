@@ -23,6 +23,7 @@ from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.request import Found
 from hybridcomp.plan.search.budget import Budget
 from hybridcomp.plan.search.evaluate import Evaluator
+from hybridcomp.plan.search.nearest import nothing
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.space import layouts
 
@@ -115,8 +116,6 @@ def annealed(job: Job, budget: Budget) -> Found:
     """The best point of every chain, ranked; ``spread`` says how far the chains are apart."""
     walk, refused, every = walk_of(job, budget)
     if not walk.works:
-        from hybridcomp.plan.search.search import nothing
-
         return nothing(job, Placer(job), every, Found((), refused=dict(refused)))
     limits = job.limits
     found = anneal(walk.sizes, walk.cost, seed=limits.seed, chains=limits.chains,

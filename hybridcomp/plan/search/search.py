@@ -24,6 +24,7 @@ from hybridcomp.plan.request import Batch, Found, Limits, Nearest
 from hybridcomp.plan.search.budget import Budget
 from hybridcomp.plan.search.evaluate import Evaluator
 from hybridcomp.plan.search.mcmc import annealed
+from hybridcomp.plan.search.nearest import nothing
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.space import layouts, world
 
@@ -92,7 +93,7 @@ class _Search:
             plan_of(self.job, work, choices, self.budget.name) for work, choices in ranked.values()
         )
         found = Found(plans, self.considered, self.simulated, 1.0, dict(self.refused))
-        return found if plans else self._nothing(every, found)
+        return found if plans else nothing(self.job, self.placer, every, found)
 
     def _push(self, bound: float, what: Waiting) -> None:
         self._count += 1
@@ -115,27 +116,6 @@ class _Search:
             return
         self.simulated += best.simulated
         self._push(best.seconds, (work, best.choices))
-
-    def _nothing(self, every: list[Layout], found: Found) -> Found:
-        """The answer where nothing is feasible: why, and what the nearest plan would need."""
-        return nothing(self.job, self.placer, every, found)
-
-
-def nothing(job: Job, placer: Placer, every: list[Layout], found: Found) -> Found:
-    """``found`` with a reason in one sentence, and the nearest plan."""
-    if not every:
-        reasons = Counter(found.refused).most_common(1)
-        why = reasons[0][0] if reasons else "no layout has the degrees that were decided"
-        reason = f"no layout of {world(job)} ranks is possible: {why}"
-        return Found((), found.considered, found.simulated, 1.0, found.refused, reason)
-    needs = [(placer.least_nbytes(layout), index) for index, layout in enumerate(every)]
-    needed, index = min(needs)
-    nearest = Nearest(every[index], "memory", needed, job.capacity)
-    reason = (
-        f"no plan fits: the leanest of {len(every)} layouts ({every[index]}) needs "
-        f"{needed / 1e9:.3g} GB on a rank, and {job.capacity / 1e9:.3g} GB may be used"
-    )
-    return Found((), found.considered, found.simulated, 1.0, found.refused, reason, nearest)
 
 
 def _family(layout: Layout) -> Layout:

@@ -126,3 +126,19 @@ def tensor_ranks() -> int:
     if "megatron.core.parallel_state" in sys.modules:
         return sizes().get("tp", 1)
     return 1
+
+
+def loss_scale(engine: Any) -> float:
+    """The factor on the gradients now.
+
+    1.0 where ``engine.backward`` does not scale: the fp16 optimizers of stage 0 have a loss scale,
+    but 0.19 multiplies the loss only for a ZeROOptimizer or an autocast scaler.
+    """
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    if scaler is not None:
+        return float(scaler.get_scale())
+    if isinstance(engine.optimizer, ZeROOptimizer):
+        return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
+    return 1.0

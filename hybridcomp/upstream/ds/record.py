@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels.ledger import JsonLines
+from hybridcomp.channels.ledger_file import JsonLines
 from hybridcomp.metric_names import LOSS, SPEED, TOKENS
 
 #: environment variable with the path of the file, relative to rank 0's working directory

@@ -1,7 +1,7 @@
 """What sizes that travel cost, against the bytes that a codec of variable size saves.
 
 ``auto`` takes blockint for fp16 messages of fewer than SMALL_NUMEL values and radix for longer ones
-(codecs/bounded.py). Radix has to make up for an exchange of sizes and for slower kernels:
+(codecs/cheapest.py). Radix has to make up for an exchange of sizes and for slower kernels:
 
     n * saved bytes / link = cost of an exchange + n * (seconds of radix - seconds of blockint)
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench.gpu_bench.measure import Bench, cuda
 from hybridcomp.codecs import Bounded, Codec
-from hybridcomp.codecs.bounded import SMALL_NUMEL
+from hybridcomp.codecs.cheapest import SMALL_NUMEL
 from hybridcomp.collectives.wire import Group, Meter, payload_sizes, transport
 
 #: slots of the exchange
@@ -164,7 +164,7 @@ def lines(known: Cost, found: Sequence[Choice]) -> list[str]:
             f"of a value over {choice.fixed} and takes {choice.slower_s * 1e12:+.2f} ps more; "
             f"worth it {', '.join(ends)}"
         )
-    said.append(f"auto takes it from {SMALL_NUMEL} values on (codecs/bounded.py, SMALL_NUMEL)")
+    said.append(f"auto takes it from {SMALL_NUMEL} values on (codecs/cheapest.py, SMALL_NUMEL)")
     return said
 
 

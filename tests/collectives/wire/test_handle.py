@@ -13,9 +13,8 @@ from torch.distributed import Work
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Meter
-from hybridcomp.collectives.wire import transport
 from hybridcomp.collectives.wire.encoding import Pool
-from hybridcomp.collectives.wire.handle import Pending
+from hybridcomp.collectives.wire.handle import MOST_FORGOTTEN, Pending
 from tests.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
 from tests.collectives.common import CODECS, LOSSLESS, LOSSY, digest, values_of
 from tests.ranks import RunRanks
@@ -51,7 +50,7 @@ def _one_of_each(codec: Codec, seed: int, async_op: bool) -> list[str]:
 
 
 def _asynchronous(codec: Codec) -> None:
-    for seed in range(transport.MOST_FORGOTTEN + 3):
+    for seed in range(MOST_FORGOTTEN + 3):
         assert _one_of_each(codec, seed, True) == _one_of_each(codec, seed, False)
 
 
@@ -83,7 +82,7 @@ def test_many_in_flight(on_ranks: RunRanks) -> None:
 def _forgotten(codec: Codec) -> None:
     """A handle that is dropped must not lend its buffers to the next call."""
     me = dist.get_rank()
-    for seed in range(transport.MOST_FORGOTTEN + 3):
+    for seed in range(MOST_FORGOTTEN + 3):
         out = torch.zeros(2000)
         all_gather(values_of(me, 1000, seed=9), out, codec, None, meter=Meter(), async_op=True)
         tensor = values_of(me, 1000, seed=seed)

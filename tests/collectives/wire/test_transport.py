@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.handle import Works
 from tests.ranks import RunRanks
 
 #: bytes from each of three ranks to each; some send nothing, one nothing at all
@@ -35,7 +36,7 @@ def _uneven(_: None) -> bool:
         for n, out in enumerate(outs)
     ]
     for work in reversed(works):
-        assert isinstance(work, transport.Works) and work.wait()
+        assert isinstance(work, Works) and work.wait()
     return all(out.equal(expected.add(n)) for n, out in enumerate(outs))
 
 

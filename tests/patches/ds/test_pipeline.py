@@ -18,8 +18,8 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import pipeline
-from hybridcomp.patches.ds.pipeline import Pipe
 from hybridcomp.patching import Patch, apply_all, revert_all
+from hybridcomp.upstream.ds.pipe import PIPE, RUNNING, Pipe
 from hybridcomp.upstream.ds.pipeline_agreement import (
     VALUES,
     Agreed,
@@ -253,9 +253,9 @@ def wire() -> Iterator[Wire]:
     pipe = Pipe(engine, wire)  # type: ignore[arg-type]
     pipe.agree(pipe.outgoing, [A, Agreed(FLOAT, False), C])
     pipe.agree(pipe.incoming, [Agreed(torch.bfloat16, True)])
-    token = pipeline._running.set(pipe)
+    token = RUNNING.set(pipe)
     yield wire
-    pipeline._running.reset(token)
+    RUNNING.reset(token)
 
 
 def test_send_encodes_values_only(wire: Wire) -> None:
@@ -307,17 +307,17 @@ def test_gradients_use_the_dtype_of_the_activation(wire: Wire) -> None:
 
 
 def test_without_a_running_pipeline_upstream_does_it(wire: Wire) -> None:
-    token = pipeline._running.set(None)
+    token = RUNNING.set(None)
     try:
         assert pipeline.make_send(wire.upstream)(torch.ones(16), 2) == "upstream"
         assert pipeline.make_recv(wire.upstream)(torch.ones(16), 2) == "upstream"
     finally:
-        pipeline._running.reset(token)
+        RUNNING.reset(token)
     assert [call[0] for call in wire.calls] == ["upstream", "upstream"]
 
 
 def test_gradients_of_partitioned_and_masked_sets(wire: Wire) -> None:
-    pipe = pipeline._running.get()
+    pipe = RUNNING.get()
     assert pipe is not None
     link, engine = Neighbour(), pipe.engine
 
@@ -344,7 +344,7 @@ def test_gradients_of_partitioned_and_masked_sets(wire: Wire) -> None:
 
 
 def test_training_after_an_evaluation_agrees_anew(wire: Wire) -> None:
-    pipe = pipeline._running.get()
+    pipe = RUNNING.get()
     assert pipe is not None
     pipe.engine.first_output_send, pipe.engine.pipe_recv_buf = False, "buffer"
     with torch.no_grad():
@@ -360,14 +360,12 @@ def test_training_after_an_evaluation_agrees_anew(wire: Wire) -> None:
 
 def test_schedule_of_an_engine_without_a_block_stays_apart(wire: Wire) -> None:
     seen: list[Any] = []
-    schedule = pipeline.make_exec_schedule(
-        lambda self, pipe_schedule: seen.append(pipeline._running.get())
-    )
-    outer = pipeline._running.get()
+    schedule = pipeline.make_exec_schedule(lambda self, pipe_schedule: seen.append(RUNNING.get()))
+    outer = RUNNING.get()
     schedule(SimpleNamespace(), None)
-    schedule(SimpleNamespace(**{pipeline.PIPE: outer}), None)
+    schedule(SimpleNamespace(**{PIPE: outer}), None)
     assert seen == [None, outer]
-    assert pipeline._running.get() is outer
+    assert RUNNING.get() is outer
 
 
 @pytest.mark.parametrize("way", ["error", "native"])
@@ -385,4 +383,4 @@ def test_dualpipev(way: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> No
     else:
         pipeline.attached(engine, channels)
         assert "DualPipeV" in capsys.readouterr().out
-    assert pipeline.PIPE not in vars(engine)
+    assert PIPE not in vars(engine)

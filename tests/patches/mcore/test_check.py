@@ -58,6 +58,8 @@ def check(
 BYPASSES: list[tuple[str, dict[str, Any], str]] = [
     ("tp", {"layer": TeLinear}, "Transformer Engine"),
     ("tp", {"tp_comm_overlap": True}, "tp_comm_overlap"),
+    ("tp", {"cuda_graph_impl": "local"}, "layers in CUDA graphs"),
+    ("tp", {"enable_cuda_graph": True}, "layers in CUDA graphs"),
     ("cp", {"layer": TeLinear}, "context parallelism"),
     ("ep", {"moe_token_dispatcher_type": "flex", "num_moe_experts": 4}, "DeepEP"),
     ("pp", {"use_ring_exchange_p2p": True}, "use_ring_exchange_p2p"),
@@ -79,6 +81,17 @@ def test_bypass_errors_or_is_said(
     assert words in said[0] and said[0].startswith(f"{dimension} native")
     other = "pp" if dimension != "pp" else "dp"
     assert check(monkeypatch, {other: B8}, **{**job, "wrapper": DistributedDataParallel}) == []
+
+
+@pytest.mark.parametrize("scope", ["full_iteration", [SimpleNamespace(name="full_iteration")]])
+def test_a_graph_of_a_whole_step_reaches_every_message(
+    monkeypatch: pytest.MonkeyPatch, scope: Any
+) -> None:
+    job: dict[str, Any] = {"cuda_graph_impl": "local", "cuda_graph_scope": scope}
+    for dimension in ("dp", "pp"):
+        with pytest.raises(ConfigError, match="full_iteration"):
+            check(monkeypatch, {dimension: B8}, **job)
+    assert check(monkeypatch, {"dp": B8}, cuda_graph_impl="none", cuda_graph_scope=scope) == []
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [

@@ -1,0 +1,63 @@
+"""Which codec keeps an error of one encoding in the fewest bytes: what ``auto`` is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.budget import FLOOR, ROUNDING, Mode, of_moved, shares, worst_ratio
+from hybridcomp.codecs.registry import ANY_BOUND, AUTO, LOSSLESS, SMALL, ladder_of
+
+#: error of one encoding below which expcode needs fewer bits than radix, from 2^20 Gaussian values:
+#: fp32 27.2 bits, where radix takes 21 at 5e-7 and keeps blocks raw from 2.4e-7 down; bf16 11.2,
+#: radix 11.1 at 5e-4; fp16 14.2, radix 13.5 at 1e-4
+LOSSLESS_BELOW: Mapping[torch.dtype, float] = {
+    torch.float32: 3e-7,
+    torch.bfloat16: 4.5e-4,
+    torch.float16: 7e-5,
+}
+#: elements of a message below which the exchange of sizes costs more than radix saves over
+#: blockint: 1 bit of a value, so 32 KiB, against the 0.1 ms that one more small message took at
+#: best on gloo over loopback; the two are equal at 2.6 Gbit/s. Not measured on a GPU yet, where
+#: the host waits for the sizes as well: ``scripts/bench/bench_gpu.py`` prints what it should be
+SMALL_NUMEL = 1 << 18
+
+
+def cheapest(
+    ladder: tuple[Codec, ...],
+    family: str,
+    mode: Mode,
+    segment: int,
+    error: float,
+    dtype: torch.dtype,
+) -> Codec:
+    """Find the cheapest codec that keeps ``error`` for one encoding of segments of ``segment``.
+
+    Args:
+        ladder: the settings of a fixed-size ``family``, the cheapest first; of others it is empty.
+        dtype: of the result.
+    """
+    if ladder:
+        fitting = (c for c in ladder if worst_ratio(c, torch.float32, FLOOR) <= error)
+        return next(fitting, LOSSLESS)
+    least = LOSSLESS_BELOW[dtype] if family == AUTO and mode == "rel" else 2.0**-126
+    if error < least:
+        return LOSSLESS
+    return ANY_BOUND(error, segment, mode)
+
+
+def cheapest_for_fp16(error_bound: float, segment: int) -> Codec | None:
+    """Find blockint with the fewest bits that keep a bound for every fp16 message and collective.
+
+    ``error_bound`` is relative to segments of ``segment`` values; None where no setting keeps it.
+    """
+    smallest = 2.0**-24
+    two_hops = shares(error_bound, "rel", 2, 64, 66, ROUNDING[torch.float16])[0]
+    error = of_moved(two_hops, error_bound, torch.float16)
+    for codec in ladder_of(SMALL.name):
+        fits = segment % codec.span == 0
+        if fits and worst_ratio(codec, torch.float16, smallest) <= error:
+            return codec
+    return None

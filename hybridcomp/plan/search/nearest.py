@@ -1,0 +1,28 @@
+"""The answer where nothing is feasible: why, and what the nearest plan would need."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.request import Found, Nearest
+from hybridcomp.plan.search.placing import Placer
+from hybridcomp.plan.search.space import world
+
+
+def nothing(job: Job, placer: Placer, every: list[Layout], found: Found) -> Found:
+    """``found`` with a reason in one sentence, and the nearest plan."""
+    if not every:
+        reasons = Counter(found.refused).most_common(1)
+        why = reasons[0][0] if reasons else "no layout has the degrees that were decided"
+        reason = f"no layout of {world(job)} ranks is possible: {why}"
+        return Found((), found.considered, found.simulated, 1.0, found.refused, reason)
+    needs = [(placer.least_nbytes(layout), index) for index, layout in enumerate(every)]
+    needed, index = min(needs)
+    nearest = Nearest(every[index], "memory", needed, job.capacity)
+    reason = (
+        f"no plan fits: the leanest of {len(every)} layouts ({every[index]}) needs "
+        f"{needed / 1e9:.3g} GB on a rank, and {job.capacity / 1e9:.3g} GB may be used"
+    )
+    return Found((), found.considered, found.simulated, 1.0, found.refused, reason, nearest)

@@ -1,0 +1,116 @@
+"""DeepSpeed's checkpoints: residuals are saved and loaded beside them, and their weights are exact.
+
+``DeepSpeedEngine.save_checkpoint`` and not ``_save_checkpoint``: it is public, the pipeline engine
+does not override it, and on its return the ``latest`` file points to the checkpoint, so what is
+saved here has to be on disk before. ``save_16bit_model`` writes weights beside it, of which the
+gathered ones may be less than exact.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.channels import channels_of, checkpoint_note
+from hybridcomp.log import say
+from hybridcomp.patching import Seam
+from hybridcomp.session import session_of
+from hybridcomp.upstream.ds import exact_weights
+from hybridcomp.upstream.ds.job_facts import loss_scale
+
+REQUIREMENT = "deepspeed >= 0.19, < 0.20"
+MODULE = "deepspeed.runtime.engine"
+
+SAVE = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="DeepSpeedEngine.save_checkpoint",
+    parameters=(
+        "self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters",
+    ),
+)  # fmt: skip
+SAVE_16BIT = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="DeepSpeedEngine.save_16bit_model",
+    parameters=("self", "save_dir", "save_filename", "exclude_frozen_parameters"),
+)
+LOAD = Seam(
+    requirement=REQUIREMENT,
+    module=MODULE,
+    qualname="DeepSpeedEngine.load_checkpoint",
+    parameters=(
+        "self", "load_dir", "tag", "load_module_strict", "load_optimizer_states",
+        "load_lr_scheduler_states", "load_module_only", "custom_load_fn",
+    ),
+)  # fmt: skip
+
+
+def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Save exact weights, and residuals of this rank before upstream moves its ``latest`` file."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session = session_of(self)
+        if session is not None:
+            bound = signature.bind(self, *args, **kwargs)
+            tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
+            folder = Path(bound.arguments["save_dir"]) / str(tag)
+            references = exact_weights.save(folder, self, session.channels)
+            session.save(folder, loss_scale(self), references)
+        with exact_weights.exact_parameters(self, channels_of(self)):
+            return original(self, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def make_save_16bit_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Save the exact weights."""
+
+    @functools.wraps(original)
+    def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with exact_weights.exact_parameters(self, channels_of(self)):
+            return original(self, *args, **kwargs)
+
+    return save_16bit_model
+
+
+def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Take over step and residuals with the optimizer's state."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session = session_of(self)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
+        if tag is None and (latest := Path(load_dir, "latest")).is_file():
+            tag = latest.read_text().strip()
+        whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
+        if session is None:
+            if whole and tag is not None:
+                say(*checkpoint_note.dropped(Path(load_dir) / str(tag), None))
+            return original(self, *args, **kwargs)
+        exact_weights.forget(self)
+        result = original(self, *args, **kwargs)
+        session.channels.step = self.global_steps
+        session.channels.residuals.drop()
+        if result[0] is not None and tag is not None and whole:
+            folder = Path(load_dir) / str(tag)
+            session.load(folder, loss_scale(self), step=self.global_steps)
+            exact_weights.resume(folder, self, session.channels)
+        return result
+
+    return load_checkpoint
+
+
+PATCHES = (
+    (SAVE, make_save_checkpoint),
+    (SAVE_16BIT, make_save_16bit_model),
+    (LOAD, make_load_checkpoint),
+)

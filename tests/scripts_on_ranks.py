@@ -1,0 +1,128 @@
+"""Scripts as the ranks of a job, each a fork of a process that has torch and DeepSpeed already.
+
+Under a launcher two ranks take half a minute of a core before their first step: the launcher, the
+process that it starts, and every rank import torch and DeepSpeed. Where a claim is one about the
+script and not about its launcher, ranks are forked as in ``tests.ranks``; they see what a launcher
+would tell them, run the script as ``__main__`` and end with its status and its handlers at exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.ranks import fork_server
+
+#: seconds that other ranks get to end by themselves, once one has failed
+GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: the worst status of its ranks, and what they have written."""
+
+    returncode: int
+    output: str
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+    return port
+
+
+def run_script(
+    folder: Path,
+    script: str,
+    *arguments: str,
+    ranks: int = 2,
+    armed: bool = False,
+    timeout: float = 240.0,
+    **environment: str,
+) -> Ended:
+    """Run ``script`` in ``folder`` on ``ranks`` ranks.
+
+    Args:
+        armed: through ``hybridcomp.run``, as ``--module hybridcomp.run`` of a launcher does.
+        timeout: seconds after which ranks that still run are killed, and the job has failed.
+        environment: variables beside those that a launcher sets.
+    """
+    context = fork_server()
+    common = {
+        "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
+        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": f"{folder}/ext",
+        **environment,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as logs:
+        paths = [Path(logs, str(rank)) for rank in range(ranks)]
+        processes = [
+            context.Process(
+                target=_rank,
+                args=(rank, str(folder), script, arguments, armed, common, str(paths[rank])),
+                daemon=True,
+            )
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            next(p for p in (*processes, processes[0]) if p.is_alive()).join(0.1)
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        output = "".join(path.read_text(errors="replace") for path in paths if path.exists())
+    return Ended(max(abs(process.exitcode or 0) for process in processes), output)
+
+
+def _rank(
+    rank: int,
+    folder: str,
+    script: str,
+    arguments: tuple[str, ...],
+    armed: bool,
+    environment: Mapping[str, str],
+    log: str,
+) -> None:
+    """Become the script: its arguments, folder, variables, and what it leaves behind."""
+    atexit._clear()  # those of the process that this one was forked from
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.chdir(folder)
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    status = 0
+    try:
+        if armed:
+            from hybridcomp import run
+
+            run.main([f"--local_rank={rank}", script, *arguments])
+        else:
+            sys.argv = [script, f"--local_rank={rank}", *arguments]
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
