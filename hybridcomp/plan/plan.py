@@ -95,7 +95,8 @@ class Plan:
 
     model, cluster, budget: what it was made for, by name. length: tokens of one sample. dtype: of
     weights and messages, ``"bf16"``, ``"fp16"`` or ``"fp32"``. engine: who shall run it,
-    ``"deepspeed"``, ``"megatron"`` or ``"neox"``.
+    ``"deepspeed"``, ``"megatron"`` or ``"neox"``. blocks: the first of the model's layers that is a
+    block, and the one behind the last; None where a plan of an earlier version did not say.
     """
 
     layout: Layout
@@ -107,6 +108,12 @@ class Plan:
     length: int
     dtype: str
     engine: str
+    blocks: tuple[int, int] | None = None
+
+    @property
+    def repeated(self) -> range:
+        """The layers that are blocks; where nothing says so all but the first and the last."""
+        return range(*(self.blocks or (1, sum(self.layout.cuts) - 1)))
 
     @property
     def block(self) -> dict[str, Any]:
@@ -118,6 +125,7 @@ class Plan:
         return {
             FORMAT: VERSION,
             **{name: getattr(self, name) for name in _NAMES},
+            **({} if self.blocks is None else {"blocks": list(self.blocks)}),
             "layout": self.layout.to_json(),
             "block": self.block,
             "choices": [[*key, choice.written] for key, choice in self.choices],
@@ -141,6 +149,7 @@ class Plan:
                 Choices.of(chosen),
                 Prediction.from_json(data["prediction"]),
                 **{name: data[name] for name in _NAMES},
+                blocks=tuple(data["blocks"]) if "blocks" in data else None,
             )
         except (KeyError, TypeError) as error:
             raise HybridcompError(f"plan: {error}; expected what hybridcomp plan wrote") from None
