@@ -20,6 +20,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+# Its functions take the default group as default argument, for good: where it is imported after
+# init_process_group, as DistributedDataParallel does, that group is never let go (see _let_go).
+import torch.distributed.nn.functional  # noqa: F401
+
 from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
 from hybridcomp.config.error_messages import NOTHING

@@ -7,7 +7,8 @@ Precision, ZeRO, optimizer, learning rate schedule, batch sizes: --deepspeed_con
 datasets written by scripts/prepare_data.py. With --pp N the model is a PipelineModule of N stages,
 with --tp N megatron-core cuts its layers over N ranks, with --tp2d Q hybridcomp over Q x Q; the
 ranks that are left are replicas. With --cp N every N replicas share their sequences, by the ring
-attention of hybridcomp.
+attention of hybridcomp. With --pp N --slices auto a pipeline works on slices of the sequences
+instead of micro-batches.
 
 torchrun --nproc-per-node 2 scripts/train_gpt.py --engine fsdp2 --deepspeed_config FILE
 
@@ -34,6 +35,10 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+
+# before there is a process group: imported later, as by DistributedDataParallel, its functions hold
+# the group as default argument, and gloo's threads are not joined before the interpreter ends
+import torch.distributed.nn.functional
 from deepspeed.accelerator import get_accelerator
 
 from gpt import loop
@@ -49,6 +54,8 @@ from gpt.layouts import (
     cut_sequences,
     lay_out,
     numbers,
+    segments,
+    token_slices,
 )
 from gpt.model import GPT, loss_of, pipeline
 from gpt.weights import ModelConfig
@@ -84,10 +91,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
     add("--cp", type=int, default=1, metavar="N",
         help="context-parallel ranks, of the replicas; needs hybridcomp")  # fmt: skip
+    add("--slices", default="none", metavar="auto|N|N,N,...",
+        help="with --pp: token slices, chosen by their times, so many, or of these lengths; "
+        "needs hybridcomp")  # fmt: skip
     add("--cuts", type=numbers, default=(), metavar="N,N,...",
         help="layers of each stage, as a plan has them (even in parameters)")  # fmt: skip
-    add("--recompute", type=numbers, default=(), metavar="N,N,...",
-        help="layers, from 0, that run forward again in backward (none)")  # fmt: skip
+    add("--recompute", type=segments, default=(), metavar="N,N-N,...",
+        help="layers, from 0, that run forward again in backward; N-N as one (none)")  # fmt: skip
     add("--lr", type=float, default=1e-3, help="only where the DeepSpeed file has no optimizer")
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
     add("--print-every", type=int, default=10, metavar="N")
@@ -109,6 +119,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("steps", "length", "tp", "tp2d", "pp", "cp", "print_every"):
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
+    found.slices = "" if found.slices == "none" else found.slices  # as a plan writes it
     return found
 
 
@@ -159,7 +170,9 @@ def build_engine(
 ) -> Any:
     """Model and optimizer, given to ``deepspeed.initialize``."""
     mpu = None
-    if arguments.pp > 1:
+    if arguments.slices:
+        model, mpu = token_slices().build(config, arguments, topology)
+    elif arguments.pp > 1:
         cut = {"num_stages": arguments.pp} if topology is None else {"topology": topology}
         model = pipeline(config, arguments.cuts, **cut)
     else:
@@ -222,6 +235,9 @@ def run(arguments: argparse.Namespace) -> None:
     trainer: loop.Trainer
     if torch_engine:
         trainer = torch_trainer(arguments, settings, config)
+    elif arguments.slices:
+        engine = build_engine(arguments, settings, config, topology)
+        trainer = token_slices().trainer(engine, arguments)
     elif arguments.pp > 1:
         trainer = loop.PipeTrainer(build_engine(arguments, settings, config, topology))
     else:
@@ -241,6 +257,7 @@ def run(arguments: argparse.Namespace) -> None:
         "tensor_parallel_2d": arguments.tp2d,
         "pipeline_stages": arguments.pp,
         "context_parallel": arguments.cp,
+        **({"token_slices": trainer.engine.module.slices} if arguments.slices else {}),
         "tokens_per_step": trainer.share.global_batch * arguments.length,
         "apex": what_is_apex(),
     }

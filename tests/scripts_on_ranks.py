@@ -77,10 +77,10 @@ def run_script(
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        while (running := [p for p in processes if p.is_alive()]) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-            next(p for p in (*processes, processes[0]) if p.is_alive()).join(0.1)
+            running[0].join(0.1)
         for process in processes:
             if process.is_alive():
                 process.kill()

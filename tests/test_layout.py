@@ -79,8 +79,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     # layers whose own traffic goes through the channels of a session, or natively without one
     "nn": {
-        "agreement", "channels", "codecs", "collectives", "config", "errors", "log", "policy",
-        "process", "session", "topology",
+        "agreement", "channels", "codecs", "collectives", "config", "errors", "log",
+        "plan",  # of which slices take an algorithm alone
+        "policy", "process", "session", "topology",
     },
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"codecs", "collectives", "compare", "config", "errors", "pays", "policy", "rules"},

@@ -91,9 +91,35 @@ def test_the_session_is_let_go_before_the_interpreter_ends() -> None:
         "kept.append(weakref.ref(session))\n"
         "del session\n"
     )
+    assert run_alone(code) == "gone\n"
+
+
+def test_no_thread_of_gloo_outlives_the_groups_under_ddp() -> None:
+    """One that does may abort the process at its end."""
+    code = (
+        "import glob\n"
+        "from hybridcomp import process\n"
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "def threads():\n"
+        "    names = [open(path).read() for path in glob.glob('/proc/self/task/*/comm')]\n"
+        "    print(sum(name.startswith('pt_gloo_runloop') for name in names) > 0)\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "model(torch.ones(4)).sum().backward()\n"
+        "threads()\n"
+        "del model\n"
+        "dist.destroy_process_group()\n"
+        "threads()\n"
+    )
+    assert run_alone(code) == "True\nFalse\n"
+
+
+def run_alone(code: str) -> str:
+    """What a Python of its own prints that is given ``code``."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path},
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
-    assert found.stdout == "gone\n"
+    return done.stdout

@@ -32,6 +32,7 @@ FACTS: Mapping[str, str] = {
     "zero_stage": "ZeRO stage",
     "micro_batch": "sequences a micro-batch",
     "accumulation": "micro-batches a step",
+    "mesh": "ranks on a side of a mesh",
 }
 
 
@@ -99,7 +100,7 @@ def _checked(path: str, plan: Mapping[str, Any]) -> Planned:
     if wrong or not facts:
         todo = f"{wrong[0]} is no number" if wrong else "its layout says nothing"
         raise problem("plan", path, f"{todo}; plan again")
-    ranks = math.prod(facts.get(name, 1) for name in DEGREES)
+    ranks = math.prod(facts.get(name, 1) for name in DEGREES) * facts.get("mesh", 1) ** 2
     return Planned(path, block, {"ranks": ranks, **facts}, _machines(path, plan.get("machines")))
 
 

@@ -17,15 +17,18 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.config.codec_settings import build_codec
 from hybridcomp.errors import HybridcompError
 from hybridcomp.pays import bits as typical_bits
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, ONE_WAY, OWN_LAYERS, Dimension, Direction
+from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension, Direction, directions_of
 
 Key = tuple[Dimension, Direction]
-#: what the planner chooses for; layers of hybridcomp's own are not in its layouts
-PLANNED: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name not in OWN_LAYERS)
+
+
+def ways_of(dimension: Dimension) -> tuple[Direction, ...]:
+    """The directions, or kinds, of a dimension's messages that can have a choice of their own."""
+    return directions_of(dimension)[: 1 if dimension in ONE_WAY else None]
+
+
 #: every place that can have a choice of its own
-KEYS: tuple[Key, ...] = tuple(
-    (name, way) for name in PLANNED for way in (DIRECTIONS[:1] if name in ONE_WAY else DIRECTIONS)
-)
+KEYS: tuple[Key, ...] = tuple((name, way) for name in DIMENSIONS for way in ways_of(name))
 #: keys that belong to a dimension, not to its codec
 OWN = ("error_feedback", "delta")
 
@@ -153,7 +156,7 @@ class Choices:
         """The ``"compression"`` block: directions where they differ, or ``none`` for all."""
         found: dict[str, Any] = {}
         for name in dict.fromkeys(name for (name, _), _ in self.items):
-            ways = DIRECTIONS[:1] if name in ONE_WAY else DIRECTIONS
+            ways = ways_of(name)
             chosen = [self[name, way] for way in ways]
             if len(set(chosen)) == 1:
                 found[name] = chosen[0].written

@@ -15,11 +15,14 @@ from typing import Any, Literal, get_args
 from hybridcomp.errors import HybridcompError
 
 #: groups of ranks that a layout has
-Group = Literal["tensor", "context", "data", "expert", "pipeline", "replicas"]
-#: what carries context parallelism: DeepSpeed's Ulysses (all-to-all), Megatron's ring (sends)
+Group = Literal["tensor", "row", "column", "context", "data", "expert", "pipeline", "replicas"]
+#: what carries context parallelism: DeepSpeed's Ulysses (all-to-all), or a ring (sends), which is
+#: Megatron's way and that of hybridcomp.nn
 ContextWay = Literal["ulysses", "ring"]
 #: keys of the written form that follow from the fields
 DERIVED = ("world_size", "pipeline")
+#: fields that the first plans did not have: written where they say something
+LATER = ("mesh", "slices")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Layout:
         experts of a layer are spread. context: ranks that cut each sample.
     zero_stage: 0 to 3; of Megatron's distributed optimizer 1.
     micro_batch: samples of one forward pass of a replica. accumulation: such passes in a step.
+    mesh: ranks on a side of the mesh that cuts layers and activations (hybridcomp.nn.tp2d), in
+        place of ``tensor``; its ranks are numbered where tensor ranks are, row by row.
+    slices: tokens of each slice of a pipeline over token slices (hybridcomp.nn.slices); empty: a
+        pipeline over micro-batches.
     recompute: segments ``[start, stop)`` of layers that keep only their input for backward.
     nodes: of a model that is no chain, the layers of every stage.
     offload: optimizer states on the host. hierarchy: two levels for dp and zero across nodes.
@@ -55,11 +62,13 @@ class Layout:
     offload: bool = False
     hierarchy: bool = True
     nodes: tuple[tuple[int, ...], ...] = ()
+    mesh: int = 1
+    slices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse degrees below 1 and what contradicts itself."""
         degrees = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
-                   "accumulation")  # fmt: skip
+                   "accumulation", "mesh")  # fmt: skip
         for name in degrees:
             if getattr(self, name) < 1:
                 raise HybridcompError(f"layout: {name} {getattr(self, name)}; expected 1 or more")
@@ -74,6 +83,16 @@ class Layout:
             raise HybridcompError(
                 f"layout: cuts {self.cuts}; expected {chunks} numbers of layers, one a chunk"
             )
+        if self.mesh > 1 and self.tensor > 1:
+            raise HybridcompError(
+                f"layout: tensor {self.tensor} and mesh {self.mesh}; expected one of them to be 1"
+            )
+        few = len(self.slices) == 1 or self.stages < 2 or self.virtual > 1
+        if self.slices and (few or min(self.slices) < 1):
+            raise HybridcompError(
+                f"layout: slices {self.slices} in {self.stages} stages; expected several slices of "
+                "a token or more, in 2 stages or more and no virtual ones"
+            )
         if self.context_way not in get_args(ContextWay):
             raise HybridcompError(f"layout: context_way {self.context_way!r}; expected ulysses "
                                   "or ring")  # fmt: skip
@@ -81,12 +100,27 @@ class Layout:
     @property
     def ranks(self) -> int:
         """Of the whole job."""
-        return self.tensor * self.context * self.data * self.stages
+        return self.ranks_per_stage * self.stages
+
+    @property
+    def innermost(self) -> int:
+        """Ranks that cut each layer: they are numbered one after the other."""
+        return self.tensor * self.mesh**2
 
     @property
     def ranks_per_stage(self) -> int:
         """Of one pipeline stage; its ranks are numbered one after the other."""
-        return self.tensor * self.context * self.data
+        return self.innermost * self.context * self.data
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a stage in a step: of micro-batches, or of their slices."""
+        return self.accumulation * self.slice_count
+
+    @property
+    def slice_count(self) -> int:
+        """Slices of a sequence that pass through the pipeline one by one; 1: it is whole."""
+        return max(1, len(self.slices))
 
     @property
     def samples(self) -> int:
@@ -95,15 +129,16 @@ class Layout:
 
     def size(self, group: Group) -> int:
         """Ranks of one group. ``replicas``: those that hold the same weights (data x context)."""
-        sizes = {"tensor": self.tensor, "context": self.context, "data": self.data,
-                 "expert": self.expert, "pipeline": self.stages,
-                 "replicas": self.data * self.context}  # fmt: skip
+        sizes = {"tensor": self.tensor, "row": self.mesh, "column": self.mesh,
+                 "context": self.context, "data": self.data, "expert": self.expert,
+                 "pipeline": self.stages, "replicas": self.data * self.context}  # fmt: skip
         return sizes[group]
 
     def stride(self, group: Group) -> int:
         """The distance of neighbours of a group in the numbering of the ranks."""
-        inner = {"tensor": 1, "context": self.tensor, "replicas": self.tensor,
-                 "data": self.tensor * self.context, "expert": self.tensor * self.context,
+        cut = self.innermost
+        inner = {"tensor": 1, "row": 1, "column": self.mesh, "context": cut, "replicas": cut,
+                 "data": cut * self.context, "expert": cut * self.context,
                  "pipeline": self.ranks_per_stage}  # fmt: skip
         return inner[group]
 
@@ -143,6 +178,10 @@ class Layout:
         found["cuts"] = list(self.cuts)
         found["nodes"] = [list(stage) for stage in self.nodes]
         found["recompute"] = [list(segment) for segment in self.recompute]
+        found["slices"] = list(self.slices)
+        for name in LATER:
+            if getattr(self, name) == type(self).__dataclass_fields__[name].default:
+                del found[name]
         return found
 
     @classmethod
@@ -156,6 +195,7 @@ class Layout:
         values = dict(data)
         values["cuts"] = tuple(values.get("cuts", ()))
         values["nodes"] = tuple(map(tuple, values.get("nodes", ())))
+        values["slices"] = tuple(values.get("slices", ()))
         values["recompute"] = tuple(
             (int(start), int(stop)) for start, stop in values.get("recompute", ())
         )
@@ -165,9 +205,12 @@ class Layout:
         """What differs from one plain rank, in a few words: ``tp2 pp4 dp3 zero1 mb1x8``."""
         words = [
             f"tp{self.tensor}{'s' if self.sequence else ''}" if self.tensor > 1 else "",
+            f"mesh{self.mesh}x{self.mesh}" if self.mesh > 1 else "",
             f"pp{self.stages}{f'v{self.virtual}' if self.virtual > 1 else ''}"
             if self.stages > 1 else "",
-            f"cp{self.context}" if self.context > 1 else "",
+            f"slices{len(self.slices)}" if self.slices else "",
+            f"cp{self.context}{'-ring' if self.context_way == 'ring' else ''}"
+            if self.context > 1 else "",
             f"ep{self.expert}" if self.expert > 1 else "",
             f"dp{self.data}" if self.data > 1 else "",
             f"zero{self.zero_stage}" if self.zero_stage else "",

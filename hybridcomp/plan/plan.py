@@ -95,8 +95,10 @@ class Plan:
 
     model, cluster, budget: what it was made for, by name. length: tokens of one sample. dtype: of
     weights and messages, ``"bf16"``, ``"fp16"`` or ``"fp32"``. engine: who shall run it,
-    ``"deepspeed"``, ``"megatron"`` or ``"neox"``. machines: node and device of every rank that was
-    measured, a node below 0 where nobody knows it; empty for a cluster described by hand.
+    ``"deepspeed"``, ``"megatron"`` or ``"neox"``. blocks: the first of the model's layers that is a
+    block, and the one behind the last; None where a plan of an earlier version did not say.
+    machines: node and device of every rank that was measured, a node below 0 where nobody
+    knows it; empty for a cluster described by hand.
     """
 
     layout: Layout
@@ -108,7 +110,13 @@ class Plan:
     length: int
     dtype: str
     engine: str
+    blocks: tuple[int, int] | None = None
     machines: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def repeated(self) -> range:
+        """The layers that are blocks; where nothing says so all but the first and the last."""
+        return range(*(self.blocks or (1, sum(self.layout.cuts) - 1)))
 
     @property
     def block(self) -> dict[str, Any]:
@@ -120,6 +128,7 @@ class Plan:
         return {
             FORMAT: VERSION,
             **{name: getattr(self, name) for name in _NAMES},
+            **({} if self.blocks is None else {"blocks": list(self.blocks)}),
             "layout": self.layout.to_json(),
             "machines": [list(one) for one in self.machines],
             "block": self.block,
@@ -144,6 +153,7 @@ class Plan:
                 Choices.of(chosen),
                 Prediction.from_json(data["prediction"]),
                 **{name: data[name] for name in _NAMES},
+                blocks=tuple(data["blocks"]) if "blocks" in data else None,
                 machines=tuple((node, device) for node, device in data.get("machines", ())),
             )
         except (KeyError, TypeError) as error:

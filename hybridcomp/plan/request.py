@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from hybridcomp.errors import ConfigError
+from hybridcomp.plan.engines import OWN_CUTS
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.plan import Plan
 
@@ -42,6 +43,8 @@ class Limits:
     memory_share: of a device's memory that a plan may fill; the rest is for the allocator.
     optimizer_nbytes: of a parameter's optimizer states and master weight; None: of Adam.
     bucket_numel: values of one bucket of gradients or parameters (``reduce_bucket_size``).
+    own: cuts that exist in hybridcomp.nn alone and that the script can build, out of "ring", "tp2d"
+    and "slices"; what ``fixed`` decides of them counts as well.
     ranks: how many to use; None: all of the cluster. most_micro_batch: samples, at most.
     recompute, offload: whether the search may switch them on.
     keep: plans that are returned. method, seed, chains, proposals: of the search.
@@ -57,6 +60,7 @@ class Limits:
     most_micro_batch: int = 64
     recompute: bool = True
     offload: bool = False
+    own: tuple[str, ...] = ()
     keep: int = 10
     method: Method = "enumerate"
     seed: int = 0
@@ -71,10 +75,17 @@ class Limits:
                 raise ConfigError(
                     f"fixed.{name}", value, f"expected one of {', '.join(sorted(known))}"
                 )
+        for name in self.own:
+            if name not in OWN_CUTS:
+                raise ConfigError("own", name, f"expected some of {', '.join(OWN_CUTS)}")
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", self.dtype, f"expected one of {', '.join(DTYPES)}")
         if not 0 < self.memory_share <= 1:
             raise ConfigError("memory_share", self.memory_share, "expected above 0, at most 1")
+
+    def owns(self, name: str) -> bool:
+        """Whether the cut ``name`` of ``OWN_CUTS`` may be proposed: only under DeepSpeed."""
+        return self.engine == "deepspeed" and (name in self.own or OWN_CUTS[name] in self.fixed)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -119,7 +119,7 @@ RULES: tuple[Rule[Job], ...] = (
     Rule(
         "absent", ("pp",), "a model that is no PipelineModule",
         "there are no pipeline sends", "build the model as a PipelineModule",
-        lambda job: job.pipeline is False,
+        lambda job: job.pipeline is False and not job.slices,
     ),
     Rule(
         "absent", ("ep",), "a model without MoE layers",

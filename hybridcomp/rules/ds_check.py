@@ -31,6 +31,7 @@ def check(
     sequence: bool | None = None,
     replicas: int | None = None,
     mesh: bool | None = None,
+    slices: bool | None = None,
     neox: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Sentences to print about keys of ``block`` that act differently than one may think.
@@ -38,12 +39,13 @@ def check(
     ``pipeline``, ``moe``: what the model is, None where it is not known; ``world_size``: ranks of
     the job; ``tensor``, ``sequence``: whether layers or the sequence are split over ranks already
     (what AutoTP will split is read from ``check``); ``replicas``: copies of the model; ``mesh``:
-    whether it has layers of hybridcomp.nn.tp2d;
+    whether it has layers of hybridcomp.nn.tp2d; ``slices``: whether it is a stage of
+    hybridcomp.nn.slices;
     ``neox``: the settings of a GPT-NeoX job.
     Raises ConfigError for the first dimension that cannot act, unless the block says
     ``"on_unsupported": "native"``; then the sentences say what stays native and why.
     """
-    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh)
+    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices)
     rules = [(rule, job) for rule in TABLES]
     if neox is not None:
         rules += [(rule, Job(neox)) for rule in NEOX_RULES]
@@ -72,7 +74,8 @@ def absent(
     sequence: bool,
     replicas: int | None,
     mesh: bool = False,
+    slices: bool = False,
 ) -> frozenset[Dimension]:
     """The dimensions of which such a job has no traffic."""
-    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh)
+    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices)
     return engine.absent((rule, job) for rule in TABLES)

@@ -25,6 +25,8 @@ class Job:
     replicas: int | None = None
     #: layers of hybridcomp.nn.tp2d
     mesh: bool | None = None
+    #: stages of hybridcomp.nn.slices
+    slices: bool | None = None
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path; ``default`` for null and for "auto" (filled in later)."""

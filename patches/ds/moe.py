@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of, native_nbytes
 from hybridcomp.errors import ConfigError
+from hybridcomp.log import say
 from hybridcomp.patching import Seam, has_module
 from hybridcomp.policy import Direction
 
@@ -184,8 +185,7 @@ def _refuse_deepep(name: str, layer: Any, channels: Channels) -> None:
             'DeepEP moves tokens with kernels of its own; use another comm_backend, set "ep": '
             '"none", or set "on_unsupported": "native"',
         )
-    if dist.get_rank() == 0:
-        print(f"[hybridcomp] ep stays native in {name}: DeepEP moves its tokens", flush=True)
+    say(f"ep stays native in {name}: DeepEP moves its tokens")
 
 
 def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:

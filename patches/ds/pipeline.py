@@ -27,11 +27,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels
 from hybridcomp.errors import ConfigError
+from hybridcomp.log import say
 from hybridcomp.patching import Seam
 from hybridcomp.upstream.ds.pipe import PIPE, RUNNING, Pipe
 from hybridcomp.upstream.ds.pipeline_agreement import Agreed, set_marks, take_marks
@@ -187,8 +187,7 @@ def attached(engine: Any, channels: Channels) -> None:
                 "DualPipeV sends with batch_isend_irecv, which is not compressed; use a "
                 'PipelineModule, set "pp": "none", or set "on_unsupported": "native"',
             )
-        if dist.get_rank() == 0:
-            print("[hybridcomp] pp stays native: DualPipeV uses batch_isend_irecv", flush=True)
+        say("pp stays native: DualPipeV uses batch_isend_irecv")
 
 
 def is_dualpipev(engine: Any) -> bool:

@@ -79,6 +79,8 @@ def check(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
             f"--tp2d {arguments.tp2d}: expected a train_micro_batch_size_per_gpu that it divides, "
             f"found {batch}; change it"
         )
+    if arguments.slices:
+        check_slices(arguments, stage)
     asked = [name for name in ("weights_from", "weights_to") if getattr(arguments, name)]
     plain = arguments.tp * arguments.pp == 1 and arguments.engine == "deepspeed" and stage < 3
     if asked and not plain:
@@ -86,6 +88,36 @@ def check(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
             f"--{asked[0].replace('_', '-')}: expected --engine deepspeed, ZeRO 0, 1 or 2 and no "
             "--tp or --pp; leave it out"
         )
+
+
+def check_slices(arguments: argparse.Namespace, stage: int) -> None:
+    """Raise ParallelismError for what token slices do not go with."""
+    wrong = {
+        "--pp of at least 2": arguments.pp < 2,
+        "--engine deepspeed": arguments.engine != "deepspeed",
+        "no --tp2d": arguments.tp2d > 1,
+        "no --cp, which cuts the same tokens": arguments.cp > 1,
+        "no --recompute, which would look at the keys of earlier slices twice": arguments.recompute,
+        "no --tie-embeddings, whose weight the first and the last stage would have to share":
+            arguments.tie_embeddings,
+        "zero_optimization.stage 0, 1 or 2": stage > 2,
+    }  # fmt: skip
+    reasons = [name for name, is_wrong in wrong.items() if is_wrong]
+    if reasons:
+        raise ParallelismError(f"--slices {arguments.slices}: expected {'; '.join(reasons)}")
+    token_slices().lengths_of(arguments.slices, arguments.length)
+
+
+def token_slices() -> Any:
+    """The module of --slices. Raises ParallelismError without hybridcomp."""
+    try:
+        from gpt import token_slices as found
+    except ImportError as error:
+        raise ParallelismError(
+            f"--slices: expected hybridcomp, found none that can be imported ({error}); "
+            "pip install hybridcomp"
+        ) from None
+    return found
 
 
 def convert(arguments: argparse.Namespace, config: ModelConfig, model: Any, load: bool) -> None:
@@ -131,13 +163,29 @@ def numbers(text: str) -> tuple[int, ...]:
     return () if text == "none" else tuple(int(part) for part in text.split(","))
 
 
+def segments(text: str) -> tuple[tuple[int, int], ...]:
+    """Blocks with commas between, ``2-4`` for three in one: pairs of the first and the one behind.
+
+    ``none``: no block. Raises ValueError, as argparse wants.
+    """
+    found = []
+    for part in () if text == "none" else text.split(","):
+        first, _, last = part.partition("-")
+        found.append((int(first), int(last or first) + 1))
+    return tuple(found)
+
+
 def check_numbers(arguments: argparse.Namespace) -> None:
     """Raise ParallelismError where --cuts or --recompute are not those of the layers."""
-    strange = [number for number in arguments.recompute if not 0 <= number < arguments.layers]
-    if strange:
-        raise ParallelismError(
-            f"--recompute {strange[0]}: expected a layer, 0 to {arguments.layers - 1}"
-        )
+    before = 0
+    for start, stop in arguments.recompute:
+        if not before <= start < stop <= arguments.layers:
+            shown = f"{start}" if stop == start + 1 else f"{start}-{stop - 1}"
+            raise ParallelismError(
+                f"--recompute {shown}: expected a layer, {before} to {arguments.layers - 1}, in "
+                "rising order"
+            )
+        before = stop
     cuts = arguments.cuts if arguments.pp > 1 else ()
     if cuts and (len(cuts) != arguments.pp or sum(cuts) != arguments.layers or min(cuts) < 0):
         raise ParallelismError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gpt.apex import fused_norm
+from gpt.parts import column, make_norm, megatron, mesh, row
 from gpt.weights import Draw, ModelConfig
 
 
@@ -71,14 +71,25 @@ class Block(nn.Module):
         self.down = row(config, 4 * width, width, draw)
         self.cp = config.cp
         self.ring = _ring().attention() if config.cp > 1 else None
-        self.recompute = number - 1 in config.recompute  # layer 0 is the embedding
+        self.number = number - 1  # layer 0 is the embedding
+        self.segment: list[Block] = []  # that runs again in backward, this block first
+        self.is_led = False  # runs with the first block of its segment
+        self.past: Any = None  # of a slice: the tokens before it (gpt.token_slices)
+        self.whole = 0  # tokens of the sequences that are sliced
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
-        if self.recompute and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self._run, hidden, use_reentrant=False)
-            return out
-        return self._run(hidden)
+    def forward(self, hidden: Tensor, leads: bool = True) -> Tensor:
+        """(B, T, C) to (B, T, C); ``leads``: not called by the first block of a segment."""
+        if not (leads and self.segment):
+            return hidden if leads and self.is_led else self._run(hidden)
+        if not torch.is_grad_enabled():
+            return self._all(hidden)
+        out: Tensor = checkpoint(self._all, hidden, use_reentrant=False)
+        return out
+
+    def _all(self, hidden: Tensor) -> Tensor:
+        for block in self.segment:
+            hidden = block(hidden, leads=False)
+        return hidden
 
     def _run(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self._attend(self.norm1(hidden))
@@ -91,7 +102,9 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
         cos, sin = self._angles(length, hidden.device)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if self.ring is None:
+        if self.past is not None:
+            mixed = _slices().attend(query, *self.past.extend(self, key, value))
+        elif self.ring is None:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
             mixed = self.ring(query, key, value)
@@ -100,6 +113,10 @@ class Block(nn.Module):
 
     def _angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions of this rank's tokens."""
+        if self.past is not None:
+            cos, sin = rotary_table(self.whole, self.head_width, device)
+            here = slice(self.past.start, self.past.start + length)
+            return cos[here], sin[here]
         if self.ring is None:
             return rotary_table(length, self.head_width, device)
         places = _ring().places(length, device)
@@ -150,8 +167,9 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        kinds = _kinds(config)
-        self.layers = nn.ModuleList(kind(config, n) for n, kind in enumerate(kinds))
+        every = enumerate(kinds(config))
+        self.layers = nn.ModuleList(kind(config, n) for n, kind in every)
+        join(self.layers, config)
         if config.tied:
             self.layers[-1].weight = self.layers[0].weight
 
@@ -171,16 +189,27 @@ def pipeline(config: ModelConfig, blocks: Sequence[int] = (), **cut: Any) -> Any
     """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-    kinds = _kinds(config)
-    specs = [LayerSpec(kind, config, n) for n, kind in enumerate(kinds)]
+    every = kinds(config)
+    specs = [LayerSpec(kind, config, n) for n, kind in enumerate(every)]
     if config.tied:
-        table = ("embedding", kinds[0], config, 0)
+        table = ("embedding", every[0], config, 0)
         specs[0] = TiedLayerSpec(*table, tied_weight_attr="weight")
         specs[-1] = TiedLayerSpec(
             *table, forward_fn=_vocabulary(config).project, tied_weight_attr="weight"
         )
     loss_fn = loss_of(config)
-    return _module(blocks)(specs, loss_fn=loss_fn, partition_method="parameters", **cut)
+    found = _module(blocks)(specs, loss_fn=loss_fn, partition_method="parameters", **cut)
+    join(found.forward_funcs, config)
+    return found
+
+
+def join(layers: Iterable[Any], config: ModelConfig) -> None:
+    """Give the first block of every segment that is recomputed those of it that are here."""
+    here = {layer.number: layer for layer in layers if isinstance(layer, Block)}
+    for start, stop in config.recompute:
+        inside = [here[number] for number in range(start, stop) if number in here]
+        for index, block in enumerate(inside):
+            block.segment, block.is_led = ([] if index else inside), bool(index)
 
 
 def _module(blocks: Sequence[int]) -> Any:
@@ -209,7 +238,8 @@ def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
     return found
 
 
-def _kinds(config: ModelConfig) -> list[type[nn.Module]]:
+def kinds(config: ModelConfig) -> list[type[nn.Module]]:
+    """The classes of all layers, in order; each is made of ``config`` and its number."""
     ends = _vocabulary(config)
     output = ends.TiedOutput if config.tied and config.tp2d > 1 else ends.Output
     return [ends.Embedding, *[Block] * config.layers, FinalNorm, output]
@@ -218,20 +248,8 @@ def _kinds(config: ModelConfig) -> list[type[nn.Module]]:
 def _vocabulary(config: ModelConfig) -> Any:
     """The module with this model's Embedding, Output, project and lm_loss."""
     if config.tp2d > 1:
-        return _mesh()
-    return sys.modules[__name__] if config.tp == 1 else _megatron()
-
-
-def _megatron() -> Any:
-    from gpt import tensor_parallel  # imports megatron-core, which few need
-
-    return tensor_parallel
-
-
-def _mesh() -> Any:
-    from gpt import two_dimensional  # imports hybridcomp, which the example does without
-
-    return two_dimensional
+        return mesh()
+    return sys.modules[__name__] if config.tp == 1 else megatron()
 
 
 def _ring() -> Any:
@@ -240,40 +258,7 @@ def _ring() -> Any:
     return context_parallel
 
 
-def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: int = 1) -> nn.Module:
-    """A linear layer; with tensor parallelism its outputs, ``parts`` matrices, are cut."""
-    if config.tp2d > 1:
-        meshed: nn.Module = _mesh().linear(inputs, outputs, draw, parts)
-        return meshed
-    if config.tp > 1:
-        cut: nn.Module = _megatron().Column(inputs, outputs, draw, parts)
-        return cut
-    layer = nn.Linear(inputs, outputs, bias=False)
-    draw(layer.weight)
-    return layer
+def _slices() -> Any:
+    from gpt import token_slices  # imports hybridcomp, which the example does without
 
-
-def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module:
-    """A linear layer that adds to the residual stream; tensor parallelism cuts its inputs."""
-    if config.tp2d > 1:
-        meshed: nn.Module = _mesh().linear(inputs, outputs, draw.residual)
-        return meshed
-    if config.tp > 1:
-        cut: nn.Module = _megatron().Row(inputs, outputs, draw.residual)
-        return cut
-    layer = nn.Linear(inputs, outputs, bias=False)
-    draw.residual(layer.weight)
-    return layer
-
-
-def make_norm(config: ModelConfig) -> nn.Module:
-    """The norm of ``config``, NVIDIA apex's where it is installed and there is a GPU."""
-    if config.tp2d > 1:
-        cut: nn.Module = _mesh().norm(config)
-        return cut
-    fused = fused_norm(config.norm)
-    if fused is not None:
-        return fused(config.width)
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.width, eps=1e-5)
-    return nn.LayerNorm(config.width)
+    return token_slices

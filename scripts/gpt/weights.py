@@ -26,7 +26,8 @@ class ModelConfig:
     tp: int = 1  # ranks over which megatron-core cuts the layers
     tp2d: int = 1  # ranks on a side of the mesh over which hybridcomp cuts the layers
     cp: int = 1  # ranks over which hybridcomp's ring attention cuts sequences
-    recompute: tuple[int, ...] = ()  # blocks, from 0, that run forward again in backward
+    #: of blocks, from 0: each runs forward again in backward, and keeps its first input alone
+    recompute: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.heads % (self.tp * self.tp2d):

@@ -73,9 +73,10 @@ def block(job: Job, codec: Any, zero: Any = None) -> dict[str, Any]:
 
 
 def steps_of(name: str, world_size: int) -> int:
-    """On four ranks only what two ranks do not have is held for long."""
-    found = name in LONG and (world_size == 2 or "HSDP" in name or NIGHTLY)
-    return 50 if found else SHORT
+    """On four ranks only what two ranks do not have is held for long, and longer by hand."""
+    if world_size == 4 and not NIGHTLY:
+        return 20 if name == "HSDP" else SHORT
+    return 50 if name in LONG else SHORT
 
 
 def jobs_of(name: str, job: Job, world_size: int) -> dict[str, Job]:

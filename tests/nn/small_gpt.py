@@ -14,14 +14,16 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.nn import tp2d
 
 BATCH, LENGTH, WIDTH, HEADS, WORDS = 4, 6, 32, 4, 50
+#: width, heads and samples that a mesh of 3 x 3 divides; its vocabulary it fills up
+OF_NINE = 36, 3, 3
 
 
 class Plain(nn.Module):
     """Embedding, a block of attention and one of MLP, output."""
 
-    def __init__(self, tied: bool = False, width: int = WIDTH) -> None:
+    def __init__(self, tied: bool = False, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.heads = HEADS
+        self.heads = heads
         self.table = nn.Embedding(WORDS, width)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.RMSNorm(width, eps=1e-5)
         self.qkv, self.mixed = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
@@ -57,7 +59,7 @@ class Meshed(Plain):
 
     def __init__(self, mesh: tp2d.Mesh, whole: Plain) -> None:
         nn.Module.__init__(self)
-        self.mesh, self.heads = mesh, HEADS // mesh.q
+        self.mesh, self.heads = mesh, whole.heads // mesh.q
         self.table = tp2d.Embedding(mesh, whole.table)  # type: ignore[assignment]
         self.norm1 = tp2d.LayerNorm(mesh, whole.norm1)  # type: ignore[assignment]
         self.norm2 = tp2d.RMSNorm(mesh, whole.norm2)  # type: ignore[assignment]
@@ -78,10 +80,11 @@ class Meshed(Plain):
         return tp2d.cross_entropy(self(tokens), self.mesh.part(labels), self.mesh, WORDS)
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(q: int = 2) -> tuple[Tensor, Tensor]:
     """Tokens and labels, one of which does not count."""
     generator = torch.Generator().manual_seed(7)
-    tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
+    samples = OF_NINE[2] if q == 3 else BATCH
+    tokens = torch.randint(WORDS, (samples, LENGTH + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[0, 0] = -100
     return tokens[:, :-1], labels
@@ -97,7 +100,8 @@ def pair(
 ) -> tuple[Plain, Meshed]:
     """The plain model and its form on a mesh, whose channels are those of ``block``."""
     torch.manual_seed(3)
-    plain = Plain(tied).to(dtype)
+    width, heads = OF_NINE[:2] if q == 3 else (WIDTH, HEADS)
+    plain = Plain(tied, width, heads).to(dtype)
     channels = channels_of(block)
     return plain, Meshed(tp2d.Mesh(q, lambda: channels), plain)
 

@@ -18,7 +18,7 @@ from hybridcomp.nn import tp2d
 from hybridcomp.nn.tp2d.weights import cut_state
 from hybridcomp.policy import KINDS
 from tests.nn.small_gpt import batch, channels_of, gradients, pair
-from tests.ranks import RunRanks
+from tests.ranks import RunRanks, run_ranks
 
 EIGHT = {"tp2d": {"codec": "blockint", "bits": 8}, "min_bytes": 0}
 
@@ -28,21 +28,23 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def compared(dtype: torch.dtype, block: Any, tied: bool) -> tuple[dict[str, float], bool]:
+def compared(
+    dtype: torch.dtype, block: Any, tied: bool, q: int = 2
+) -> tuple[dict[str, float], bool]:
     """Errors of the loss and of all gradients against the plain model; how equal ranks are."""
-    plain, meshed = pair(2, dtype, block, tied)
-    tokens, labels = batch()
+    plain, meshed = pair(q, dtype, block, tied)
+    tokens, labels = batch(q)
     expected, found = plain.loss(tokens, labels), meshed.loss(tokens, labels)
     expected.backward()  # type: ignore[no-untyped-call]
     found.backward()  # type: ignore[no-untyped-call]
     errors = {"loss": relative(found.detach(), expected.detach())}
-    losses = [torch.empty_like(found) for _ in range(4)]
+    losses = [torch.empty_like(found) for _ in range(q * q)]
     dist.all_gather(losses, found.detach())
     layouts, every = tp2d.layouts_of(meshed), gradients(plain)
     assert layouts.keys() == every.keys()
-    states: list[Any] = [None] * 4
+    states: list[Any] = [None] * (q * q)
     dist.all_gather_object(states, gradients(meshed))
-    joined = tp2d.join_states(states, layouts, 2)
+    joined = tp2d.join_states(states, layouts, q)
     for name, gradient in joined.items():
         errors[name] = relative(gradient, every[name])
     return errors, all(torch.equal(loss, losses[0]) for loss in losses)
@@ -58,6 +60,26 @@ def test_equals_the_plain_model(
         assert max(errors.values()) <= most, errors
 
 
+def nine() -> list[tuple[dict[str, float], bool]]:
+    """What three ranks a side say: native and with 8 bits, tied and not, lossless by the bit."""
+    native = bits_of(None, torch.float32, 3)
+    encoded = bits_of({"tp2d": "mpc", "preset": "none", "min_bytes": 0}, torch.float32, 3)
+    assert all(map(torch.equal, encoded, native))
+    return [
+        compared(torch.float32, None, False, 3),
+        compared(torch.float64, None, True, 3),
+        compared(torch.float32, EIGHT, False, 3),
+    ]
+
+
+def test_a_mesh_of_nine_ranks() -> None:
+    """Sums have two addends that travel and blocks two receivers; 50 words are filled up to 51."""
+    for plain, tied, eight in run_ranks(9, nine):
+        assert plain[1] and max(plain[0].values()) <= 1e-6, plain[0]
+        assert tied[1] and max(tied[0].values()) <= 1e-12, tied[0]
+        assert eight[1] and 1e-4 < max(eight[0].values()) < 0.04, eight[0]
+
+
 def test_eight_bits_are_close(on_ranks: RunRanks) -> None:
     for errors, agree in on_ranks(4, compared, torch.float32, EIGHT, False):
         assert agree
@@ -67,7 +89,7 @@ def test_eight_bits_are_close(on_ranks: RunRanks) -> None:
 def bits_of(block: Any, dtype: torch.dtype, q: int) -> list[Tensor]:
     """Loss and gradients of this rank."""
     _, meshed = pair(q, dtype, block)
-    loss = meshed.loss(*batch())
+    loss = meshed.loss(*batch(q))
     loss.backward()  # type: ignore[no-untyped-call]
     return [loss.detach(), *gradients(meshed).values()]
 

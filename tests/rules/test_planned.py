@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,3 +105,70 @@ def test_an_engine_of_another_layout_is_refused(tmp_path: Path) -> None:
     for said, losses in run_ranks(2, attach, str(tmp_path)):
         assert "ZeRO stage 2 instead of 1" in said
         assert len(losses) == 2
+
+
+def attach_megatron(path: str) -> list[str]:
+    """What megatron-core's groups of the planned layout say, and those of another one."""
+    import hybridcomp
+    from hybridcomp import process
+    from tests.stand_ins import megatron_on_cpu
+    from tests.training.mcore_trainer import destroy_groups
+
+    megatron_on_cpu.install()
+    import megatron.core.distributed
+    import megatron.core.optimizer  # noqa: F401
+    from megatron.core import parallel_state
+
+    megatron_on_cpu.patch()
+    said = []
+    for tensor in (1, 2):
+        hybridcomp.install()
+        process.configure(block(path))
+        try:
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
+        finally:
+            parallel_state.destroy_model_parallel()
+            destroy_groups()
+            process.configure(None)
+            hybridcomp.uninstall()
+    return said
+
+
+def test_a_job_on_megatron_core_of_another_layout_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    path = plan(tmp_path, context=1, expert=1)
+    for fine, refused in run_ranks(2, attach_megatron, path):
+        assert not fine
+        assert "data parallel 1 instead of 2, tensor parallel 2 instead of 1" in refused
+
+
+def attach_torch(engine: str, path: str) -> str:
+    """What attaching a model of torch's engines says."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    import hybridcomp
+
+    model: Any = nn.Linear(8, 8)
+    model = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
+    try:
+        hybridcomp.attach(model, {**block(path), "zero": "none"})
+    except ConfigError as error:
+        return str(error)
+    model(torch.ones(2, 8)).sum().backward()
+    return ""
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_model_of_torchs_engines_is_held_to_the_number_of_ranks(
+    engine: str, tmp_path: Path
+) -> None:
+    """They know their ranks alone: what cuts a model is none of their business."""
+    assert run_ranks(2, attach_torch, engine, plan(tmp_path)) == ["", ""]
+    for said in run_ranks(2, attach_torch, engine, plan(tmp_path, data=4)):
+        assert "ranks 2 instead of 4" in said

@@ -47,8 +47,9 @@ def test_trainer_knows_nothing_of_hybridcomp() -> None:
     names = ("train_gpt.py", "prepare_data.py")
     sources = [*(SCRIPTS / name for name in names), *(SCRIPTS / "gpt").glob("*.py")]
     assert len(sources) > 6
-    # attention over ranks, and layers on a mesh, are no upstream's
-    need_it = {SCRIPTS / "gpt" / name for name in ("context_parallel.py", "two_dimensional.py")}
+    # attention over ranks, layers on a mesh and token slices are no upstream's
+    own = ("context_parallel.py", "two_dimensional.py", "token_slices.py")
+    need_it = {SCRIPTS / "gpt" / name for name in own}
     for path in sources:
         assert path in need_it or not re.search(
             r"^\s*(import|from) hybridcomp", path.read_text(), re.MULTILINE

@@ -1,4 +1,4 @@
-"""The example under the ``deepspeed`` launcher, as it is and compressed; resumed, as a pipeline."""
+"""The example: as it is, compressed under the ``deepspeed`` launcher, resumed, as a pipeline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "baseline": monitored, "compressed": {**CONFIG, "compression": BLOCK}, "pipe": pipe,
     }.items():  # fmt: skip
         (folder / f"{name}.json").write_text(json.dumps(config))
-    launch(folder, "baseline", "baseline", f"--steps={STEPS}")
+    train(folder, "baseline", "baseline", f"--steps={STEPS}")
     launch(
         folder, "compressed", "compressed", f"--steps={STEPS}", "--save=checkpoint",
         "--save-every=3", "--eval-every=3", module=True,
@@ -139,3 +139,19 @@ def test_sequences_over_ranks_in_a_pipeline(folder: Path) -> None:
     assert rows.keys() == {"dp", "cp", "pp"}
     assert rows["cp"]["forward"]["codec"] == rows["cp"]["backward"]["codec"] == "blockint(bits=8)"
     assert rows["cp"]["forward"]["native_messages"] == 0 < rows["cp"]["backward"]["messages"]
+
+
+def test_token_slices_fill_a_pipeline(folder: Path) -> None:
+    """Two stages on slices chosen by their times: the baseline's losses, slices in the ledger."""
+    block = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}
+    block["ledger"] = {"jsonl": "slices/ledger.jsonl"}
+    config = {**CONFIG, "gradient_accumulation_steps": 2, "compression": block}
+    (folder / "slices.json").write_text(json.dumps(config))
+    printed = train(folder, "slices", "slices", "--steps=3", "--pp=2", "--slices=auto", module=True)
+    header = records(folder, "slices")[0]["run"]
+    assert sum(header["token_slices"]) == 32 and header["pipeline_stages"] == 2
+    assert f"slices {','.join(map(str, header['token_slices']))}: " in printed
+    assert losses(folder, "slices") == pytest.approx(losses(folder, "baseline")[:3], rel=1e-3)
+    rows = json.loads((folder / "slices/ledger.jsonl").read_text().splitlines()[-1])["dimensions"]
+    assert rows["pp"]["forward"]["codec"] == rows["pp"]["backward"]["codec"] == "blockint(bits=8)"
+    assert rows["pp"]["forward"]["native_messages"] == 0

@@ -87,7 +87,7 @@ def test_resumed_under_torchs_own_engines_is_the_unbroken_run(engine: str, tmp_p
         found = figures_of(histories["whole"], name)
         assert list(found) == [10, 20] and found == figures_of(histories["broken"], name)
     whole, broken = (tmp_path / name / "out" for name in ("whole", "broken"))
-    result = compared([str(whole), str(broken)], Wishes(last=2))
+    result = compared([f"whole={whole}", f"broken={broken}"], Wishes(last=2))
     assert result.comparisons[1].gap == 0
     training = read_training(whole / FILE, "none.jsonl")  # from the log itself
     assert training.ledger["dp"]["forward"]["wire_MB"] > 0

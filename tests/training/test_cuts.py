@@ -13,19 +13,22 @@ from gpt import layouts
 from gpt.model import GPT, lm_loss
 from gpt.weights import ModelConfig
 from tests.ranks import run_ranks
+from tests.training.pipe_trainer import start_deepspeed
 
 SIZES: dict[str, Any] = {"vocabulary": 64, "layers": 4, "width": 32, "heads": 2}
 
 
-def pipelined(cuts: tuple[int, ...]) -> tuple[list[float], list[str]]:
+def pipelined(
+    cuts: tuple[int, ...], recompute: tuple[tuple[int, int], ...] = ()
+) -> tuple[list[float], list[str]]:
     """Losses of three steps, and the layers of this stage."""
     pytest.importorskip("deepspeed")
     import deepspeed
 
     from gpt import loop, model
 
-    deepspeed.init_distributed(verbose=False)
-    module = model.pipeline(ModelConfig(**SIZES), cuts, num_stages=2)
+    start_deepspeed()  # without kernels that take a minute to build
+    module = model.pipeline(ModelConfig(**SIZES, recompute=recompute), cuts, num_stages=2)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -47,6 +50,8 @@ def test_stages_have_the_blocks_that_were_asked_for_and_losses_stay() -> None:
     uneven = run_ranks(2, pipelined, (1, 3))
     assert uneven[0][1] == ["Embedding", "Block"]
     assert uneven[1][1] == ["Block", "Block", "Block", "FinalNorm", "Output"]
+    twice = run_ranks(2, pipelined, (1, 3), ((0, 1), (1, 3)))
+    assert twice[0][0] == uneven[0][0], "what is recomputed changes no bit"
     even = run_ranks(2, pipelined, ())
     assert even[0][0][0] == uneven[0][0][0], "a cut elsewhere is the same model"
     assert even[0][0] == pytest.approx(uneven[0][0], rel=1e-3), "sums of another alignment"
@@ -55,7 +60,7 @@ def test_stages_have_the_blocks_that_were_asked_for_and_losses_stay() -> None:
 def test_recomputed_blocks_keep_less_and_change_no_bit() -> None:
     tokens = torch.arange(2 * 17).remainder(64).view(2, 17)
     found = []
-    for recompute in ((), (0, 2)):
+    for recompute in ((), ((0, 1), (2, 3)), ((1, 4),)):
         model = GPT(ModelConfig(**SIZES, recompute=recompute))
         saved = 0
 
@@ -69,9 +74,11 @@ def test_recomputed_blocks_keep_less_and_change_no_bit() -> None:
             kept = saved
             loss.backward()  # type: ignore[no-untyped-call]
         found.append((kept, [p.grad for p in model.parameters() if p.grad is not None]))
-    (all_kept, plain), (some_kept, twice) = found
-    assert some_kept < 0.75 * all_kept
-    assert all(torch.equal(a, b) for a, b in zip(plain, twice, strict=True))
+    (all_kept, plain), *others = found
+    for some_kept, twice in others:
+        assert some_kept < 0.75 * all_kept
+        assert all(torch.equal(a, b) for a, b in zip(plain, twice, strict=True))
+    assert others[1][0] < others[0][0], "three blocks that keep one input, of four"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +87,8 @@ def test_recomputed_blocks_keep_less_and_change_no_bit() -> None:
         (["--pp", "2", "--cuts", "1,2"], "expected 2 numbers"),
         (["--pp", "2", "--cuts", "4"], "expected 2 numbers"),
         (["--recompute", "4"], "--recompute 4: expected a layer, 0 to 3"),
+        (["--recompute", "0-2,2"], "--recompute 2: expected a layer, 3 to 3"),
+        (["--recompute", "2-4"], "--recompute 2-4: expected a layer"),
     ],
 )
 def test_numbers_that_are_not_those_of_the_layers(words: list[str], said: str) -> None:

@@ -5,15 +5,27 @@ Where to slice is for ``hybridcomp.plan.algorithms.slices`` to say.
 
 past      keys and values of earlier slices, the state of a stage within a step
 pipeline  the schedule, and the messages between neighbours, dimension ``pp``
+stage     a stage as a module that an engine trains
+timing    what slices take here, and which are fastest
 """
 
 from __future__ import annotations
 
 from hybridcomp.nn.slices.past import Past, attend
 from hybridcomp.nn.slices.pipeline import SlicePipeline
+from hybridcomp.nn.slices.stage import SlicedStage
+from hybridcomp.nn.slices.timing import chosen_slices
 
 #: for the support matrix
 COVERS = ("pp",)
 REQUIREMENT = "torch >= 2.4"
 
-__all__ = ["COVERS", "REQUIREMENT", "Past", "SlicePipeline", "attend"]
+__all__ = [
+    "COVERS",
+    "REQUIREMENT",
+    "Past",
+    "SlicePipeline",
+    "SlicedStage",
+    "attend",
+    "chosen_slices",
+]

@@ -49,6 +49,23 @@ class Message:
         return self.values
 
 
+@dataclass
+class Passed:
+    """A batch that went forward: what went into each slice and what came out.
+
+    inputs: tokens or hidden states. outputs: hidden states, or the slice's share of the loss.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the batch, on the last stage, without a graph."""
+        total: Tensor = torch.stack([output.detach() for output in self.outputs]).sum()
+        return total
+
+
 class SlicePipeline:
     """One stage, this rank's, of a pipeline whose messages are slices of a sequence."""
 
@@ -87,7 +104,7 @@ class SlicePipeline:
         self.group = dist.group.WORLD if group is None else group
         self.number, self.count = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(self.group)
-        self._channels = channels or process.current
+        self.channels = channels or process.current
 
     @property
     def is_first(self) -> bool:
@@ -99,6 +116,11 @@ class SlicePipeline:
         """Whether this stage computes the loss."""
         return self.number == self.count - 1
 
+    @property
+    def _edges(self) -> list[tuple[int, int]]:
+        """First token and the one behind the last, of every slice."""
+        return list(pairwise(accumulate(self.slices, initial=0)))
+
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
         """Forward and backward of one batch; gradients are added to those of the parameters.
 
@@ -106,24 +128,23 @@ class SlicePipeline:
         the last the other, the others only B. Returns the mean loss on the last stage, None
         elsewhere. Raises ConfigError on sequences of another length.
         """
-        self._check(tokens)
-        edges = list(pairwise(accumulate(self.slices, initial=0)))
-        inputs, outputs = self._forward(tokens, labels, edges)
-        self._backward(inputs, outputs, edges)
-        if not self.is_last:
-            return None
-        total: Tensor = torch.stack([output.detach() for output in outputs]).sum()
-        return total
+        passed = self.forward(tokens, labels)
+        self.backward(passed)
+        return passed.loss if self.is_last else None
 
     def _check(self, tokens: Tensor) -> None:
         if tokens.shape[1] != sum(self.slices):
             todo = f"the slices have {sum(self.slices)}; make both the same"
             raise ConfigError("pp", Shown(f"sequences of {tokens.shape[1]} tokens"), todo)
 
-    def _forward(
-        self, tokens: Tensor, labels: Tensor, edges: Sequence[tuple[int, int]]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What goes into each slice and what comes out: hidden states, or its share of the loss."""
+    def forward(self, tokens: Tensor, labels: Tensor, stage: Stage | None = None) -> Passed:
+        """The forward passes of all slices, of a batch as in ``step``; ``backward`` has to follow.
+
+        ``stage`` takes the place of the pipeline's own, for example with other parameters. Without
+        gradients (``torch.no_grad``) nothing has to follow. Raises ConfigError as ``step`` does.
+        """
+        self._check(tokens)
+        run, edges = stage or self.stage, self._edges
         past, inputs, outputs, sent = Past(), [], [], []
         arriving = None if self.is_first else self._receive(0, len(tokens), "forward")
         for index, (start, stop) in enumerate(edges):
@@ -132,7 +153,7 @@ class SlicePipeline:
                 values = arriving.wait().requires_grad_()
                 if index + 1 < len(edges):
                     arriving = self._receive(index + 1, len(tokens), "forward")
-            out = self.stage(values, past)
+            out = run(values, past)
             past.advance(stop - start)
             if self.is_last:
                 share = (stop - start) / tokens.shape[1]
@@ -143,20 +164,19 @@ class SlicePipeline:
             outputs.append(out)
         for message in sent:
             message.wait()
-        return inputs, outputs
+        return Passed(inputs, outputs)
 
-    def _backward(
-        self,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        edges: Sequence[tuple[int, int]],
-    ) -> None:
-        """From the last slice to the first: a slice's keys and values then have all gradients."""
+    def backward(self, passed: Passed, scale: Tensor | None = None) -> None:
+        """The backward passes, last slice first: a slice's keys and values then have all gradients.
+
+        ``scale``: the gradient of the loss, which the last stage begins with; 1 without it.
+        """
+        inputs, outputs, edges = passed.inputs, passed.outputs, self._edges
         last, batch, sent = len(edges) - 1, len(inputs[0]), []
         arriving = None if self.is_last else self._receive(last, batch, "backward")
         for index in range(last, -1, -1):
             if arriving is None:
-                outputs[index].backward()  # type: ignore[no-untyped-call]
+                outputs[index].backward(scale)  # type: ignore[no-untyped-call]
             else:
                 grad = arriving.wait()
                 if index:
@@ -170,17 +190,17 @@ class SlicePipeline:
             message.wait()
 
     def _channel(self) -> Channel | None:
-        channels = self._channels()
+        channels = self.channels()
         return None if channels is None else channels["pp"]
 
-    def _neighbour(self, sends: bool, direction: Direction) -> int:
+    def neighbour(self, sends: bool, direction: Direction) -> int:
         """The global rank to which this stage sends, or from which it receives."""
         ahead = sends is (direction == "forward")
         return int(self._ranks[self.number + (1 if ahead else -1)])
 
     def _send(self, values: Tensor, direction: Direction) -> Message:
         """Post a slice to the neighbour."""
-        flat, to = values.detach().contiguous().view(-1), self._neighbour(True, direction)
+        flat, to = values.detach().contiguous().view(-1), self.neighbour(True, direction)
         channel, done, message = self._channel(), None, flat
         if channel is not None:
             hop = (dist.get_rank(), to)
@@ -194,7 +214,7 @@ class SlicePipeline:
 
     def _receive(self, index: int, batch: int, direction: Direction) -> Message:
         """Post the receive of the slice ``index`` from the neighbour."""
-        shape, source = (batch, self.slices[index], self.width), self._neighbour(False, direction)
+        shape, source = (batch, self.slices[index], self.width), self.neighbour(False, direction)
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
         flat, channel, done = values.view(-1), self._channel(), None
         message = flat

@@ -23,8 +23,8 @@ folder with plan.json and the files that start it.
       --pp {stages} --deepspeed_config {config} --steps 20
 
 runs the best three for some steps and keeps the fastest; {tensor}, {stages}, {cuts}, {context},
-{expert}, {recompute}, {layers}, {micro_batch}, {accumulation}, {config}, {folder} and {port} are
-filled in.
+{context_way}, {mesh}, {slices}, {expert}, {recompute}, {layers}, {micro_batch}, {accumulation},
+{config}, {folder} and {port} are filled in.
 
   hybridcomp plan --check runs/first --plan plans/plan.json
 
@@ -79,6 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a device's memory that may be filled (0.92)",
     )
     add("--no-recompute", action="store_true", help="never compute a layer twice")
+    add(
+        "--own-cuts",
+        default="",
+        metavar="NAMES",
+        help="cuts of hybridcomp.nn that your script can build, of ring, tp2d and slices with "
+        "commas between; {mesh} and {slices} in its command say so as well",
+    )
     add("--offload", action="store_true", help="optimizer states may lie on the host")
     add(
         "--search",

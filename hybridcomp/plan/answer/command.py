@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridcomp.errors import ConfigError, HybridcompError
@@ -63,6 +63,7 @@ def _search(options: argparse.Namespace, cluster: Cluster) -> Found:
         most_micro_batch=options.most_micro_batch,
         recompute=not options.no_recompute,
         offload=options.offload,
+        own=own_cuts(options.own_cuts, options.command),
         keep=max(SHOWN, options.tries),
         method=options.search,
         seed=options.seed,
@@ -125,6 +126,14 @@ def _nearest(nearest: Nearest) -> str:
         f"the nearest, {nearest.layout}, would need {needed} of {nearest.what} where there is "
         f"{available}"
     )
+
+
+def own_cuts(names: str, command: Sequence[str]) -> tuple[str, ...]:
+    """Cuts of hybridcomp.nn that the script knows: those named, and those its command asks for."""
+    text = " ".join(command)
+    asked = {"tp2d": "{mesh}", "slices": "{slices}"}
+    named = [name.strip() for name in names.split(",") if name.strip()]
+    return tuple(dict.fromkeys([*named, *(n for n, place in asked.items() if place in text)]))
 
 
 def budget_of(text: str) -> Budget:

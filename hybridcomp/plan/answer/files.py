@@ -20,8 +20,14 @@ from typing import Any
 from hybridcomp.compare.launch import fill
 from hybridcomp.config import BLOCK, read_source
 from hybridcomp.config.planned import PLANNED
-from hybridcomp.errors import ConfigError
-from hybridcomp.plan.layout import Layout
+from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.plan.engines import (
+    RECOMPUTE_REASONS,
+    block_chunks,
+    can_recompute,
+    first_blocks,
+    interval_segments,
+)
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
 from hybridcomp.rules.neox import EXTRA
@@ -99,12 +105,15 @@ def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any
 
 
 def neox_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any]:
-    """The GPT-NeoX file, as JSON, which is YAML: ``base`` with what the plan decides."""
+    """The GPT-NeoX file, as JSON, which is YAML: ``base`` with what the plan decides.
+
+    Raises HybridcompError where GPT-NeoX cannot recompute what the plan asks for.
+    """
     layout = plan.layout
     extra = {**base.get(EXTRA, {}), BLOCK: dict(block)}
     recompute: dict[str, Any] = {"checkpoint_activations": bool(layout.recompute)}
     if layout.recompute:
-        recompute["checkpoint_num_layers"] = max(stop - start for start, stop in layout.recompute)
+        recompute["checkpoint_num_layers"] = _interval(plan)
     kept = {key: value for key, value in base.items() if key != "train_batch_size"}
     return {
         **kept,
@@ -131,12 +140,12 @@ def megatron_arguments(plan: Plan) -> list[str]:
         f"--global-batch-size {layout.samples}",
     ]
     chunks = layout.stages * layout.virtual
-    if chunks > 1 and len(set(blocks(layout))) > 1:
-        found.append(f"--pipeline-model-parallel-layout {_stages_of(layout)!r}")
+    if chunks > 1 and len(set(blocks(plan))) > 1:
+        found.append(f"--pipeline-model-parallel-layout {_stages_of(plan)!r}")
     elif layout.virtual > 1:
         found.append(f"--num-virtual-stages-per-pipeline-rank {layout.virtual}")
     if layout.recompute:
-        found += ["--recompute-granularity full", *_recomputed(layout)]
+        found += ["--recompute-granularity full", *_recomputed(plan)]
     switches = {
         "--sequence-parallel": layout.sequence,
         "--use-distributed-optimizer": layout.zero_stage > 0,
@@ -147,37 +156,57 @@ def megatron_arguments(plan: Plan) -> list[str]:
     return [*found, *(name for name, on in switches.items() if on)]
 
 
-def blocks(layout: Layout) -> tuple[int, ...]:
-    """Blocks of each chunk: without the embedding, the first layer of a decoder, and its head."""
-    if not layout.cuts:
-        return ()
-    found = list(layout.cuts)
-    found[0] -= 1
-    found[-1] -= 1
-    return tuple(found)
+def _interval(plan: Plan) -> int:
+    """GPT-NeoX's ``checkpoint_num_layers``. Raises HybridcompError where none does as planned."""
+    asked, chunks = tuple(sorted(plan.layout.recompute)), block_chunks(plan.layout, plan.repeated)
+    for length in range(1, max(map(len, chunks)) + 1):
+        if asked == interval_segments(chunks, length):
+            return length
+    raise _cannot(plan)
 
 
-def recomputed_blocks(layout: Layout) -> list[int]:
-    """The blocks that run forward a second time, counted from 0."""
-    return [layer - 1 for layer in sorted(layout.recomputed) if 0 < layer <= sum(blocks(layout))]
+def _cannot(plan: Plan) -> HybridcompError:
+    """An engine that does not recompute what the plan asks for."""
+    asked, reason = list(plan.layout.recompute), RECOMPUTE_REASONS[plan.engine]
+    return HybridcompError(f"recompute {asked}: {reason}; fix recompute so, or plan again")
 
 
-def _stages_of(layout: Layout) -> str:
+def blocks(plan: Plan) -> tuple[int, ...]:
+    """Blocks of each chunk: of its layers those that a script counts, no ends of a decoder."""
+    return tuple(map(len, block_chunks(plan.layout, plan.repeated))) if plan.layout.cuts else ()
+
+
+def recomputed_blocks(plan: Plan) -> list[str]:
+    """Blocks that run forward a second time, counted from 0: ``3``, or ``3-5`` as one segment."""
+    first, found = plan.repeated.start, []
+    for start, stop in sorted(plan.layout.recompute):
+        inside = [layer - first for layer in range(start, stop) if layer in plan.repeated]
+        if inside:
+            found.append("-".join(map(str, dict.fromkeys((inside[0], inside[-1])))))
+    return found
+
+
+def _stages_of(plan: Plan) -> str:
     """Uneven chunks as Megatron's layout string writes them: ``Ettt|tttt|ttL``."""
-    parts = ["t" * count for count in blocks(layout)]
+    parts = ["t" * count for count in blocks(plan)]
     parts[0], parts[-1] = "E" + parts[0], parts[-1] + "L"
     return "|".join(parts)
 
 
-def _recomputed(layout: Layout) -> list[str]:
-    """Megatron recomputes a number of layers at the head of every chunk, or segments of all."""
-    lengths = {stop - start for start, stop in layout.recompute}
-    some = recomputed_blocks(layout)
-    if len(some) == sum(blocks(layout)) and len(lengths) == 1:
-        return ["--recompute-method uniform", f"--recompute-num-layers {lengths.pop()}"]
-    chunks = layout.stages * layout.virtual
-    most = -(-len(some) // chunks)
-    return ["--recompute-method block", f"--recompute-num-layers {most}"]
+def _recomputed(plan: Plan) -> list[str]:
+    """Megatron recomputes a number of layers at the head of every chunk, or segments of all.
+
+    Raises HybridcompError where the plan asks for others.
+    """
+    layout = plan.layout
+    asked, chunks = tuple(sorted(layout.recompute)), block_chunks(layout, plan.repeated)
+    for count in range(1, max(map(len, chunks)) + 1):
+        if asked == first_blocks(chunks, count):
+            return ["--recompute-method block", f"--recompute-num-layers {count}"]
+    if not can_recompute(plan.engine, layout, plan.repeated):
+        raise _cannot(plan)
+    most = max(stop - start for start, stop in asked)
+    return ["--recompute-method uniform", f"--recompute-num-layers {most}"]
 
 
 def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
@@ -207,8 +236,12 @@ def left_to_script(plan: Plan, command: Sequence[str]) -> str:
     wanted = {
         "tensor": layout.tensor > 1, "stages": layout.stages > 1, "context": layout.context > 1,
         "expert": layout.expert > 1, "recompute": bool(layout.recompute),
+        "mesh": layout.mesh > 1, "slices": bool(layout.slices),
+        "cuts": len(set(blocks(plan))) > 1,
     }  # fmt: skip
     left = [name for name, on in wanted.items() if on and f"{{{name}}}" not in text]
+    if "{layers}" in text and "cuts" in left:
+        left.remove("cuts")
     if not left:
         return ""
     shown = ", ".join(left)
@@ -219,13 +252,13 @@ def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
     """What a user's command may leave to the plan, by its name between braces."""
     layout = plan.layout
     names = ("tensor", "stages", "virtual", "data", "context", "expert", "zero_stage",
-             "micro_batch", "accumulation")  # fmt: skip
-    recompute = [str(block) for block in recomputed_blocks(layout)]
+             "micro_batch", "accumulation", "mesh", "context_way")  # fmt: skip
     return {
         **{f"{{{name}}}": str(getattr(layout, name)) for name in names},
-        "{cuts}": ",".join(map(str, blocks(layout))) if layout.stages > 1 else "none",
+        "{cuts}": ",".join(map(str, blocks(plan))) if layout.stages > 1 else "none",
+        "{slices}": ",".join(map(str, layout.slices)) or "none",
         "{layers}": ",".join(map(str, layout.cuts)),
-        "{recompute}": ",".join(recompute) or "none",
+        "{recompute}": ",".join(recomputed_blocks(plan)) or "none",
         "{ranks}": str(layout.ranks),
         "{nodes}": str(cluster.nodes),
         "{samples}": str(layout.samples),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hybridcomp.plan.choices import KEYS
+from hybridcomp.plan.choices import ways_of
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan
 from hybridcomp.plan.request import Found
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS
+from hybridcomp.policy import DIMENSIONS
 
 #: two plans whose steps are nearer than this share are called equally fast
 SAME = 0.005
@@ -35,7 +35,7 @@ def codecs(plan: Plan) -> str:
     """What is encoded, in a few words: ``dp blockint(bits=4) feedback, pp ...``."""
     parts = []
     for name in DIMENSIONS:
-        ways = {way: plan.choices[name, way] for way in DIRECTIONS if (name, way) in KEYS}
+        ways = {way: plan.choices[name, way] for way in ways_of(name)}
         if all(choice.native for choice in ways.values()):
             continue
         same = len(set(ways.values())) == 1

@@ -24,6 +24,9 @@ DECIDED = {
     "context": ("{context}",),
     "expert": ("{expert}",),
     "recompute": ("{recompute}",),
+    "mesh": ("{mesh}",),
+    "slices": ("{slices}",),
+    "context_way": ("{context_way}",),
 }
 RECORD = "HYBRIDCOMP_RECORD"
 LOG, LEDGER = "loss.jsonl", "ledger.jsonl"
@@ -66,8 +69,9 @@ def check_command(command: Sequence[str], plans: Sequence[Plan]) -> None:
 
 
 def _matters(plan: Plan, name: str) -> bool:
-    """One stage is cut nowhere, whatever its layers are called."""
-    return name != "cuts" or plan.layout.stages > 1
+    """One stage is cut nowhere, whatever its layers are called, and one rank shares no sequence."""
+    needed = {"cuts": plan.layout.stages, "context_way": plan.layout.context}
+    return needed.get(name, 2) > 1
 
 
 def tried(

@@ -21,6 +21,8 @@ from hybridcomp.plan.models.model import Layer, Messages, Model, Shape
 from hybridcomp.plan.request import Batch, Limits
 from hybridcomp.policy import Direction
 
+#: share of the gradients of keys and values that a causal ring sends, on average over its ranks
+GRADIENTS_SENT = 0.75
 #: what sequence parallelism makes of a sum
 GATHER_AND_SCATTER: tuple[Operation, Operation] = ("all_gather", "reduce_scatter")
 
@@ -92,7 +94,8 @@ class Job:
         """What one rank of ``layout`` sees of a micro-batch."""
         return Shape(
             layout.micro_batch, self.batch.length, self.dtype.itemsize, layout.tensor,
-            layout.sequence, layout.context, layout.expert,
+            layout.sequence, layout.context, layout.expert, layout.mesh,
+            layout.slice_count, layout.context > 1 and layout.context_way == "ring",
         )  # fmt: skip
 
     def layers(self, layout: Layout) -> tuple[Layer, ...]:
@@ -181,17 +184,36 @@ class Job:
                     yield Item(("tp", way), call, self.dtype)
             else:
                 yield Item(("tp", way), Call("all_reduce", numel, *sizes), self.dtype)
-        for numel in messages.context:
+        if layout.context_way == "ring":
+            yield from self._ring_items(layout, stage, messages.ring, way)
+        else:
             count = self.nodes(layout, "context", stage)
-            if layout.context_way == "ulysses":
+            for numel in messages.context:
                 call = Call("all_to_all", numel, layout.context, count)
                 yield Item(("cp", way), call, self.dtype)
-            else:  # keys and values go around, their gradients as well
-                call = Call("send", numel, 2, min(2, count))
-                yield Item(("cp", way), call, self.dtype, layout.context - 1)
+        for block in messages.mesh:
+            count = min(2, self.nodes(layout, block.line, stage))
+            call = Call("send", block.numel, 2, count)
+            yield Item(("tp2d", block.kind), call, self.dtype, layout.mesh - 1)
         for numel in messages.expert:
             call = Call("all_to_all", numel, layout.expert, self.nodes(layout, "expert", stage))
             yield Item(("ep", way), call, self.dtype)
+
+    def _ring_items(
+        self, layout: Layout, stage: int, keys: tuple[float, ...], way: Direction
+    ) -> Iterator[Item]:
+        """Keys and values go around in both passes; their gradients straight to their owner.
+
+        Under a causal mask a quarter of the gradients is zero and stays where it is.
+        """
+        if not keys:
+            return
+        nodes, hops = min(2, self.nodes(layout, "context", stage)), layout.context - 1
+        for numel in keys:
+            yield Item(("cp", "forward"), Call("send", numel, 2, nodes), self.dtype, hops)
+        if way == "backward":
+            call = Call("send", GRADIENTS_SENT * sum(keys), 2, nodes)
+            yield Item(("cp", "backward"), call, self.dtype, hops)
 
     def sends(self, layout: Layout, stage: int, values: float, way: Direction) -> list[Item]:
         """What goes from ``stage`` to its neighbour behind one micro-batch.

@@ -106,7 +106,9 @@ def _grows(job: Job, layout: Layout) -> bool:
 
 def _moment(job: Job, layout: Layout, stage: int, own: Stage) -> Moment:
     """The worst moment of the backward pass of the last micro-batch in flight."""
-    flying = in_flight(stage, layout.stages, layout.virtual, layout.accumulation)
+    flying = in_flight(
+        stage, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
+    )
     layers = [layer for _, layer in own.layers]
     segments = local_segments(layout, own)
     one = _kept_nbytes(layers, segments)

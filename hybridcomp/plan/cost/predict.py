@@ -20,6 +20,7 @@ def plan_of(job: Job, work: Work, choices: Choices, budget: str) -> Plan:
     return Plan(
         work.layout, choices, predicted(job, work, choices), job.model.name,
         job.cluster_name, budget, job.batch.length, job.limits.dtype, job.limits.engine,
+        (job.model.repeated.start, job.model.repeated.stop),
         job.cluster.machines[: work.layout.ranks],
     )  # fmt: skip
 
@@ -70,13 +71,13 @@ def predicted(job: Job, work: Work, choices: Choices) -> Prediction:
 
 
 def _compute(work: Work, stage: Stage) -> float:
-    return work.layout.accumulation * stage.compute + stage.adam.value
+    return work.layout.passes * stage.compute + stage.adam.value
 
 
 def _messages(job: Job, work: Work, stage: Stage, choices: Choices) -> dict[Dimension, Price]:
     """What a rank of ``stage`` sends in a step, by dimension."""
     found: dict[Dimension, Price] = {}
-    count = work.layout.accumulation
+    count = work.layout.passes
     passes = [items for one in (*stage.forward, *stage.backward)
               for items in (one.items, one.sent)]  # fmt: skip
     for items, times in (

@@ -14,8 +14,11 @@ from hybridcomp.plan.layout import Layout
 def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int) -> float:
     """Seconds of a step of ``micro_batches``."""
     stages = layout.stages
-    orders = [order(stage, stages, layout.virtual, micro_batches) for stage in range(stages)]
-    places, ready = [0] * stages, [0.0] * stages
+    slices = layout.slice_count
+    orders = [
+        order(stage, stages, layout.virtual, micro_batches, slices) for stage in range(stages)
+    ]
+    places, ready, links = [0] * stages, [0.0] * stages, [0.0] * stages
     sent: list[dict[Op, float]] = [{} for _ in range(stages)]
     left = sum(map(len, orders))
     while left:
@@ -30,7 +33,10 @@ def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: i
                 took = (own.backward if op.backward else own.forward)[op.chunk]
                 last = place == len(ops) - 1
                 if last or (op.backward and op.chunk == 0 and own.reduces):
-                    ready[stage], ends[op] = _reduced(own, op, begin, last)
+                    ready[stage], ends[op] = _reduced(own, op, begin, last, links[stage])
+                elif slices > 1:  # what is sent is posted, one behind the other
+                    ready[stage] = begin + took.busy
+                    ends[op] = links[stage] = max(links[stage], ready[stage]) + took.sent
                 else:
                     ready[stage] = ends[op] = begin + took.busy + took.sent
                 place += 1
@@ -50,10 +56,13 @@ def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> 
     return 0.0
 
 
-def _reduced(own: StageTimes, op: Op, begin: float, last: bool) -> tuple[float, float]:
-    """A pass with reductions behind it: when the stage goes on, and what it sends has been sent."""
+def _reduced(own: StageTimes, op: Op, begin: float, last: bool, link: float) -> tuple[float, float]:
+    """A pass with reductions behind it: when the stage goes on, and what it sends has been sent.
+
+    ``link``: when what was posted before has been sent.
+    """
     took = (own.backward if op.backward else own.forward)[op.chunk]
     reduced, wire, behind = own.behind(took, op.backward and op.chunk == 0, last)
     gone = begin + took.busy - behind + wire
-    done = begin + took.busy + took.sent
+    done = max(link, begin + took.busy) + took.sent
     return max(gone, done) + sum(one.coding for one in reduced), done

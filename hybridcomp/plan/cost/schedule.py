@@ -21,8 +21,15 @@ class Op(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def order(stage: int, stages: int, virtual: int, micro_batches: int) -> tuple[Op, ...]:
-    """What ``stage`` does, first to last."""
+def order(
+    stage: int, stages: int, virtual: int, micro_batches: int, slices: int = 1
+) -> tuple[Op, ...]:
+    """What ``stage`` does, first to last.
+
+    ``slices``: of every micro-batch, in a pipeline over token slices, whose passes count on.
+    """
+    if slices > 1:
+        return tuple(_sliced(micro_batches, slices))
     total = virtual * micro_batches
     warm = stages - stage - 1
     if virtual > 1:
@@ -34,6 +41,13 @@ def order(stage: int, stages: int, virtual: int, micro_batches: int) -> tuple[Op
     for index in range(total - warm):
         ops += [ahead[warm + index], behind[index]]
     return (*ops, *behind[total - warm :])
+
+
+def _sliced(micro_batches: int, slices: int) -> Iterator[Op]:
+    """All slices of a micro-batch forward, then backward from the last one on (``nn.slices``)."""
+    for start in range(0, micro_batches * slices, slices):
+        yield from (Op(False, 0, start + index) for index in range(slices))
+        yield from (Op(True, 0, start + index) for index in reversed(range(slices)))
 
 
 def _passes(stages: int, virtual: int, micro_batches: int, backward: bool) -> Iterator[Op]:
@@ -48,10 +62,10 @@ def _passes(stages: int, virtual: int, micro_batches: int, backward: bool) -> It
 
 
 @lru_cache(maxsize=4096)
-def in_flight(stage: int, stages: int, virtual: int, micro_batches: int) -> int:
+def in_flight(stage: int, stages: int, virtual: int, micro_batches: int, slices: int = 1) -> int:
     """Chunk passes whose activations a stage keeps at most."""
     kept = most = 0
-    for op in order(stage, stages, virtual, min(micro_batches, 2 * stages)):
+    for op in order(stage, stages, virtual, min(micro_batches, 2 * stages), slices):
         kept += -1 if op.backward else 1
         most = max(most, kept)
     return most

@@ -41,11 +41,12 @@ class _Builder:
 
     def __init__(self, work: Work, times: tuple[StageTimes, ...], micro_batches: int) -> None:
         self.layout, self.times = work.layout, times
+        layout = work.layout
         self.tasks: dict[int, Task] = {}
         self.names: dict[int, Name] = {}
         self._orders = [
-            order(stage, self.layout.stages, self.layout.virtual, micro_batches)
-            for stage in range(self.layout.stages)
+            order(stage, layout.stages, layout.virtual, micro_batches, layout.slice_count)
+            for stage in range(layout.stages)
         ]
         passes = [(stage, op) for stage, ops in enumerate(self._orders) for op in ops]
         #: the task that says that a pass has been made and sent
@@ -78,7 +79,8 @@ class _Builder:
         begun = self._put(sent - 1, Name(what, *place), device, took.busy - behind,
                           (*before, *self._source(stage, op)))  # fmt: skip
         if not reduced:
-            return (self._put(sent, Name("send", *place), link, took.sent, (begun,)),)
+            gone = self._put(sent, Name("send", *place), link, took.sent, (begun,))
+            return (begun if self.layout.slices else gone,)  # slices are posted
         rest = self._put(None, Name(what, *place), device, behind, (begun,))
         gone = self._put(None, Name("reduce", *place), f"replicas {stage}", wire, (begun,))
         self._put(sent, Name("send", *place), link, took.sent, (rest,))
@@ -127,10 +129,12 @@ def sample(layout: Layout) -> tuple[int, int]:
     """How many micro-batches are simulated, and in how many more the rest is extrapolated.
 
     1F1B is steady in between: every ``stages`` micro-batches more take the same time. The second
-    number is 0 where the whole step is simulated.
+    number is 0 where the whole step is simulated. With slices every micro-batch takes the same.
     """
     count, stages = layout.accumulation, layout.stages
     some = stages * (2 + layout.virtual)
+    if layout.slices:
+        return (2, 1) if 2 * layout.passes * stages > MOST_PASSES and count > 3 else (count, 0)
     if 2 * count * stages * layout.virtual <= MOST_PASSES or count <= some + stages:
         return count, 0
     return some + (count - some) % stages, stages

@@ -127,18 +127,23 @@ def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: Vi
         forward, backward, seconds(job, stage.micro, choices, view),
         seconds(job, stage.reduce, choices, view), view.of(stage.adam) + host.step.at(values),
         seconds(job, stage.gather, choices, view), hidden_micro=overlap,
-        hidden_step=overlap * work.layout.accumulation, reduces=bool(stage.micro),
+        hidden_step=overlap * work.layout.passes, reduces=bool(stage.micro),
     )  # fmt: skip
 
 
 def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
     """No step with these times is faster: the way to a stage, what it does, and the way back."""
     best = there = back = 0.0
-    count = work.layout.accumulation
+    count = work.layout.passes
     ends = [_end_seconds(own) for own in times]
     for own, end in zip(times, ends, strict=True):
         first = own.backward[0]
         rest = sum(one.busy + one.sent for one in (*own.forward, *own.backward)) - first.sent
+        if work.layout.slices:  # they travel while the stage goes on
+            busy = count * sum(one.busy for one in (*own.forward, *own.backward))
+            best = max(best, there + busy + max(end, back + ends[0]))
+            there, back = there + own.forward[0].busy + own.forward[0].sent, back + first.busy
+            continue
         # what goes to a neighbour and what goes to replicas go at the same time
         left = max(0.0, own.micro.link - min(own.hidden_micro, first.compute))
         steady = count * rest + (count - 1) * (max(first.sent, left) + own.micro.coding)

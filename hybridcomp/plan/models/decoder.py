@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from hybridcomp.plan.models import mesh
 from hybridcomp.plan.models.model import Layer, Messages, Shape
 
 #: backward of a fused attention: five products where forward has two
@@ -68,6 +69,11 @@ class Decoder:
         return self.blocks + 2
 
     @property
+    def repeated(self) -> range:
+        """The blocks, behind the embedding."""
+        return range(1, self.blocks + 1)
+
+    @property
     def is_chain(self) -> bool:
         """Always."""
         return True
@@ -81,7 +87,7 @@ class Decoder:
 
     def shared(self, shape: Shape) -> float:
         """Values on a rank that embedding and output share."""
-        return self.vocabulary * self.hidden / shape.tensor if self.tied else 0.0
+        return self.vocabulary * self.hidden / (shape.cut * shape.mesh) if self.tied else 0.0
 
     def refuses(self, shape: Shape) -> str | None:
         """Why the model cannot be cut so; None where it can."""
@@ -94,13 +100,30 @@ class Decoder:
         for name, size in (("intermediate", self.intermediate), ("hidden", self.hidden)):
             if size % shape.tensor:
                 return f"tensor {shape.tensor} does not divide {name} {size}"
-        if self.heads % (shape.tensor * shape.context) or shape.length % shape.context:
+        if shape.ring:
+            if shape.length % (2 * shape.context):
+                return f"a ring of {shape.context} ranks cuts the length into pairs of chunks"
+        elif self.heads % (shape.tensor * shape.context) or shape.length % shape.context:
             return f"context {shape.context} divides neither heads {self.heads} nor the length"
         if shape.expert > 1 and (not self.experts or self.experts % shape.expert):
             return f"expert {shape.expert} does not divide {self.experts} experts"
+        if shape.mesh > 1 and (reason := self._refuses_mesh(shape)):
+            return reason
+        if shape.slices > shape.length or (shape.slices > 1 and self.experts):
+            return f"{shape.slices} slices: more than tokens, or of a mixture of experts"
         if shape.sequence and (shape.tensor == 1 or shape.length % shape.tensor):
             return "sequence parallelism needs tensor ranks that divide the length"
         return None
+
+    def _refuses_mesh(self, shape: Shape) -> str | None:
+        """Why a mesh of this side cannot cut the layers."""
+        q = shape.mesh
+        if self.experts or self.parallel:
+            return "a mesh cuts neither experts nor parallel attention"
+        sizes = {"heads": self.heads, "heads of keys": self.kv_heads, "hidden": self.hidden / q,
+                 "intermediate": self.intermediate, "samples": shape.micro_batch}  # fmt: skip
+        wrong = [name for name, size in sizes.items() if size % q]
+        return f"mesh {q} does not divide {wrong[0]}" if wrong else None
 
     def layers(self, shape: Shape) -> tuple[Layer, ...]:
         """The chain: embedding, blocks, head."""
@@ -138,7 +161,7 @@ def _layers(model: Decoder, shape: Shape) -> tuple[Layer, ...]:
 
 def _stream(model: Decoder, shape: Shape) -> float:
     """Values of the residual stream that a rank holds."""
-    return shape.tokens * model.hidden / (shape.tensor if shape.sequence else 1)
+    return shape.tokens * model.hidden / (shape.tensor if shape.sequence else shape.mesh)
 
 
 def _norm_kept(model: Decoder, shape: Shape) -> float:
@@ -160,17 +183,27 @@ def _attention(model: Decoder, shape: Shape) -> tuple[float, float, float, float
 
     Kept, in bytes: normed input, q, k and v, output, and the log-sum-exp of each row in fp32.
     """
-    n, t = shape.tokens, shape.tensor
+    n, t, q = shape.tokens, shape.cut, shape.mesh
     wide = model.query + 2 * max(model.keys, t * model.head_width if t > model.kv_heads else 0)
-    cut = model.hidden * (wide + model.query) / t + (wide / t if model.qkv_bias else 0)
-    whole = model.hidden if model.out_bias else 0
+    cut = (model.hidden * (wide + model.query) / t + (wide / t if model.qkv_bias else 0)) / q
+    whole = model.hidden / q**2 if model.out_bias else 0
     products = 2 * n * model.hidden * (wide + model.query) / t
     scores = 4 * n * shape.length * model.query / t
     flops, backward = products + scores, 2 * products + ATTENTION_BACKWARD * scores
     fused = (wide + model.query + (wide - model.query) / 2) if model.rotary_copies else wide
     kept = shape.width * n * (fused + model.attention_copies * model.query) / t
     kept += 4 * n * model.heads / t + shape.width * _stream(model, shape)
+    kept += _looked_at(model, shape)
     return cut, whole, flops, backward, kept
+
+
+def _looked_at(model: Decoder, shape: Shape) -> float:
+    """Bytes that a slice keeps of the tokens before it: their keys and values, and its mask."""
+    if shape.slices == 1:
+        return 0.0
+    seen = (shape.slices + 1) / 2  # slices, its own included, on average
+    mask = (shape.length / shape.slices) ** 2 * seen * (shape.width + 1)
+    return 2 * shape.width * shape.tokens * model.keys / shape.cut * seen + mask
 
 
 def _mlp(
@@ -180,13 +213,13 @@ def _mlp(
 
     Kept, in bytes: input and output of the activation, both factors where it is gated.
     """
-    t = shape.tensor
+    t, q = shape.cut, shape.mesh
     matrices = 3 if model.gated else 2
-    cut = matrices * model.hidden * width / t
+    cut = matrices * model.hidden * width / (t * q)
     whole = 0.0
     if model.mlp_bias:
-        cut += (matrices - 1) * width / t
-        whole = model.hidden
+        cut += (matrices - 1) * width / (t * q)
+        whole = model.hidden / q**2
     kept = shape.width * tokens * (4 if model.gated else 2) * width / t
     return cut, whole, 2 * tokens * matrices * model.hidden * width / t, kept
 
@@ -195,7 +228,7 @@ def _block(model: Decoder, shape: Shape, sparse: bool) -> Layer:
     cut, whole, flops, backward, kept = _attention(model, shape)
     stream = _stream(model, shape)
     n, experts = shape.tokens, 0.0
-    parameters = cut + whole + 2 * model.norm_parameters
+    parameters = cut + whole + 2 * model.norm_parameters / shape.mesh**2
     parameters += 2 * model.head_width if model.head_norms else 0
     if sparse:
         width = model.expert_intermediate or model.intermediate
@@ -227,52 +260,71 @@ def _block(model: Decoder, shape: Shape, sparse: bool) -> Layer:
 
 def _block_work(model: Decoder, shape: Shape) -> float:
     """Bytes of the gradients that backward of the widest part holds beside what was kept."""
-    widest = max(2 * model.intermediate, model.query + 2 * model.keys) / shape.tensor
+    widest = max(2 * model.intermediate, model.query + 2 * model.keys) / shape.cut
     return shape.width * (shape.tokens * widest + 2 * _stream(model, shape))
 
 
 def _messages(model: Decoder, shape: Shape, sparse: bool) -> tuple[Messages, Messages]:
     """Forward and backward: sums behind attention and MLP, and before both in backward."""
+    if shape.mesh > 1:
+        between = [model.intermediate] * (2 if model.gated else 1)
+        return mesh.block(shape, model.hidden, model.query, model.keys, between)
     values = shape.tokens * model.hidden
     sums = (values,) * (1 if model.parallel else 2) if shape.tensor > 1 else ()
     moved = shape.tokens / shape.tensor
     context: tuple[float, ...] = ()
+    ring: tuple[float, ...] = ()
     if shape.context > 1:
         context = (moved * (model.query + 2 * model.keys), moved * model.query)
+        ring = (shape.tokens * max(model.keys / shape.tensor, model.head_width),) * 2
     expert: tuple[float, ...] = ()
     if sparse and shape.expert > 1:
         expert = (moved * model.per_token * model.hidden,) * 2
     # backward of the parallel form sums the gradients of both inputs one by one (NeoX)
     back = (values,) * 2 if shape.tensor > 1 else ()
-    return Messages(sums, context, expert), Messages(back, context, expert)
+    return Messages(sums, context, expert, ring), Messages(back, context, expert, ring)
 
 
 def _embedding(model: Decoder, shape: Shape) -> Layer:
     stream = _stream(model, shape)
-    parameters = model.vocabulary * model.hidden / shape.tensor + model.positions * model.hidden
+    table = _table(model, shape)
+    parameters = table + model.positions * model.hidden / shape.mesh**2
     tokens = 8 * shape.tokens
     sums = (shape.tokens * model.hidden,) if shape.tensor > 1 else ()
+    forward, backward = Messages(sums), Messages()
+    if shape.mesh > 1:
+        forward, backward = mesh.look_up(table)
     return Layer(
         "embedding", "embedding", 0.0, 0.0, moved_nbytes=2 * shape.width * stream,
         parameters=parameters, expert_parameters=0.0, kept_nbytes=tokens, input_nbytes=tokens,
-        work_nbytes=shape.width * stream, output=stream, forward=Messages(sums),
+        work_nbytes=shape.width * stream, output=stream, forward=forward, backward=backward,
     )  # fmt: skip
+
+
+def _table(model: Decoder, shape: Shape) -> float:
+    """Values of a rank's part of the vocabulary's weights; a mesh fills the vocabulary up."""
+    words = padded(model.vocabulary, shape.mesh) if shape.mesh > 1 else model.vocabulary
+    return words * model.hidden / (shape.cut * shape.mesh)
 
 
 def _head(model: Decoder, shape: Shape) -> Layer:
     """The final norm, the output and the loss, whose logarithms are kept in fp32."""
     stream = _stream(model, shape)
-    logits = shape.tokens * model.vocabulary / shape.tensor
+    logits = shape.tokens * model.vocabulary / shape.cut
     flops = 2 * logits * model.hidden
     kept = _norm_kept(model, shape) + shape.width * stream + 4 * logits + 8 * shape.tokens
     # at the worst: the gradient of the loss and of its logarithms in fp32, and the logits
     held = shape.width * logits if model.held_logits else 0.0
     sums = (shape.tokens * model.hidden,) if shape.tensor > 1 else ()
+    forward, backward = Messages(), Messages(sums)
+    if shape.mesh > 1:
+        words = padded(model.vocabulary, shape.mesh)
+        forward, backward = mesh.output(shape, model.hidden, words, model.tied)
     return Layer(
         "head", "head", flops, 2 * flops, moved_nbytes=(12 + 2 * shape.width) * logits,
-        parameters=model.vocabulary * model.hidden / shape.tensor + model.norm_parameters,
+        parameters=_table(model, shape) + model.norm_parameters / shape.mesh**2,
         expert_parameters=0.0, kept_nbytes=kept, input_nbytes=shape.width * stream,
-        work_nbytes=8 * logits + held, output=1.0, backward=Messages(sums),
+        work_nbytes=8 * logits + held, output=1.0, forward=forward, backward=backward,
     )  # fmt: skip
 
 

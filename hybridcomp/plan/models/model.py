@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from hybridcomp.policy import Direction
+
 Kind = Literal["embedding", "block", "head", "module"]
 
 
@@ -18,7 +20,8 @@ class Shape:
     """What one rank of a stage sees of one micro-batch.
 
     micro_batch: samples. length: tokens of a whole sample. width: bytes of a value. tensor,
-    sequence, context, expert: the degrees of the layout that cut it.
+    sequence, context, expert, mesh: the degrees of the layout that cut it. slices: of the tokens,
+        of which a pass sees one; all are taken as equally long. ring: how context ranks share keys.
     """
 
     micro_batch: int
@@ -28,11 +31,31 @@ class Shape:
     sequence: bool = False
     context: int = 1
     expert: int = 1
+    mesh: int = 1
+    slices: int = 1
+    ring: bool = False
 
     @property
     def tokens(self) -> float:
-        """Of this rank in a micro-batch, before tensor parallelism."""
-        return self.micro_batch * self.length / self.context
+        """Of this rank in one pass, before tensor parallelism; rows of a mesh cut the samples."""
+        return self.micro_batch * self.length / (self.context * self.mesh * self.slices)
+
+    @property
+    def cut(self) -> int:
+        """Ranks over which features are cut: tensor ranks, or the columns of a mesh."""
+        return self.tensor * self.mesh
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block that goes along a line of a mesh: to every other rank of it, or from each.
+
+    kind: of ``tp2d``. line: ``"row"`` or ``"column"``. numel: values of this rank's block.
+    """
+
+    kind: Direction
+    line: Literal["row", "column"]
+    numel: float
 
 
 @dataclass(frozen=True)
@@ -40,12 +63,15 @@ class Messages:
     """Values that one rank hands to collectives for one layer and one micro-batch, one direction.
 
     tensor: of every message that tensor ranks sum (or, with sequence parallelism, gather and
-    scatter). context: of all-to-all or of what travels around the ring. expert: of all-to-all.
+    scatter). context: of all-to-all. ring: of the keys of this rank, and of its values, where they
+    go around a ring instead. expert: of all-to-all. mesh: of products on a mesh.
     """
 
     tensor: tuple[float, ...] = ()
     context: tuple[float, ...] = ()
     expert: tuple[float, ...] = ()
+    ring: tuple[float, ...] = ()
+    mesh: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +120,10 @@ class Model(Protocol):
     @property
     def is_chain(self) -> bool:
         """Whether every layer reads the one before it alone."""
+
+    @property
+    def repeated(self) -> range:
+        """Which of its layers are blocks: those that a script counts, without what is around."""
 
     def layers(self, shape: Shape) -> tuple[Layer, ...]:
         """The layers as one rank sees them."""

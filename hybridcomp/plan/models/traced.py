@@ -78,6 +78,21 @@ class TracedModel:
         return len(self._any())
 
     @property
+    def repeated(self) -> range:
+        """The members of its longest list of layers; all units where it has none."""
+        runs: list[tuple[str, int, int]] = []
+        for index, unit in enumerate(self._any()):
+            name, _, number = unit.name.rpartition(".")
+            if not number.isdigit():
+                continue
+            if runs and runs[-1][0] == name and runs[-1][2] == index:
+                runs[-1] = (name, runs[-1][1], index + 1)
+            else:
+                runs.append((name, index, index + 1))
+        _, start, stop = max(runs, key=lambda run: run[2] - run[1], default=("", 0, self.depth))
+        return range(start, stop)
+
+    @property
     def parameters(self) -> float:
         """Of the whole module."""
         return sum(unit.parameters for unit in self._any())
@@ -93,7 +108,7 @@ class TracedModel:
 
     def refuses(self, shape: Shape) -> str | None:
         """Why the model cannot be cut so: nobody knows how its layers would be."""
-        for name in ("tensor", "context", "expert"):
+        for name in ("tensor", "context", "expert", "mesh", "slices"):
             if getattr(shape, name) > 1:
                 return f"{name} {getattr(shape, name)}: only models of known layers are cut so"
         return None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.choices import KEYS, NATIVE, PLANNED, Choice, Key
-from hybridcomp.policy import ONE_WAY, Dimension
+from hybridcomp.plan.choices import NATIVE, Choice, Key
+from hybridcomp.policy import DIMENSIONS, Dimension
 
 #: what nothing loses, beside native
 LOSSLESS = (Choice.of("expcode"),)
@@ -45,7 +45,7 @@ class Budget:
         writes it, or a list of settings; one that is missing stays native. Raises ConfigError.
         """
         if isinstance(written, str):
-            table: Mapping[str, Allowed] = dict.fromkeys(PLANNED, written)
+            table: Mapping[str, Allowed] = dict.fromkeys(DIMENSIONS, written)
             if written == "recommended":  # whose preset leaves the bus to the host alone
                 table = {**table, "offload": "lossless"}
             label = written
@@ -54,8 +54,9 @@ class Budget:
             label = " ".join(f"{name}={_short(value)}" for name, value in written.items())
         found = []
         for name, value in table.items():
-            if name not in PLANNED:
-                raise ConfigError(f"budget.{name}", value, f"expected one of {', '.join(PLANNED)}")
+            if name not in DIMENSIONS:
+                known = ", ".join(DIMENSIONS)
+                raise ConfigError(f"budget.{name}", value, f"expected one of {known}")
             dimension: Dimension = name
             found.append((dimension, _allowed(dimension, value)))
         return cls(label, tuple(found))
@@ -116,8 +117,3 @@ def _usable(dimension: Dimension, setting: Mapping[str, Any]) -> Choice:
 
     CompressionConfig.parse({dimension: dict(setting)})
     return Choice.of(setting)
-
-
-def ways_of(dimension: Dimension) -> tuple[Key, ...]:
-    """The keys of one dimension: one where its messages have one direction, else two."""
-    return tuple(key for key in KEYS if key[0] == dimension)[: 1 if dimension in ONE_WAY else 2]

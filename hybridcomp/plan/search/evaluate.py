@@ -157,10 +157,13 @@ class Evaluator:
         kept = 0.0
         for stage in work.stages:
             serial = coding = link = 0.0
+            # slices travel while their stage goes on
+            sent = (one.sent for one in (*stage.forward, *stage.backward))
+            posted = tuple(sent) if work.layout.slices else ()
             for items in _all(stage):
-                behind = items is stage.reduce or items is stage.micro
+                behind = items is stage.reduce or items is stage.micro or items in posted
                 once = items is stage.reduce or items is stage.gather
-                count = 1 if once else work.layout.accumulation
+                count = 1 if once else work.layout.passes
                 for item in items:
                     if item.key != key or item.fixed:
                         continue

@@ -19,6 +19,7 @@ from hybridcomp.plan.cost.predict import plan_of
 from hybridcomp.plan.cost.step import sample, seconds_of, tasks_of
 from hybridcomp.plan.cost.times import stage_times
 from hybridcomp.plan.cost.work import Work, work_of
+from hybridcomp.plan.engines import can_recompute, recomputations
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.request import Found
 from hybridcomp.plan.search.budget import Budget
@@ -32,8 +33,9 @@ from hybridcomp.plan.search.space import layouts
 class Walk:
     """The space of a walk: what each number of a point stands for, and what a point costs.
 
-    A point: which layout, then the option of every key, then for every layer whether it runs
-    forward twice (only where the search may recompute).
+    A point: which layout, then the option of every key, then for every block whether it runs
+    forward twice (only where the search may recompute; for engines that do not recompute layer by
+    layer one number: which of what they can).
     """
 
     job: Job
@@ -48,13 +50,15 @@ class Walk:
         self.evaluator = Evaluator(self.job, self.budget)
         self.keys = _keys(self.works)
         self.options = {key: self.budget.options(key, 1) for key in self.keys}
-        self.bits = self.job.model.depth if self.job.limits.recompute else 0
+        limits, depth = self.job.limits, len(self.job.model.repeated)
+        self.by_layer = limits.engine == "deepspeed"
+        self.bits = (depth if self.by_layer else 1) if limits.recompute else 0
 
     @property
     def sizes(self) -> list[int]:
         """How many values every number has."""
         return [len(self.works), *(len(self.options[key]) for key in self.keys),
-                *[2] * self.bits]  # fmt: skip
+                *[2 if self.by_layer else 2 * self.job.model.depth] * self.bits]  # fmt: skip
 
     def at(self, point: tuple[int, ...]) -> tuple[Work, Choices] | None:
         """What a point stands for; None where it cannot be."""
@@ -67,10 +71,22 @@ class Walk:
             chosen[key] = choice
         marks = point[1 + len(self.keys) :]
         if self.bits:
-            layers = tuple((index, index + 1) for index, mark in enumerate(marks) if mark)
-            layout = work.layout.replace(recompute=layers)
+            layout = self._recomputed(work.layout, marks)
+            if layout is None:
+                return None
             work = work if layout == work.layout else work_of(self.job, layout)
         return work, Choices.of(chosen)
+
+    def _recomputed(self, layout: Layout, marks: tuple[int, ...]) -> Layout | None:
+        """``layout`` with what a point recomputes; None where its engine cannot."""
+        engine = self.job.limits.engine
+        if self.by_layer:
+            pairs = zip(self.job.model.repeated, marks, strict=True)
+            layers = tuple((layer, layer + 1) for layer, mark in pairs if mark)
+            found = layout.replace(recompute=layers)
+            return found if can_recompute(engine, found, self.job.model.repeated) else None
+        every = [(), *recomputations(engine, layout, self.job.model.repeated)]
+        return layout.replace(recompute=every[marks[0]]) if marks[0] < len(every) else None
 
     def cost(self, point: tuple[int, ...]) -> float:
         """Seconds of a step, infinite where it does not fit."""

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.algorithms import cuts, ideals
-from hybridcomp.plan.algorithms.recompute import Stored, cheapest_recomputation
+from hybridcomp.plan.algorithms.recompute import Stored
 from hybridcomp.plan.choices import NATIVE, Choices
 from hybridcomp.plan.cost.job import Job
-from hybridcomp.plan.cost.memory import FP32, device_nbytes, memory_of, states, worst_moment
+from hybridcomp.plan.cost.memory import FP32, device_nbytes, memory_of, states
 from hybridcomp.plan.cost.schedule import in_flight
 from hybridcomp.plan.cost.work import Stage, Work, work_of
+from hybridcomp.plan.engines import can_recompute, recomputations
 from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.models.model import Layer
+from hybridcomp.plan.search.recomputing import cheapest, contiguous, need
 from hybridcomp.policy import DIRECTIONS
-
-#: limits of one pass under which recomputation is searched, where several are in flight
-LIMITS = 8
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Placer:
     """Places layouts; equal questions are answered once."""
 
     job: Job
+    #: layouts that the engine cannot recompute as the user has decided
+    unable: set[Layout] = field(default_factory=set)
     _cuts: dict[tuple[object, ...], cuts.Cuts | None] = field(default_factory=dict)
     _segments: dict[tuple[object, ...], tuple[tuple[int, int], ...] | None] = field(
         default_factory=dict
@@ -54,11 +56,14 @@ class Placer:
                         seen.add(work.layout)
                         yield work
                     continue
-            for lean in (False, True) if self.job.limits.recompute else (False,):
+            for lean in (False, True) if self._may_recompute(layout) else (False,):
                 found = self._place(layout, reserve, lean)
                 if found is not None and found.layout not in seen:
                     seen.add(found.layout)
                     yield found
+
+    def _may_recompute(self, layout: Layout) -> bool:
+        return self.job.limits.recompute and not layout.slices
 
     def cut(self, layout: Layout) -> Layout:
         """``layout`` with the fastest cuts that there are if memory is endless."""
@@ -69,8 +74,8 @@ class Placer:
     def least_nbytes(self, layout: Layout) -> float:
         """What the fullest rank needs if everything is recomputed and cuts are even."""
         depth = self.job.model.depth
-        recompute = ((0, depth),) if self.job.limits.recompute else ()
-        per_layer = tuple((n, n + 1) for start, stop in recompute for n in range(start, stop))
+        blocks = self.job.model.repeated if self._may_recompute(layout) else range(0)
+        per_layer = tuple((n, n + 1) for n in blocks)
         even = layout.replace(cuts=even_cuts(depth, layout.stages * layout.virtual),
                               recompute=per_layer, nodes=())  # fmt: skip
         work = work_of(self.job, even)
@@ -87,6 +92,9 @@ class Placer:
         if "recompute" in self.job.limits.fixed:
             given = tuple(map(tuple, self.job.limits.fixed["recompute"]))
             cut = cut.replace(recompute=given)
+            if not can_recompute(self.job.limits.engine, cut, self.job.model.repeated):
+                self.unable.add(layout)
+                return None
             work = work_of(self.job, cut)
             return work if self._fits(work, reserve) else None
         work = work_of(self.job, cut)
@@ -131,21 +139,22 @@ class Placer:
     def _chain_cuts(self, layout: Layout, reserve: Reserve | None, lean: bool) -> cuts.Cuts | None:
         key: tuple[object, ...] = layout, reserve, lean
         if reserve is None:  # what is replicated how does not matter
-            key = (self.job.shape(layout), layout.stages, layout.accumulation, None,
+            key = (self.job.shape(layout), layout.stages, layout.passes, None,
                    tuple(self._devices(layout, reserve)))  # fmt: skip
         if key not in self._cuts:
             fastest = max(range(layout.ranks), key=self.job.cluster.speeds.__getitem__)
+            lean_ones = self.job.model.repeated if lean else range(0)
             layers = [
                 cuts.Layer(
                     self._layer_seconds(layout, layer, fastest),
                     self._layer_nbytes(layout, layer, reserve),
-                    0.0 if reserve is None else layer.input_nbytes if lean else layer.kept_nbytes,
+                    _kept(layer, number in lean_ones) if reserve else 0.0,
                     self._send_seconds(layout, layer),
                 )
-                for layer in self.job.layers(layout)
+                for number, layer in enumerate(self.job.layers(layout))
             ]
             self._cuts[key] = cuts.stage_cuts(
-                layers, self._devices(layout, reserve), layout.accumulation, any_order=False
+                layers, self._devices(layout, reserve), layout.passes, any_order=False
             )
         return self._cuts[key]
 
@@ -208,6 +217,15 @@ class Placer:
         )
 
     def _recomputed(self, work: Work, reserve: Reserve) -> Work | None:
+        """The work with what the engine recomputes that is cheapest and makes room."""
+        if self.job.limits.engine == "deepspeed":
+            return self._segmented(work, reserve)
+        every = recomputations(self.job.limits.engine, work.layout, self.job.model.repeated)
+        works = [work_of(self.job, work.layout.replace(recompute=one)) for one in every]
+        fitting = [one for one in works if self._fits(one, reserve)]
+        return min(fitting, key=_compute, default=None)
+
+    def _segmented(self, work: Work, reserve: Reserve) -> Work | None:
         """The work with the cheapest segments on every stage that is too full."""
         segments: list[tuple[int, int]] = []
         for stage, own in enumerate(work.stages):
@@ -217,9 +235,10 @@ class Placer:
             found = self._segments_of(work.layout, stage, own, room)
             if found is None:
                 return None
+            blocks = self.job.model.repeated  # no script recomputes what is around them
             numbers = [number for number, _ in own.layers]
             for start, stop in found:
-                segments += _contiguous(numbers[start:stop])
+                segments += contiguous([n for n in numbers[start:stop] if n in blocks])
         layout = work.layout.replace(recompute=tuple(sorted(segments)))
         done = work_of(self.job, layout)
         return done if self._fits(done, reserve) else None
@@ -228,8 +247,16 @@ class Placer:
         self, layout: Layout, stage: int, own: Stage, room: float
     ) -> tuple[tuple[int, int], ...] | None:
         """Segments of a stage, by places in it, that save ``-room`` bytes in the least seconds."""
-        layers = [layer for _, layer in own.layers]
-        flying = in_flight(stage, layout.stages, layout.virtual, layout.accumulation)
+        blocks = self.job.model.repeated
+        layers = [
+            layer
+            if number in blocks
+            else dataclasses.replace(layer, input_nbytes=layer.kept_nbytes)
+            for number, layer in own.layers
+        ]
+        flying = in_flight(
+            stage, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
+        )
         others = max(0.0, flying / layout.virtual - 1)
         key = tuple(layers), others, round(room), layout.micro_batch
         if key not in self._segments:
@@ -239,52 +266,16 @@ class Placer:
                 for layer in layers
             ]  # fmt: skip
             width = self.job.dtype.itemsize
-            limit = _need(layers, (), others, width) + room
-            self._segments[key] = _cheapest(stored, layers, others, width, limit)
+            limit = need(layers, (), others, width) + room
+            self._segments[key] = cheapest(stored, layers, others, width, limit)
         return self._segments[key]
 
 
-def _contiguous(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of numbers that follow each other (virtual stages have gaps)."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-    return runs
+def _kept(layer: Layer, lean: bool) -> float:
+    """Bytes that a layer keeps of a pass, at least if it is recomputed (``lean``)."""
+    return layer.input_nbytes if lean else layer.kept_nbytes
 
 
-def _need(
-    layers: Sequence[Layer], segments: Sequence[tuple[int, int]], others: float, width: int
-) -> float:
-    """Bytes of activations with ``others`` more micro-batches in flight."""
-    starts, kept, position = dict(segments), 0.0, 0
-    while position < len(layers):
-        layer = layers[position]
-        kept += layer.input_nbytes if position in starts else layer.kept_nbytes
-        position = starts.get(position, position + 1)
-    return others * kept + worst_moment(layers, segments, width, grows=False).activations
-
-
-def _cheapest(
-    stored: Sequence[Stored], layers: Sequence[Layer], others: float, width: int, limit: float
-) -> tuple[tuple[int, int], ...] | None:
-    """The fewest seconds whose need stays within ``limit``.
-
-    The dynamic program knows one pass. What the others in flight keep shrinks with what it may
-    take, so several limits are tried, and what it finds is counted in full. Single layers from the
-    front, as Megatron's "block" does it, are candidates as well.
-    """
-    tried = [tuple((n, n + 1) for n in range(count)) for count in range(len(layers) + 1)]
-    for step in range(1, LIMITS + 1) if others else (LIMITS,):
-        found = cheapest_recomputation(stored, limit * step / LIMITS)
-        if found is not None:
-            tried.append(tuple(found.segments))
-    seconds = [layer.forward_seconds for layer in stored]
-    fitting = [
-        (sum(sum(seconds[start:stop]) for start, stop in segments), segments)
-        for segments in tried
-        if _need(layers, segments, others, width) <= limit
-    ]
-    return min(fitting)[1] if fitting else None
+def _compute(work: Work) -> float:
+    """Seconds of compute of one pass through all stages."""
+    return sum(stage.compute for stage in work.stages)

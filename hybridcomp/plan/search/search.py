@@ -18,6 +18,7 @@ from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.predict import plan_of
 from hybridcomp.plan.cost.prices import Calibration
 from hybridcomp.plan.cost.work import Work
+from hybridcomp.plan.engines import RECOMPUTE_REASONS
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.models.model import Model
@@ -106,7 +107,8 @@ class _Search:
         feedback = any(choice.error_feedback for _, some in self.budget.allowed for choice in some)
         works = list(self.placer.places(layout, feedback and layout.size("replicas") > 1))
         if not works:
-            self.refused[NO_ROOM] += 1
+            unable = layout in self.placer.unable
+            self.refused[RECOMPUTE_REASONS[self.job.limits.engine] if unable else NO_ROOM] += 1
         for work in works:
             self._push(self.evaluator.bound(work), work)
 
@@ -120,8 +122,9 @@ class _Search:
 
 
 def _family(layout: Layout) -> Layout:
-    """Layouts that differ in cuts and recomputation alone are one entry of the ranking."""
-    return layout.replace(cuts=(), recompute=(), nodes=())
+    """What differs in cuts, recomputation, levels or slices alone is one entry of the ranking."""
+    slices = (1, 1) if layout.slices else ()
+    return layout.replace(cuts=(), recompute=(), nodes=(), hierarchy=True, slices=slices)
 
 
 def balanced_seconds(job: Job, evaluator: Evaluator, layout: Layout) -> float:
@@ -143,7 +146,7 @@ def balanced_seconds(job: Job, evaluator: Evaluator, layout: Layout) -> float:
         speeds[job.slowest_rank(layout, stage)] / speeds[fastest] for stage in range(layout.stages)
     ]
     steady = total / sum(paces)
-    count = layout.accumulation
+    count = layout.passes
     if layout.virtual > 1:
         return count * steady
     return total + (count - 1) * steady if layout.stages > 1 else count * steady

@@ -5,14 +5,17 @@ Cuts and recomputation are not chosen here (``placing``): they depend on memory 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.layout import ContextWay, Layout
+from hybridcomp.plan.search.slicing import sliced
 
 #: virtual stages that are tried
 VIRTUAL = (1, 2, 4)
+UNCUT = "the model cannot be cut so: "
 
 
 def divisors(number: int) -> list[int]:
@@ -34,14 +37,31 @@ def layouts(job: Job, refused: Counter[str]) -> Iterator[Layout]:
             for context in divisors(ranks // tensor // stages):
                 data = ranks // tensor // stages // context
                 for expert in divisors(data) if mixture else [1]:
-                    base = Layout(tensor=tensor, stages=stages, context=context, data=data,
-                                  expert=expert, context_way=_way(job))  # fmt: skip
-                    if _fixed(job, base, ("tensor", "stages", "context", "data", "expert")):
-                        yield from _refined(job, base, refused)
+                    for way in _ways(job, context):
+                        base = Layout(tensor=tensor, stages=stages, context=context, data=data,
+                                      expert=expert, context_way=way)  # fmt: skip
+                        yield from _decided(job, base, refused)
+    if job.limits.owns("tp2d"):
+        for mesh in range(2, math.isqrt(ranks) + 1):
+            if ranks % mesh**2 == 0:
+                base = Layout(mesh=mesh, data=ranks // mesh**2, context_way=_ways(job, 1)[0])
+                yield from _decided(job, base, refused)
 
 
-def _way(job: Job) -> ContextWay:
-    return "ring" if job.limits.engine == "megatron" else "ulysses"
+def _decided(job: Job, base: Layout, refused: Counter[str]) -> Iterator[Layout]:
+    """What there is of ``base``, unless the user has decided otherwise."""
+    if _fixed(job, base, ("tensor", "stages", "context", "data", "expert", "mesh")):
+        yield from _refined(job, base, refused)
+
+
+def _ways(job: Job, context: int) -> tuple[ContextWay, ...]:
+    """Of context parallelism: Megatron has a ring, a script of DeepSpeed may have ours."""
+    if job.limits.engine == "megatron":
+        return ("ring",)
+    found: tuple[ContextWay, ...] = ("ulysses", "ring")
+    if context == 1 or not job.limits.owns("ring"):
+        return found[:1]
+    return tuple(way for way in found if job.limits.fixed.get("context_way", way) == way)
 
 
 def _fixed(job: Job, layout: Layout, names: tuple[str, ...]) -> bool:
@@ -61,22 +81,52 @@ def _refined(job: Job, base: Layout, refused: Counter[str]) -> Iterator[Layout]:
         refused["the samples of a step cannot be divided among the replicas"] += 1
         return
     names = ("sequence", "virtual", "zero_stage", "micro_batch", "accumulation", "offload",
-             "hierarchy")  # fmt: skip
+             "hierarchy", "slices")  # fmt: skip
     for sequence in (False, True) if _sequences(job, base) else (False,):
         for micro_batch in divisors(samples):
             if micro_batch > job.limits.most_micro_batch:
                 continue
             for virtual in _virtual(job, base, samples // micro_batch):
-                for zero_stage in _zero_stages(job, base):
-                    for offload in _offloads(job, base, zero_stage):
-                        found = base.replace(
-                            sequence=sequence, micro_batch=micro_batch, virtual=virtual,
-                            accumulation=samples // micro_batch, zero_stage=zero_stage,
-                            offload=offload,
-                            hierarchy=job.limits.fixed.get("hierarchy", base.hierarchy),
-                        )  # fmt: skip
-                        if _fixed(job, found, names):
-                            yield found
+                cut = base.replace(
+                    sequence=sequence, micro_batch=micro_batch, virtual=virtual,
+                    accumulation=samples // micro_batch,
+                )  # fmt: skip
+                if reason := job.model.refuses(job.shape(cut)):
+                    refused[UNCUT + reason] += 1
+                    continue
+                for found in _whole(job, cut):
+                    if _fixed(job, found, names):
+                        yield found
+
+
+def _whole(job: Job, cut: Layout) -> Iterator[Layout]:
+    """``cut`` with everything that does not change what a rank computes, and in slices."""
+    for zero_stage in _zero_stages(job, cut):
+        for offload in _offloads(job, cut, zero_stage):
+            for hierarchy in _levels(job, cut):
+                found = cut.replace(zero_stage=zero_stage, offload=offload, hierarchy=hierarchy)
+                yield found
+                yield from (found.replace(slices=slices) for slices in _slices(job, found))
+
+
+def _slices(job: Job, layout: Layout) -> Iterator[tuple[int, ...]]:
+    """Token slices of a pipeline, which has nothing else that cuts tokens."""
+    cuts_tokens = layout.context > 1 or layout.virtual > 1 or layout.expert > 1
+    if not job.limits.owns("slices") or layout.stages == 1 or cuts_tokens:
+        return
+    given = job.limits.fixed.get("slices")
+    for slices in (tuple(given),) if given else sliced(job, layout):
+        whole = sum(slices) == job.batch.length and len(slices) > 1
+        if whole and job.model.refuses(job.shape(layout.replace(slices=slices))) is None:
+            yield slices
+
+
+def _levels(job: Job, layout: Layout) -> tuple[bool, ...]:
+    """Whether dp and zero go in two levels, where a group has several ranks on several nodes."""
+    if "hierarchy" in job.limits.fixed:
+        return (bool(job.limits.fixed["hierarchy"]),)
+    nodes = job.nodes(layout, "replicas")
+    return (True, False) if 1 < nodes < layout.size("replicas") else (True,)
 
 
 def _unfit(job: Job, layout: Layout) -> str | None:
@@ -84,14 +134,17 @@ def _unfit(job: Job, layout: Layout) -> str | None:
     engine = job.limits.engine
     if layout.stages > job.model.depth:
         return "more stages than layers"
-    if layout.stages > 1 and layout.context > 1 and engine == "deepspeed":
+    ulysses = layout.context > 1 and layout.context_way == "ulysses"
+    if layout.stages > 1 and ulysses and engine == "deepspeed":
         return "DeepSpeed's Ulysses has no pipeline"
     if layout.context > 1 and engine == "neox":
         return "GPT-NeoX has no context parallelism"
     if layout.expert > 1 and (layout.stages > 1 and engine != "megatron"):
         return "DeepSpeed's experts have no pipeline"
+    if layout.mesh > 1:
+        return None  # micro-batches are not known yet
     reason = job.model.refuses(job.shape(layout))
-    return None if reason is None else "the model cannot be cut so: " + reason
+    return None if reason is None else UNCUT + reason
 
 
 def _sequences(job: Job, layout: Layout) -> bool:
@@ -117,7 +170,7 @@ def _zero_stages(job: Job, layout: Layout) -> tuple[int, ...]:
         return (0,)
     if job.limits.engine == "megatron" or layout.stages > 1:
         return (0, 1)
-    return (0, 1, 2) if layout.tensor > 1 else (0, 1, 2, 3)
+    return (0, 1, 2) if layout.innermost > 1 else (0, 1, 2, 3)
 
 
 def _offloads(job: Job, layout: Layout, zero_stage: int) -> tuple[bool, ...]:

@@ -17,8 +17,12 @@ from hybridcomp.upstream.neox.checkout import is_neox
 DOMINO = "deepspeed.runtime.domino"
 #: classes of attention layers that exchange heads for sequence, or let keys go round
 SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAttention"})
+#: class of hybridcomp's own attention over a ring
+RING = "RingAttention"
 #: package of hybridcomp's own layers that are cut over a mesh
 MESH_LAYERS = "hybridcomp.nn.tp2d"
+#: class of hybridcomp's own stages of pipelines over token slices
+SLICED_STAGE = "SlicedStage"
 
 
 def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
@@ -36,6 +40,7 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "tensor": domino or "TensorParallel_Layer" in names or tensor_ranks() > 1,
         "replicas": None if replicas is None else replicas(),
+        "slices": SLICED_STAGE in names,
         "mesh": any(cls.__module__.startswith(MESH_LAYERS) for cls in kinds),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
     }
@@ -44,10 +49,17 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
 def layout(engine: Any) -> dict[str, int | None]:
     """The layout of an engine, by the names of a plan (``config.planned``); None: not known."""
     stages = getattr(engine, "num_stages", None)  # of a PipelineEngine
+    if stages is None:
+        stages = next((one.count for one in engine.module.modules()
+                       if type(one).__name__ == SLICED_STAGE), None)  # fmt: skip
     experts = getattr(engine, "expert_data_parallel_group", None) or {}
+    ring, mesh = _own_cuts(engine.module)
     return {
         "ranks": dist.get_world_size(),
-        "data": dist.get_world_size(engine.data_parallel_group),
+        # ranks that share a sequence by a ring are replicas to the engine
+        "data": dist.get_world_size(engine.data_parallel_group) // ring,
+        "context": ring if ring > 1 else None,
+        "mesh": mesh,
         "tensor": max(tensor_ranks(), engine.autotp_size() or 1),
         "stages": 1 if stages is None else int(stages),
         "expert": None if experts else 1,
@@ -55,6 +67,17 @@ def layout(engine: Any) -> dict[str, int | None]:
         "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
         "accumulation": int(engine.gradient_accumulation_steps()),
     }
+
+
+def _own_cuts(model: Any) -> tuple[int, int]:
+    """Ranks of hybridcomp's rings of a model, and on a side of its meshes; 1 where it has none."""
+    ring = mesh = 1
+    for module in model.modules():
+        if type(module).__name__ == RING:
+            ring = max(ring, dist.get_world_size(module.group))
+        elif type(module).__module__.startswith(MESH_LAYERS):
+            mesh = int(module.mesh.q)
+    return ring, mesh
 
 
 def sequence_size(mpu: Any, mesh_device: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import getpass
 import hashlib
 import os
@@ -74,8 +75,10 @@ def _folder() -> Path:
 def emulated(source: str, *defines: str) -> Emulated:
     """``hybridcomp/kernels/<source>`` built with ``defines`` (``NAME=VALUE``)."""
     library = _folder() / f"{'-'.join((source, *defines))}.so"
-    if not library.is_file():
-        _build(source, defines, library)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of this session may be building it
+        if not library.is_file():
+            _build(source, defines, library)
     return Emulated(library)
 
 

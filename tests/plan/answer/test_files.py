@@ -10,7 +10,7 @@ import pytest
 
 from hybridcomp.codecs import BlockInt
 from hybridcomp.config import load_config
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.plan.answer import files
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.layout import Layout
@@ -62,7 +62,7 @@ def test_offload_and_the_ledger_of_a_trial(tmp_path: Path) -> None:
 def test_megatrons_arguments_and_block(tmp_path: Path) -> None:
     uneven = Layout(
         tensor=2, sequence=True, stages=2, cuts=(4, 2), zero_stage=1, micro_batch=2,
-        accumulation=4, recompute=((1, 2), (2, 3)),
+        accumulation=4, recompute=((1, 2), (2, 3), (4, 5)),
     )  # fmt: skip
     files.write(plan(uneven, engine="megatron"), CLUSTER, tmp_path)
     words = (tmp_path / "megatron_args.txt").read_text().split()
@@ -76,10 +76,36 @@ def test_megatrons_arguments_and_block(tmp_path: Path) -> None:
     assert block == {"preset": "planned", "plan": str(tmp_path / "plan.json")}
     start = (tmp_path / "start.sh").read_text()
     assert "HYBRIDCOMP_CONFIG" in start and "torchrun --nnodes 2 --nproc-per-node 2" in start
-    virtual = Layout(stages=2, virtual=2, cuts=(2, 1, 1, 2), recompute=((1, 3), (3, 5)))
+    assert said["--recompute-num-layers"] == "2"
+    segments = ((1, 3), (3, 5), (5, 7), (7, 9))
+    virtual = Layout(stages=2, virtual=2, cuts=(3, 2, 2, 3), recompute=segments)
     found = files.megatron_arguments(plan(virtual, engine="megatron"))
     assert "--num-virtual-stages-per-pipeline-rank 2" in found
     assert "--recompute-method uniform" in found and "--recompute-num-layers 2" in found
+    other = plan(uneven.replace(recompute=((2, 3),)), engine="megatron")
+    with pytest.raises(HybridcompError, match="Megatron recomputes the first layers"):
+        files.megatron_arguments(other)
+    with pytest.raises(HybridcompError, match="groups of one length"):
+        files.neox_config(plan(uneven, engine="neox"), {}, {})
+    every = files.neox_config(plan(uneven.replace(recompute=tuple((n, n + 1) for n in range(1, 5))),
+                                   engine="neox"), {}, {})  # fmt: skip
+    assert every["checkpoint_activations"] and every["checkpoint_num_layers"] == 1
+    groups = ((1, 3), (3, 5), (5, 6))  # and not the last block, beside which others stand
+    pairs = plan(uneven.replace(cuts=(6, 2), recompute=groups), engine="neox")
+    assert files.neox_config(pairs, {}, {})["checkpoint_num_layers"] == 2
+
+
+def test_blocks_of_a_module_are_what_its_list_holds(tmp_path: Path) -> None:
+    """A module without embedding and head: no layer of its ends is left out of {cuts}."""
+    layout = Layout(stages=2, cuts=(3, 3), recompute=((0, 1), (4, 5)))
+    found = files.places(plan(layout, blocks=(0, 6)), CLUSTER, tmp_path)
+    assert found["{cuts}"] == "3,3" and found["{recompute}"] == "0,4"
+    older = files.places(plan(layout), CLUSTER, tmp_path)
+    assert older["{cuts}"] == "2,2" and older["{recompute}"] == "3"
+    meshed = files.places(plan(Layout(mesh=2, context=1)), CLUSTER, tmp_path)
+    assert meshed["{mesh}"] == "2" and meshed["{slices}"] == "none"
+    sliced = files.places(plan(layout.replace(recompute=(), slices=(70, 58))), CLUSTER, tmp_path)
+    assert sliced["{slices}"] == "70,58"
 
 
 def test_neoxs_file_is_the_users_with_what_the_plan_decides(tmp_path: Path) -> None:

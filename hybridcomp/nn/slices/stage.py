@@ -1,0 +1,146 @@
+"""SlicedStage: a stage as a module whose forward is the whole pipeline's pass over the slices.
+
+An engine such as DeepSpeed's trains it as any module that returns its loss: for autograd all slices
+are one operation, so that every gradient arrives once, scaled as the engine scales the loss, and
+whatever the engine does with gradients (buckets, ZeRO 1 and 2, accumulation over micro-batches,
+clipping) stays its own. Inside, slices run on leaves that share the memory of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.func import functional_call
+
+from hybridcomp.channels import Channels
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.nn.slices.past import Past
+from hybridcomp.nn.slices.pipeline import SlicePipeline
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class _AllSlices(torch.autograd.Function):
+    """Forward and backward of all slices as one operation on the parameters of a stage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pipeline: SlicePipeline, batch: tuple[Tensor, Tensor], *parameters: Tensor
+    ) -> Tensor:
+        """The mean loss on the last stage, 0 on the others."""
+        module = pipeline.stage
+        assert isinstance(module, nn.Module)
+        ctx.pipeline, ctx.leaves = pipeline, leaves_of(parameters)
+        run = OnLeaves(module, ctx.leaves)
+        with torch.enable_grad():
+            ctx.passed = pipeline.forward(*batch, run)
+        return ctx.passed.loss if pipeline.is_last else _nothing(pipeline)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the parameters, scaled by the last stage's gradient of the loss."""
+        with torch.enable_grad():
+            ctx.pipeline.backward(ctx.passed, grads[0])
+        found = [leaf.grad for leaf in ctx.leaves]
+        del ctx.passed, ctx.leaves  # graphs of all slices
+        return None, None, *found
+
+
+class OnLeaves:
+    """A stage with other parameters than its own."""
+
+    def __init__(self, module: nn.Module, leaves: Sequence[Tensor]) -> None:
+        """``leaves``: for its parameters, in their order."""
+        names = (name for name, _ in module.named_parameters())
+        self._module, self._parameters = module, dict(zip(names, leaves, strict=True))
+
+    def __call__(self, values: Tensor, past: Past) -> Tensor:
+        """One slice."""
+        out: Tensor = functional_call(self._module, self._parameters, (values, past))
+        return out
+
+
+def leaves_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Leaves that share the memory of ``parameters`` and know none of their hooks."""
+    return [value.detach().requires_grad_(value.requires_grad) for value in parameters]
+
+
+def _nothing(pipeline: SlicePipeline) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=pipeline.device)
+
+
+class SlicedStage(nn.Module):
+    """This rank's stage of a pipeline over token slices, as a module that returns the loss.
+
+    Attributes:
+        stage: the layers, ``stage(values, past)`` as for ``SlicePipeline``.
+        slices: tokens of each slice; may be set to others between two steps, on all stages alike.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        slices: Sequence[int],
+        width: int,
+        loss: Loss,
+        *,
+        group: ProcessGroup | None = None,
+        channels: Callable[[], Channels | None] | None = None,
+    ) -> None:
+        """Arguments as those of ``SlicePipeline``; dtype and device are those of the parameters.
+
+        Raises ConfigError on slices without tokens.
+        """
+        super().__init__()
+        self.stage = stage
+        self._settings = {"width": width, "loss": loss, "group": group, "channels": channels}
+        self._pipeline = SlicePipeline(stage, slices, **self._settings)  # type: ignore[arg-type]
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """Tokens of each slice."""
+        return self._pipeline.slices
+
+    @slices.setter
+    def slices(self, lengths: Sequence[int]) -> None:
+        self._pipeline = SlicePipeline(self.stage, lengths, **self._settings)  # type: ignore[arg-type]
+
+    @property
+    def count(self) -> int:
+        """Stages of the pipeline."""
+        return self._pipeline.count
+
+    @property
+    def pipeline(self) -> SlicePipeline:
+        """The schedule, for hidden states of the parameters' dtype and device.
+
+        Raises ConfigError where an engine has cut the parameters (ZeRO 3, FSDP2).
+        """
+        first = next(self.stage.parameters())
+        if hasattr(first, "ds_id") or hasattr(first, "placements"):
+            raise ConfigError(
+                "pp", Shown("a stage whose parameters are cut over ranks (ZeRO 3 or FSDP2)"),
+                "token slices need them whole; use ZeRO 0, 1 or 2",
+            )  # fmt: skip
+        self._pipeline.dtype, self._pipeline.device = first.dtype, first.device
+        return self._pipeline
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of the batch (B, T) on the last stage, 0 on the others: a scalar.
+
+        With gradients its backward pass runs that of all slices: call it on all stages. Raises
+        ConfigError on sequences that are not as long as the slices.
+        """
+        pipeline = self.pipeline
+        if not torch.is_grad_enabled():
+            passed = pipeline.forward(tokens, labels)
+            return passed.loss if pipeline.is_last else _nothing(pipeline)
+        loss: Tensor = _AllSlices.apply(  # type: ignore[no-untyped-call]
+            pipeline, (tokens, labels), *self.stage.parameters()
+        )
+        return loss

@@ -1,0 +1,61 @@
+"""What layers on a mesh send (``hybridcomp.nn.tp2d``): blocks of every product, both ways.
+
+Every rank hands its block of the left factor to its row and that of the right one to its column;
+what a backward pass makes is summed along the same lines. Numbers of values are those of this
+rank's block, which goes to each of the other ranks of its line once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridcomp.plan.models.model import Block, Messages, Shape
+
+
+def product(shape: Shape, inputs: float, outputs: float) -> Messages:
+    """Of a linear layer, its forward pass."""
+    values, weight = _blocks(shape, inputs, outputs)
+    return Messages(mesh=(Block("activations", "row", values), Block("weights", "column", weight)))
+
+
+def gradients(shape: Shape, inputs: float, outputs: float) -> Messages:
+    """Of a linear layer, its backward pass: both blocks again, and the sums of both gradients."""
+    values, weight = _blocks(shape, inputs, outputs)
+    sums = Block("gradients", "row", values), Block("gradients", "column", weight)
+    return Messages(mesh=(*product(shape, inputs, outputs).mesh, *sums))
+
+
+def _blocks(shape: Shape, inputs: float, outputs: float) -> tuple[float, float]:
+    return shape.tokens * inputs / shape.mesh, inputs * outputs / shape.mesh**2
+
+
+def block(
+    shape: Shape, hidden: float, query: float, keys: float, between: Sequence[float]
+) -> tuple[Messages, Messages]:
+    """Forward and backward of a transformer's block; ``between``: widths of the MLP's inputs."""
+    sizes = [(hidden, query + 2 * keys), (query, hidden), *((hidden, width) for width in between),
+             (between[0], hidden)]  # fmt: skip
+    return (
+        Messages(mesh=tuple(one for size in sizes for one in product(shape, *size).mesh)),
+        Messages(mesh=tuple(one for size in sizes for one in gradients(shape, *size).mesh)),
+    )
+
+
+def look_up(table: float) -> tuple[Messages, Messages]:
+    """Forward and backward of an embedding: every rank knows the tokens of its row already."""
+    return (
+        Messages(mesh=(Block("weights", "column", table),)),
+        Messages(mesh=(Block("gradients", "column", table),)),
+    )
+
+
+def output(shape: Shape, hidden: float, words: float, tied: bool) -> tuple[Messages, Messages]:
+    """Forward and backward of the output: a linear layer, or the embedding's table once more."""
+    if not tied:
+        return product(shape, hidden, words), gradients(shape, hidden, words)
+    logits, table = shape.tokens * words / shape.mesh, hidden * words / shape.mesh**2
+    weights, rows = Block("weights", "column", table), Block("gradients", "row", logits)
+    return (
+        Messages(mesh=(weights, Block("activations", "row", logits))),
+        Messages(mesh=(rows, weights, rows, Block("gradients", "column", table))),
+    )

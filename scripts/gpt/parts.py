@@ -1,0 +1,63 @@
+"""The linear layers and norms of the example's blocks, by how a configuration cuts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from gpt.apex import fused_norm
+from gpt.weights import Draw, ModelConfig
+
+
+def megatron() -> Any:
+    """The module of layers that megatron-core cuts."""
+    from gpt import tensor_parallel  # imports megatron-core, which few need
+
+    return tensor_parallel
+
+
+def mesh() -> Any:
+    """The module of layers that hybridcomp cuts over a mesh."""
+    from gpt import two_dimensional  # imports hybridcomp, which the example does without
+
+    return two_dimensional
+
+
+def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: int = 1) -> nn.Module:
+    """A linear layer; with tensor parallelism its outputs, ``parts`` matrices, are cut."""
+    if config.tp2d > 1:
+        meshed: nn.Module = mesh().linear(inputs, outputs, draw, parts)
+        return meshed
+    if config.tp > 1:
+        cut: nn.Module = megatron().Column(inputs, outputs, draw, parts)
+        return cut
+    layer = nn.Linear(inputs, outputs, bias=False)
+    draw(layer.weight)
+    return layer
+
+
+def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module:
+    """A linear layer that adds to the residual stream; tensor parallelism cuts its inputs."""
+    if config.tp2d > 1:
+        meshed: nn.Module = mesh().linear(inputs, outputs, draw.residual)
+        return meshed
+    if config.tp > 1:
+        cut: nn.Module = megatron().Row(inputs, outputs, draw.residual)
+        return cut
+    layer = nn.Linear(inputs, outputs, bias=False)
+    draw.residual(layer.weight)
+    return layer
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """The norm of ``config``, NVIDIA apex's where it is installed and there is a GPU."""
+    if config.tp2d > 1:
+        cut: nn.Module = mesh().norm(config)
+        return cut
+    fused = fused_norm(config.norm)
+    if fused is not None:
+        return fused(config.width)
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.width, eps=1e-5)
+    return nn.LayerNorm(config.width)

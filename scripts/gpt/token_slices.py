@@ -1,0 +1,149 @@
+"""The example in a pipeline over token slices (hybridcomp.nn.slices). Used with --slices.
+
+With one long sequence there are no micro-batches that could fill a pipeline; slices of the sequence
+do (TeraPipe, ICML 2021). Every rank is one stage under a plain DeepSpeed engine, to which the whole
+pass is one operation; ranks are counted as DeepSpeed's pipelines count them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpt.data import Batch
+from gpt.layouts import ParallelismError
+from gpt.loop import PlainTrainer
+from gpt.model import Block, kinds, loss_of
+from gpt.weights import ModelConfig
+from hybridcomp.nn.slices import Past, SlicedStage, attend, chosen_slices
+
+__all__ = ["SliceTrainer", "attend", "build", "trainer"]
+
+
+class Layers(nn.Module):
+    """The layers of one stage: tokens or hidden states of a slice to hidden states or logits."""
+
+    def __init__(self, config: ModelConfig, cuts: Sequence[int], stage: int, length: int) -> None:
+        """``cuts``: blocks of each stage. ``length``: tokens of a whole sequence."""
+        super().__init__()
+        every = kinds(config)
+        stops = [0, *(1 + stop for stop in accumulate(cuts))]  # the embedding with the first
+        stops[-1] = len(every)  # norm and output with the last
+        first, last = list(pairwise(stops))[stage]
+        self.layers = nn.ModuleList(every[n](config, n) for n in range(first, last))
+        for block in self.blocks:
+            block.whole = length
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Those of the layers that look at earlier slices."""
+        return [layer for layer in self.layers if isinstance(layer, Block)]
+
+    def forward(self, values: Tensor, past: Past) -> Tensor:
+        """One slice, behind the tokens of ``past``."""
+        for block in self.blocks:
+            block.past = past
+        for layer in self.layers:
+            values = layer(values)
+        for block in self.blocks:
+            block.past = None
+        return values
+
+
+def build(config: ModelConfig, arguments: argparse.Namespace, topology: Any) -> tuple[Any, Any]:
+    """The stage of this rank, its sequences in one piece for now, and DeepSpeed's grid.
+
+    ``topology``: DeepSpeed's where --tp cuts the layers, None without.
+    """
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+
+    stages, length = arguments.pp, arguments.length
+    if topology is None:
+        replicas = dist.get_world_size() // stages
+        topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=1, num_dp=replicas)
+    grid = PipelineParallelGrid(topology=topology)
+    stage = grid.get_stage_id()
+    each, rest = divmod(config.layers, stages)
+    blocks = arguments.cuts or [each + (number < rest) for number in range(stages)]
+    layers = Layers(config, blocks, stage, length)
+    if stage and config.tp == 1:  # else DeepSpeed's norm of gradients (ZeRO 0) leaves them out
+        for parameter in layers.parameters():
+            parameter.model_parallel = True  # type: ignore[attr-defined]
+    group = grid.get_pipe_parallel_group()
+    return SlicedStage(layers, (length,), config.width, loss_of(config), group=group), grid
+
+
+def trainer(engine: Any, arguments: argparse.Namespace) -> SliceTrainer:
+    """What trains a stage in the slices that --slices asks for. Raises ParallelismError."""
+    found = SliceTrainer(engine, engine.module.pipeline.loss)
+    cut_tokens(engine.module, arguments.slices, arguments.length, found.share.micro_batch)
+    return found
+
+
+def cut_tokens(stage: SlicedStage, asked: str, length: int, batch: int) -> None:
+    """Give ``stage`` its slices: ``asked`` is ``auto``, a number of slices, or their lengths.
+
+    Raises ParallelismError where they are not those of ``length`` tokens.
+    """
+    if asked == "auto":
+        found, granule = chosen_slices(stage, length, batch)
+        stage.slices = found.lengths(granule)
+        if dist.get_rank() == 0:
+            took = f"{found.seconds(stage.count):.3g} s a micro-batch, by times of this moment"
+            print(f"slices {','.join(map(str, stage.slices))}: {took}", flush=True)
+        return
+    stage.slices = lengths_of(asked, length)
+
+
+def lengths_of(asked: str, length: int) -> tuple[int, ...]:
+    """Tokens of each slice: one number is how many there are. Raises ParallelismError.
+
+    ``auto`` gives one slice, for the time being.
+    """
+    if asked == "auto":
+        return (length,)
+    try:
+        numbers = tuple(map(int, asked.split(",")))
+    except ValueError:
+        numbers = ()
+    if len(numbers) == 1 and 1 <= numbers[0] <= length:
+        stops = [length * n // numbers[0] for n in range(numbers[0] + 1)]
+        return tuple(stop - start for start, stop in pairwise(stops))
+    if not numbers or min(numbers) < 1 or sum(numbers) != length:
+        raise ParallelismError(
+            f"--slices {asked}: expected auto, how many slices (1 to {length}), or their tokens "
+            f"with commas between, {length} together"
+        )
+    return numbers
+
+
+class SliceTrainer(PlainTrainer):
+    """A DeepSpeedEngine around a stage: the module returns the loss, on the last stage alone."""
+
+    def step(self, batches: Iterator[Batch]) -> float:
+        """One pass of the pipeline for each micro-batch; DeepSpeed knows when to update."""
+        losses = []
+        for tokens, labels in batches:
+            loss = self.engine(tokens, labels)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        return self._mean(losses)
+
+    def evaluate(self, batches: Iterator[Batch]) -> float:
+        """Forward only."""
+        self.engine.eval()
+        with torch.no_grad():
+            losses = [self.engine(tokens, labels) for tokens, labels in batches]
+        self.engine.train()
+        return self._mean(losses)
+
+    def _mean(self, losses: list[Tensor]) -> float:
+        """Over replicas: all stages but the last bring nothing."""
+        return super()._mean(losses) * int(self.engine.module.count)

@@ -1,0 +1,137 @@
+"""The example in a pipeline over token slices under DeepSpeed: as the whole model, compressed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+import train_gpt
+from gpt import layouts, token_slices
+from tests.ranks import run_ranks
+from tests.training.slice_trainer import LENGTH, Job, Outcome, run
+
+pytest.importorskip("deepspeed")
+
+QUIET = {"min_bytes": 0, "ledger": {"every": 10**6}}
+EIGHT: dict[str, Any] = {"pp": {"codec": "blockint", "bits": 8}, **QUIET}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Every job, by name: what each of two ranks saw."""
+    folder = str(tmp_path_factory.mktemp("slices") / "checkpoint")
+    jobs = {
+        "whole": Job(slices=""),
+        "unsliced": Job(slices="1"),
+        "sliced": Job(folder=folder, save=2),
+        "resumed": Job(folder=folder, load=True),
+        "every token": Job(slices="24"),
+        "auto": Job(slices="auto"),
+        "bf16": Job(more={"bf16": {"enabled": True}}),
+        "none": Job(block={"preset": "none", **QUIET}),
+        "lossless": Job(block={"pp": "mpc", **QUIET}),
+        "eight": Job(block=EIGHT),
+        "zero 3": Job(stage=3),
+    }
+    found = run_ranks(2, run, list(jobs.values()), timeout=300.0)
+    return {name: [rank[index] for rank in found] for index, name in enumerate(jobs)}
+
+
+def first(outcomes: dict[str, list[Any]], name: str) -> Outcome:
+    """What rank 0 saw; all see the same losses."""
+    for outcome in outcomes[name]:
+        assert isinstance(outcome, Outcome), outcome
+        assert outcome.losses == outcomes[name][0].losses
+    found: Outcome = outcomes[name][0]
+    return found
+
+
+def test_trains_as_unsliced_and_as_the_whole_model(outcomes: dict[str, list[Any]]) -> None:
+    """Clipping acts in every step, so the norm is that of all stages."""
+    whole = first(outcomes, "whole")
+    assert whole.losses[-1] < whole.losses[0]
+    for name in ("unsliced", "sliced", "every token", "auto"):
+        found = first(outcomes, name)
+        assert found.losses == pytest.approx(whole.losses, rel=1e-6), name
+        assert found.valid == pytest.approx(whole.valid, rel=1e-6), name
+    assert first(outcomes, "bf16").losses == pytest.approx(whole.losses, rel=1e-2)
+    assert first(outcomes, "resumed").losses == first(outcomes, "sliced").losses[2:]
+
+
+def test_stages_and_slices_are_those_asked_for(outcomes: dict[str, list[Any]]) -> None:
+    one, two = outcomes["sliced"]
+    assert one.layers == ["Embedding", "Block"]
+    assert two.layers == ["Block", "Block", "FinalNorm", "Output"]
+    assert one.slices == (7, 9, 5, 3) and one.told["stages"] == 2
+    assert len(outcomes["every token"][0].slices) == LENGTH
+    chosen = outcomes["auto"][0].slices
+    assert sum(chosen) == LENGTH and chosen == outcomes["auto"][1].slices
+
+
+def test_lossless_is_native_and_every_slice_is_counted(outcomes: dict[str, list[Any]]) -> None:
+    native = first(outcomes, "sliced").losses
+    for name in ("none", "lossless"):
+        assert first(outcomes, name).losses == native, name
+    eight = first(outcomes, "eight").losses
+    assert eight != native and eight == pytest.approx(native, rel=5e-3)
+    passes = 2 * 4 * 4  # micro-batches, slices, steps; and two validations forward
+    for rank, (way, other) in enumerate((("forward", "backward"), ("backward", "forward"))):
+        encoded, plain = (outcomes[name][rank].ledger for name in ("eight", "none"))
+        more = 2 * 4 if way == "forward" else 0
+        assert encoded[way][:2] == (passes + more, 0) and plain[way][1] == plain[way][0]
+        assert encoded[way][2] < 0.35 * plain[way][2]
+        assert encoded[other] == (0, 0, 0)
+
+
+def test_weights_that_are_cut_are_refused(outcomes: dict[str, list[Any]]) -> None:
+    assert "cut over ranks (ZeRO 3" in outcomes["zero 3"][0]
+
+
+def test_replicas_of_a_sliced_pipeline() -> None:
+    """Two pipelines of two stages: ZeRO 1 and 2, error feedback between them; and tensor ranks."""
+    feedback = {"dp": {"codec": "blockint", "bits": 8, "error_feedback": True}, **EIGHT}
+    jobs = [
+        Job(slices="", replicas=2), Job(), Job(stage=1), Job(stage=2), Job(stage=1, block=feedback),
+        Job(slices=""), Job(tp=2, stage=1),
+    ]  # fmt: skip
+    for ranks in run_ranks(4, run, jobs, timeout=300.0):
+        whole, *native, encoded, plain, cut = ranks
+        for found in native:
+            assert found.losses == pytest.approx(whole.losses, rel=1e-6)
+        assert encoded.losses == pytest.approx(whole.losses, rel=1e-2)
+        assert encoded.losses != native[1].losses
+        assert cut.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pp", "1"], "expected --pp of at least 2"),
+        (["--engine", "ddp"], "--engine deepspeed"),
+        (["--tp2d", "2"], "no --tp2d"),
+        (["--cp", "2"], "no --cp"),
+        (["--recompute", "0"], "no --recompute"),
+        (["--tie-embeddings"], "no --tie-embeddings"),
+        (["--slices", "0"], "how many slices"),
+        (["--slices", "64,32"], "128 together"),
+        (["--slices", "64,x"], "expected auto"),
+    ],
+)
+def test_what_slices_do_not_go_with(words: list[str], said: str) -> None:
+    base = ["--deepspeed_config", "x", "--pp", "2", "--slices", "auto"]
+    arguments: argparse.Namespace = train_gpt.parse([*base, *words])
+    with pytest.raises(layouts.ParallelismError, match=said):
+        layouts.check(arguments, {})
+
+
+def test_zero_3_is_refused_before_anything_is_built() -> None:
+    arguments = train_gpt.parse(["--deepspeed_config", "x", "--pp", "2", "--slices", "2"])
+    with pytest.raises(layouts.ParallelismError, match="stage 0, 1 or 2"):
+        layouts.check(arguments, {"zero_optimization": {"stage": 3}})
+
+
+def test_lengths_of_slices() -> None:
+    assert token_slices.lengths_of("3", 128) == (42, 43, 43)
+    assert token_slices.lengths_of("100,28", 128) == (100, 28)
