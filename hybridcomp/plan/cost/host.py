@@ -72,6 +72,11 @@ class Blocks:
         """Of all blocks."""
         return float(self.row.blocks * self.row.parameters)
 
+    @property
+    def repeated(self) -> range:
+        """All of them."""
+        return range(self.row.blocks)
+
     def layers(self, shape: Shape) -> tuple[Layer, ...]:
         """Equal blocks, of which nothing is kept: nobody asks a small training for memory."""
         row, one = self.row, float(self.row.parameters)

@@ -133,8 +133,8 @@ def _verdict(rows: Sequence[Row]) -> Iterator[str]:
     asked = ""
     if len(rows) < LEAST_ROWS or rates < LEAST_RATES or len({row.ranks for row in rows}) < 2:
         asked = (
-            f" They ask for at least {LEAST_ROWS} configurations over {LEAST_RATES} rates, of 2 and "
-            f"4 ranks: here are {len(rows)} over {rates}, so this is a part of what was asked."
+            f" They ask for at least {LEAST_ROWS} configurations over {LEAST_RATES} rates, of 2 "
+            f"and 4 ranks: here are {len(rows)} over {rates}, so this is a part of what was asked."
         )
     yield f"Of the aims, {', '.join(said)}.{asked}"
 
