@@ -44,7 +44,7 @@ def two() -> Results:
     short = Job(steps=6)
     jobs = {
         "plain": Job(),
-        "tied bf16": Job(tied=True, bf16=True, steps=6),
+        "tied bf16": Job(tied=True, bf16=True, steps=10),
         "evaluate": replace(short, evaluate=True),
         "dynamic": replace(short, dynamic=True),
         "checkpoint": replace(short, checkpoint=True),
@@ -70,10 +70,10 @@ def three() -> Results:
 @pytest.fixture(scope="module")
 def four() -> Results:
     jobs = {
-        "tied bf16": Job(tied=True, bf16=True, steps=6),
-        "tied zero": Job(tied=True, zero=1, steps=6),
-        "tied": Job(tied=True, steps=6),
-        "partitioned": Job(model_parallel=2, steps=6),
+        "tied bf16": Job(tied=True, bf16=True, steps=10),
+        "tied zero": Job(tied=True, zero=1, steps=10),
+        "tied": Job(tied=True, steps=10),
+        "partitioned": Job(model_parallel=2, steps=10),
     }
     blocks = dict.fromkeys(jobs, COMMON)
     blocks["tied zero"] = blocks["tied bf16"] = [*COMMON, "lossy", "gathered"]
