@@ -158,6 +158,16 @@ def discover(hierarchy: Hierarchy) -> Nodes:
     raise AssertionError("every rank has a host")
 
 
+def machines(device: str) -> list[tuple[int, str]]:
+    """Node and device of every rank; a collective through the rendezvous store.
+
+    ``device``: the name of this rank's.
+    """
+    nodes = discover("auto")
+    said = tell({"device": device}, what="device")
+    return [(node, str(one["device"])) for node, one in zip(nodes.of_rank, said, strict=True)]
+
+
 def _host() -> str:
     boot = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else ""
     return f"{socket.gethostname()} {boot}"

@@ -44,11 +44,14 @@ class Planned:
         path: of the file.
         block: the dimensions and other keys that it chose.
         layout: the facts of its layout, by names out of ``FACTS``.
+        machines: node and device of every rank that was measured for it; a node below 0 is not
+            known. Empty where the cluster was described by hand.
     """
 
     path: str
     block: Mapping[str, Any]
     layout: Mapping[str, int]
+    machines: tuple[tuple[int, str], ...] = ()
 
 
 def read(written: Mapping[str, Any]) -> Planned | None:
@@ -98,4 +101,14 @@ def _checked(path: str, plan: Mapping[str, Any]) -> Planned:
         todo = f"{wrong[0]} is no number" if wrong else "its layout says nothing"
         raise problem("plan", path, f"{todo}; plan again")
     ranks = math.prod(facts.get(name, 1) for name in DEGREES) * facts.get("mesh", 1) ** 2
-    return Planned(path, block, {"ranks": ranks, **facts})
+    return Planned(path, block, {"ranks": ranks, **facts}, _machines(path, plan.get("machines")))
+
+
+def _machines(path: str, written: object) -> tuple[tuple[int, str], ...]:
+    """Node and device by rank; none in the plan of an older version or of a described cluster."""
+    rows = [] if written is None else written
+    if not isinstance(rows, list) or not all(
+        isinstance(row, list) and list(map(type, row)) == [int, str] for row in rows
+    ):
+        raise problem("plan", path, "its machines are no list of nodes and devices; plan again")
+    return tuple((node, device) for node, device in rows)

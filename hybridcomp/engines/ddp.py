@@ -28,6 +28,7 @@ from hybridcomp.channels import NAME
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, native_nbytes
+from hybridcomp.collectives.wire import POOL, first
 from hybridcomp.engines import rules, steps, windows
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.ddp_layout import BucketLayout
@@ -120,6 +121,7 @@ class _Pending:
     gradients: Tensor
     message: Tensor  # what travels: the gradients, or the table of ``layout``
     layout: BucketLayout | None
+    buffer: Tensor | None  # the memory of ``message`` where that is a table
 
 
 class Reducer:
@@ -144,14 +146,13 @@ class Reducer:
             self._pending.clear()  # of a pass that an exception ended
             self._follow_rebuilt()
         self._check_join()
-        gradients.mul_(1.0 / self._world_size)
         raw_nbytes = native_nbytes.all_reduce_nbytes(
             gradients.numel(), gradients.dtype, self._world_size
         )
         codec = self._channel.codec(gradients.numel(), gradients.dtype, self._group)
         if codec is None:
             self._channel.native(raw_nbytes)
-            future = self._native(gradients)
+            future = self._native(gradients.mul_(1.0 / self._world_size))
         else:
             future = torch.futures.Future(devices=_devices(gradients))
             with self._beside(gradients):
@@ -167,20 +168,24 @@ class Reducer:
         self, bucket: Any, gradients: Tensor, codec: Codec, raw_nbytes: int, future: Bucket
     ) -> _Pending:
         """Send the first message of a bucket."""
-        layout, message = None, gradients
+        layout, message, buffer, factor = None, gradients, None, 1.0 / self._world_size
         # low rank wants whole matrices, and takes each by itself anyway; what residuals are added
         # to keeps its layout when a lossless codec takes them along
         by_parameter = self._channel.error_feedback or not codec.lossless
         if by_parameter and codec.low_rank is None:
             layout = self._layout(bucket)
-            message = layout.pack(gradients)
+            buffer = POOL.take(layout.numel * gradients.itemsize, gradients.device)
+            message = first(buffer, layout.numel * gradients.itemsize).view(gradients.dtype)
+            layout.pack(gradients, factor, message)
+        else:
+            gradients.mul_(factor)
         pieces = None
         if self._channel.wants_pieces(codec):
             pieces = _pieces(bucket) if layout is None else layout.pieces
         handle = self._channel.all_reduce(
             message, codec, self._group, raw_nbytes=raw_nbytes, pieces=pieces, async_op=True
         )
-        return _Pending(handle, future, gradients, message, layout)
+        return _Pending(handle, future, gradients, message, layout, buffer)
 
     def _layout(self, bucket: Any) -> BucketLayout:
         parameters = bucket.parameters()
@@ -211,6 +216,7 @@ class Reducer:
             one.handle.wait()
             if one.layout is not None:
                 one.layout.unpack(one.message, one.gradients)
+                POOL.give(one.buffer)
             one.future.set_result(one.gradients)  # on a GPU: once this stream has got here
 
     @contextmanager

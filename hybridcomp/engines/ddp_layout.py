@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hybridcomp.channels.error_feedback import Piece
@@ -61,13 +62,23 @@ class BucketLayout:
                 found.append(Piece("", 0, place.chunk - held))
         return found
 
-    def pack(self, gradients: Tensor) -> Tensor:
-        """The flat table of ``gradients``, a new tensor with zeros as padding."""
-        table = gradients.new_zeros(self.rows, self.columns)
-        for values, whole, rest in self._views(gradients, table):
-            whole.copy_(values[: whole.numel()].view_as(whole))
-            rest.copy_(values[whole.numel() :])
-        return table.view(-1)
+    @property
+    def numel(self) -> int:
+        """Elements of the table."""
+        return self.rows * self.columns
+
+    def pack(self, gradients: Tensor, factor: float, flat: Tensor) -> None:
+        """Write ``factor`` times ``gradients`` into the table ``flat``, with zeros as padding."""
+        table = flat.view(self.rows, self.columns)
+        for place, (values, whole, rest) in zip(
+            self._parameters, self._views(gradients, table), strict=True
+        ):
+            torch.mul(values[: whole.numel()].view_as(whole), factor, out=whole)
+            torch.mul(values[whole.numel() :], factor, out=rest)
+            if place.numel < self.rows * place.chunk:
+                columns = table[:, place.column : place.column + place.chunk]
+                columns[place.whole, rest.numel() :].zero_()
+                columns[place.whole + 1 :].zero_()
 
     def unpack(self, flat: Tensor, gradients: Tensor) -> None:
         """Write the table ``flat`` back into ``gradients``."""

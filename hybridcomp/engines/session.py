@@ -18,11 +18,12 @@ from hybridcomp import process
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK, CompressionConfig, describe
+from hybridcomp.devices import device_name
 from hybridcomp.log import say_once
 from hybridcomp.policy import Dimension
-from hybridcomp.rules.planned import hold_to_plan
+from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import EngineSession
-from hybridcomp.topology import Ranks
+from hybridcomp.topology import Ranks, machines
 
 #: a block in any of the forms in which a user has it
 Source = Mapping[str, Any] | str | Path | CompressionConfig
@@ -56,6 +57,7 @@ def session_of(
     for another number of ranks.
     """
     hold_to_plan(block, {"ranks": dist.get_world_size()})
+    hold_to_machines(block, lambda: machines(device_name(device)))
     found = EngineSession(Channels(block), device, kept_in="torch.distributed.checkpoint")
     say(*describe(block, absent))
     path = block.ledger.jsonl

@@ -66,6 +66,11 @@ class _Case:
         return self.kind, self.dtype
 
 
+def trained_size(device: torch.device) -> BlockSize:
+    """The block of the small trainings, where nobody names one: some milliseconds each way."""
+    return GPU.blocks[0] if device.type == "cuda" else CPU.blocks[3 * len(CPU.blocks) // 4]
+
+
 def dtypes_of(device: torch.device) -> dict[str, torch.dtype]:
     """Dtypes that trainings have on ``device``."""
     return {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +12,6 @@ from hybridcomp.agreement import versions
 from hybridcomp.measure.team import Team
 
 cuda: Any = torch.cuda  # parts of it are untyped
-CPU_INFO = Path("/proc/cpuinfo")
-
-
-def device_name(device: torch.device) -> str:
-    """The name of the GPU, or that of the processor with the threads that torch uses of it."""
-    if device.type == "cuda":
-        return str(cuda.get_device_name(device))
-    name = platform.processor() or platform.machine()
-    if CPU_INFO.is_file():
-        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        name = models[0] if models else name
-    threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 
 def memory_nbytes(device: torch.device, ranks_on_node: int) -> int:

@@ -8,21 +8,26 @@ from typing import Any, TypeVar
 
 import torch
 
+from hybridcomp.devices import device_name
 from hybridcomp.log import say
 from hybridcomp.measure.block import BlockSize
-from hybridcomp.measure.clock import clock_for, on_device
+from hybridcomp.measure.clock import Clock, clock_for, on_device
 from hybridcomp.measure.coders import coding_rows, copy_rows, merged
-from hybridcomp.measure.kernels import DTYPES, kernel_rows
+from hybridcomp.measure.kernels import DTYPES, kernel_rows, trained_size
 from hybridcomp.measure.links import link_rows
-from hybridcomp.measure.machine import device_name, made, memory_nbytes
+from hybridcomp.measure.machine import made, memory_nbytes
 from hybridcomp.measure.messages import message_rows
 from hybridcomp.measure.team import Budget, Team, connected, shapes_of
+from hybridcomp.measure.trainings import training_rows
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.rows import Coding, Copy, Kernel, Rank
 from hybridcomp.topology import Hierarchy, discover
 
-#: shares of the time at whose end the parts are over: kernels, codecs, copies, messages, links
-UNTIL = {"kernels": 0.22, "codecs": 0.42, "copies": 0.44, "messages": 0.58, "links": 1.0}
+#: shares of the time at whose end the parts are over
+UNTIL = {
+    "kernels": 0.12, "codecs": 0.26, "copies": 0.27, "messages": 0.36, "links": 0.64,
+    "trainings": 1.0,
+}  # fmt: skip
 Row = TypeVar("Row", Coding, Copy)
 
 
@@ -68,9 +73,30 @@ def measure(
                 shapes, DTYPES[dtype],
             )  # fmt: skip
             cluster = replace(cluster, links=tuple(links), encoded=tuple(encoded))
+        cluster = _trained(team, clock, budget, cluster, blocks)
         spent = budget.spent()
         say(f"{spent:5.1f} s: done")
         return replace(cluster, made=made(team, spent, dtype))
+
+
+def _trained(
+    team: Team, clock: Clock, budget: Budget, cluster: Cluster, blocks: Sequence[BlockSize]
+) -> Cluster:
+    """The cluster with small trainings, and with what their block took beside them."""
+    part = budget.part(UNTIL["trainings"], "small trainings by the engine")
+    size = blocks[0] if blocks else trained_size(team.device)
+    memory = cluster.ranks[team.rank].nbytes
+    trainings, own = training_rows(team, clock, part, size, memory)
+    newer = {_case(row): row for rows in team.gather(own) for row in rows}
+    kernels = [
+        replace(row, seconds=newer.pop(_case(row)).seconds) if _case(row) in newer else row
+        for row in cluster.kernels
+    ]
+    return replace(cluster, kernels=(*kernels, *newer.values()), trainings=tuple(trainings))
+
+
+def _case(row: Kernel) -> tuple[object, ...]:
+    return row.rank, row.kind, row.dtype, row.size
 
 
 def _gathered(

@@ -1,8 +1,9 @@
 """What an engine can run of a layout: recomputation as it is asked for, and layers of our own.
 
 Megatron recomputes the first layers of every chunk (``--recompute-method block``), as many in each,
-or all of them in segments of one length (``uniform``). GPT-NeoX recomputes every block or none. A
-script under DeepSpeed says itself which layers it recomputes.
+or all of them in segments of one length (``uniform``). GPT-NeoX cuts the modules of a stage into
+groups of one length and recomputes those that hold nothing but blocks. A script under DeepSpeed
+says itself which layers it recomputes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ OWN_CUTS = {"ring": "context_way", "tp2d": "mesh", "slices": "slices"}
 RECOMPUTE_REASONS = {
     "megatron": "Megatron recomputes the first layers of every chunk, as many in each, or all in "
     "segments of one length",
-    "neox": "GPT-NeoX recomputes every block or none",
+    "neox": "GPT-NeoX recomputes groups of one length that hold nothing but blocks",
     "deepspeed": "a slice that ran forward twice would look at the keys of earlier slices twice",
 }
+
+#: modules of GPT-NeoX before the blocks of its first stage, and behind those of its last one
+BEFORE, BEHIND = 2, 3
 
 Segments = tuple[tuple[int, int], ...]
 
@@ -42,7 +46,8 @@ def recomputations(engine: str, layout: Layout, blocks: range) -> Iterator[Segme
     chunks = block_chunks(layout, blocks)
     most = max(map(len, chunks), default=0)
     if engine == "neox":
-        yield first_blocks(chunks, most)
+        found = (interval_segments(chunks, length) for length in range(1, most + 1))
+        yield from (segments for segments in found if segments)
     if engine == "megatron":
         yield from (first_blocks(chunks, count) for count in range(1, most + 1))
         yield from (
@@ -57,6 +62,23 @@ def recomputations(engine: str, layout: Layout, blocks: range) -> Iterator[Segme
 def first_blocks(chunks: Sequence[Sequence[int]], count: int) -> Segments:
     """The first ``count`` blocks of every chunk, each for itself."""
     return tuple(sorted((block, block + 1) for chunk in chunks for block in chunk[:count]))
+
+
+def interval_segments(chunks: Sequence[Sequence[int]], length: int) -> Segments:
+    """What GPT-NeoX recomputes with ``checkpoint_num_layers`` of ``length``.
+
+    The groups are those of DeepSpeed's ``PipelineModule``, which begin anew on every stage.
+    """
+    found = []
+    for stage, chunk in enumerate(chunks):
+        first = BEFORE if stage == 0 else 0
+        last = first + len(chunk)
+        total = last + (BEHIND if stage == len(chunks) - 1 else 0)
+        for start in range(0, total, length):
+            stop = min(start + length, total)
+            if first <= start and stop <= last:
+                found.append((chunk[start - first], chunk[stop - 1 - first] + 1))
+    return tuple(sorted(found))
 
 
 def can_recompute(engine: str, layout: Layout, blocks: range) -> bool:

@@ -97,6 +97,8 @@ class Plan:
     weights and messages, ``"bf16"``, ``"fp16"`` or ``"fp32"``. engine: who shall run it,
     ``"deepspeed"``, ``"megatron"`` or ``"neox"``. blocks: the first of the model's layers that is a
     block, and the one behind the last; None where a plan of an earlier version did not say.
+    machines: node and device of every rank that was measured, a node below 0 where nobody
+    knows it; empty for a cluster described by hand.
     """
 
     layout: Layout
@@ -109,6 +111,7 @@ class Plan:
     dtype: str
     engine: str
     blocks: tuple[int, int] | None = None
+    machines: tuple[tuple[int, str], ...] = ()
 
     @property
     def repeated(self) -> range:
@@ -127,6 +130,7 @@ class Plan:
             **{name: getattr(self, name) for name in _NAMES},
             **({} if self.blocks is None else {"blocks": list(self.blocks)}),
             "layout": self.layout.to_json(),
+            "machines": [list(one) for one in self.machines],
             "block": self.block,
             "choices": [[*key, choice.written] for key, choice in self.choices],
             "prediction": self.prediction.to_json(),
@@ -150,6 +154,7 @@ class Plan:
                 Prediction.from_json(data["prediction"]),
                 **{name: data[name] for name in _NAMES},
                 blocks=tuple(data["blocks"]) if "blocks" in data else None,
+                machines=tuple((node, device) for node, device in data.get("machines", ())),
             )
         except (KeyError, TypeError) as error:
             raise HybridcompError(f"plan: {error}; expected what hybridcomp plan wrote") from None

@@ -6,7 +6,7 @@ between other ranks, and what the plan predicted of step and memory says nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import show
@@ -32,3 +32,40 @@ def hold_to_plan(block: CompressionConfig, facts: Mapping[str, int | None]) -> N
         raise ConfigError(
             f"{BLOCK}.plan", show(plan.path), f"this job has {', '.join(differ)}; {todo}"
         )
+
+
+def hold_to_machines(
+    block: CompressionConfig, found: Callable[[], Sequence[tuple[int, str]]]
+) -> None:
+    """Raise ConfigError where the ranks are not those that the plan of ``block`` was measured on.
+
+    ``found`` gives the node and the device of every rank of the job; it may be a collective, and is
+    called only where the plan knows its machines. The number of threads of a CPU is not looked at.
+    """
+    plan = block.planned
+    if plan is None or not plan.machines:
+        return
+    now = found()
+    for index, ((was_on, was), (is_on, device)) in enumerate(zip(plan.machines, now, strict=False)):
+        if _plain(was) != _plain(device):
+            _refuse(plan.path, f"rank {index} was {_plain(was)} and is {_plain(device)}")
+        for other in range(index):
+            together = plan.machines[other][0] == was_on
+            if was_on >= 0 and together != (now[other][0] == is_on):
+                how = ("one node", "two") if together else ("two nodes", "one")
+                _refuse(
+                    plan.path, f"ranks {other} and {index} were on {how[0]} and are on {how[1]}"
+                )
+
+
+def _plain(device: str) -> str:
+    return device.partition(", ")[0]
+
+
+def _refuse(path: str, differ: str) -> None:
+    raise ConfigError(
+        f"{BLOCK}.plan",
+        show(path),
+        f"was measured on another cluster: {differ}; run `hybridcomp measure` with the launcher of "
+        "this job, and plan again",
+    )

@@ -20,14 +20,15 @@ import torch.distributed as dist
 from hybridcomp import process, wandb_run
 from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
+from hybridcomp.devices import device_name
 from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.reporter import Event, describe_run, report_interval
 from hybridcomp.routing import layer_scope
 from hybridcomp.rules import ds_check, neox
-from hybridcomp.rules.planned import hold_to_plan
+from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import ATTRIBUTE as SESSION
 from hybridcomp.session import WHEN_ATTACHED, EngineSession, agree_on, session_of
-from hybridcomp.topology import ranks_of
+from hybridcomp.topology import machines, ranks_of
 from hybridcomp.upstream import late
 from hybridcomp.upstream.ds import job_facts, record, step_messages
 from hybridcomp.upstream.ds.job_facts import loss_scale
@@ -105,6 +106,7 @@ def _plan(block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]) -> l
 def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
     """Begin the engine's session; tag engine, optimizer and parameters with its channels."""
     hold_to_plan(block, job_facts.layout(engine))
+    hold_to_machines(block, lambda: machines(device_name(engine.device)))
     session = EngineSession(
         Channels(block),
         engine.device,

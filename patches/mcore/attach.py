@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from hybridcomp import process
+from hybridcomp.devices import device_name
 from hybridcomp.patching import Seam
-from hybridcomp.rules.planned import hold_to_plan
+from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
+from hybridcomp.topology import machines
 from hybridcomp.upstream.mcore import groups
 
 REQUIREMENT = groups.REQUIREMENT
@@ -80,6 +82,8 @@ def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..
         session = process.own_session()
         if session is not None:
             hold_to_plan(session.channels.config, groups.layout())
+            own = device_name(session.device)
+            hold_to_machines(session.channels.config, lambda: machines(own))
             session.place(groups.data_parallel())
             # gradients are fp32 or bf16, which is not known yet: what pays for bf16 does for fp32
             session.measure(groups.replicas(), torch.bfloat16)

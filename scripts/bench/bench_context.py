@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
 """Attention over ranks by sequence length: a ring, Ulysses and gathered keys, encoded and not.
 
-One command, as root: ``python scripts/bench/bench_context.py --lengths 2048 4096 --ratio 4``. Nodes
-of a netlab, one rank on each, compute one causal attention forward and backward: by the ring of
+One command, as root: ``python scripts/bench/bench_context.py --lengths 2048 4096``. Nodes of a
+netlab, one rank on each, compute one causal attention forward and backward: by the ring of
 ``hybridcomp.nn``, by all-to-all of heads for sequence (Ulysses), and with keys and values of all
-ranks gathered. All three compute with the same blocks and send through the channel ``cp``. They
-take turns, so that noise of the machine hits all of them; medians are printed.
+ranks gathered. All three compute with the same blocks and send through the channel ``cp``. All take
+turns, over links without limit and at every rate, so that noise of the machine hits all of them;
+medians are printed. Where ranks share cores each is given a ``--share`` of one.
 
-*computing* is a pass over links that are not shaped. ``--ratio R`` chooses the rate at which the
-native ring's bytes need R times as long as its computing does; ``--rate`` names one. *allowed* is
-the longer of computing and of what the bytes need; *used* is that over what was measured.
+*computing* is a pass of the native codec over links that are not shaped. For each length ``--ratio
+R`` chooses the rate at which the native ring's bytes need R times as long as its computing does.
+*allowed* is the least that the bytes of a row allow its method beside that computing: a ring hides
+a message behind a block (``report.allowed``), the other two hide nothing. *used* is that over what
+was measured. *overlap* is the longer of computing and of what the bytes need, over what was
+measured, which a method reaches that hides everything.
 """
 
 from __future__ import annotations
@@ -17,17 +21,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
+from bench.context_bench import report
+from bench.context_bench.links import VARIABLE, Links, served
 from lab.cluster import Lab
-from lab.layout import LabError, Layout, Rates, parse_rate, show_rate
+from lab.layout import LabError, Layout
 
 #: name of a row's codec -> the setting of ``cp``
 CODECS: dict[str, Any] = {
@@ -36,102 +42,51 @@ CODECS: dict[str, Any] = {
     "8 bits": {"codec": "blockint", "bits": 8},
     "4 bits": {"codec": "blockint", "bits": 4},
 }
-METHODS = ("ring", "Ulysses", "gather")
+#: passes over links without limit that the rate of the links is taken from
+LOOKS = 4
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of all lengths and rates. Raises LabError where a rank fails."""
+    root = Path(__file__).resolve().parents[1]
+    path = f"{root}:{root.parent}:{os.environ.get('PYTHONPATH', '')}"
+    words = [sys.executable, __file__, "--rank", *sys.argv[1:]]
+    deadline = time.monotonic() + 3600
+    with tempfile.TemporaryDirectory() as folder, Lab(Layout.parse(args.layout)) as lab:
+        env = {"PYTHONPATH": path, VARIABLE: str(Path(folder, "links"))}
+        with served(env[VARIABLE], lab.shape) as links, lab.started(words, env=env) as team:
+            while not team.any_ended and time.monotonic() < deadline:
+                links.serve(0.2)
+            team.wait(10.0)
+    if any(team.statuses):
+        raise LabError("\n".join(team.texts))
+    rows: list[dict[str, Any]] = json.loads(team.texts[0].splitlines()[-1])
+    return rows
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One rank: seconds and bytes of every method, printed as JSON by rank 0."""
+    """One rank: seconds and bytes of every method and rate; rank 0 prints them as JSON."""
+    import contextlib
+
     import torch
     import torch.distributed as dist
 
-    from bench.context_bench import methods
-    from hybridcomp import process
-    from hybridcomp.channels import Channels
-    from hybridcomp.config import CompressionConfig
+    from bench.context_bench.passes import rows_of
+    from lab.quota import share_of_core
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = []
-    for length in args.lengths:
-        size = methods.Size(length, args.heads, args.kept, args.width)
-        tensors = methods.draw(size, getattr(torch, args.dtype))
-        exact: dict[str, list[torch.Tensor]] = {}
-        runs: list[tuple[str, str, Callable[[], list[torch.Tensor]]]] = []
-        for method in METHODS:
-            for codec in args.codecs:
-                block = {"cp": CODECS[codec], "min_bytes": 0}
-                block["ledger"] = {"every": 1_000_000, "sample_every": 0}
-                channels = Channels(CompressionConfig.parse(block))
-                runs.append((method, codec, methods.prepare(method, tensors, size, channels)))
-                rows.append({"length": length, "method": method, "codec": codec, "seconds": []})
-                rows[-1]["channels"] = channels
-        own = rows[-len(runs) :]
-        for turn in range(args.rounds + 1):
-            for (method, codec, run), row in zip(runs, own, strict=True):
-                process.use(row["channels"])
-                row["channels"].ledger.restart()
-                dist.barrier()
-                start = time.perf_counter()
-                found = run()
-                dist.barrier()
-                if turn:  # the first touches the buffers
-                    row["seconds"].append(time.perf_counter() - start)
-                    continue
-                if codec == "native":
-                    exact[method] = found
-                row["nbytes"] = methods.sent(row["channels"])
-                row["error"] = methods.distance(found, exact.get(method))
-        for row in own:
-            del row["channels"]
-    process.use(None)
+    core = min(os.sched_getaffinity(0))
+    share: Any = share_of_core(args.share, core) if args.share else contextlib.nullcontext()
+    codecs = {name: CODECS[name] for name in args.codecs}
+    with share, Links() as links:
+        rows = [row for length in args.lengths for row in rows_of(length, codecs, args, links)]
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def measure(args: argparse.Namespace, rate: int | None) -> list[dict[str, Any]]:
-    """The rows of all lengths at one rate. Raises LabError where a rank fails."""
-    root = Path(__file__).resolve().parents[1]
-    path = f"{root}:{root.parent}:{os.environ.get('PYTHONPATH', '')}"
-    with Lab(Layout.parse(args.layout), Rates(rate)) as lab:
-        words = [sys.executable, __file__, "--rank", *sys.argv[1:]]
-        result = lab.run(words, env={"PYTHONPATH": path}, timeout=3600, echo="none")
-    if result.status:
-        raise LabError("\n".join(result.outputs))
-    rows: list[dict[str, Any]] = json.loads(result.outputs[0].splitlines()[-1])
-    return rows
-
-
-def rate_for(ratio: float, row: dict[str, Any]) -> int:
-    """Bits a second at which the bytes of a row need ``ratio`` times its computing."""
-    return int(8 * row["nbytes"] / (ratio * statistics.median(row["seconds"])))
-
-
-def report(free: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], rate: int) -> str:
-    """A Markdown table; ``free``: the same rows over links that are not shaped."""
-    lines = [
-        "| tokens | method | codec | MB a rank | of native | error | computing ms | allowed ms "
-        "| measured ms | used |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    native = {
-        (row["length"], row["method"]): row["nbytes"] for row in rows if row["codec"] == "native"
-    }
-    for alone, row in zip(free, rows, strict=True):
-        computing, taken = (statistics.median(r["seconds"]) for r in (alone, row))
-        allowed = max(computing, 8 * row["nbytes"] / rate)
-        raw = native.get((row["length"], row["method"]))
-        part = f"{row['nbytes'] / raw:.3f}" if raw else "-"
-        error = "-" if row["error"] is None else f"{row['error']:.1e}"
-        lines.append(
-            f"| {row['length']} | {row['method']} | {row['codec']} | {row['nbytes'] / 1e6:.3f} "
-            f"| {part} | {error} | {computing * 1e3:.0f} | {allowed * 1e3:.0f} "
-            f"| {taken * 1e3:.0f} | {allowed / taken:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -143,13 +98,18 @@ def parse() -> argparse.Namespace:
     add("--kept", type=int, default=4, help="heads of keys and values")
     add("--width", type=int, default=64, help="of a head")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add("--methods", nargs="+", default=list(report.METHODS), choices=list(report.METHODS))
     add("--codecs", nargs="+", default=list(CODECS), choices=list(CODECS))
     add("--ratio", type=float, nargs="+", default=[1.0, 4.0], metavar="R")
-    add("--rate", help="instead of --ratio, such as 200mbit")
     add("--rounds", type=int, default=5)
+    add("--looks", type=int, default=LOOKS, help=argparse.SUPPRESS)
+    add("--share", type=float, metavar="F", help="of a core for each rank")
     add("--out", type=Path, metavar="FILE", help="all rows as JSON")
     add("--rank", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    found = parser.parse_args(arguments)
+    if found.codecs[0] != "native" or found.methods[0] != "ring":
+        parser.error("--codecs, --methods: expected native and ring first, which set the rates")
+    return found
 
 
 def main() -> int:
@@ -159,23 +119,11 @@ def main() -> int:
         rank_main(args)
         return 0
     load = os.getloadavg()[0]
-    free = measure(args, None)
-    ring = next(row for row in free if (row["method"], row["codec"]) == ("ring", args.codecs[0]))
-    rates = [rate_for(ratio, ring) for ratio in args.ratio]
-    if args.rate:
-        rates = [rate for rate in [parse_rate(args.rate)] if rate is not None]
-    kept: list[dict[str, Any]] = []
-    for rate in rates:
-        rows = measure(args, rate)
-        kept += [{**row, "rate": rate} for row in rows]
-        print(
-            f"\n{args.layout} nodes at {show_rate(rate)}; {args.heads} heads of {args.width}, "
-            f"{args.kept} of keys, {args.dtype}, causal, forward and backward; median of "
-            f"{args.rounds}; load of the machine before: {load:.2f}\n"
-        )
-        print(report(free, rows, rate))
+    kept = {"options": {**vars(args), "out": None}, "load": load, "rows": measure(args)}
+    print(report.tables(kept))
     if args.out:
-        args.out.write_text(json.dumps({"free": free, "shaped": kept}))
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(kept, indent=1) + "\n")
     return 0
 
 

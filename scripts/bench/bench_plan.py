@@ -1,38 +1,44 @@
 #!/usr/bin/env python3
 """How well ``hybridcomp plan`` predicts: steps of many layouts and blocks over shaped links.
 
-One command, as root, with data of scripts/prepare_data.py:
+As root, with data of scripts/prepare_data.py:
 
-    python scripts/bench/bench_plan.py --data data/text --ranks 2 --rates 100mbit 400mbit 2gbit
+    python scripts/bench/bench_plan.py trainings --ranks 2 --rates 200mbit 600mbit 2gbit
+    python scripts/bench/bench_plan.py slow
+    python scripts/bench/bench_plan.py report --out docs/results/planner.md
 
-For each rate a netlab is built, ``hybridcomp measure`` runs on its ranks, every configuration is
-predicted from that file alone (nothing is fitted to a training), then trained by train_gpt.py with
-the files that the planner writes. Printed: both seconds a step, the miss, Spearman's correlation
-over all, and how much slower the configuration that was predicted to be the fastest is than the
-fastest that was measured.
+``trainings``: every configuration is trained by train_gpt.py with the files that the planner
+writes, all side by side, in turns, of which one at a time makes a step. At each rate half of the
+turns come before ``hybridcomp measure`` and half behind it: a machine whose speed changes by the
+minute is then the same to both. Every configuration is predicted from that file alone; nothing is
+fitted to these trainings. ``slow``: the same for four ranks with shares of a core, one of them with
+half of the others', in even stages and in those of the planner, who knows only the measurement.
+``report`` makes the page of the results of both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from hybridcomp.compare.launch import fill
-from hybridcomp.plan.answer import files, trial
+from bench.plan_bench import slow, trained
+from bench.plan_bench.report import Row, page, told
+from bench.plan_bench.trained import Model
+from bench.training_bench.runners import CellError
+from bench.training_bench.turns import Job as Turns
 from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost.calibrate import calibrated
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.predict import plan_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines import cluster_file
+from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.plan import Plan
 from hybridcomp.plan.request import Batch, Limits
@@ -41,7 +47,6 @@ from lab.cluster import Lab
 from lab.layout import LabError, Rates, parse_rate
 from lab.layout import Layout as Nodes
 
-ROOT = Path(__file__).resolve().parents[1]
 #: what is compressed, by name: blocks of a ds_config
 BLOCKS: dict[str, dict[str, Any]] = {
     "native": {"preset": "none"},
@@ -49,138 +54,112 @@ BLOCKS: dict[str, dict[str, Any]] = {
                "pp": {"codec": "blockint", "bits": 8}},
     "recommended": {"preset": "recommended"},
 }  # fmt: skip
-SAMPLES, LENGTH, MICRO_BATCH = 16, 128, 2
-#: seconds that one training may take
-PATIENCE_S = 600.0
+#: by ranks: replicas, stages, ZeRO stage, and the blocks that are tried
+TRIED: dict[int, tuple[tuple[int, int, int, tuple[str, ...]], ...]] = {
+    2: (
+        (2, 1, 0, ("native", "8 bits", "recommended")),
+        (2, 1, 1, ("8 bits",)),
+        (2, 1, 2, ("native", "8 bits")),
+        (1, 2, 0, ("native", "recommended")),
+    ),
+    4: (
+        (4, 1, 0, ("native", "8 bits")),
+        (4, 1, 1, ("recommended",)),
+        (2, 2, 1, ("native", "8 bits")),
+        (1, 4, 0, ("native",)),
+    ),
+}
+#: steps of every training before the first rate, and after every change of the rate
+WARM, SETTLE = 2, 1
 
 
-@dataclass(frozen=True)
-class Row:
-    """One configuration at one rate."""
-
-    rate: str
-    layout: str
-    block: str
-    predicted: float
-    measured: float
-
-    @property
-    def miss(self) -> float:
-        """How much longer it took than predicted, as a share."""
-        return self.measured / self.predicted - 1
-
-
-def layouts(ranks: int) -> list[Layout]:
-    """What ``ranks`` ranks are tried as: replicas at ZeRO 0 to 2, stages, both."""
-    found = [_layout(ranks, 1, stage) for stage in (0, 1, 2)]
-    found.append(_layout(1, ranks, 0))
-    if ranks > 2:
-        found.append(_layout(ranks // 2, 2, 1))
-    return found
-
-
-def _layout(data: int, stages: int, zero_stage: int) -> Layout:
-    accumulation = SAMPLES // (data * MICRO_BATCH)
+def layout_of(model: Model, data: int, stages: int, zero_stage: int) -> Layout:
+    """Replicas and stages of the example."""
+    accumulation = model.samples // (data * model.micro_batch)
     return Layout(
-        data=data, stages=stages, zero_stage=zero_stage, micro_batch=MICRO_BATCH,
+        data=data, stages=stages, zero_stage=zero_stage, micro_batch=model.micro_batch,
         accumulation=accumulation, hierarchy=False,
     )  # fmt: skip
 
 
-def plans(model: Sequence[str], cluster: Path, ranks: int) -> list[tuple[str, Plan]]:
-    """Every configuration with its prediction, from the file of ``hybridcomp measure`` alone."""
+def plans(model: Model, cluster: Cluster, ranks: int) -> list[tuple[str, Plan]]:
+    """Every configuration with its prediction, from a measurement alone."""
     limits = Limits(dtype="fp32", recompute=False)
-    job = Job(read_model(model), cluster_file.read(cluster), Batch(SAMPLES, LENGTH), limits)
+    words = ["train_gpt.py", *model.words, "--vocabulary", str(model.vocabulary)]
+    batch = Batch(model.samples, model.length)
+    job = calibrated(Job(read_model(words), cluster, batch, limits))
     found = []
-    for layout in layouts(ranks):
-        for name, block in BLOCKS.items():
-            choices = Choices.of_block(block)
-            feedback = any(choice.error_feedback for _, choice in choices)
-            for work in list(Placer(job).places(layout, feedback))[:1]:
-                found.append((name, plan_of(job, work, choices, name)))
+    for data, stages, zero_stage, names in TRIED[ranks]:
+        for name in names:
+            choices = Choices.of_block(BLOCKS[name])
+            layout = layout_of(model, data, stages, zero_stage)
+            work = next(Placer(job).places(layout, False))
+            found.append((name, plan_of(job, work, choices, name)))
     return found
 
 
-def run(lab: Lab, words: Sequence[str]) -> None:
-    """Run ``words`` on every rank. Raises LabError with the output of the rank that failed."""
-    path = f"{ROOT}:{ROOT.parent}:{os.environ.get('PYTHONPATH', '')}"
-    result = lab.run(words, env={"PYTHONPATH": path}, timeout=PATIENCE_S, echo="none")
-    if result.status:
-        failed = next(i for i, status in enumerate(result.statuses) if status)
-        raise LabError(result.outputs[failed][-3000:])
-
-
-def trained(lab: Lab, plan: Plan, cluster: Path, folder: Path, args: argparse.Namespace) -> float:
-    """Median seconds a step of a training with the planner's own files."""
-    base = json.loads((ROOT.parent / "configs" / "ds_zero1_baseline.json").read_text())
-    script = [sys.executable, "-m", "hybridcomp.run", str(ROOT / "train_gpt.py")]
-    words = [
-        *script, *model_words(args), "--data", str(args.data), "--steps", str(args.steps),
-        "--pp", "{stages}", "--cuts", "{cuts}", "--eval-batches", "0", "--print-every", "1000",
-        "--deepspeed_config", "{config}", "--log", str(folder / trial.LOG),
-    ]  # fmt: skip
-    made = cluster_file.read(cluster)
-    files.write(plan, made, folder, base, words, folder / trial.LEDGER)
-    run(lab, fill(words, files.places(plan, made, folder)))
-    return trial.seconds_a_step(folder / trial.LOG, plan)
-
-
-def model_words(args: argparse.Namespace) -> list[str]:
-    """The model, in the words of train_gpt.py."""
-    return ["--layers", str(args.layers), "--width", str(args.width), "--heads", "4",
-            "--length", str(LENGTH)]  # fmt: skip
-
-
-def at_rate(rate: str, args: argparse.Namespace) -> list[Row]:
-    """Measure, predict and train at one rate."""
-    folder = (args.out / f"{args.ranks}ranks_{rate}").resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    cluster, rows = folder / "cluster.json", []
-    with Lab(Nodes.parse(str(args.ranks)), Rates(parse_rate(rate))) as lab:
-        if not cluster.is_file():
-            block = f"{MICRO_BATCH}x{LENGTH}x{args.width}x4"
-            words = ["--out", str(cluster), "--seconds", str(args.seconds), "--block", block]
-            run(lab, [sys.executable, "-m", "hybridcomp.measure", *words])
-        model = ["train_gpt.py", *model_words(args), "--vocabulary", str(args.vocabulary)]
-        for number, (name, plan) in enumerate(plans(model, cluster, args.ranks)):
-            where = folder / f"{number}"
-            where.mkdir(exist_ok=True)
-            measured = trained(lab, plan, cluster, where, args)
-            row = Row(rate, str(plan.layout), name, plan.prediction.seconds, measured)
-            rows.append(row)
-            print(f"{rate:>9} {row.layout:22} {name:12} predicted {row.predicted:7.3f} s, "
-                  f"measured {measured:7.3f} s, {row.miss:+6.1%}", flush=True)  # fmt: skip
+def at_rate(
+    rate: str, lab: Lab, model: Model, jobs: Sequence[Turns], args: argparse.Namespace
+) -> list[Row]:
+    """Half of the turns, the measurement, the other half; then the predictions."""
+    lab.shape(Rates(parse_rate(rate)))
+    trained.turns(jobs, SETTLE)
+    first = len(jobs[0].said[0])
+    trained.turns(jobs, args.turns // 2)
+    path = args.folder / f"{args.ranks}ranks_{rate}.json"
+    trained.measured(lab, model, path, args.seconds)
+    trained.turns(jobs, args.turns - args.turns // 2)
+    rows = []
+    for job, (name, plan) in zip(
+        jobs, plans(model, cluster_file.read(path), args.ranks), strict=True
+    ):
+        told_ = plan.prediction
+        rows.append(Row(
+            args.ranks, rate, str(plan.layout), name, told_.seconds, trained.seconds(job, first)
+        ))  # fmt: skip
+        print(rows[-1], flush=True)
     return rows
 
 
-def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's rank correlation."""
-    ranks = [[float(sorted(values).index(value)) for value in values] for values in (first, second)]
-    return statistics.correlation(*ranks)
+def trainings(args: argparse.Namespace) -> None:
+    """All configurations at all rates; the rows go to a file of the folder."""
+    model = Model()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    steps = WARM + len(args.rates) * (SETTLE + args.turns) + 1
+    rows: list[Row] = []
+    with Lab(Nodes.parse(str(args.ranks)), Rates(parse_rate(args.rates[0]))) as lab:
+        path = args.folder / f"{args.ranks}ranks_first.json"
+        if not path.is_file():  # the planner writes files for a measured cluster alone
+            trained.measured(lab, model, path, args.seconds)
+        cluster = cluster_file.read(path)
+        with trained.session(lab, args.ranks) as session:
+            jobs = []
+            for number, (_, plan) in enumerate(plans(model, cluster, args.ranks)):
+                folder = (args.folder / f"{args.ranks}ranks_{number}").resolve()
+                jobs.append(trained.started(
+                    session, plan, cluster, model, args.data, folder, steps
+                ))  # fmt: skip
+            trained.turns(jobs, WARM)
+            for rate in args.rates:
+                rows += at_rate(rate, lab, model, jobs, args)
+                out = args.folder / f"rows{args.ranks}.json"
+                out.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
+    print("\n".join(told(rows)))
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """What a reader wants to know of all rows, as Markdown."""
-    misses = sorted(abs(row.miss) for row in rows)
-    rank = spearman([row.predicted for row in rows], [row.measured for row in rows])
-    lines = [
-        "| rate | layout | block | predicted s | measured s | miss |", "|---|---|---|---|---|---|",
-        *(f"| {r.rate} | {r.layout} | {r.block} | {r.predicted:.3f} | {r.measured:.3f} "
-          f"| {r.miss:+.1%} |" for r in rows),
-        "",
-        f"{len(rows)} configurations: Spearman {rank:.3f}, miss {statistics.median(misses):.1%} "
-        f"median, {misses[int(0.9 * (len(misses) - 1))]:.1%} p90.",
-    ]  # fmt: skip
-    for rate in dict.fromkeys(row.rate for row in rows):
-        own = [row for row in rows if row.rate == rate]
-        chosen = min(own, key=lambda row: row.predicted)
-        best = min(own, key=lambda row: row.measured)
-        lines.append(
-            f"At {rate} {chosen.layout}, {chosen.block} is chosen: "
-            f"{chosen.measured / best.measured - 1:.1%} slower than the fastest "
-            f"({best.layout}, {best.block})."
-        )
-    return "\n".join(lines)
+def slow_rank(args: argparse.Namespace) -> None:
+    """Even stages and the planner's, one of four ranks slowed by half."""
+    args.folder.mkdir(parents=True, exist_ok=True)
+    found = slow.compared(args.folder, args.data, args.seconds, args.turns)
+    (args.folder / "slow.json").write_text(json.dumps(found._asdict(), indent=1) + "\n")
+    print(found)
+
+
+def report(args: argparse.Namespace) -> None:
+    """The page of the results."""
+    text = page(args.folder)
+    args.out.write_text(text)
+    print(text)
 
 
 def main() -> int:
@@ -188,28 +167,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
-    add("--ranks", type=int, choices=(2, 4), default=2, help="one a node (2)")
-    add("--rates", nargs="+", default=["100mbit", "400mbit", "2gbit"])
-    add("--layers", type=int, default=4)
-    add("--width", type=int, default=256)
-    add("--vocabulary", type=int, default=257, help="of the data; bytes and an end (257)")
-    add("--steps", type=int, default=12)
-    add("--seconds", type=float, default=60.0, help="of hybridcomp measure at each rate")
-    add("--out", type=Path, default=Path("runs/plan"), metavar="FOLDER")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, run in (("trainings", trainings), ("slow", slow_rank), ("report", report)):
+        one = commands.add_parser(name)
+        one.set_defaults(run=run)
+        one.add_argument("--folder", type=Path, default=Path("runs/plan"), help="of rows and files")
+        if name == "report":
+            one.add_argument("--out", type=Path, default=Path("docs/results/planner.md"))
+            continue
+        one.add_argument("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
+        one.add_argument("--turns", type=int, default=8, help="timed steps (at each rate)")
+        one.add_argument("--seconds", type=float, default=40.0, help="of hybridcomp measure")
+        if name == "trainings":
+            one.add_argument("--ranks", type=int, choices=tuple(TRIED), default=2)
+            one.add_argument("--rates", nargs="+", default=["200mbit", "600mbit", "2gbit"])
     args = parser.parse_args()
-    rows: list[Row] = []
     try:
-        for rate in args.rates:
-            rows += at_rate(rate, args)
-            (args.out / f"rows{args.ranks}.json").write_text(
-                json.dumps([vars(row) for row in rows], indent=1) + "\n"
-            )
-    except LabError as error:
+        args.run(args)
+    except (LabError, CellError) as error:
         print(f"bench_plan: {error}", file=sys.stderr)
         return 1
-    print(summary(rows))
     return 0
 
 

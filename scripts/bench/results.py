@@ -23,6 +23,7 @@ from hybridcomp.compare.report import as_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
+from bench.context_bench import chapter as context
 from bench.loss_chapters import Missing, Study, loss_chapter, torch_chapter, untimed
 from bench.training_bench import chapters, gpu_chapter, gpu_losses, paper
 from studies import gather_tables, segment_tables
@@ -96,6 +97,12 @@ CHAPTERS = (
         "Losses at equal or fewer bytes",
         chapters.equal_bytes_chapter,
         f"{BENCH} --losses",
+    ),
+    Chapter(
+        "context",
+        "Long sequences",
+        context.chapter,
+        "scripts/bench/bench_context.py and bench_slices.py",
     ),
     Chapter(
         "gpu", "On a GPU", gpu_chapter_of, "scripts/bench/bench_gpu_training.py, gpu_losses.py"

@@ -140,7 +140,8 @@ def test_layout_of_a_bucket(world_size: int) -> None:
     numels = [100, 1, 64, 97]
     layout = BucketLayout(["a", "b", "c", "d"], numels, world_size)
     gradients = torch.arange(1.0, sum(numels) + 1)
-    flat = layout.pack(gradients)
+    flat = torch.full((layout.numel,), torch.nan)  # what another message has left there
+    layout.pack(2.0 * gradients, 0.5, flat)
     assert layout.columns % 32 == 0 and flat.numel() == layout.columns * world_size
     back = torch.zeros_like(gradients)
     layout.unpack(flat, back)

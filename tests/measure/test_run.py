@@ -15,7 +15,16 @@ import torch
 
 from hybridcomp import cli, doctor
 from hybridcomp.codecs import make_codec
-from hybridcomp.measure import coders, command, kernels, links, messages, options, report
+from hybridcomp.measure import (
+    coders,
+    command,
+    kernels,
+    links,
+    messages,
+    options,
+    report,
+    trainings,
+)
 from hybridcomp.measure.block import Block, BlockSize
 from hybridcomp.measure.clock import HostClock, Run
 from hybridcomp.measure.run import measure
@@ -29,7 +38,7 @@ SMALL = kernels.Sizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,))
 
 
 @contextlib.contextmanager
-def little() -> Iterator[None]:
+def little(stages: tuple[int, ...] = ()) -> Iterator[None]:
     """Few and small cases, so that a measurement takes a second."""
     codecs = [make_codec("blockint", bits=4), make_codec("blockint"), make_codec("expcode")]
     with (
@@ -41,17 +50,19 @@ def little() -> Iterator[None]:
         mock.patch.object(links, "SIZES", (1 << 12, 1 << 14, 1 << 16)),
         mock.patch.object(links, "BUSY_SIZES", (1 << 14,)),
         mock.patch.object(messages, "NUMELS", (1 << 10, 1 << 13)),
+        mock.patch.object(trainings, "ZERO_STAGES", stages),
+        mock.patch.object(trainings, "LEAST", 1),
     ):
         yield
 
 
-def measured(ranks_per_node: int) -> Cluster:
-    with little():
+def measured(ranks_per_node: int, stages: tuple[int, ...] = ()) -> Cluster:
+    with little(stages):
         return measure(torch.device("cpu"), 1.0, hierarchy=ranks_per_node)
 
 
 def test_two_ranks(on_ranks: RunRanks, tmp_path: Path) -> None:
-    cluster, other = on_ranks(2, measured, 2)
+    cluster, other = on_ranks(2, measured, 2, (2,))
     assert cluster == other
     assert (cluster.world_size, cluster.nodes) == (2, 1)
     operations = {row.operation for row in cluster.links}
@@ -66,6 +77,11 @@ def test_two_ranks(on_ranks: RunRanks, tmp_path: Path) -> None:
     assert cluster.made["backend"] == "gloo"
     kept = [row.kept_nbytes for row in cluster.kernels if row.kind == "block_forward"]
     assert min(kept) > 14 * 32 * 64 * 2
+    assert [(row.zero_stage, row.blocks, bool(row.block)) for row in cluster.trainings] == [
+        (2, trainings.FEW, False), (2, trainings.MANY, False),
+        *[(2, trainings.MANY, True)] * len(trainings.STYLES),
+    ]  # fmt: skip
+    assert all(row.micro.value > 0 and row.last.value > 0 for row in cluster.trainings)
     path = tmp_path / "cluster.json"
     cluster_file.write(cluster, path)
     again = cluster_file.read(path)

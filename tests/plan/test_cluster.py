@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hybridcomp.errors import HybridcompError
@@ -224,19 +226,10 @@ def test_kernels_by_their_curve_else_by_products_else_by_flops() -> None:
         cluster.copy("to_host", 10)
 
 
-@pytest.mark.parametrize(("ranks", "said"), [
-    ([(0, "CPU")] * 4, "it has 8 ranks, the job has 4"),
-    ([(0, "CPU")] * 7 + [(1, "CPU")], "rank 4 was CPU on node 1 and is CPU on node 0"),
-    ([(n // 4, "GPU") for n in range(8)], "rank 0 was CPU on node 0 and is GPU on node 0"),
-])  # fmt: skip
-def test_a_measurement_of_another_cluster_is_noticed(
-    ranks: list[tuple[int, str]], said: str
-) -> None:
-    with pytest.raises(HybridcompError, match=said):
-        machine().check(ranks)
-
-
 def test_this_cluster_is_known_again() -> None:
     cluster = machine()
-    cluster.check([(rank.node, rank.device) for rank in cluster.ranks])
+    assert cluster.machines == tuple((n // 4, "CPU") for n in range(8))
+    claimed = replace(cluster, made={"nodes known by": "compression.hierarchy"})
+    assert claimed.machines[5] == (-1, "CPU")
+    assert replace(cluster, by_hand=True).machines == ()
     assert (cluster.nodes, cluster.ranks_per_node, cluster.nodes_of([0, 1, 5])) == (2, 4, 2)

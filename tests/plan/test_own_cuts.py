@@ -284,8 +284,10 @@ def test_megatron_recomputes_heads_of_chunks_or_segments_of_all() -> None:
         assert can_recompute("megatron", layout.replace(recompute=asked), blocks) is can
     virtual = Layout(stages=2, virtual=2, cuts=(3, 2, 2, 2))
     assert ((1, 2), (3, 4), (5, 6), (7, 8)) in recomputations("megatron", virtual, range(1, 8))
+    # its first stage has two modules before the blocks, its last one three behind them
     every_one = tuple((n, n + 1) for n in blocks)
-    assert list(recomputations("neox", layout, blocks)) == [every_one]
+    pairs, three = ((1, 3), (3, 4), (4, 6)), ((2, 4),)
+    assert list(recomputations("neox", layout, blocks)) == [every_one, pairs, three]
 
 
 @pytest.mark.parametrize("engine", ["megatron", "neox"])

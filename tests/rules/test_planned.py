@@ -11,7 +11,7 @@ import pytest
 from hybridcomp import cli
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.rules.planned import hold_to_plan
+from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
 from tests.ranks import run_ranks
 
 LAYOUT = {"data": 2, "tensor": 1, "stages": 1, "zero_stage": 1}
@@ -39,6 +39,41 @@ def test_what_differs_is_said_and_what_is_not_known_is_not_asked(tmp_path: Path)
     )
     assert said in str(caught.value)
     hold_to_plan(CompressionConfig.parse({"preset": "recommended"}), {"ranks": 7})
+
+
+@pytest.mark.parametrize(("now", "said"), [
+    ([(0, "A CPU, 4 threads"), (0, "A CPU, 4 threads"), (1, "A CPU, 4 threads")], None),
+    ([(7, "A CPU, 2 threads"), (7, "A CPU, 2 threads"), (5, "A CPU, 2 threads")], None),
+    ([(0, "A CPU"), (0, "A GPU"), (1, "A CPU")], "rank 1 was A CPU and is A GPU"),
+    ([(0, "A CPU"), (1, "A CPU"), (2, "A CPU")], "ranks 0 and 1 were on one node and are on two"),
+    ([(0, "A CPU"), (0, "A CPU"), (0, "A CPU")], "ranks 0 and 2 were on two nodes and are on one"),
+])  # fmt: skip
+def test_other_machines_are_refused_in_one_sentence(
+    tmp_path: Path, now: list[tuple[int, str]], said: str | None
+) -> None:
+    path = Path(plan(tmp_path))
+    written = json.loads(path.read_text())
+    machines = [[0, "A CPU, 4 threads"], [0, "A CPU, 4 threads"], [1, "A CPU, 4 threads"]]
+    path.write_text(json.dumps({**written, "machines": machines}))
+    config = CompressionConfig.parse(block(str(path)))
+    if said is None:
+        hold_to_machines(config, lambda: now)
+        return
+    with pytest.raises(ConfigError) as caught:
+        hold_to_machines(config, lambda: now)
+    assert f"was measured on another cluster: {said}; run `hybridcomp measure`" in str(caught.value)
+
+
+def test_a_plan_without_machines_asks_nobody_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    path = Path(plan(tmp_path))
+    hold_to_machines(CompressionConfig.parse(block(str(path))), pytest.fail)
+    unknown = {**json.loads(path.read_text()), "machines": [[-1, "A CPU"], [-1, "A CPU"]]}
+    path.write_text(json.dumps(unknown))
+    config = CompressionConfig.parse(block(str(path)))
+    hold_to_machines(config, lambda: [(0, "A CPU"), (1, "A CPU")])  # nobody knew the nodes
+    path.write_text(json.dumps({**unknown, "machines": [["A CPU", 1]]}))
+    with pytest.raises(ConfigError, match="no list of nodes and devices"):
+        CompressionConfig.parse(block(str(path)))
 
 
 def test_validate_holds_a_file_against_its_plan(

@@ -26,6 +26,7 @@ from hybridcomp.plan.engines import (
     block_chunks,
     can_recompute,
     first_blocks,
+    interval_segments,
 )
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
@@ -109,13 +110,10 @@ def neox_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, A
     Raises HybridcompError where GPT-NeoX cannot recompute what the plan asks for.
     """
     layout = plan.layout
-    if not can_recompute(plan.engine, layout, plan.repeated):
-        raise HybridcompError(f"recompute {list(layout.recompute)}: {RECOMPUTE_REASONS['neox']}; "
-                              "fix recompute so, or plan again")  # fmt: skip
     extra = {**base.get(EXTRA, {}), BLOCK: dict(block)}
     recompute: dict[str, Any] = {"checkpoint_activations": bool(layout.recompute)}
     if layout.recompute:
-        recompute["checkpoint_num_layers"] = 1
+        recompute["checkpoint_num_layers"] = _interval(plan)
     kept = {key: value for key, value in base.items() if key != "train_batch_size"}
     return {
         **kept,
@@ -158,6 +156,21 @@ def megatron_arguments(plan: Plan) -> list[str]:
     return [*found, *(name for name, on in switches.items() if on)]
 
 
+def _interval(plan: Plan) -> int:
+    """GPT-NeoX's ``checkpoint_num_layers``. Raises HybridcompError where none does as planned."""
+    asked, chunks = tuple(sorted(plan.layout.recompute)), block_chunks(plan.layout, plan.repeated)
+    for length in range(1, max(map(len, chunks)) + 1):
+        if asked == interval_segments(chunks, length):
+            return length
+    raise _cannot(plan)
+
+
+def _cannot(plan: Plan) -> HybridcompError:
+    """An engine that does not recompute what the plan asks for."""
+    asked, reason = list(plan.layout.recompute), RECOMPUTE_REASONS[plan.engine]
+    return HybridcompError(f"recompute {asked}: {reason}; fix recompute so, or plan again")
+
+
 def blocks(plan: Plan) -> tuple[int, ...]:
     """Blocks of each chunk: of its layers those that a script counts, no ends of a decoder."""
     return tuple(map(len, block_chunks(plan.layout, plan.repeated))) if plan.layout.cuts else ()
@@ -191,8 +204,7 @@ def _recomputed(plan: Plan) -> list[str]:
         if asked == first_blocks(chunks, count):
             return ["--recompute-method block", f"--recompute-num-layers {count}"]
     if not can_recompute(plan.engine, layout, plan.repeated):
-        raise HybridcompError(f"recompute {list(asked)}: {RECOMPUTE_REASONS[plan.engine]}; fix "
-                              "recompute so, or plan again")  # fmt: skip
+        raise _cannot(plan)
     most = max(stop - start for start, stop in asked)
     return ["--recompute-method uniform", f"--recompute-num-layers {most}"]
 

@@ -10,7 +10,8 @@ from functools import cached_property
 import torch
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.choices import Key
+from hybridcomp.plan.choices import Choices, Key
+from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
 from hybridcomp.plan.cost.prices import NOTHING, Calibration, Call, Prices
 from hybridcomp.plan.layout import Group, Layout
 from hybridcomp.plan.machines.cluster import Cluster
@@ -42,13 +43,17 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What shall be trained where. Everything that a search asks twice is remembered here."""
+    """What shall be trained where. Everything that a search asks twice is remembered here.
+
+    hosts: what the engine's step costs beside layers and messages (``calibrated``).
+    """
 
     model: Model
     cluster: Cluster
     batch: Batch
     limits: Limits
     calibration: Calibration = Calibration()
+    hosts: Hosts = field(default_factory=dict)
     _seconds: dict[tuple[object, ...], tuple[Figure, Figure]] = field(
         default_factory=dict, repr=False
     )
@@ -145,6 +150,22 @@ class Job:
             return self.cluster.kernel("adam", "fp32", values, rank)
         except HybridcompError:
             return self._elementwise(28 * values, rank)
+
+    def host(self, layout: Layout, rank: int, choices: Choices | None) -> Host:
+        """What the engine costs ``rank`` beside its layers and its messages.
+
+        choices: None for a bound, which no choices can beat: the least of all styles.
+        """
+        if not self.hosts:
+            return Host(overlap=self.calibration.overlap)
+        alone = layout.size("replicas") < 2
+        stage = 0 if alone else layout.zero_stage
+        styles: tuple[Style, ...] = ("native", "plain", "feedback")
+        if choices is not None:
+            styles = ("native",) if alone else (style_of(choices),)
+        # the figures are those of the slowest rank, for which all others waited
+        share = min(self.cluster.speeds) / self.cluster.speeds[rank]
+        return least(nearest(self.hosts, stage, style).times(share) for style in styles)
 
     def nodes(self, layout: Layout, group: Group, stage: int = 0) -> int:
         """How many nodes a group of ``stage`` spans."""

@@ -21,6 +21,7 @@ def plan_of(job: Job, work: Work, choices: Choices, budget: str) -> Plan:
         work.layout, choices, predicted(job, work, choices), job.model.name,
         job.cluster_name, budget, job.batch.length, job.limits.dtype, job.limits.engine,
         (job.model.repeated.start, job.model.repeated.stop),
+        job.cluster.machines[: work.layout.ranks],
     )  # fmt: skip
 
 

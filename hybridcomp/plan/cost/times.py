@@ -105,21 +105,27 @@ def stage_times(
 
 
 def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: View) -> StageTimes:
+    host = job.host(work.layout, stage.rank, choices if isinstance(choices, Choices) else None)
+    values = stage.dense + stage.experts
+
     def passes(ahead: bool) -> tuple[Durations, ...]:
         found = []
         for one in stage.forward if ahead else stage.backward:
             inner = seconds(job, one.items, choices, view)
             sent = seconds(job, one.sent, choices, view)
             compute = view.of(one.compute)
-            found.append(Durations(compute + inner.both + sent.coding, sent.link, compute))
+            busy = compute + inner.both + sent.coding
+            if not ahead and one is stage.backward[0]:
+                busy += host.micro.at(values)
+            found.append(Durations(busy, sent.link, compute))
         return tuple(found)
 
     forward, backward = passes(True), passes(False)
     compute = sum(one.compute for one in (*forward, *backward))
-    overlap = job.calibration.overlap * compute
+    overlap = host.overlap * compute
     return StageTimes(
         forward, backward, seconds(job, stage.micro, choices, view),
-        seconds(job, stage.reduce, choices, view), view.of(stage.adam),
+        seconds(job, stage.reduce, choices, view), view.of(stage.adam) + host.step.at(values),
         seconds(job, stage.gather, choices, view), hidden_micro=overlap,
         hidden_step=overlap * work.layout.passes, reduces=bool(stage.micro),
     )  # fmt: skip

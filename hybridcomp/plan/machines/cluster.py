@@ -8,7 +8,7 @@ that were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.machines import rings
 from hybridcomp.plan.machines.figures import Curve, Figure, curves
+from hybridcomp.plan.machines.links import NOTHING, Links
 from hybridcomp.plan.machines.overheads import Overhead, closest, overheads
 from hybridcomp.plan.machines.rows import (
     STRICT,
@@ -29,10 +30,9 @@ from hybridcomp.plan.machines.rows import (
     Operation,
     Rank,
     Timing,
+    Training,
 )
 from hybridcomp.plan.machines.speeds import speeds_of
-
-NOTHING = Figure(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Cluster:
     codecs: tuple[Coding, ...] = ()
     copies: tuple[Copy, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    trainings: tuple[Training, ...] = ()
     by_hand: bool = False
     made: Mapping[str, str] = field(default_factory=dict)
 
@@ -74,42 +75,12 @@ class Cluster:
         self, operation: Operation, nbytes: float, ranks: int, nodes: int,
         busy: bool = False, computing: bool = False,
     ) -> Figure:  # fmt: skip
-        """Seconds of one native collective of ``ranks`` ranks that span ``nodes`` nodes.
-
-        Args:
-            busy: all other groups of this shape send at the same time.
-            computing: they do, and the ranks compute beside it.
-
-        Raises HybridcompError where neither this nor a send over such links is known.
-        """
-        if ranks < 2 or not nbytes:
-            return NOTHING
-        wanted: tuple[Beside, ...] = ("compute", "groups") if computing else ("groups",)
-        for beside in wanted if busy or computing else ():
-            curve = self._links.get((operation, ranks, nodes, beside))
-            if curve is not None:
-                return curve.at(nbytes)
-        curve = self._links.get((operation, ranks, nodes, "alone"))
-        sharing = self._sharing(ranks, nodes) if busy or computing else 1.0
-        if curve is not None and sharing == 1.0:
-            return curve.at(nbytes)
-        found = self._ring(operation, nbytes, ranks, nodes, sharing)
-        return found.times(self._correction(operation, nbytes, ranks, nodes))
+        """Seconds of one native collective, as ``Links.seconds`` has them."""
+        return self._links.seconds(operation, nbytes, ranks, nodes, busy, computing)
 
     def compute_left(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
-        """The share of its speed at which a rank computes while such a message is under way.
-
-        Of the measured message that is most like it; 1 where none was.
-        """
-        rows = {
-            (row.ranks, row.nodes, row.nbytes): row.compute_left.value for row in self.links
-            if row.compute_left is not None and row.operation == operation
-        }  # fmt: skip
-        if not rows:
-            return 1.0
-        group = closest({key[:2] for key in rows}, ranks, nodes)
-        sizes = {key[2]: left for key, left in rows.items() if key[:2] == group}
-        return sizes[min(sizes, key=lambda size: abs(size - nbytes))]
+        """The share of its speed at which a rank computes meanwhile (``Links.compute_left``)."""
+        return self._links.compute_left(operation, nbytes, ranks, nodes)
 
     def coding(
         self, setting: str, dtype: str, numel: float, direction: Direction, busy: bool = False
@@ -211,53 +182,16 @@ class Cluster:
         """How fast every rank computes, of the fastest (1.0): by its blocks, else its FLOP/s."""
         return speeds_of(self.ranks, self.kernels)
 
-    def check(self, ranks: Sequence[tuple[int, str]]) -> None:
-        """Raise HybridcompError unless the cluster has these ranks: node and device of each."""
-        mine = [(rank.node, rank.device) for rank in self.ranks]
-        if len(ranks) != len(mine):
-            raise HybridcompError(
-                f"the measurement is of another cluster: it has {len(mine)} ranks, the job has "
-                f"{len(ranks)}; run `hybridcomp measure` with the launcher of this job"
-            )
-        for index, (was, now) in enumerate(zip(mine, ranks, strict=True)):
-            if was != tuple(now):
-                raise HybridcompError(
-                    f"the measurement is of another cluster: rank {index} was {was[1]} on node "
-                    f"{was[0]} and is {now[1]} on node {now[0]}; run `hybridcomp measure` again"
-                )
+    @property
+    def machines(self) -> tuple[tuple[int, str], ...]:
+        """Node and device of every rank, for a job that asks whether it runs there.
 
-    def _sharing(self, ranks: int, nodes: int) -> float:
-        """How many groups of this shape share the link of a node."""
-        return max(1.0, self.ranks_per_node * nodes / ranks) if nodes > 1 else 1.0
-
-    def _ring(
-        self, operation: Operation, nbytes: float, ranks: int, nodes: int, sharing: float
-    ) -> Figure:
-        sends = {
-            span: None if curve is None else curve.at
-            for span in (1, 2)
-            for curve in [self._links.get(("send", 2, span, "alone"))]
-        }
-        needed = 2 if nodes > 1 else 1
-        if sends[needed] is None:
-            where = "between" if nodes > 1 else "inside"
-            raise HybridcompError(
-                f"the cluster has no figure for messages {where} nodes (wanted: {operation} of "
-                f"{ranks} ranks on {nodes} nodes): measure that many nodes, or describe them"
-            )
-        return rings.ring(operation, nbytes, ranks, nodes, sends[1], sends[2], sharing)
-
-    def _correction(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
-        """How much longer than the ring model the most similar group took that was measured."""
-        known = {
-            (key[1], key[2]): curve for key, curve in self._links.items()
-            if key[0] == operation and key[3] == "alone" and (key[2] > 1) == (nodes > 1)
-        }  # fmt: skip
-        if not known:
-            return 1.0
-        group = closest(known, ranks, nodes)
-        ring = self._ring(operation, nbytes, *group, 1.0).value
-        return known[group].at(nbytes).value / ring if ring else 1.0
+        Nothing of a cluster that was described; a node of -1 where the user said who shares one.
+        """
+        if self.by_hand:
+            return ()
+        known = self.made.get("nodes known by") != "compression.hierarchy"
+        return tuple((rank.node if known else -1, rank.device) for rank in self.ranks)
 
     def _coding(
         self, setting: str, dtype: str, direction: Direction
@@ -280,11 +214,8 @@ class Cluster:
         )
 
     @cached_property
-    def _links(self) -> dict[tuple[Any, ...], Curve]:
-        return curves(
-            ((row.operation, row.ranks, row.nodes, row.beside), row.nbytes, row.seconds)
-            for row in self.links
-        )
+    def _links(self) -> Links:
+        return Links(self.links, self.ranks_per_node)
 
     @cached_property
     def _codings(self) -> dict[tuple[Any, ...], Curve]:

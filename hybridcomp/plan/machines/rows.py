@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -130,3 +130,32 @@ class Kernel:
     seconds: Stored
     note: str = ""
     kept_nbytes: Count = 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """Seconds of an engine's own steps on a small model whose replicas are all ranks.
+
+    What the host does for a step, a micro-batch and a bucket, and how the engine's work and the
+    messages get in each other's way, is in these seconds and in no other row.
+
+    block: of compression, as the file of the engine has it; empty: the engine alone. blocks: of
+        the model, each ``flops`` of forward for a micro-batch of ``samples`` samples of ``length``
+        tokens, and ``parameters`` values.
+    micro, last: of a micro-batch that is followed by another one, and of the last one, the
+        optimizer's step included; of the slowest rank.
+    """
+
+    __pydantic_config__ = STRICT
+
+    engine: str
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    dtype: str
+    blocks: Positive
+    flops: Annotated[float, Field(gt=0)]
+    parameters: Positive
+    samples: Positive
+    length: Positive
+    micro: Stored
+    last: Stored
+    block: Mapping[str, Any] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost.calibrate import calibrated
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.predict import plan_of
 from hybridcomp.plan.cost.prices import Calibration
@@ -49,7 +50,7 @@ def search(
     Returns a ``Found`` without plans, but with a reason and the nearest plan, where nothing is
     feasible. Raises HybridcompError where the cluster lacks a figure that is needed.
     """
-    job = Job(model, cluster, batch, limits, calibration)
+    job = calibrated(Job(model, cluster, batch, limits, calibration))
     ranks = world(job)
     if ranks > cluster.world_size:
         reason = f"{ranks} ranks are wanted, and the cluster has {cluster.world_size}"

@@ -6,9 +6,9 @@ Shapes: H heads of queries, K of keys and values, S tokens of a rank, N ranks, D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,26 +44,43 @@ def draw(size: Size, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def prepare(
-    method: str, tensors: Sequence[Tensor], size: Size, channels: Channels
-) -> Callable[[], list[Tensor]]:
-    """One pass forward and backward of this rank's part: its context and three gradients."""
-    layout: Any = "zigzag" if method == "ring" else "contiguous"
+class Passes(Protocol):
+    """Attention of this rank's part of a sequence in two passes."""
+
+    def forward(self) -> None:
+        """Compute the context."""
+
+    def backward(self) -> list[Tensor]:
+        """The context and the gradients of queries, keys and values."""
+
+
+def prepare(method: str, tensors: Sequence[Tensor], size: Size, channels: Channels) -> Passes:
+    """The two passes of ``method`` for whole ``tensors`` as ``draw`` gives them."""
+    layout: Any = "contiguous" if method == "Ulysses" else "zigzag"
     held = [shard(values, dim=2, layout=layout) for values in tensors]
     if method == "ring":
-        return lambda: ring(held)
+        return RingPasses(held)
     wire = Wire(channels)
-    if method == "gather":
-        return lambda: gathered(held, size, wire)
-    return lambda: ulysses(held, size, wire)
+    return Gathered(held, size, wire) if method == "gather" else Ulysses(held, size, wire)
 
 
-def ring(held: Sequence[Tensor]) -> list[Tensor]:
+class RingPasses:
     """By ``hybridcomp.nn``."""
-    q, k, v = (values.detach().requires_grad_() for values in held[:3])
-    out = ring_attention(q, k, v)
-    out.backward(held[3])  # type: ignore[no-untyped-call]
-    return [out.detach(), *(leaf.grad for leaf in (q, k, v) if leaf.grad is not None)]
+
+    def __init__(self, held: Sequence[Tensor]) -> None:
+        self._held = held
+
+    def forward(self) -> None:
+        """As ``Passes`` says."""
+        self._leaves = [values.detach().requires_grad_() for values in self._held[:3]]
+        q, k, v = self._leaves
+        self._out = ring_attention(q, k, v)
+
+    def backward(self) -> list[Tensor]:
+        """As ``Passes`` says."""
+        self._out.backward(self._held[3])  # type: ignore[no-untyped-call]
+        grads = (leaf.grad for leaf in self._leaves if leaf.grad is not None)
+        return [self._out.detach(), *grads]
 
 
 class Wire:
@@ -117,54 +134,111 @@ class Wire:
         return out.view(parts.shape[1:])
 
 
-def ulysses(held: Sequence[Tensor], size: Size, wire: Wire) -> list[Tensor]:
+class Ulysses:
     """Heads for sequence and back, as DeepSpeed Ulysses."""
-    ranks = wire.ranks
 
-    def to_heads(values: Tensor, direction: Direction) -> Tensor:
+    def __init__(self, held: Sequence[Tensor], size: Size, wire: Wire) -> None:
+        self._held, self._size, self._wire = held, size, wire
+
+    def forward(self) -> None:
+        """As ``Passes`` says."""
+        q, k, v = (self._to_heads(values, "forward") for values in self._held[:3])
+        self._heads = q, k, v
+        self._out, self._logs = blocks.forward(q, k, v, Mask(causal=True), self._size.scale)
+        self._context = self._to_tokens(self._out.to(self._held[0].dtype), "forward")
+
+    def backward(self) -> list[Tensor]:
+        """As ``Passes`` says."""
+        grad = self._to_heads(self._held[3], "backward")
+        delta = (self._out * grad.float()).sum(-1)
+        q, k, v = self._heads
+        grads = blocks.backward(
+            grad, q, k, v, delta, self._logs, Mask(causal=True), self._size.scale
+        )
+        wide = (values.to(self._held[0].dtype) for values in grads)
+        return [self._context, *(self._to_tokens(values, "backward") for values in wide)]
+
+    def _to_heads(self, values: Tensor, direction: Direction) -> Tensor:
         """(1, H, S, D) to (1, H / N, T, D)."""
-        parts = values.view(1, ranks, -1, *values.shape[2:]).movedim(1, 0)
-        return wire.exchange(parts, direction).movedim(0, 2).flatten(2, 3)
+        parts = values.view(1, self._wire.ranks, -1, *values.shape[2:]).movedim(1, 0)
+        return self._wire.exchange(parts, direction).movedim(0, 2).flatten(2, 3)
 
-    def to_tokens(values: Tensor, direction: Direction) -> Tensor:
+    def _to_tokens(self, values: Tensor, direction: Direction) -> Tensor:
         """(1, H / N, T, D) to (1, H, S, D)."""
-        parts = torch.stack(values.chunk(ranks, 2))
-        return wire.exchange(parts, direction).movedim(0, 1).flatten(1, 2)
-
-    q, k, v = (to_heads(values, "forward") for values in held[:3])
-    mask = Mask(causal=True)
-    out, logs = blocks.forward(q, k, v, mask, size.scale)
-    context = to_tokens(out.to(q.dtype), "forward")
-    grad = to_heads(held[3], "backward")
-    delta = (out * grad.float()).sum(-1)
-    grads = blocks.backward(grad, q, k, v, delta, logs, mask, size.scale)
-    return [context, *(to_tokens(values.to(q.dtype), "backward") for values in grads)]
+        parts = torch.stack(values.chunk(self._wire.ranks, 2))
+        return self._wire.exchange(parts, direction).movedim(0, 1).flatten(1, 2)
 
 
-def gathered(held: Sequence[Tensor], size: Size, wire: Wire) -> list[Tensor]:
-    """Keys and values of all ranks everywhere, their gradients by a reduce-scatter."""
-    q, grad = held[0], held[3]
-    length, rank = q.shape[2], dist.get_rank()
-    # the causal mask of later rows, as one of documents would have it: what is hidden is cut off
-    k, v = (wire.gather(values).movedim(0, 2).flatten(2, 3) for values in held[1:3])
-    start, stop = rank * length, (rank + 1) * length
-    whole = Mask(causal=False)
-    parts = [(k[:, :, start:stop], v[:, :, start:stop], Mask(causal=True), slice(start, stop))]
-    if rank:
-        parts.append((k[:, :, :start], v[:, :, :start], whole, slice(0, start)))
-    out, logs = blocks.forward(q, *parts[0][:2], parts[0][2], size.scale)
-    for ks, vs, mask, _ in parts[1:]:
-        blocks.merge(out, logs, *blocks.forward(q, ks, vs, mask, size.scale))
-    delta = (out * grad.float()).sum(-1)
-    grad_q = torch.zeros_like(out)
-    sums = [torch.zeros_like(k), torch.zeros_like(v)]
-    for ks, vs, mask, place in parts:
-        found = blocks.backward(grad, q, ks, vs, delta, logs, mask, size.scale)
-        grad_q += found[0]
-        for total, values in zip(sums, found[1:], strict=True):
-            total[:, :, place] = values.to(total.dtype)
-    rows = [torch.stack(total.chunk(wire.ranks, 2)) for total in sums]
-    return [out.to(q.dtype), grad_q.to(q.dtype), *(wire.scatter(row) for row in rows)]
+class Gathered:
+    """Keys and values of all ranks everywhere, their gradients by a reduce-scatter.
+
+    Cut as for a ring, so that all ranks compute as much: chunk r and chunk 2 N - 1 - r.
+    """
+
+    def __init__(self, held: Sequence[Tensor], size: Size, wire: Wire) -> None:
+        self._held, self._size, self._wire = held, size, wire
+        self._half = held[0].shape[2] // 2
+        rank, ranks = dist.get_rank(), wire.ranks
+        self._chunks = (rank, 2 * ranks - 1 - rank)
+        # of the chunks in order, where each lies in what is gathered
+        self._order = [
+            2 * c if c < ranks else 2 * (2 * ranks - 1 - c) + 1 for c in range(2 * ranks)
+        ]
+
+    def forward(self) -> None:
+        """As ``Passes`` says."""
+        self._k, self._v = (self._whole(self._wire.gather(t)) for t in self._held[1:3])
+        q = self._held[0]
+        self._out = torch.empty(q.shape, dtype=torch.float32)
+        self._logs = torch.empty(q.shape[:3], dtype=torch.float32)
+        for rows, keys, mask in self._blocks():
+            found = blocks.forward(
+                q[:, :, rows], self._k[:, :, keys], self._v[:, :, keys], mask, self._size.scale
+            )
+            out, logs = self._out[:, :, rows], self._logs[:, :, rows]
+            if mask.causal:
+                out.copy_(found[0])
+                logs.copy_(found[1])
+            else:
+                blocks.merge(out, logs, *found)
+
+    def backward(self) -> list[Tensor]:
+        """As ``Passes`` says."""
+        q, grad = self._held[0], self._held[3]
+        delta = (self._out * grad.float()).sum(-1)
+        grad_q = torch.zeros_like(self._out)
+        sums = [torch.zeros(t.shape, dtype=torch.float32) for t in (self._k, self._v)]
+        for rows, keys, mask in self._blocks():
+            found = blocks.backward(
+                grad[:, :, rows], q[:, :, rows], self._k[:, :, keys], self._v[:, :, keys],
+                delta[:, :, rows], self._logs[:, :, rows], mask, self._size.scale,
+            )  # fmt: skip
+            grad_q[:, :, rows] += found[0]
+            for total, values in zip(sums, found[1:], strict=True):
+                total[:, :, keys] += values
+        own = (self._wire.scatter(self._by_rank(total.to(q.dtype))) for total in sums)
+        return [self._out.to(q.dtype), grad_q.to(q.dtype), *own]
+
+    def _blocks(self) -> Iterator[tuple[slice, slice, Mask]]:
+        """Rows of this rank, the keys that they see, and how: the causal one of rows first."""
+        for place, chunk in enumerate(self._chunks):
+            rows = slice(place * self._half, (place + 1) * self._half)
+            start = chunk * self._half
+            yield rows, slice(start, start + self._half), Mask(causal=True)
+            if start:
+                yield rows, slice(0, start), Mask(causal=False)
+
+    def _whole(self, parts: Tensor) -> Tensor:
+        """(N, 1, K, S, D) of all ranks as (1, K, T, D) in order."""
+        chunks = [half for part in parts for half in part.chunk(2, 2)]
+        return torch.cat([chunks[place] for place in self._order], 2)
+
+    def _by_rank(self, whole: Tensor) -> Tensor:
+        """(1, K, T, D) in order as (N, 1, K, S, D)."""
+        chunks = whole.chunk(2 * self._wire.ranks, 2)
+        by_place = dict(zip(self._order, chunks, strict=True))
+        pairs = range(0, 2 * self._wire.ranks, 2)
+        return torch.stack([torch.cat([by_place[n], by_place[n + 1]], 2) for n in pairs])
 
 
 def sent(channels: Channels) -> int:

@@ -47,6 +47,7 @@ class Layout:
     arguments: tuple[str, ...] = ()
     peers: bool = False  # whether this is plain data parallelism, which is all that peers do
     engine: Engine = "deepspeed"
+    whole_batch: bool = False  # whether all ranks share the samples of one, which are not divided
 
     @property
     def nodes(self) -> int:
@@ -70,6 +71,8 @@ LAYOUTS = {
     # bf16 without ZeRO is BF16_Optimizer in a pipeline, which gathers parameters all the same
     "dp2pp2": Layout("ds_pipe2_baseline.json", "4", ("dp", "zero", "pp"), ("--pp", "2")),
     "asymmetric": Layout("ds_zero1_baseline.json", "2x2", ("dp", "zero"), peers=True),
+    # activations are cut too, so every product broadcasts
+    "tp2d": Layout("ds_zero0_baseline.json", "4", ("tp2d",), ("--tp2d", "2"), whole_batch=True),
     # torch's own engines: the file's batch sizes, optimizer, clipping and bf16
     "ddp": Layout(
         "ds_zero0_baseline.json", "2", ("dp",), ("--engine", "ddp"), peers=True, engine="ddp"
@@ -111,6 +114,8 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
     Raises ValueError for a name that the layout does not have.
     """
     dimensions, engine = LAYOUTS[layout].dimensions, LAYOUTS[layout].engine
+    if layout == "tp2d":
+        return _wanted(layout, _mesh_arms(), chosen)
     blocks: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS}
     blocks["bound"] = {name: value for name, value in BOUND.items() if name in dimensions}
     if "zero" in dimensions and layout not in NO_DELTAS:
@@ -131,6 +136,23 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
         arms += [Arm(name, zero=tuple(keys.items())) for name, keys in ZEROPP.items()]
     if LAYOUTS[layout].peers:
         arms += [Arm(f"peer {name}", peer=name) for name in _peers(engine)]
+    return _wanted(layout, arms, chosen)
+
+
+def _mesh_arms() -> list[Arm]:
+    """Of two-dimensional tensor parallelism, which no preset names; no peer compresses it."""
+    whole: dict[str, Any] = {"codec": "blockint", "bits": 8}
+    blocks: dict[str, dict[str, Any]] = {
+        "8 bits": {"tp2d": whole},
+        "8 bits, gradients lossless": {"tp2d": {**whole, "gradients": {"codec": "expcode"}}},
+        "lossless": {"tp2d": {"codec": "expcode"}},
+    }
+    native = [Arm(REFERENCE), Arm("native fp32", bf16=False)]
+    return native + [Arm(name, block=tuple(block.items())) for name, block in blocks.items()]
+
+
+def _wanted(layout: str, arms: list[Arm], chosen: list[str] | None) -> list[Arm]:
+    """Those of ``chosen`` and the reference. Raises ValueError as ``arms_of``."""
     if chosen is None:
         return arms
     known = {arm.name: arm for arm in arms}
@@ -173,7 +195,8 @@ def settings_of(layout: str, arm: Arm, sizes: Sizes, ledger: Path) -> dict[str, 
     """The DeepSpeed file of a cell."""
     settings: dict[str, Any] = json.loads((CONFIGS / LAYOUTS[layout].config).read_text())
     batch = settings["train_micro_batch_size_per_gpu"]
-    settings["train_micro_batch_size_per_gpu"] = max(1, batch // sizes.divide_batch)
+    divide = 1 if LAYOUTS[layout].whole_batch else sizes.divide_batch
+    settings["train_micro_batch_size_per_gpu"] = max(1, batch // divide)
     # one report of the ledger, at the last step
     settings["steps_per_print"] = sizes.warm + sizes.steps
     settings["bf16"] = {"enabled": arm.bf16}

@@ -122,8 +122,7 @@ class Bench:
             for arm, ranks in zip(arms, ends, strict=True):
                 own: dict[str, Any] = {"failed": str(ranks)}
                 if not isinstance(ranks, CellError):
-                    steps = sum(map(len, ranks)) + len(ranks) * options.sizes.warm
-                    own = self._summary(layout, ranks) | coded(_ledger(folder, arm), steps)
+                    own = self._summary(layout, ranks) | coded(_ledger(folder, arm), len(ranks))
                 found.append({"arm": arm.name, **common, **own})
         for arm, record in zip(arms, found, strict=True):
             if self.kept.missing(layout, [arm], ratio, repetition):
@@ -210,11 +209,12 @@ def _ledger(folder: str, arm: Arm) -> Path:
     return Path(folder, f"{arm.stem}.ledger.jsonl")
 
 
-def coded(ledger: Path, steps: int) -> dict[str, float]:
-    """Of a ledger, over all ``steps`` of all ranks: seconds of coding, encoded messages."""
+def coded(ledger: Path, ranks: int) -> dict[str, float]:
+    """Of a ledger: seconds of coding and encoded messages of a rank in a step that is reported."""
     found = {"codec_s": 0.0, "rounds": 0.0}
     if ledger.is_file():
-        rows = json.loads(ledger.read_text().splitlines()[-1])["dimensions"]
+        record = json.loads(ledger.read_text().splitlines()[-1])
+        rows, steps = record["dimensions"], max(1, ranks * record["step"])
         for row in (row for ways in rows.values() for row in ways.values()):
             found["codec_s"] += (row.get("codec_ms") or 0.0) / 1e3 / steps
             found["rounds"] += (row["messages"] - row["native_messages"]) / steps

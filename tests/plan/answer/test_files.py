@@ -85,11 +85,14 @@ def test_megatrons_arguments_and_block(tmp_path: Path) -> None:
     other = plan(uneven.replace(recompute=((2, 3),)), engine="megatron")
     with pytest.raises(HybridcompError, match="Megatron recomputes the first layers"):
         files.megatron_arguments(other)
-    with pytest.raises(HybridcompError, match="every block or none"):
+    with pytest.raises(HybridcompError, match="groups of one length"):
         files.neox_config(plan(uneven, engine="neox"), {}, {})
     every = files.neox_config(plan(uneven.replace(recompute=tuple((n, n + 1) for n in range(1, 5))),
                                    engine="neox"), {}, {})  # fmt: skip
     assert every["checkpoint_activations"] and every["checkpoint_num_layers"] == 1
+    groups = ((1, 3), (3, 5), (5, 6))  # and not the last block, beside which others stand
+    pairs = plan(uneven.replace(cuts=(6, 2), recompute=groups), engine="neox")
+    assert files.neox_config(pairs, {}, {})["checkpoint_num_layers"] == 2
 
 
 def test_blocks_of_a_module_are_what_its_list_holds(tmp_path: Path) -> None:

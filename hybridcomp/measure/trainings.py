@@ -1,0 +1,218 @@
+"""Small trainings by the engine itself: what a step takes beside its layers and its messages.
+
+DeepSpeed's engine runs some blocks, with every rank as a replica: at ZeRO 0, 1 and 2, native, with
+a codec, and with error feedback, each through hybridcomp's own patches and channels. The trainings
+take turns, and so do the blocks alone: a machine's speed changes by the second, and what follows
+from two figures (``plan/cost/host``) must not hang on when each was taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hybridcomp
+from hybridcomp.log import say
+from hybridcomp.measure.block import Block, BlockSize
+from hybridcomp.measure.clock import Clock, Run
+from hybridcomp.measure.team import Part, Team
+from hybridcomp.plan.machines.figures import summary
+from hybridcomp.plan.machines.rows import Kernel, Training
+from hybridcomp.upstream.ds.engine_of import engine_of
+
+ENGINE = "deepspeed"
+ZERO_STAGES = (0, 1, 2)
+#: blocks of the native models: two numbers of them tell what grows with the parameters
+FEW, MANY = 1, 3
+#: of compression: a codec alone, and the preset, with error feedback
+EIGHT = {"codec": "blockint", "bits": 8}
+STYLES: tuple[Mapping[str, Any], ...] = ({"dp": EIGHT, "zero": EIGHT}, {"preset": "recommended"})
+#: micro-batches of a step
+MICRO_BATCHES = 2
+#: steps of every training: the first do not count, rounds end when the time is over
+WARM, LEAST, MOST = 1, 4, 40
+#: share of a device's memory that all models together may take, and bytes of a value in training
+SHARE, VALUE_NBYTES = 0.25, 28
+#: timings of a block in every round
+BLOCK_TIMES = 3
+
+
+@dataclass
+class _Job:
+    """One small training: its engine, and what its steps took on this rank."""
+
+    zero_stage: int
+    block: Mapping[str, Any]
+    blocks: int
+    engine: Any
+    values: Tensor
+    steps: list[tuple[float, float]] = field(default_factory=list)
+
+    def step(self) -> None:
+        """Run one optimizer step, as a training loop does it."""
+        begin, micro = time.perf_counter(), 0.0
+        losses = []
+        for number in range(MICRO_BATCHES):
+            # as behind an embedding: the first block has to pass a gradient on, too
+            loss = self.engine(self.values.detach().requires_grad_()).float().square().mean()
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+            if number + 2 == MICRO_BATCHES:
+                _synchronize(self.values)
+                micro = time.perf_counter() - begin
+        mean = torch.stack(losses).mean()
+        dist.all_reduce(mean)
+        float(mean)
+        self.steps.append((micro, time.perf_counter() - begin))
+
+
+def training_rows(
+    team: Team, clock: Clock, part: Part, size: BlockSize, memory_nbytes: int
+) -> tuple[list[Training], list[Kernel]]:
+    """Trainings of blocks of ``size``, the same on all ranks, and this rank's figures of a block.
+
+    A collective over the job. Nothing where a rank has no DeepSpeed, or too little memory; that is
+    said. The figures of the block were taken in turns with the trainings.
+    """
+    parameters = sum(one.numel() for one in Block(size).parameters())
+    trainings: list[tuple[int, Mapping[str, Any], int]] = [
+        (stage, {}, count) for stage in ZERO_STAGES for count in (FEW, MANY)
+    ]
+    trainings += [(stage, _acting(style, stage), MANY) for stage in ZERO_STAGES for style in STYLES]
+    if not trainings:
+        return [], []
+    needed = VALUE_NBYTES * parameters * sum(count for *_, count in trainings)
+    missing = importlib.util.find_spec("deepspeed") is None
+    if team.most([float(missing)])[0]:
+        say("not every rank has DeepSpeed: what an engine's step costs is not measured")
+        return [], []
+    if team.most([float(memory_nbytes > 0 and needed > SHARE * memory_nbytes)])[0]:
+        say("too little memory for small trainings: what an engine's step costs is not measured")
+        return [], []
+    dtype = torch.bfloat16 if team.device.type == "cuda" else torch.float32
+    alone = _Alone(size, team.device, dtype)
+    with _installed():
+        jobs = [_started(team, size, dtype, *one) for one in trainings]
+        _rounds(team, clock, part, jobs, alone)
+    return (
+        [_row(team, job, size, parameters, _name(dtype)) for job in jobs],
+        alone.rows(team.rank, _name(dtype)),
+    )
+
+
+@contextlib.contextmanager
+def _installed() -> Iterator[None]:
+    """hybridcomp's patches for as long as trainings run, without what each of them would say."""
+    loggers = [logging.getLogger(name) for name in ("DeepSpeed", "hybridcomp")]
+    levels = [logger.level for logger in loggers]
+    hybridcomp.install()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        hybridcomp.uninstall()
+
+
+def _acting(style: Mapping[str, Any], zero_stage: int) -> Mapping[str, Any]:
+    """Without ZeRO no parameters are gathered, and a block that says how is refused."""
+    return {name: one for name, one in style.items() if name != "zero" or zero_stage}
+
+
+def _rounds(team: Team, clock: Clock, part: Part, jobs: list[_Job], alone: _Alone) -> None:
+    """Let every training make a step and the block alone some passes, until the time is over."""
+    for number in range(WARM + MOST):
+        for job in jobs if number % 2 == 0 else reversed(jobs):
+            team.barrier()
+            job.step()
+        team.barrier()
+        alone.time(clock)
+        if number + 1 >= WARM + LEAST and not part.each(1):
+            return
+
+
+def _started(
+    team: Team, size: BlockSize, dtype: torch.dtype, zero_stage: int, block: Mapping[str, Any],
+    blocks: int,
+) -> _Job:  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(size) for _ in range(blocks))).to(team.device)
+    numel = sum(one.numel() for one in model.parameters())
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": size.batch,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 1 << 30,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": zero_stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel,
+        },
+    }  # fmt: skip
+    if block:
+        settings["compression"] = dict(block)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    values = torch.randn(size.batch, size.length, size.width, device=team.device, dtype=dtype)
+    return _Job(zero_stage, block, blocks, engine_of(model, optimizer, settings), values)
+
+
+class _Alone:
+    """The block by itself, forward and backward, as ``kernels`` times it."""
+
+    def __init__(self, size: BlockSize, device: torch.device, dtype: torch.dtype) -> None:
+        self._size = size
+        block = Block(size).to(device, dtype)
+        hidden = torch.randn(size.batch, size.length, size.width, device=device, dtype=dtype)
+        out = block(hidden.requires_grad_())
+        gradient, wanted = torch.randn_like(out), [hidden, *block.parameters()]
+        self._runs: tuple[Run, Run] = (
+            lambda: block(hidden),
+            lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True),
+        )
+        self._seconds: tuple[list[float], list[float]] = ([], [])
+
+    def time(self, clock: Clock) -> None:
+        """Time both directions some times."""
+        for _ in range(BLOCK_TIMES):
+            for run, seconds in zip(self._runs, self._seconds, strict=True):
+                seconds.append(clock.seconds(run))
+
+    def rows(self, rank: int, dtype: str) -> list[Kernel]:
+        """Both directions as rows."""
+        told, (ahead, behind) = self._size.told(), map(summary, self._seconds)
+        return [
+            Kernel(rank, "block_forward", dtype, self._size.flops, ahead, told),
+            Kernel(rank, "block_backward", dtype, 2 * self._size.flops, behind, told),
+        ]
+
+
+def _row(team: Team, job: _Job, size: BlockSize, parameters: int, dtype: str) -> Training:
+    """The row of a training; a collective."""
+    micro, whole = ([step[index] for step in job.steps[WARM:]] for index in (0, 1))
+    slowest, ends = team.most(micro), team.most(whole)
+    last = [end - begin for begin, end in zip(slowest, ends, strict=True)]
+    return Training(
+        ENGINE, job.zero_stage, dtype, job.blocks, size.flops, parameters, size.batch,
+        size.length, summary(slowest), summary(last), job.block,
+    )  # fmt: skip
+
+
+def _synchronize(values: Tensor) -> None:
+    if values.is_cuda:
+        torch.cuda.synchronize(values.device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else "fp32"

@@ -1,0 +1,42 @@
+"""A job that knows what its engine costs: the small trainings of the cluster, priced as a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hybridcomp.plan.cost.host import Blocks, Taken, choices_of, hosts_of
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.prices import Calibration
+from hybridcomp.plan.cost.step import step_of
+from hybridcomp.plan.cost.work import work_of
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.rows import Training
+from hybridcomp.plan.request import Batch, Limits
+
+
+def calibrated(job: Job) -> Job:
+    """``job`` with what its engine's small trainings say; as it is where there were none."""
+    rows = [row for row in job.cluster.trainings if row.engine == job.limits.engine]
+    if not rows:
+        return job
+    return replace(job, hosts=hosts_of(_taken(job.cluster, row) for row in rows))
+
+
+def _taken(cluster: Cluster, row: Training) -> Taken:
+    """What a small training should take by layers and messages alone, with nothing hidden."""
+    values = float(row.blocks * row.parameters)
+    limits = Limits(dtype=row.dtype, engine="deepspeed", bucket_numel=values)
+    data = cluster.world_size
+    seconds = []
+    for count in (1, 2):
+        batch = Batch(data * row.samples * count, row.length)
+        job = Job(Blocks(row), cluster, batch, limits, Calibration(overlap=0.0))
+        layout = Layout(
+            data=data, zero_stage=row.zero_stage, micro_batch=row.samples, accumulation=count,
+            cuts=(row.blocks,),
+        )  # fmt: skip
+        work = work_of(job, layout)
+        seconds.append(step_of(job, work, choices_of(row)))
+        compute = work.stages[0].compute
+    return Taken(row, seconds[1] - seconds[0], seconds[0], compute)

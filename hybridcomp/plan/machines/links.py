@@ -1,0 +1,103 @@
+"""Native collectives of a cluster: measured sizes and groups, and what follows for the others.
+
+Where a size was not measured, a straight line through its neighbours says what it takes; where a
+group was not measured, the ring model of ``rings`` does, corrected by the groups that were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hybridcomp.errors import HybridcompError
+from hybridcomp.plan.machines import rings
+from hybridcomp.plan.machines.figures import Curve, Figure, curves
+from hybridcomp.plan.machines.overheads import closest
+from hybridcomp.plan.machines.rows import Beside, Operation, Timing
+
+NOTHING = Figure(0.0, 0.0, 0.0)
+
+
+class Links:
+    """What messages take. ``ranks_per_node``: of the largest node."""
+
+    def __init__(self, rows: Sequence[Timing], ranks_per_node: int) -> None:
+        self._rows, self._ranks_per_node = rows, ranks_per_node
+        self._curves: dict[tuple[Any, ...], Curve] = curves(
+            ((row.operation, row.ranks, row.nodes, row.beside), row.nbytes, row.seconds)
+            for row in rows
+        )
+
+    def seconds(
+        self, operation: Operation, nbytes: float, ranks: int, nodes: int,
+        busy: bool = False, computing: bool = False,
+    ) -> Figure:  # fmt: skip
+        """Seconds of one native collective of ``ranks`` ranks that span ``nodes`` nodes.
+
+        Args:
+            busy: all other groups of this shape send at the same time.
+            computing: they do, and the ranks compute beside it.
+
+        Raises HybridcompError where neither this nor a send over such links is known.
+        """
+        if ranks < 2 or not nbytes:
+            return NOTHING
+        wanted: tuple[Beside, ...] = ("compute", "groups") if computing else ("groups",)
+        for beside in wanted if busy or computing else ():
+            curve = self._curves.get((operation, ranks, nodes, beside))
+            if curve is not None:
+                return curve.at(nbytes)
+        curve = self._curves.get((operation, ranks, nodes, "alone"))
+        sharing = self._sharing(ranks, nodes) if busy or computing else 1.0
+        if curve is not None and sharing == 1.0:
+            return curve.at(nbytes)
+        found = self._ring(operation, nbytes, ranks, nodes, sharing)
+        return found.times(self._correction(operation, nbytes, ranks, nodes))
+
+    def compute_left(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
+        """The share of its speed at which a rank computes while such a message is under way.
+
+        Of the measured message that is most like it; 1 where none was.
+        """
+        rows = {
+            (row.ranks, row.nodes, row.nbytes): row.compute_left.value for row in self._rows
+            if row.compute_left is not None and row.operation == operation
+        }  # fmt: skip
+        if not rows:
+            return 1.0
+        group = closest({key[:2] for key in rows}, ranks, nodes)
+        sizes = {key[2]: left for key, left in rows.items() if key[:2] == group}
+        return sizes[min(sizes, key=lambda size: abs(size - nbytes))]
+
+    def _sharing(self, ranks: int, nodes: int) -> float:
+        """How many groups of this shape share the link of a node."""
+        return max(1.0, self._ranks_per_node * nodes / ranks) if nodes > 1 else 1.0
+
+    def _ring(
+        self, operation: Operation, nbytes: float, ranks: int, nodes: int, sharing: float
+    ) -> Figure:
+        sends = {
+            span: None if curve is None else curve.at
+            for span in (1, 2)
+            for curve in [self._curves.get(("send", 2, span, "alone"))]
+        }
+        needed = 2 if nodes > 1 else 1
+        if sends[needed] is None:
+            where = "between" if nodes > 1 else "inside"
+            raise HybridcompError(
+                f"the cluster has no figure for messages {where} nodes (wanted: {operation} of "
+                f"{ranks} ranks on {nodes} nodes): measure that many nodes, or describe them"
+            )
+        return rings.ring(operation, nbytes, ranks, nodes, sends[1], sends[2], sharing)
+
+    def _correction(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
+        """How much longer than the ring model the most similar group took that was measured."""
+        known = {
+            (key[1], key[2]): curve for key, curve in self._curves.items()
+            if key[0] == operation and key[3] == "alone" and (key[2] > 1) == (nodes > 1)
+        }  # fmt: skip
+        if not known:
+            return 1.0
+        group = closest(known, ranks, nodes)
+        ring = self._ring(operation, nbytes, *group, 1.0).value
+        return known[group].at(nbytes).value / ring if ring else 1.0

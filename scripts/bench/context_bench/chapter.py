@@ -1,0 +1,154 @@
+"""The chapter of docs/results/ on long sequences: attention over ranks, and token slices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.context_bench import report
+from bench.context_bench.slices_table import table as slices_table
+from bench.training_bench.chapters import need
+
+#: codecs that the picture shows, and their lines
+DRAWN = {"native": "-", "8 bits": "--"}
+HEAD = """\
+## A ring, Ulysses and gathered keys
+
+One causal attention, forward and backward, over nodes that are network namespaces of one machine
+(`scripts/netlab.py`), one rank to a node; where there are fewer cores than ranks each rank has a
+fixed share of one by a control group, so that it is as fast beside the others as it is alone. For
+every length the links are set so that the bytes of the native ring need r times as long as its
+computing does. All methods and codecs take turns, over links without limit and at every rate.
+
+* *computing*: a pass of the same method with native messages, over links without limit.
+* *allowed*: the least that the bytes of the row allow its method beside that computing. A ring
+  hides its messages behind blocks, each behind one; the last block is computed after the last keys
+  have come, and the last gradients travel when there is nothing left to compute. Ulysses and
+  gathered keys wait for their messages.
+* *used*: allowed over measured; the codec's own time counts against it.
+* *overlap*: the longer of computing and the bytes over measured: a method that hides all of the
+  shorter one behind the other has 1.
+* *speed-up*: over the same method with native messages, the median of turns.
+* *MB a rank*: of the rank that sends most. *error*: relative, of context and gradients together.
+"""
+SLICES = """\
+
+## Token slices
+
+One sequence, batch 1. "Chosen": the slices of the dynamic program, from what slices of several
+lengths at several places took on a stage before, and their messages. All ways take turns; a step is
+that of the slowest stage, the median of {repeats}. {share}
+"""
+SHARE = (
+    "Each stage has {share:g} of a core by a control group, as there are fewer cores than stages: "
+    "a stage is as fast beside the others as it is alone."
+)
+
+
+def chapter(source: Path, out: Path) -> str:
+    """Tables of context.json and slices.json, and a picture. Raises FileNotFoundError."""
+    kept = _read(need(source / "context.json", "bench/bench_context.py --out"))
+    slices = _read(need(source / "slices.json", "bench/bench_slices.py --out"))
+    (out / "context.json").write_text(json.dumps([kept, slices], indent=1) + "\n")
+    rows = report.with_figures(kept)
+    draw(rows, out / "context.png")
+    options = slices["options"]
+    share = SHARE.format(**options) if options["share"] else ""
+    said = SLICES.format(repeats=options["repeats"], share=share)
+    return "\n".join(
+        [
+            HEAD,
+            report.said(kept),
+            "",
+            report.table(rows),
+            "\n![milliseconds of a pass by length](context.png)",
+            verdict(rows),
+            said,
+            _about(slices),
+            "",
+            slices_table(slices["rows"]),
+            commands(kept["options"], options),
+        ]
+    )
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many rows of the ring reach nine tenths of what their bytes allow."""
+    ring = [row for row in rows if row["method"] == "ring"]
+    reached = sum(row["used"] >= 0.9 for row in ring)
+    worst = min(ring, key=lambda row: row["used"])
+    return (
+        f"\n{reached} of {len(ring)} rows of the ring reach nine tenths of what their bytes allow; "
+        f"the furthest off is {worst['codec']} at {worst['length']} tokens and r "
+        f"{worst['ratio']:g}: {worst['used']:.0%}."
+    )
+
+
+def _about(slices: Mapping[str, Any]) -> str:
+    options = slices["options"]
+    return (
+        f"{slices['stages']} stages of {options['layers']} layers, width {options['width']}, "
+        f"{options['heads']} heads, {options['length']} tokens in multiples of "
+        f"{options['granule']}, fp32."
+    )
+
+
+def commands(context: Mapping[str, Any], slices: Mapping[str, Any]) -> str:
+    """What makes this page anew."""
+    lengths = " ".join(map(str, context["lengths"]))
+    share = f" --share {context['share']:g}" if context["share"] else ""
+    own = f" --share {slices['share']:g}" if slices["share"] else ""
+    return f"""
+## Commands
+
+```
+scripts/bench/bench_context.py --lengths {lengths} --heads {context["heads"]} \\
+    --kept {context["kept"]} --rounds {context["rounds"]}{share} --out runs/context/context.json
+torchrun --nproc-per-node 4 scripts/bench/bench_slices.py --length {slices["length"]} \\
+    --width {slices["width"]} --granule {slices["granule"]}{own} --out runs/context/slices.json
+scripts/bench/results.py --context runs/context
+```"""
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Milliseconds against tokens, a panel for each r."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ratios = sorted({row["ratio"] for row in rows})
+    figure, panels = plt.subplots(
+        1, len(ratios), figsize=(4.6 * len(ratios), 4.2), constrained_layout=True, squeeze=False
+    )
+    colors = {method: f"C{number}" for number, method in enumerate(report.METHODS)}
+    for axes, ratio in zip(panels[0], ratios, strict=True):
+        for method in report.METHODS:
+            for codec, style in DRAWN.items():
+                own = [
+                    r
+                    for r in rows
+                    if (r["ratio"], r["method"], r["codec"]) == (ratio, method, codec)
+                ]
+                axes.plot(
+                    [row["length"] for row in own], [1e3 * row["measured"] for row in own], style,
+                    color=colors[method], marker="o", markersize=3.5, label=f"{method}, {codec}",
+                )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        ticks = sorted({row["length"] for row in rows})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xlabel("tokens of the sequence")
+        axes.set_title(f"native ring: bytes take {ratio:g} x computing")
+        axes.grid(alpha=0.3, which="both")
+    panels[0][0].set_ylabel("ms, forward and backward")
+    panels[0][0].legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found

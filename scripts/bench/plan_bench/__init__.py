@@ -1,0 +1,1 @@
+"""What ``bench_plan.py`` is made of."""

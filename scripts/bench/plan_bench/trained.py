@@ -1,0 +1,129 @@
+"""Plans that are trained side by side: planner's files, one job each, steps in turns."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.training_bench.cells import Layout as Place
+from bench.training_bench.measure import by_step
+from bench.training_bench.runners import CellError, InLab
+from bench.training_bench.session import Session
+from bench.training_bench.turns import Job as Turns
+from hybridcomp.compare.launch import fill
+from hybridcomp.plan.answer import files
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.plan import Plan
+from lab.cluster import Lab
+from lab.layout import PORT, LabError
+from lab.team import Team
+
+ROOT = Path(__file__).resolve().parents[3]
+WORKER = ROOT / "scripts" / "bench" / "training_bench" / "worker.py"
+#: seconds that a start, a step or a measurement may take
+PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """The example GPT that is trained, and what a step of it is."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    length: int = 128
+    vocabulary: int = 257
+    samples: int = 16
+    micro_batch: int = 2
+
+    @property
+    def words(self) -> list[str]:
+        """Those of train_gpt.py."""
+        return ["--layers", str(self.layers), "--width", str(self.width),
+                "--heads", str(self.heads), "--length", str(self.length)]  # fmt: skip
+
+    @property
+    def block(self) -> str:
+        """What ``hybridcomp measure --block`` is given."""
+        return f"{self.micro_batch}x{self.length}x{self.width}x{self.heads}"
+
+
+class Quotas(InLab):
+    """Ranks of a lab that each begin with some words, such as a shell that limits them."""
+
+    def __init__(self, lab: Lab, before: Sequence[str]) -> None:
+        super().__init__(lab)
+        self._before = list(before)
+
+    def started(
+        self, command: list[str], layout: Place, env: dict[str, str]
+    ) -> AbstractContextManager[Team]:
+        """As ``Runner`` says."""
+        words = [*self._before, sys.executable, *command]
+        own = {**env, "MASTER_PORT": str(next(self._ports))}
+        team: AbstractContextManager[Team] = self.lab.started(words, env=own)
+        return team
+
+
+def measured(
+    lab: Lab, model: Model, path: Path, seconds: float, before: Sequence[str] = ()
+) -> None:
+    """Run ``hybridcomp measure`` on the ranks of ``lab``. Raises LabError with what it said."""
+    words = [*before, sys.executable, "-m", "hybridcomp.measure", "--out", str(path),
+             "--seconds", str(seconds), "--block", model.block]  # fmt: skip
+    # trainings that wait for their turns hold ports from the lab's own on
+    env = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(PORT - 1)}
+    result = lab.run(words, env=env, timeout=PATIENCE_S)
+    if result.status:
+        failed = next(i for i, status in enumerate(result.statuses) if status)
+        raise LabError(result.outputs[failed][-3000:])
+
+
+def session(lab: Lab, ranks: int, before: Sequence[str] = ()) -> Session:
+    """Trainings on all ranks of ``lab``, one a node."""
+    place = Place("ds_zero1_baseline.json", str(ranks), ("dp",))
+    return Session(Quotas(lab, before), place, PATIENCE_S)
+
+
+def started(
+    jobs: Session, plan: Plan, cluster: Cluster, model: Model, data: Path, folder: Path, steps: int
+) -> Turns:
+    """A training of ``plan`` with the planner's own files. Raises CellError where none starts."""
+    base = json.loads((ROOT / "configs" / "ds_zero1_baseline.json").read_text())
+    words = [
+        "-m", "hybridcomp.run", str(WORKER), "train_gpt", *model.words, "--data", str(data),
+        "--steps", str(steps), "--pp", "{stages}", "--cuts", "{cuts}", "--eval-batches", "0",
+        "--print-every", "100000", "--deepspeed_config", "{config}",
+    ]  # fmt: skip
+    files.write(plan, cluster, folder, base, words)
+    job = jobs.start(fill(words, files.places(plan, cluster, folder)))
+    if job.over:
+        jobs.steps(job)  # raises with what it said
+        raise CellError(f"{plan.layout}: it ended before its first step")
+    return job
+
+
+def turns(jobs: Sequence[Turns], count: int) -> None:
+    """Let every job make ``count`` steps, each after the other. Raises CellError where one ends."""
+    for number in range(count):
+        for job in jobs if number % 2 == 0 else reversed(jobs):
+            job.step()
+            if job.over:
+                raise CellError("a training ended before its last turn")
+
+
+def seconds(job: Turns, first: int) -> float:
+    """Median seconds of the slowest rank, of the steps from ``first`` on."""
+    return statistics.median(by_step([steps[first:] for steps in job.said]))
+
+
+def losses(job: Turns) -> list[float]:
+    """The loss of every step, as the last rank says it."""
+    said: list[dict[str, Any]] = list(job.said[-1])
+    return [float(step["loss"]) for step in said]
