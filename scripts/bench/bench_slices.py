@@ -240,9 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(table(found))
         if options.out:
-            options.out.write_text(
-                json.dumps({"options": vars(options), "rows": found}, default=str)
-            )
+            kept = {"options": vars(options), "stages": dist.get_world_size(), "rows": found}
+            options.out.write_text(json.dumps(kept, indent=1, default=str) + "\n")
     dist.destroy_process_group()
     return 0
 
