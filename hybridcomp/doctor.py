@@ -17,12 +17,12 @@ from packaging.specifiers import SpecifierSet
 
 from hybridcomp import process
 from hybridcomp.codecs import CODECS, make_codec
+from hybridcomp.devices import device_name
 from hybridcomp.errors import HybridcompError
 from hybridcomp.kernels import kernels_of
 from hybridcomp.kernels.cuda import images, setup
 from hybridcomp.kernels.cuda.setup import CudaSetup
 from hybridcomp.measure import report
-from hybridcomp.measure.machine import device_name
 from hybridcomp.plan.machines import cluster_file
 
 #: what stands in front of a line

@@ -62,7 +62,8 @@ class _Job:
         begin, micro = time.perf_counter(), 0.0
         losses = []
         for number in range(MICRO_BATCHES):
-            loss = self.engine(self.values).float().square().mean()
+            # as behind an embedding: the first block has to pass a gradient on, too
+            loss = self.engine(self.values.detach().requires_grad_()).float().square().mean()
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.detach())

@@ -31,6 +31,7 @@ from bench.plan_bench import slow, trained
 from bench.plan_bench.report import Row, page, told
 from bench.plan_bench.trained import Model
 from bench.training_bench.runners import CellError
+from bench.training_bench.turns import Job as Turns
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.calibrate import calibrated
 from hybridcomp.plan.cost.job import Job
@@ -98,7 +99,7 @@ def plans(model: Model, cluster: Cluster, ranks: int) -> list[tuple[str, Plan]]:
 
 
 def at_rate(
-    rate: str, lab: Lab, model: Model, jobs: Sequence[trained.Turns], args: argparse.Namespace
+    rate: str, lab: Lab, model: Model, jobs: Sequence[Turns], args: argparse.Namespace
 ) -> list[Row]:
     """Half of the turns, the measurement, the other half; then the predictions."""
     lab.shape(Rates(parse_rate(rate)))

@@ -129,7 +129,7 @@ def fitted(stage: Stage, options: argparse.Namespace) -> SliceSeconds:
 
     def seconds(start: int, stop: int) -> float:
         computing = max(1e-9, _time(slowest, granule * start, granule * stop))
-        return computing + call + token * granule * (stop - start)
+        return float(computing + call + token * granule * (stop - start))
 
     return seconds
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost.host import Blocks, Taken, hosts_of
+from hybridcomp.plan.cost.host import Blocks, Taken, choices_of, hosts_of
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.prices import Calibration
 from hybridcomp.plan.cost.step import step_of
@@ -38,6 +37,6 @@ def _taken(cluster: Cluster, row: Training) -> Taken:
             cuts=(row.blocks,),
         )  # fmt: skip
         work = work_of(job, layout)
-        seconds.append(step_of(job, work, Choices.of_block(dict(row.block))))
+        seconds.append(step_of(job, work, choices_of(row)))
         compute = work.stages[0].compute
     return Taken(row, seconds[1] - seconds[0], seconds[0], compute)

@@ -72,6 +72,11 @@ class Blocks:
         """Of all blocks."""
         return float(self.row.blocks * self.row.parameters)
 
+    @property
+    def repeated(self) -> range:
+        """All of them."""
+        return range(self.row.blocks)
+
     def layers(self, shape: Shape) -> tuple[Layer, ...]:
         """Equal blocks, of which nothing is kept: nobody asks a small training for memory."""
         row, one = self.row, float(self.row.parameters)
@@ -104,11 +109,16 @@ def style_of(choices: Choices) -> Style:
     return "feedback" if choice.error_feedback else "plain"
 
 
+def choices_of(row: Training) -> Choices:
+    """What the block of a training chooses; nothing where it has none."""
+    return Choices.of_block(dict(row.block)) if row.block else Choices()
+
+
 def hosts_of(taken: Iterable[Taken]) -> dict[tuple[int, Style], Host]:
     """What the trainings of each ZeRO stage and style say."""
     groups: dict[tuple[int, Style], list[Taken]] = {}
     for one in taken:
-        style = style_of(Choices.of_block(dict(one.row.block)))
+        style = style_of(choices_of(one.row))
         groups.setdefault((one.row.zero_stage, style), []).append(one)
     found: dict[tuple[int, Style], Host] = {}
     for key in sorted(groups, key=lambda key: key[1] != "native"):

@@ -105,7 +105,8 @@ def compared(folder: Path, data: Path, seconds: float, turns: int) -> Compared:
             losses = [trained.losses(one) for one in jobs]
     said = [plan.prediction.seconds for plan in plans]
     cuts = [_blocks(plan.layout) for plan in plans]
-    return Compared([round(speed, 3) for speed in cluster.speeds], *cuts, *took, *said, *losses)
+    speeds = [round(speed, 3) for speed in cluster.speeds]
+    return Compared(speeds, cuts[0], cuts[1], took[0], took[1], said[0], said[1], *losses)
 
 
 def _blocks(layout: Layout) -> list[int]:

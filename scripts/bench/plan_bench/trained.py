@@ -21,7 +21,7 @@ from hybridcomp.plan.answer import files
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
 from lab.cluster import Lab
-from lab.layout import LabError
+from lab.layout import PORT, LabError
 from lab.team import Team
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -77,9 +77,9 @@ def measured(
     """Run ``hybridcomp measure`` on the ranks of ``lab``. Raises LabError with what it said."""
     words = [*before, sys.executable, "-m", "hybridcomp.measure", "--out", str(path),
              "--seconds", str(seconds), "--block", model.block]  # fmt: skip
-    result = lab.run(
-        words, env={"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}, timeout=PATIENCE_S
-    )
+    # trainings that wait for their turns hold ports from the lab's own on
+    env = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(PORT - 1)}
+    result = lab.run(words, env=env, timeout=PATIENCE_S)
     if result.status:
         failed = next(i for i, status in enumerate(result.statuses) if status)
         raise LabError(result.outputs[failed][-3000:])
