@@ -113,8 +113,8 @@ def fitted(stage: Stage, options: argparse.Namespace) -> SliceSeconds:
     Fitted to what this stage takes. Errors count as shares of a time: most slices are short. The
     slowest stage's line is used on all.
     """
-    granule, count = options.granule, options.length // options.granule
-    rows = []
+    granule: int = options.granule
+    count, rows = options.length // granule, []
     for size in sorted({1, 2, max(1, count // 16), max(1, count // 4), max(1, count // 2), count}):
         for start in sorted({0, (count - size) // 2, count - size}):
             edges = granule * start, granule * (start + size)
@@ -240,9 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(table(found))
         if options.out:
-            options.out.write_text(
-                json.dumps({"options": vars(options), "rows": found}, default=str)
-            )
+            kept = {"options": vars(options), "stages": dist.get_world_size(), "rows": found}
+            options.out.write_text(json.dumps(kept, indent=1, default=str) + "\n")
     dist.destroy_process_group()
     return 0
 

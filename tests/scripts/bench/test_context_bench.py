@@ -74,7 +74,7 @@ def test_chapter(tmp_path: Path) -> None:
     )
     assert results.main(arguments) == 0
     text = (out / "context.md").read_text()
-    assert "0 of 2 rows of the ring reach nine tenths" in text and "native at 1024" in text
+    assert "1 of 2 rows of the ring reach nine tenths" in text and "8 bits at 1024" in text
     assert "| chosen | 128, 64, 64 | 1000 | 1100 | 1.10 |" in text
     assert "--share 0.45 --out runs/context/slices.json" in text and str(tmp_path) not in text
     assert (out / "context.png").stat().st_size > 5_000

@@ -38,7 +38,7 @@ def test_loss_chapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "| mine | 3 | 2.0" in text and "| +1.00 ± 0.00 |" in text
     assert "learning rate 0.0003" in text and "k tokens/s" not in text
     assert "Left out: late, of which 1 of 3 seeds finished." in text
-    assert "Not measured yet with several seeds: pp2, pp2dp2, 3d, tp2d." in text
+    assert "Not measured yet with several seeds: pp2, pp2dp2, 3d, tp2d, cp4." in text
     command = "--steps 60 --seeds 0 1 2 --layouts dp2 --divide-batch 4 --lr 0.0003 --blocks"
     assert f"scripts/bench/loss_study.py {command} docs/results/loss_blocks.json" in text
     assert str(tmp_path) not in text
