@@ -125,8 +125,10 @@ def trainings(args: argparse.Namespace) -> None:
     """All configurations at all rates; the rows go to a file of the folder."""
     model = Model()
     args.folder.mkdir(parents=True, exist_ok=True)
+    out = args.folder / f"rows{args.ranks}.json"
+    before = [Row(**row) for row in json.loads(out.read_text())] if out.is_file() else []
     steps = WARM + len(args.rates) * (SETTLE + args.turns) + 1
-    rows: list[Row] = []
+    rows = [row for row in before if row.rate not in args.rates]
     with Lab(Nodes.parse(str(args.ranks)), Rates(parse_rate(args.rates[0]))) as lab:
         path = args.folder / f"{args.ranks}ranks_first.json"
         if not path.is_file():  # the planner writes files for a measured cluster alone
@@ -142,7 +144,7 @@ def trainings(args: argparse.Namespace) -> None:
             trained.turns(jobs, WARM)
             for rate in args.rates:
                 rows += at_rate(rate, lab, model, jobs, args)
-                out = args.folder / f"rows{args.ranks}.json"
+                rows.sort(key=lambda row: parse_rate(row.rate) or 0)
                 out.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     print("\n".join(told(rows)))
 

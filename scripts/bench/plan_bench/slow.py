@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,24 +53,37 @@ class Compared(NamedTuple):
     planned_losses: list[float]
 
 
+@dataclass(frozen=True)
+class Shares:
+    """The cgroups of the ranks. words: before a rank's command, they put it into its own."""
+
+    groups: tuple[Path, ...]
+    words: tuple[str, ...]
+
+    def limit(self, on: bool) -> None:
+        """Give every rank its share of a core, or all that there is."""
+        for rank, group in enumerate(self.groups):
+            share = HALF if rank == SLOW else SHARE
+            quota = round(share * PERIOD_US) if on else -1
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+
+
 @contextlib.contextmanager
-def shares() -> Iterator[list[str]]:
-    """Words before a rank's command that put it into its cgroup; removed at the end.
+def shares() -> Iterator[Shares]:
+    """Make the cgroups, without a limit yet; they are removed at the end.
 
     Raises LabError where this machine has no such cgroups (version 1 of the cpu controller).
     """
     if not (GROUPS / "cpu.cfs_quota_us").is_file():
         raise LabError(f"{GROUPS}: no cgroup v1 cpu controller; needed to slow a rank")
     stem = f"hcplan{os.getpid()}_"
-    groups = [GROUPS / f"{stem}{rank}" for rank in range(RANKS)]
+    groups = tuple(GROUPS / f"{stem}{rank}" for rank in range(RANKS))
     try:
-        for rank, group in enumerate(groups):
+        for group in groups:
             group.mkdir()
-            share = HALF if rank == SLOW else SHARE
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(round(share * PERIOD_US)))
         enter = f'echo $$ > {GROUPS}/{stem}$RANK/cgroup.procs && exec "$@"'
-        yield ["sh", "-c", enter, "sh"]
+        yield Shares(groups, ("sh", "-c", enter, "sh"))
     finally:
         for group in groups:
             with contextlib.suppress(OSError):
@@ -79,8 +93,10 @@ def shares() -> Iterator[list[str]]:
 def compared(folder: Path, data: Path, seconds: float, turns: int) -> Compared:
     """Measure, plan, and train both in turns."""
     path = (folder / "slow_cluster.json").resolve()
-    with shares() as before, Lab(Nodes.parse(str(RANKS))) as lab:
-        trained.measured(lab, MODEL, path, seconds, before)
+    with shares() as own, Lab(Nodes.parse(str(RANKS))) as lab:
+        own.limit(True)
+        trained.measured(lab, MODEL, path, seconds, own.words)
+        own.limit(False)  # imports of trainings take no part
         cluster = cluster_file.read(path)
         words = ["train_gpt.py", *MODEL.words, "--vocabulary", str(MODEL.vocabulary)]
         batch = Batch(MODEL.samples, MODEL.length)
@@ -93,13 +109,14 @@ def compared(folder: Path, data: Path, seconds: float, turns: int) -> Compared:
         works = [work_of(job, even), next(Placer(job).places(layout, False))]
         plans = [plan_of(job, work, Choices(), "native") for work in works]
         steps = WARM + turns + 1
-        with trained.session(lab, RANKS, before) as session:
+        with trained.session(lab, RANKS, own.words) as session:
             jobs = [
                 trained.started(
                     session, plan, cluster, MODEL, data, (folder / name).resolve(), steps
                 )
                 for name, plan in zip(("even", "planned"), plans, strict=True)
             ]
+            own.limit(True)
             trained.turns(jobs, WARM + turns)
             took = [trained.seconds(one, WARM) for one in jobs]
             losses = [trained.losses(one) for one in jobs]
