@@ -55,8 +55,10 @@ def planned(options: argparse.Namespace, model: fitted.Model) -> list[dict[str, 
     for gpus in options.gpus:
         row: dict[str, Any] = {"gpus": gpus}
         for budget in ("native", "recommended"):
-            plan = neox.planned(assumptions(options), gpus, budget, model.calibration())
-            if plan is not None:
+            found = neox.planned(assumptions(options), gpus, budget, model.calibration())
+            if not found.plans:
+                row["reason"] = found.reason
+            for plan in found.plans[:1]:
                 samples = plan.layout.samples
                 row[budget] = {
                     "layout": str(plan.layout), "block": plan.block,

@@ -73,4 +73,5 @@ def plans(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{best['layout']} | {best['samples_per_second']:.2f} | {100 * gain:+.1f} % | "
             f"{best['device_nbytes'] / 1e9:.1f} | +12.7 to +23.6 % |"
         )
+    lines += [f"\n{row['gpus']} GPUs: {row['reason']}." for row in rows if "reason" in row]
     return lines

@@ -20,8 +20,8 @@ from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.described import CodecSpeed, Description, Link
 from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.models.reading import read_model
-from hybridcomp.plan.plan import Plan, Prediction
-from hybridcomp.plan.request import DTYPES, Batch, Limits
+from hybridcomp.plan.plan import Prediction
+from hybridcomp.plan.request import DTYPES, Batch, Found, Limits
 from hybridcomp.plan.search.budget import Budget
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.search import search
@@ -113,11 +113,10 @@ def step(
     return predicted(job, work_of(job, layout), choices(scheme, width))
 
 
-def planned(assumed: Assumed, gpus: int, budget: str, calibration: Calibration) -> Plan | None:
-    """The fastest plan for fp16 within ``budget``, of all layouts; None where none fits."""
-    found = search(
+def planned(assumed: Assumed, gpus: int, budget: str, calibration: Calibration) -> Found:
+    """The fastest plan for fp16 within ``budget``, of all layouts, or the reason that none fits."""
+    return search(
         model(), assumed.cluster(gpus), Budget.parse(budget),
         Batch(assumed.layout(gpus).samples, SEQUENCE),
         Limits(engine="neox", dtype="fp16", keep=1), calibration,
     )  # fmt: skip
-    return found.plans[0] if found.plans else None

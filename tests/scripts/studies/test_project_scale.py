@@ -64,12 +64,13 @@ def test_projection_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_plans_stand_beside_the_papers_gains() -> None:
-    plan = neox.planned(neox.Assumed(), 48, "recommended", PLAIN)
-    assert plan is not None and plan.layout.ranks == 48
+    plan = neox.planned(neox.Assumed(), 48, "recommended", PLAIN).plans[0]
+    assert plan.layout.ranks == 48
     assert plan.prediction.device_nbytes <= 0.92 * 16e9
     row = {"gpus": 48, **{
         budget: {"layout": str(plan.layout), "samples_per_second": rate, "device_nbytes": 14e9}
         for budget, rate in (("native", 4.0), ("recommended", 5.0))
     }}  # fmt: skip
-    assert "| +25.0 % | 14.0 |" in chapter.plans([row, {"gpus": 1}])[-2]
-    assert "nothing fits" in chapter.plans([row, {"gpus": 1}])[-1]
+    lines = chapter.plans([row, {"gpus": 1, "reason": "no room"}])
+    assert "| +25.0 % | 14.0 |" in lines[-3]
+    assert "nothing fits" in lines[-2] and lines[-1] == "\n1 GPUs: no room."
