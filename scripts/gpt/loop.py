@@ -58,7 +58,7 @@ class PlainTrainer:
         """Forward, backward and step for each micro-batch; DeepSpeed knows when to update."""
         losses = []
         for tokens, labels in batches:
-            loss = self._loss(self.engine(tokens), labels)
+            loss = self._forward(tokens, labels)
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.detach())
@@ -68,9 +68,13 @@ class PlainTrainer:
         """Forward only."""
         self.engine.eval()
         with torch.no_grad():
-            losses = [self._loss(self.engine(tokens), labels) for tokens, labels in batches]
+            losses = [self._forward(tokens, labels) for tokens, labels in batches]
         self.engine.train()
         return self._mean(losses)
+
+    def _forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self._loss(self.engine(tokens), labels)
+        return loss
 
     def _mean(self, losses: list[Tensor]) -> float:
         total = torch.stack(losses).float().mean()

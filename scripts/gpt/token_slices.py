@@ -8,15 +8,13 @@ pass is one operation; ranks are counted as DeepSpeed's pipelines count them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpt.data import Batch
 from gpt.layouts import ParallelismError
 from gpt.loop import PlainTrainer
 from gpt.model import Block, kinds, loss_of
@@ -126,23 +124,9 @@ def lengths_of(asked: str, length: int) -> tuple[int, ...]:
 class SliceTrainer(PlainTrainer):
     """A DeepSpeedEngine around a stage: the module returns the loss, on the last stage alone."""
 
-    def step(self, batches: Iterator[Batch]) -> float:
-        """One pass of the pipeline for each micro-batch; DeepSpeed knows when to update."""
-        losses = []
-        for tokens, labels in batches:
-            loss = self.engine(tokens, labels)
-            self.engine.backward(loss)
-            self.engine.step()
-            losses.append(loss.detach())
-        return self._mean(losses)
-
-    def evaluate(self, batches: Iterator[Batch]) -> float:
-        """Forward only."""
-        self.engine.eval()
-        with torch.no_grad():
-            losses = [self.engine(tokens, labels) for tokens, labels in batches]
-        self.engine.train()
-        return self._mean(losses)
+    def _forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.engine(tokens, labels)
+        return loss
 
     def _mean(self, losses: list[Tensor]) -> float:
         """Over replicas: all stages but the last bring nothing."""

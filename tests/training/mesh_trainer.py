@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.paths import SCRIPTS
-from tests.training.pipe_trainer import start_deepspeed
+from tests.training.in_turn import in_turn
 
 VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 2, 32, 4, 16, 4
 ADAM = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -50,23 +48,7 @@ class Outcome:
 
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     """Every job in turn; an error of ours as its text."""
-    import hybridcomp
-    from hybridcomp import process
-    from hybridcomp.errors import HybridcompError
-
-    start_deepspeed()
-    sys.path.insert(0, str(SCRIPTS))
-    hybridcomp.install()
-    outcomes: list[Outcome | str] = []
-    for job in jobs:
-        try:
-            outcomes.append(whole(job) if job.tp2d == 1 else train(job))
-        except HybridcompError as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-        finally:
-            process.configure(None)
-    hybridcomp.uninstall()
-    return outcomes
+    return in_turn(jobs, lambda job: whole(job) if job.tp2d == 1 else train(job))
 
 
 def batch(replica: int, step: int) -> tuple[Tensor, Tensor]:

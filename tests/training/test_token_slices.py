@@ -10,7 +10,8 @@ import pytest
 import train_gpt
 from gpt import layouts, token_slices
 from tests.ranks import run_ranks
-from tests.training.slice_trainer import LENGTH, Job, Outcome, run
+from tests.training.in_turn import first
+from tests.training.slice_trainer import LENGTH, Job, run
 
 pytest.importorskip("deepspeed")
 
@@ -37,15 +38,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     }
     found = run_ranks(2, run, list(jobs.values()), timeout=300.0)
     return {name: [rank[index] for rank in found] for index, name in enumerate(jobs)}
-
-
-def first(outcomes: dict[str, list[Any]], name: str) -> Outcome:
-    """What rank 0 saw; all see the same losses."""
-    for outcome in outcomes[name]:
-        assert isinstance(outcome, Outcome), outcome
-        assert outcome.losses == outcomes[name][0].losses
-    found: Outcome = outcomes[name][0]
-    return found
 
 
 def test_trains_as_unsliced_and_as_the_whole_model(outcomes: dict[str, list[Any]]) -> None:

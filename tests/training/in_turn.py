@@ -1,0 +1,39 @@
+"""Jobs of the example on forked ranks: one after the other on the same ranks, and what they saw."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.paths import SCRIPTS
+from tests.training.pipe_trainer import start_deepspeed
+
+
+def in_turn(jobs: Sequence[Any], train: Callable[[Any], Any]) -> list[Any]:
+    """What ``train`` gives for every job, patched; an error of ours as its text."""
+    import hybridcomp
+    from hybridcomp import process
+    from hybridcomp.errors import HybridcompError
+
+    start_deepspeed()
+    sys.path.insert(0, str(SCRIPTS))
+    hybridcomp.install()
+    outcomes: list[Any] = []
+    for job in jobs:
+        try:
+            outcomes.append(train(job))
+        except HybridcompError as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+        finally:
+            process.configure(None)
+    hybridcomp.uninstall()
+    return outcomes
+
+
+def first(outcomes: dict[str, list[Any]], name: str) -> Any:
+    """What rank 0 saw of a job that ended well; all saw the same losses."""
+    for outcome in outcomes[name]:
+        assert not isinstance(outcome, str), outcome
+        assert outcome.losses == outcomes[name][0].losses
+    return outcomes[name][0]
