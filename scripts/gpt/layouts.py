@@ -10,11 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpt.errors import ParallelismError as ParallelismError
 from gpt.weights import ModelConfig
-
-
-class ParallelismError(ValueError):
-    """Ranks or packages that --tp, --pp and --cp need are not there."""
 
 
 def lay_out(tp: int, pp: int, tp2d: int = 1, cp: int = 1) -> Any:

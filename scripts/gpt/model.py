@@ -74,7 +74,8 @@ class Block(nn.Module):
         self.number = number - 1  # layer 0 is the embedding
         self.segment: list[Block] = []  # that runs again in backward, this block first
         self.is_led = False  # runs with the first block of its segment
-        self.past: Any = None  # of a slice: the tokens before it (gpt.token_slices)
+        self.past: Any = None  # of a slice: the tokens before it, and what looks at them
+        self.attend: Any = None  # (gpt.token_slices)
         self.whole = 0  # tokens of the sequences that are sliced
 
     def forward(self, hidden: Tensor, leads: bool = True) -> Tensor:
@@ -103,7 +104,7 @@ class Block(nn.Module):
         cos, sin = self._angles(length, hidden.device)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if self.past is not None:
-            mixed = _slices().attend(query, *self.past.extend(self, key, value))
+            mixed = self.attend(query, *self.past.extend(self, key, value))
         elif self.ring is None:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
@@ -256,9 +257,3 @@ def _ring() -> Any:
     from gpt import context_parallel  # imports hybridcomp, which the example does without
 
     return context_parallel
-
-
-def _slices() -> Any:
-    from gpt import token_slices  # imports hybridcomp, which the example does without
-
-    return token_slices

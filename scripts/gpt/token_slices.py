@@ -15,13 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpt.layouts import ParallelismError
+from gpt.errors import ParallelismError
 from gpt.loop import PlainTrainer
 from gpt.model import Block, kinds, loss_of
 from gpt.weights import ModelConfig
 from hybridcomp.nn.slices import Past, SlicedStage, attend, chosen_slices
-
-__all__ = ["SliceTrainer", "attend", "build", "trainer"]
 
 
 class Layers(nn.Module):
@@ -36,7 +34,7 @@ class Layers(nn.Module):
         first, last = list(pairwise(stops))[stage]
         self.layers = nn.ModuleList(every[n](config, n) for n in range(first, last))
         for block in self.blocks:
-            block.whole = length
+            block.whole, block.attend = length, attend
 
     @property
     def blocks(self) -> list[Block]:
