@@ -204,7 +204,7 @@ def test_mcmc_recomputes_single_layers() -> None:
 def test_graphs_are_split_by_their_ideals() -> None:
     from hybridcomp.plan.models.reading import read_model
 
-    model = read_model("tests.plan.test_models:wide_towers")
+    model = read_model("tests.plan.models.test_models:wide_towers")
     machines = cluster(nodes=2, ranks_per_node=1, gbits=1000.0)
     limits = Limits(dtype="fp32", fixed={"stages": 2}, keep=1)
     plan = search(model, machines, RECOMMENDED, Batch(8, 1), limits).plans[0]
