@@ -67,6 +67,9 @@ GROUPS: tuple[tuple[Dimension, str], ...] = (
     ("zero", "data-parallel"),
 )
 
+#: what is wrong with a message in a CUDA graph
+REPLAYED = "a graph that is played again sends without counting, checking or following the block"
+
 RULES: tuple[Rule[Job], ...] = (
     Rule(
         "absent", ("offload",), "a job without DeepSpeed",
@@ -94,12 +97,12 @@ RULES: tuple[Rule[Job], ...] = (
     ),
     Rule(
         "bypass", ("tp", "ep", "cp"), "layers in CUDA graphs (cuda_graph_impl)",
-        "a graph that is played again sends without counting, checking or following the block",
+        REPLAYED,
         'set cuda_graph_impl to "none"', lambda job: job.graphs,
     ),
     Rule(
         "bypass", ("dp", "zero", "pp"), 'cuda_graph_scope "full_iteration"',
-        "a graph that is played again sends without counting, checking or following the block",
+        REPLAYED,
         "set another cuda_graph_scope", lambda job: job.graph_of_a_step,
     ),
     Rule(

@@ -82,8 +82,8 @@ def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..
         session = process.own_session()
         if session is not None:
             hold_to_plan(session.channels.config, groups.layout())
-            own = device_name(session.device)
-            hold_to_machines(session.channels.config, lambda: machines(own))
+            device = session.device
+            hold_to_machines(session.channels.config, lambda: machines(device_name(device)))
             session.place(groups.data_parallel())
             # gradients are fp32 or bf16, which is not known yet: what pays for bf16 does for fp32
             session.measure(groups.replicas(), torch.bfloat16)
