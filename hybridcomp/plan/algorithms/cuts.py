@@ -24,13 +24,15 @@ class Layer:
     seconds: forward and backward of one micro-batch on a device of speed 1.
     nbytes: parameters, gradients and optimizer state, and residuals that belong to them.
     activation_nbytes: what one micro-batch in flight keeps here.
-    send_seconds: activation to the next layer and its gradient back, if the chain is cut behind.
+    send_seconds, receive_seconds: if the chain is cut behind, what the messages across the cut take
+        of the stage before it, and of the one behind it.
     """
 
     seconds: float
     nbytes: float = 0.0
     activation_nbytes: float = 0.0
     send_seconds: float = 0.0
+    receive_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -160,4 +162,5 @@ def _stage_costs(
                 break  # longer stages need more
             continue
         sent = layers[stop - 1].send_seconds if stop < len(layers) else 0.0
+        sent += layers[first - 1].receive_seconds if first else 0.0
         yield stop, (sums.seconds[stop] - sums.seconds[first]) / device.speed + sent

@@ -102,6 +102,11 @@ class Job:
         """The model's layers on one rank of ``layout``."""
         return self.model.layers(self.shape(layout))
 
+    def meets(self, layout: Layout) -> bool:
+        """Whether ``layout`` is a pipeline of DeepSpeed's own engine, which GPT-NeoX has, too."""
+        plain = layout.stages > 1 and layout.virtual == 1 and not layout.slices
+        return plain and self.limits.engine != "megatron"
+
     def sharded(self, layout: Layout) -> bool:
         """Whether the replicas share the optimizer's states.
 

@@ -94,7 +94,7 @@ def _spans(work: Work, step: Step) -> Iterator[Span]:
     for number in step.timeline.order:
         name = step.names[number]
         start, end = step.timeline.start[number], step.timeline.end[number]
-        if end <= start:
+        if end <= start or name.what == "wait":
             continue
         resource = step.timeline.tasks[number].resource
         label = name.what

@@ -6,13 +6,16 @@ holds the result against the event simulation. A search asks this some thousand 
 
 from __future__ import annotations
 
+from hybridcomp.plan.cost import meetings
 from hybridcomp.plan.cost.schedule import Op, order
-from hybridcomp.plan.cost.times import StageTimes
+from hybridcomp.plan.cost.times import StageTimes, meet
 from hybridcomp.plan.layout import Layout
 
 
 def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int) -> float:
     """Seconds of a step of ``micro_batches``."""
+    if meet(times):
+        return meetings.step_seconds(layout, times, micro_batches)
     stages = layout.stages
     slices = layout.slice_count
     orders = [

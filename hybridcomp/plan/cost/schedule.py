@@ -20,6 +20,18 @@ class Op(NamedTuple):
     micro_batch: int
 
 
+class Name(NamedTuple):
+    """What a task of a step is.
+
+    "forward", "backward", "send", "wait" (of a sender), "reduce", "code", "adam" or "gather".
+    """
+
+    what: str
+    stage: int
+    chunk: int = 0
+    micro_batch: int = 0
+
+
 @lru_cache(maxsize=1024)
 def order(
     stage: int, stages: int, virtual: int, micro_batches: int, slices: int = 1

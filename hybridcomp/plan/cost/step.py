@@ -2,36 +2,28 @@
 
 A pass of a micro-batch is one task of its stage's device, with what it waits for inside (sums of
 tensor parallelism, codecs); what goes to the next stage is a task of the link that leads there, and
-the stage goes on when it has been sent, as the engines do it. Gradients travel behind the last
-backward pass, of which ``overlap`` hides a part; then the optimizer, then the gather of parameters.
-What goes to other stages does not wait for what goes to replicas.
+the stage goes on when it has been sent, as Megatron does it; DeepSpeed's stages meet (``meetings``).
+Gradients travel behind the last backward pass, of which ``overlap`` hides a part; then the
+optimizer, then the gather of parameters. What goes to other stages does not wait for what goes to
+replicas.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hybridcomp.plan.algorithms.timeline import Task, Timeline, simulate
 from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost import meetings
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.recurrence import step_seconds
-from hybridcomp.plan.cost.schedule import Op, order
-from hybridcomp.plan.cost.times import VIEW, StageTimes, View, stage_times
+from hybridcomp.plan.cost.schedule import Name, Op, order
+from hybridcomp.plan.cost.times import VIEW, StageTimes, View, meet, stage_times
 from hybridcomp.plan.cost.work import Work
 from hybridcomp.plan.layout import Layout
 
 #: passes of a step that are simulated; of longer ones the middle is extrapolated
 MOST_PASSES = 800
-
-
-class Name(NamedTuple):
-    """What a task is: "forward", "backward", "send", "reduce", "code", "adam" or "gather"."""
-
-    what: str
-    stage: int
-    chunk: int = 0
-    micro_batch: int = 0
 
 
 class _Builder:
@@ -120,6 +112,8 @@ def tasks_of(
     work: Work, times: tuple[StageTimes, ...], micro_batches: int
 ) -> tuple[dict[int, Task], dict[int, Name]]:
     """The tasks of a step of ``micro_batches``, and their names."""
+    if meet(times):
+        return meetings.tasks_of(work.layout, times, micro_batches)
     builder = _Builder(work, times, micro_batches)
     builder.build()
     return builder.tasks, builder.names

@@ -58,11 +58,13 @@ class Durations(NamedTuple):
     """Of a chunk's pass: what its device is busy or waits with, and what it sends.
 
     compute: of ``busy`` the device's own work. Decoding what was sent counts for the sender.
+    returned: of ``sent``, until a stage goes on that meets its neighbour for it (``meetings``).
     """
 
     busy: float
     sent: float
     compute: float
+    returned: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class StageTimes:
     """Seconds of one stage: passes by virtual stage, what follows each of them, and the end.
 
     hidden_micro, hidden_step: compute behind which messages of a micro-batch, or of the step, hide.
-    reduces: whether something travels behind every micro-batch.
+    reduces: whether something travels behind every micro-batch. meets: whether stages meet for the
+    messages between them (``meetings``).
     """
 
     forward: tuple[Durations, ...]
@@ -82,6 +85,7 @@ class StageTimes:
     hidden_micro: float
     hidden_step: float
     reduces: bool
+    meets: bool = False
 
     def behind(self, took: Durations, ends: bool, last: bool) -> tuple[list[Seconds], float, float]:
         """Reductions behind a pass, their seconds on the wire, and how many of these hide in it.
@@ -117,7 +121,8 @@ def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: Vi
             busy = compute + inner.both + sent.coding
             if not ahead and one is stage.backward[0]:
                 busy += host.micro.at(values)
-            found.append(Durations(busy, sent.link, compute))
+            returned = sent.link * _returned(job, one.sent, choices)
+            found.append(Durations(busy, sent.link, compute, returned))
         return tuple(found)
 
     forward, backward = passes(True), passes(False)
@@ -128,11 +133,28 @@ def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: Vi
         seconds(job, stage.reduce, choices, view), view.of(stage.adam) + host.step.at(values),
         seconds(job, stage.gather, choices, view), hidden_micro=overlap,
         hidden_step=overlap * work.layout.passes, reduces=bool(stage.micro),
+        meets=job.meets(work.layout) and not stage.micro,
     )  # fmt: skip
+
+
+def _returned(job: Job, sent: Items, choices: Choices | Wish) -> float:
+    """Of the seconds of a message to a neighbour, the share until its sender goes on."""
+    shares = [
+        job.cluster.returned(price(job, item, choices).nbytes / item.count, item.call.nodes)
+        for item in sent if item.call.operation == "send"
+    ]  # fmt: skip
+    return max(shares, default=1.0)
+
+
+def meet(times: tuple[StageTimes, ...]) -> bool:
+    """Whether the stages of a pipeline meet for their messages."""
+    return all(own.meets for own in times)
 
 
 def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
     """No step with these times is faster: the way to a stage, what it does, and the way back."""
+    if meet(times):
+        return _least_meeting(work.layout.passes, times)
     best = there = back = 0.0
     count = work.layout.passes
     ends = [_end_seconds(own) for own in times]
@@ -158,3 +180,21 @@ def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
 def _end_seconds(own: StageTimes) -> float:
     """What a stage does behind its last pass and the reductions on the link."""
     return own.micro.coding + own.reduce.coding + own.adam + own.gather.both
+
+
+def _least_meeting(count: int, times: tuple[StageTimes, ...]) -> float:
+    """The same where stages meet: a receive takes as long as the message travels."""
+    best = there = back = into = 0.0
+    ends = [max(0.0, own.reduce.link - own.hidden_step) + _end_seconds(own) for own in times]
+    for stage, own in enumerate(times):
+        ahead, behind = own.forward[0], own.backward[0]
+        received = into
+        if stage + 1 < len(times):
+            received += times[stage + 1].backward[0].sent
+        if stage:
+            back += behind.sent + times[stage - 1].backward[0].busy
+        steady = count * (ahead.busy + behind.busy + received)
+        best = max(best, there + steady + max(ends[stage], back + ends[0]))
+        there += into + ahead.busy
+        into = ahead.sent
+    return best

@@ -82,6 +82,10 @@ class Cluster:
         """The share of its speed at which a rank computes meanwhile (``Links.compute_left``)."""
         return self._links.compute_left(operation, nbytes, ranks, nodes)
 
+    def returned(self, nbytes: float, nodes: int) -> float:
+        """Of the seconds of a send, the share until its sender goes on (``Links.returned``)."""
+        return self._links.returned(nbytes, nodes)
+
     def coding(
         self, setting: str, dtype: str, numel: float, direction: Direction, busy: bool = False
     ) -> Figure:

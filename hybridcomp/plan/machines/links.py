@@ -27,6 +27,11 @@ class Links:
             ((row.operation, row.ranks, row.nodes, row.beside), row.nbytes, row.seconds)
             for row in rows
         )
+        self._returned: dict[int, Curve] = curves(
+            (row.nodes, row.nbytes, row.returned)
+            for row in rows
+            if row.returned is not None and row.operation == "send" and row.beside == "alone"
+        )
 
     def seconds(
         self, operation: Operation, nbytes: float, ranks: int, nodes: int,
@@ -68,6 +73,15 @@ class Links:
         group = closest({key[:2] for key in rows}, ranks, nodes)
         sizes = {key[2]: left for key, left in rows.items() if key[:2] == group}
         return sizes[min(sizes, key=lambda size: abs(size - nbytes))]
+
+    def returned(self, nbytes: float, nodes: int) -> float:
+        """The share of a send's seconds after which its sender goes on; 1 where nobody timed it.
+
+        A small message is in the buffers of the sender's system long before it has arrived.
+        """
+        known = self._returned.get(min(nodes, 2))
+        whole = self.seconds("send", nbytes, 2, nodes).value if known is not None else 0.0
+        return min(1.0, known.at(nbytes).value / whole) if known is not None and whole else 1.0
 
     def _sharing(self, ranks: int, nodes: int) -> float:
         """How many groups of this shape share the link of a node."""

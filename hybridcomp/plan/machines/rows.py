@@ -49,6 +49,7 @@ class Timing:
 
     compute_left: with ``beside`` "compute", the share of the matrix products that a rank still
         computes in that time.
+    returned: of a send whose receiver waited for it, the seconds until the sender went on.
     """
 
     __pydantic_config__ = STRICT
@@ -60,6 +61,7 @@ class Timing:
     seconds: Stored
     beside: Beside = "alone"
     compute_left: Stored | None = None
+    returned: Stored | None = None
 
 
 @dataclass(frozen=True)

@@ -157,9 +157,10 @@ class Evaluator:
         kept = 0.0
         for stage in work.stages:
             serial = coding = link = 0.0
-            # slices travel while their stage goes on
+            # what is sent is not all that its stage waits for
             sent = (one.sent for one in (*stage.forward, *stage.backward))
-            posted = tuple(sent) if work.layout.slices else ()
+            apart = work.layout.slices or self.job.meets(work.layout)
+            posted = tuple(sent) if apart else ()
             for items in _all(stage):
                 behind = items is stage.reduce or items is stage.micro or items in posted
                 once = items is stage.reduce or items is stage.gather

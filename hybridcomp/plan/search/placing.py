@@ -149,7 +149,7 @@ class Placer:
                     self._layer_seconds(layout, layer, fastest),
                     self._layer_nbytes(layout, layer, reserve),
                     _kept(layer, number in lean_ones) if reserve else 0.0,
-                    self._send_seconds(layout, layer),
+                    *self._cut_seconds(layout, layer),
                 )
                 for number, layer in enumerate(self.job.layers(layout))
             ]
@@ -185,6 +185,19 @@ class Placer:
         )  # fmt: skip
         values = layer.parameters + layer.expert_parameters
         return device_nbytes(states(self.job, layout, alone)) + reserve.of_parameter * values
+
+    def _cut_seconds(self, layout: Layout, layer: Layer) -> tuple[float, float]:
+        """What the messages across a cut behind ``layer`` take of the stages before and behind it.
+
+        A stage that sends waits for its message. Where stages meet, the one before the cut waits
+        for the gradient, and then the one behind it for the activation, too.
+        """
+        ahead, back = (
+            sum(self.job.prices.of(item.call, NATIVE, item.dtype).seconds.value
+                for item in self.job.sends(layout, 0, layer.output, way))
+            for way in DIRECTIONS
+        )  # fmt: skip
+        return (back, ahead + back) if self.job.meets(layout) else (ahead, back)
 
     def _send_seconds(self, layout: Layout, layer: Layer) -> float:
         return sum(

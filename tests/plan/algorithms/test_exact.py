@@ -28,6 +28,7 @@ def cut_seconds(
         if nbytes > device.nbytes:
             return INFINITE
         sent = inside[-1].send_seconds if stop < len(layers) else 0.0
+        sent += layers[first - 1].receive_seconds if first else 0.0
         costs.append(sum(layer.seconds for layer in inside) / device.speed + sent)
         first = stop
     return sum(costs) + (micro_batches - 1) * max(costs)
@@ -39,7 +40,7 @@ def test_cuts_are_the_best_of_all(any_order: bool) -> None:
     for _ in range(300):
         # integers: sums are exact in whatever order they are made
         layers = [
-            Layer(*(float(draw.randrange(1, 9)) for _ in range(4)))
+            Layer(*(float(draw.randrange(1, 9)) for _ in range(5)))
             for _ in range(draw.randrange(2, 8))
         ]
         kinds = [Device(2.0 ** draw.randrange(-1, 2), draw.randrange(8, 90)) for _ in range(2)]

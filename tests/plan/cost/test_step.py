@@ -11,6 +11,7 @@ import torch
 from hybridcomp.plan.algorithms.timeline import simulate
 from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.meetings import moves
 from hybridcomp.plan.cost.predict import predicted
 from hybridcomp.plan.cost.prices import Calibration, Call, Prices, native_nbytes
 from hybridcomp.plan.cost.recurrence import step_seconds
@@ -46,10 +47,13 @@ def test_orders_of_1f1b() -> None:
     )
 
 
-def random_times(draw: random.Random, layout: Layout, micro: bool) -> tuple[StageTimes, ...]:
+def random_times(
+    draw: random.Random, layout: Layout, micro: bool, meets: bool = False
+) -> tuple[StageTimes, ...]:
     def durations() -> Durations:
         compute = draw.uniform(1, 3)
-        return Durations(compute + draw.uniform(0, 1), draw.uniform(0, 0.5), compute)
+        busy, sent = compute + draw.uniform(0, 1), draw.uniform(0, 0.5)
+        return Durations(busy, sent, compute, sent * draw.choice([0.0, 0.4, 1.0]) if meets else 0.0)
 
     def seconds() -> Seconds:
         return Seconds(draw.uniform(0, 1), draw.uniform(0, 4))
@@ -59,7 +63,7 @@ def random_times(draw: random.Random, layout: Layout, micro: bool) -> tuple[Stag
             tuple(durations() for _ in range(layout.virtual)),
             tuple(durations() for _ in range(layout.virtual)),
             seconds() if micro else Seconds(0.0, 0.0), seconds(), draw.random(), seconds(),
-            draw.choice([0.0, 0.3]), draw.choice([0.0, 2.0]), micro,
+            draw.choice([0.0, 0.3]), draw.choice([0.0, 2.0]), micro, meets,
         )
         for _ in range(layout.stages)
     )  # fmt: skip
@@ -79,11 +83,64 @@ def test_recurrence_is_the_event_simulation() -> None:
         assert least_seconds(work, times) <= whole * (1 + 1e-12)
 
 
-def test_long_steps_are_extrapolated() -> None:
+def test_where_stages_meet_the_recurrence_is_the_event_simulation_too() -> None:
+    draw = random.Random(7)
+    for _ in range(60):
+        stages, count = draw.randrange(2, 6), draw.randrange(1, 9)
+        layout = Layout(stages=stages, accumulation=count)
+        times = random_times(draw, layout, micro=False, meets=True)
+        work = Work(layout, ())
+        whole = simulate(tasks_of(work, times, count)[0]).seconds
+        assert step_seconds(layout, times, count) == pytest.approx(whole, rel=1e-12)
+        assert least_seconds(work, times) <= whole * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])
+def test_stages_meet_as_deepspeeds_schedule_has_it(stages: int, micro_batches: int) -> None:
+    """Every send, receive and pass of ``TrainSchedule``, in its order."""
+    schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
+    for stage in range(stages):
+        upstream = schedule.TrainSchedule(micro_batches, stages, stage)
+        kept: dict[int, int] = {}  # micro-batch of a buffer: the engine counts them itself
+        said, ahead, behind = [], 0, 0
+        for commands in upstream.steps():
+            for command in commands:
+                name, buffer = type(command).__name__, command.kwargs.get("buffer_id", -1)
+                if name == "ForwardPass":
+                    kept[buffer], ahead = ahead, ahead + 1
+                    said.append(("pass", False, kept[buffer]))
+                elif name == "BackwardPass":
+                    said.append(("pass", True, kept[buffer]))
+                    behind += 1
+                elif name == "RecvActivation":
+                    said.append(("receive", False, ahead))
+                elif name == "RecvGrad":
+                    said.append(("receive", True, behind))
+                elif name in ("SendActivation", "SendGrad"):
+                    said.append(("send", name == "SendGrad", kept[buffer]))
+        own = moves(stage, stages, micro_batches)
+        assert [(move.what, move.pass_.backward, move.pass_.micro_batch) for move in own] == said
+
+
+def test_both_ways_of_two_stages_that_meet_come_one_after_the_other() -> None:
+    """A stage's passes, then the gradient, then the activation, which waited for it."""
+    layout = Layout(stages=2, accumulation=10)
+    none = Seconds(0.0, 0.0)
+    stage = StageTimes(
+        (Durations(1.0, 0.25, 1.0, 0.125),), (Durations(2.0, 0.5, 2.0, 0.0),), none, none, 0.0,
+        none, 0.0, 0.0, reduces=False, meets=True,
+    )  # fmt: skip
+    first, second = (step_seconds(layout, (stage, stage), count) for count in (10, 11))
+    assert second - first == pytest.approx(1.0 + 2.0 + 0.25 + 0.5)
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_long_steps_are_extrapolated(meets: bool) -> None:
     draw = random.Random(6)
     for stages in (2, 4, 7):
         layout = Layout(stages=stages, accumulation=900 // stages)
-        times = random_times(draw, layout, micro=False)
+        times = random_times(draw, layout, micro=False, meets=meets)
         assert sample(layout)[1] and 2 * stages * sample(layout)[0] < MOST_PASSES
         whole = step_seconds(layout, times, layout.accumulation)
         assert seconds_of(layout, times) == pytest.approx(whole, rel=0.002)

@@ -1,0 +1,197 @@
+"""Pipelines whose stages meet for every message: DeepSpeed's ``PipelineEngine``, GPT-NeoX's too.
+
+``TrainSchedule`` gives each stage a list of sends, receives and passes that it does one after the
+other, and ``p2p.send`` and ``p2p.recv`` are blocking. Two things follow that no other engine has:
+
+* an activation leaves behind the receive of the gradient that the next pass needs, not behind the
+  pass that made it: both ways of a pair of stages come one after the other, and nothing hides them;
+* a message travels when both ends are there (gloo writes nothing before the other side has asked,
+  NCCL's kernels wait for each other). The receiver goes on when all of it has arrived, the sender
+  when the last byte is in a buffer of its system, which is measured (``Timing.returned``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from hybridcomp.plan.algorithms.timeline import Task
+from hybridcomp.plan.cost.schedule import Name, Op, order
+from hybridcomp.plan.cost.times import Durations, StageTimes
+from hybridcomp.plan.layout import Layout
+
+
+class Move(NamedTuple):
+    """What a stage does next: a pass, or its part in a message.
+
+    pass_: the pass itself, or the one whose result the message is.
+    """
+
+    what: Literal["pass", "send", "receive"]
+    pass_: Op
+
+
+class Message(NamedTuple):
+    """The result of a pass on its way from ``sender`` to a neighbour."""
+
+    sender: int
+    pass_: Op
+
+
+@lru_cache(maxsize=1024)
+def moves(stage: int, stages: int, micro_batches: int) -> tuple[Move, ...]:
+    """What ``stage`` does in a step, as ``TrainSchedule.steps`` has it."""
+    return tuple(_moves(stage, stages, micro_batches))
+
+
+def _moves(stage: int, stages: int, micro_batches: int) -> Iterator[Move]:
+    before: Op | None = None
+    for own in order(stage, stages, 1, micro_batches):
+        sends = [] if before is None or not _goes_on(before, stage, stages) else [
+            Move("send", before)
+        ]  # fmt: skip
+        source = stage + 1 if own.backward else stage - 1
+        receives = [Move("receive", own)] if 0 <= source < stages else []
+        if own.backward and before is not None and _is_next_slot(before, own, stage, stages):
+            yield from (*receives, *sends)
+        else:
+            yield from (*sends, *receives)
+        yield Move("pass", own)
+        before = own
+    if before is not None and _goes_on(before, stage, stages):
+        yield Move("send", before)
+
+
+def _goes_on(own: Op, stage: int, stages: int) -> bool:
+    return stage > 0 if own.backward else stage < stages - 1
+
+
+def _is_next_slot(before: Op, own: Op, stage: int, stages: int) -> bool:
+    """Whether a backward pass stands right behind a forward one in the engine's table of slots.
+
+    Forward passes of a stage have the slots ``stage + 2 k``, backward passes ``2 stages - 1 - stage
+    + 2 k``; what was computed is sent in the next slot, even where that one has no pass.
+    """
+    return not before.backward and before.micro_batch == own.micro_batch + stages - 1 - stage
+
+
+def message_of(move: Move, stage: int) -> Message:
+    """The message of a send or a receive of ``stage``."""
+    if move.what == "send":
+        return Message(stage, move.pass_)
+    return Message(stage + 1 if move.pass_.backward else stage - 1, move.pass_)
+
+
+def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int) -> float:
+    """Seconds of a step of ``micro_batches``: the timeline of ``tasks_of`` as a recurrence."""
+    stages = layout.stages
+    rows = [moves(stage, stages, micro_batches) for stage in range(stages)]
+    places, ready = [0] * stages, [0.0] * stages
+    here: dict[tuple[str, Message], float] = {}  # since when an end of a message is there
+    links: dict[tuple[int, bool], float] = {}  # until when a link is busy
+    left = sum(map(len, rows))
+    while left:
+        for stage in range(stages):
+            row, own = rows[stage], times[stage]
+            while places[stage] < len(row):
+                move = row[places[stage]]
+                took = _took(own, move.pass_)
+                if move.what == "pass":
+                    ready[stage] += took.busy
+                else:
+                    message = message_of(move, stage)
+                    other = "send" if move.what == "receive" else "receive"
+                    here[move.what, message] = ready[stage]
+                    if (other, message) not in here:
+                        break
+                    begun = max(ready[stage], here[other, message])
+                    if move.what == "send":
+                        ready[stage] = begun + took.returned
+                    else:
+                        link = message.sender, move.pass_.backward
+                        sent = _took(times[message.sender], move.pass_).sent
+                        ready[stage] = links[link] = max(begun, links.get(link, 0.0)) + sent
+                places[stage] += 1
+                left -= 1
+    return max(
+        end + _reduced(own) + own.reduce.coding + own.adam + own.gather.both
+        for own, end in zip(times, ready, strict=True)
+    )
+
+
+def _took(own: StageTimes, pass_: Op) -> Durations:
+    return (own.backward if pass_.backward else own.forward)[pass_.chunk]
+
+
+def _reduced(own: StageTimes) -> float:
+    """Seconds of the link in the reductions of a step that its last pass does not hide."""
+    _, wire, hidden = own.behind(own.backward[0], False, True)
+    return wire - hidden
+
+
+def tasks_of(
+    layout: Layout, times: tuple[StageTimes, ...], micro_batches: int
+) -> tuple[dict[int, Task], dict[int, Name]]:
+    """The tasks of a step of ``micro_batches`` and their names; numbers do not depend on seconds.
+
+    A message is two tasks that begin together: its way on the link, and the part of that which its
+    sender waits for.
+    """
+    stages = layout.stages
+    rows = [moves(stage, stages, micro_batches) for stage in range(stages)]
+    numbers: dict[tuple[str, int, Op], int] = {}
+    for stage, row in enumerate(rows):
+        for move in row:
+            for what in ("send", "wait") if move.what == "send" else (move.what,):
+                if what != "receive":
+                    numbers[what, stage, move.pass_] = len(numbers)
+    # before a pass and before each end of a message: what its stage does first
+    before: dict[tuple[str, int, Op], tuple[int, ...]] = {}
+    last: list[tuple[int, ...]] = []
+    for stage, row in enumerate(rows):
+        now: tuple[int, ...] = ()
+        for move in row:
+            before[move.what, stage, move.pass_] = now
+            if move.what == "receive":
+                now = (numbers["send", message_of(move, stage).sender, move.pass_],)
+            else:
+                what = "wait" if move.what == "send" else "pass"
+                now = (numbers[what, stage, move.pass_],)
+        last.append(now)
+    tasks: dict[int, Task] = {}
+    names: dict[int, Name] = {}
+    for (what, stage, pass_), number in numbers.items():
+        took = _took(times[stage], pass_)
+        way = "backward" if pass_.backward else "forward"
+        place = stage, pass_.chunk, pass_.micro_batch
+        if what == "pass":
+            after = before["pass", stage, pass_]
+            tasks[number] = Task(f"stage {stage}", took.busy, after)
+            names[number] = Name(way, *place)
+            continue
+        other = stage - 1 if pass_.backward else stage + 1
+        after = tuple(dict.fromkeys(
+            (*before["send", stage, pass_], *before["receive", other, pass_])
+        ))  # fmt: skip
+        resource = f"link {stage} {way}" if what == "send" else f"sending {stage}"
+        tasks[number] = Task(resource, took.sent if what == "send" else took.returned, after)
+        names[number] = Name(what, *place)
+    for stage, own in enumerate(times):
+        _put_end(tasks, names, stage, own, last[stage])
+    return tasks, names
+
+
+def _put_end(
+    tasks: dict[int, Task], names: dict[int, Name], stage: int, own: StageTimes,
+    after: tuple[int, ...],
+) -> None:  # fmt: skip
+    """The reduction, the optimizer and the gather, one after the other."""
+    for what, resource, seconds in (
+        ("reduce", "replicas", _reduced(own)), ("code", "stage", own.reduce.coding),
+        ("adam", "stage", own.adam), ("gather", "replicas", own.gather.link),
+        ("code", "stage", own.gather.coding),
+    ):  # fmt: skip
+        number = len(tasks)
+        tasks[number] = Task(f"{resource} {stage}", seconds, after)
+        names[number], after = Name(what, stage), (number,)
