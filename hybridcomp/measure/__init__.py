@@ -4,7 +4,8 @@ options   its arguments, and what it says to those who start it on one rank only
 command   the command under a launcher
 run       one measurement, its parts one after the other, and the file that comes of it
 team      the ranks that measure: agreement on figures, shapes of groups, the budget of time
-clock     timing a call, alone or beside matrix products, on a host and on a GPU
+clock     timing a call, alone or beside matrix products, on a host and on a GPU; ``throttle``:
+          where a host's CPU time is limited
 links     collectives of torch.distributed, alone and with others at work
 messages  encoded collectives from the call to the result
 coders    codecs, and copies between device and host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hybridcomp.measure import throttle
+
 Run = Callable[[], object]
 cuda: Any = torch.cuda  # parts of it are untyped
 #: a call that is shorter is repeated inside one timing
@@ -17,10 +20,14 @@ SHORT_S = 5e-4
 MOST_INNER = 20
 #: timings of a case
 LEAST, MOST = 3, 25
+#: how many periods a timing lasts where CPU time is given by the period
+PERIODS = 6
 
 
 class Clock(Protocol):
-    """Times calls on one device."""
+    """Times calls on one device. period_s: in which it is given CPU time (``throttle``), or 0.0."""
+
+    period_s: float
 
     def seconds(self, run: Run, times: int = 1) -> float:
         """Seconds of one of ``times`` calls of ``run``, until the device has done them."""
@@ -43,7 +50,10 @@ class Clock(Protocol):
 class HostClock:
     """A CPU: calls return when they are done, products run in this thread, calls in another."""
 
+    period_s = 0.0
+
     def __init__(self) -> None:
+        self.period_s = throttle.period_s()
         self._worker = ThreadPoolExecutor(1)
 
     def seconds(self, run: Run, times: int = 1) -> float:
@@ -66,6 +76,8 @@ class HostClock:
 
 class DeviceClock:
     """A GPU: events on its streams; calls run on one of their own beside products."""
+
+    period_s = 0.0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,9 +132,24 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def samples(clock: Clock, run: Run, allowance_s: float) -> list[float]:
-    """Timings of ``run``, which no other rank takes part in, after one that does not count."""
+    """Timings of ``run``, which no other rank takes part in, after one that does not count.
+
+    Under a limit of CPU time each lasts some periods of it, or as long as ``allowance_s`` allows.
+    """
     clock.seconds(run)
     once = max(clock.seconds(run), 1e-9)
     inner = min(MOST_INNER, max(1, round(SHORT_S / once)))
+    if clock.period_s:
+        inner = times_over(clock, run, min(PERIODS * clock.period_s, allowance_s / (LEAST + 1)))
+        once = max(clock.seconds(run, inner), 1e-9)
     count = max(LEAST, min(MOST, int(allowance_s / (once * inner))))
     return [clock.seconds(run, inner) for _ in range(count)]
+
+
+def times_over(clock: Clock, run: Run, seconds: float) -> int:
+    """How often ``run`` has to be called to last for ``seconds``, at least once."""
+    count = 1
+    while (took := clock.seconds(run, count) * count) < seconds:
+        # at most ten times as often: a few calls may all have been in one grant
+        count = min(10 * count, max(count + 1, math.ceil(1.1 * count * seconds / max(took, 1e-9))))
+    return count

@@ -7,6 +7,7 @@ the planner goes on along a straight line.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ BUSY_SIZES = (1 << 16, 1 << 20, 1 << 24)
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 #: a size is left out if two calls and LEAST timings of it may take this many times the allowance
 PATIENCE = 2.0
+#: until the receiver of a message has said that it waits for it
+WAIT_S = 2e-3
 #: torch 2.13 renames it and warns about the old name
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -79,11 +82,14 @@ def link_rows(
         run = runner(key.operation, key.shape, nbytes, dtype, team) if key.active(team) else None
         found = timed(team, clock, run, key, allowance, product)
         half = 0.5 if key.operation == "send" else 1.0  # there and back
+        left_after = None
+        if key.operation == "send" and key.beside == "alone":
+            left_after = returned(team, nbytes, dtype, key)
         points.setdefault(key, []).append((float(nbytes), found.seconds))
         rows.append(
             Timing(
                 key.operation, key.shape.ranks, key.shape.nodes, nbytes,
-                found.seconds.times(half), key.beside, found.left,
+                found.seconds.times(half), key.beside, found.left, left_after,
             )
         )  # fmt: skip
     return sorted(rows, key=lambda row: (row.ranks, row.nodes, row.operation, row.beside))
@@ -137,6 +143,30 @@ def timed(
         return Timed(slowest)
     most = summary(team.most(lost))
     return Timed(slowest, Figure(1 - most.value, 1 - most.high, 1 - most.low))
+
+
+def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Figure | None:
+    """Seconds until a send returns whose receiver has been waiting; a collective over the job.
+
+    None on GPUs, where a call returns at once and its stream waits for all of the message.
+    """
+    if team.device.type != "cpu":
+        return None
+    values = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype)
+    seconds = [0.0] * LEAST
+    for index in range(LEAST):
+        team.barrier()
+        if not key.active(team):
+            continue
+        one, two = key.shape.own
+        if team.rank == two:
+            dist.recv(values, one, group=key.shape.group)
+            continue
+        time.sleep(WAIT_S)  # its neighbour has asked by then
+        start = time.perf_counter()
+        dist.send(values, two, group=key.shape.group)
+        seconds[index] = time.perf_counter() - start
+    return summary(team.most(seconds))
 
 
 def runner(operation: Operation, shape: Shape, nbytes: int, dtype: torch.dtype, team: Team) -> Run:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import hybridcomp
 from hybridcomp.log import say
 from hybridcomp.measure.block import Block, BlockSize
-from hybridcomp.measure.clock import Clock, Run
+from hybridcomp.measure.clock import PERIODS, Clock, Run, times_over
 from hybridcomp.measure.team import Part, Team
 from hybridcomp.plan.machines.figures import summary
 from hybridcomp.plan.machines.rows import Kernel, Training
@@ -42,8 +42,8 @@ MICRO_BATCHES = 2
 WARM, LEAST, MOST = 1, 4, 40
 #: share of a device's memory that all models together may take, and bytes of a value in training
 SHARE, VALUE_NBYTES = 0.25, 28
-#: timings of a block in every round
-BLOCK_TIMES = 3
+#: timings of a block in every round; of those that last some periods of a limit of CPU time
+BLOCK_TIMES, LONG_TIMES = 3, 1
 
 
 @dataclass
@@ -182,12 +182,16 @@ class _Alone:
             lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True),
         )
         self._seconds: tuple[list[float], list[float]] = ([], [])
+        self._counts: list[int] = []
 
     def time(self, clock: Clock) -> None:
         """Time both directions some times."""
-        for _ in range(BLOCK_TIMES):
-            for run, seconds in zip(self._runs, self._seconds, strict=True):
-                seconds.append(clock.seconds(run))
+        least = PERIODS * clock.period_s
+        if not self._counts:
+            self._counts = [times_over(clock, run, least) if least else 1 for run in self._runs]
+        for _ in range(LONG_TIMES if least else BLOCK_TIMES):
+            for run, count, seconds in zip(self._runs, self._counts, self._seconds, strict=True):
+                seconds.append(clock.seconds(run, count))
 
     def rows(self, rank: int, dtype: str) -> list[Kernel]:
         """Both directions as rows."""

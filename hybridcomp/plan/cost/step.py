@@ -2,10 +2,10 @@
 
 A pass of a micro-batch is one task of its stage's device, with what it waits for inside (sums of
 tensor parallelism, codecs); what goes to the next stage is a task of the link that leads there, and
-the stage goes on when it has been sent, as Megatron does it; DeepSpeed's stages meet (``meetings``).
-Gradients travel behind the last backward pass, of which ``overlap`` hides a part; then the
-optimizer, then the gather of parameters. What goes to other stages does not wait for what goes to
-replicas.
+the stage goes on when it has been sent. That is Megatron's way; DeepSpeed's stages meet
+(``meetings``). Gradients travel behind the last backward pass, of which ``overlap`` hides a part;
+then the optimizer, then the gather of parameters. What goes to other stages does not wait for what
+goes to replicas.
 """
 
 from __future__ import annotations
