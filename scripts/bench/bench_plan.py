@@ -8,10 +8,12 @@ As root, with data of scripts/prepare_data.py:
     python scripts/bench/bench_plan.py report --out docs/results/planner.md
 
 ``trainings``: every configuration is trained by train_gpt.py with the files that the planner
-writes, all side by side, in turns, of which one at a time makes a step. At each rate half of the
-turns come before ``hybridcomp measure`` and half behind it: a machine whose speed changes by the
-minute is then the same to both. Every configuration is predicted from that file alone; nothing is
-fitted to these trainings. ``slow``: the same for four ranks with shares of a core, one of them with
+writes, all side by side, in turns, of which one at a time makes a step. At each rate ``hybridcomp
+measure`` runs several times between the turns, and the mean of its figures counts: a machine whose
+speed changes by the minute is then the same to both. Every configuration is predicted from these
+files alone, with the layout that was trained; nothing is fitted to the trainings. A rate that is
+named again replaces its rows; those of other rates stay. Four ranks have a share of a core each
+(``plan_bench/shares``). ``slow``: the same for four ranks with shares of a core, one of them with
 half of the others', in even stages and in those of the planner, who knows only the measurement.
 ``report`` makes the page of the results of both.
 """
@@ -20,15 +22,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
 from bench.plan_bench import slow, trained
+from bench.plan_bench.merged import merged
 from bench.plan_bench.report import Row, page, told
+from bench.plan_bench.shares import Shares, shares
 from bench.plan_bench.trained import Model
 from bench.training_bench.runners import CellError
 from bench.training_bench.turns import Job as Turns
@@ -36,6 +41,7 @@ from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.calibrate import calibrated
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.predict import plan_of
+from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
@@ -71,6 +77,10 @@ TRIED: dict[int, tuple[tuple[int, int, int, tuple[str, ...]], ...]] = {
 }
 #: steps of every training before the first rate, and after every change of the rate
 WARM, SETTLE = 2, 1
+#: of this machine, and what each of more ranks has of one
+CORES, SHARE = len(os.sched_getaffinity(0)), 0.45
+Turned = Callable[[int], None]
+Tried = Sequence[tuple[Plan, Turns]]
 
 
 def layout_of(model: Model, data: int, stages: int, zero_stage: int) -> Layout:
@@ -82,40 +92,58 @@ def layout_of(model: Model, data: int, stages: int, zero_stage: int) -> Layout:
     )  # fmt: skip
 
 
-def plans(model: Model, cluster: Cluster, ranks: int) -> list[tuple[str, Plan]]:
-    """Every configuration with its prediction, from a measurement alone."""
+def job_of(model: Model, cluster: Cluster) -> Job:
+    """The example's training on a cluster."""
     limits = Limits(dtype="fp32", recompute=False)
     words = ["train_gpt.py", *model.words, "--vocabulary", str(model.vocabulary)]
-    batch = Batch(model.samples, model.length)
-    job = calibrated(Job(read_model(words), cluster, batch, limits))
+    return calibrated(Job(read_model(words), cluster, Batch(model.samples, model.length), limits))
+
+
+def plans(model: Model, cluster: Cluster, ranks: int) -> list[Plan]:
+    """Every configuration, placed and predicted from a measurement alone."""
+    job = job_of(model, cluster)
     found = []
     for data, stages, zero_stage, names in TRIED[ranks]:
         for name in names:
             choices = Choices.of_block(BLOCKS[name])
             layout = layout_of(model, data, stages, zero_stage)
             work = next(Placer(job).places(layout, False))
-            found.append((name, plan_of(job, work, choices, name)))
+            found.append(plan_of(job, work, choices, name))
     return found
 
 
+def measured(
+    rate: str, lab: Lab, model: Model, turns: Turned, own: Shares, args: argparse.Namespace
+) -> Cluster:
+    """The mean of some measurements, with turns before, between and behind them."""
+    clusters = []
+    for part in range(args.parts + 1):
+        if part:
+            path = args.folder / f"{args.ranks}ranks_{rate}_{part}.json"
+            trained.measured(lab, model, path, args.seconds / args.parts, own.words)
+            clusters.append(cluster_file.read(path))
+        turns((part + 1) * args.turns // (args.parts + 1) - part * args.turns // (args.parts + 1))
+    return merged(clusters)
+
+
 def at_rate(
-    rate: str, lab: Lab, model: Model, jobs: Sequence[Turns], args: argparse.Namespace
+    rate: str, lab: Lab, model: Model, tried: Tried, own: Shares, args: argparse.Namespace
 ) -> list[Row]:
-    """Half of the turns, the measurement, the other half; then the predictions."""
+    """Turns and measurements, then the predictions of what was trained."""
     lab.shape(Rates(parse_rate(rate)))
+    jobs = [turns for _, turns in tried]
     trained.turns(jobs, SETTLE)
     first = len(jobs[0].said[0])
-    trained.turns(jobs, args.turns // 2)
-    path = args.folder / f"{args.ranks}ranks_{rate}.json"
-    trained.measured(lab, model, path, args.seconds)
-    trained.turns(jobs, args.turns - args.turns // 2)
-    rows = []
-    for job, (name, plan) in zip(
-        jobs, plans(model, cluster_file.read(path), args.ranks), strict=True
-    ):
-        told_ = plan.prediction
+    cluster = measured(
+        rate, lab, model, lambda count: trained.turns(jobs, count), own, args
+    )  # fmt: skip
+    job, rows = job_of(model, cluster), []
+    for plan, turns in tried:
+        work = work_of(job, plan.layout)  # the layout that was trained, cuts and all
+        told_ = plan_of(job, work, plan.choices, plan.budget).prediction
+        took = trained.seconds(turns, first)
         rows.append(Row(
-            args.ranks, rate, str(plan.layout), name, told_.seconds, trained.seconds(job, first)
+            args.ranks, rate, str(plan.layout), plan.budget, told_.seconds, took
         ))  # fmt: skip
         print(rows[-1], flush=True)
     return rows
@@ -129,21 +157,26 @@ def trainings(args: argparse.Namespace) -> None:
     before = [Row(**row) for row in json.loads(out.read_text())] if out.is_file() else []
     steps = WARM + len(args.rates) * (SETTLE + args.turns) + 1
     rows = [row for row in before if row.rate not in args.rates]
-    with Lab(Nodes.parse(str(args.ranks)), Rates(parse_rate(args.rates[0]))) as lab:
+    each = [SHARE] * args.ranks if args.ranks > CORES else []
+    with (
+        shares(each) as own,
+        Lab(Nodes.parse(str(args.ranks)), Rates(parse_rate(args.rates[0]))) as lab,
+    ):
         path = args.folder / f"{args.ranks}ranks_first.json"
         if not path.is_file():  # the planner writes files for a measured cluster alone
-            trained.measured(lab, model, path, args.seconds)
+            trained.measured(lab, model, path, args.seconds, own.words)
         cluster = cluster_file.read(path)
-        with trained.session(lab, args.ranks) as session:
-            jobs = []
-            for number, (_, plan) in enumerate(plans(model, cluster, args.ranks)):
+        with trained.session(lab, args.ranks, own.words) as session:
+            tried = []
+            for number, plan in enumerate(plans(model, cluster, args.ranks)):
                 folder = (args.folder / f"{args.ranks}ranks_{number}").resolve()
-                jobs.append(trained.started(
+                tried.append((plan, trained.started(
                     session, plan, cluster, model, args.data, folder, steps
-                ))  # fmt: skip
-            trained.turns(jobs, WARM)
+                )))  # fmt: skip
+            own.limit(True)
+            trained.turns([turns for _, turns in tried], WARM)
             for rate in args.rates:
-                rows += at_rate(rate, lab, model, jobs, args)
+                rows += at_rate(rate, lab, model, tried, own, args)
                 rows.sort(key=lambda row: parse_rate(row.rate) or 0)
                 out.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     print("\n".join(told(rows)))
@@ -181,6 +214,7 @@ def main() -> int:
         one.add_argument("--turns", type=int, default=8, help="timed steps (at each rate)")
         one.add_argument("--seconds", type=float, default=40.0, help="of hybridcomp measure")
         if name == "trainings":
+            one.add_argument("--parts", type=int, default=2, help="measurements at each rate")
             one.add_argument("--ranks", type=int, choices=tuple(TRIED), default=2)
             one.add_argument("--rates", nargs="+", default=["200mbit", "600mbit", "2gbit"])
     args = parser.parse_args()
