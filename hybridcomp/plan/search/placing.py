@@ -190,14 +190,18 @@ class Placer:
         """What the messages across a cut behind ``layer`` take of the stages before and behind it.
 
         A stage that sends waits for its message. Where stages meet, the one before the cut waits
-        for the gradient, and then the one behind it for the activation, too.
+        for the gradient and until its activation may go, the one behind it for both.
         """
+        calls = {way: self.job.sends(layout, 0, layer.output, way) for way in DIRECTIONS}
         ahead, back = (
-            sum(self.job.prices.of(item.call, NATIVE, item.dtype).seconds.value
-                for item in self.job.sends(layout, 0, layer.output, way))
-            for way in DIRECTIONS
-        )  # fmt: skip
-        return (back, ahead + back) if self.job.meets(layout) else (ahead, back)
+            sum(self.job.prices.of(item.call, NATIVE, item.dtype).seconds.value for item in items)
+            for items in calls.values()
+        )
+        if not self.job.meets(layout):
+            return ahead, back
+        call = calls["forward"][0].call
+        share = self.job.cluster.returned(call.numel * self.job.dtype.itemsize, call.nodes)
+        return back + share * ahead, ahead + back
 
     def _send_seconds(self, layout: Layout, layer: Layer) -> float:
         return sum(

@@ -142,6 +142,18 @@ def test_compute_that_is_left_beside_a_message() -> None:
     assert cluster.compute_left("all_reduce", 1 << 10, 2, 2) == 1.0
 
 
+def test_a_sender_goes_on_before_its_message_has_arrived() -> None:
+    sends = [
+        Timing("send", 2, 2, size, figure(PER_BYTE * size), returned=figure(after * size))
+        for size, after in ((1 << 16, 0.1 * PER_BYTE), (1 << 24, 3 * PER_BYTE))
+    ]  # fmt: skip
+    cluster = machine(*sends)
+    assert cluster.returned(1 << 16, 2) == pytest.approx(0.1)
+    assert cluster.returned(1 << 24, 2) == 1.0  # it cannot wait for more than all of it
+    assert cluster.returned(1 << 16, 1) == 1.0  # nobody timed it
+    assert machine(*SENDS).returned(1 << 16, 2) == 1.0
+
+
 def test_links_that_nobody_knows_are_an_error() -> None:
     cluster = machine(*rows("send", 2, 1, LATENCY, PER_BYTE))
     with pytest.raises(HybridcompError, match="between nodes .wanted: all_reduce of 8 ranks"):

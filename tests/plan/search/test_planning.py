@@ -13,6 +13,8 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.step import step_of
+from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.request import Batch, Found, Limits
@@ -211,3 +213,26 @@ def test_graphs_are_split_by_their_ideals() -> None:
     assert sorted(sum(plan.layout.nodes, ())) == [0, 1, 2, 3, 4]
     assert plan.layout.nodes and plan.layout.cuts == tuple(map(len, plan.layout.nodes))
     assert Layout.from_json(plan.layout.to_json()) == plan.layout
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
+@pytest.mark.parametrize("gbits", [0.05, 1.0])
+@pytest.mark.parametrize("slow", [{}, {1: 0.5}])
+def test_cuts_are_near_the_fastest_simulated_ones(
+    engine: Any, gbits: float, slow: dict[int, float]
+) -> None:
+    """Also where messages take as long as layers: both ends of a cut wait for them."""
+    layout, blocks = Layout(stages=3, micro_batch=2, accumulation=8), 6
+    machines = cluster(nodes=3, ranks_per_node=1, gbits=gbits, speeds=slow)
+    limits = Limits(dtype="fp32", engine=engine, recompute=False)
+    job = Job(small(blocks), machines, Batch(16, 128), limits)
+
+    def seconds(cuts: tuple[int, ...]) -> float:
+        return step_of(job, work_of(job, layout.replace(cuts=cuts)), Choices())
+
+    every = [
+        (one, two - one, blocks + 2 - two)
+        for one, two in itertools.combinations(range(1, blocks + 2), 2)
+    ]
+    found = Placer(job).cut(layout).cuts
+    assert seconds(found) <= 1.04 * min(map(seconds, every))
