@@ -36,8 +36,8 @@ FEW, MANY = 1, 3
 #: of compression: a codec alone, and the preset, with error feedback
 EIGHT = {"codec": "blockint", "bits": 8}
 STYLES: tuple[Mapping[str, Any], ...] = ({"dp": EIGHT, "zero": EIGHT}, {"preset": "recommended"})
-#: micro-batches of a step
-MICRO_BATCHES = 2
+#: micro-batches of a step: a first one, which finds no gradients, one like all others, and the last
+MICRO_BATCHES = 3
 #: steps of every training: the first do not count, rounds end when the time is over
 WARM, LEAST, MOST = 1, 4, 40
 #: share of a device's memory that all models together may take, and bytes of a value in training
@@ -55,25 +55,25 @@ class _Job:
     blocks: int
     engine: Any
     values: Tensor
-    steps: list[tuple[float, float]] = field(default_factory=list)
+    #: of each step, from its beginning to the end of every micro-batch
+    steps: list[tuple[float, ...]] = field(default_factory=list)
 
     def step(self) -> None:
         """Run one optimizer step, as a training loop does it."""
-        begin, micro = time.perf_counter(), 0.0
-        losses = []
+        begin, ends, losses = time.perf_counter(), [], []
         for number in range(MICRO_BATCHES):
             # as behind an embedding: the first block has to pass a gradient on, too
             loss = self.engine(self.values.detach().requires_grad_()).float().square().mean()
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.detach())
-            if number + 2 == MICRO_BATCHES:
+            if number + 1 < MICRO_BATCHES:
                 _synchronize(self.values)
-                micro = time.perf_counter() - begin
+                ends.append(time.perf_counter() - begin)
         mean = torch.stack(losses).mean()
         dist.all_reduce(mean)
         float(mean)
-        self.steps.append((micro, time.perf_counter() - begin))
+        self.steps.append((*ends, time.perf_counter() - begin))
 
 
 def training_rows(
@@ -100,7 +100,7 @@ def training_rows(
         say("too little memory for small trainings: what an engine's step costs is not measured")
         return [], []
     dtype = torch.bfloat16 if team.device.type == "cuda" else torch.float32
-    alone = _Alone(size, team.device, dtype)
+    alone = Alone(size, team.device, dtype)
     with _installed():
         jobs = [_started(team, size, dtype, *one) for one in trainings]
         _rounds(team, clock, part, jobs, alone)
@@ -131,7 +131,7 @@ def _acting(style: Mapping[str, Any], zero_stage: int) -> Mapping[str, Any]:
     return {name: one for name, one in style.items() if name != "zero" or zero_stage}
 
 
-def _rounds(team: Team, clock: Clock, part: Part, jobs: list[_Job], alone: _Alone) -> None:
+def _rounds(team: Team, clock: Clock, part: Part, jobs: list[_Job], alone: Alone) -> None:
     """Let every training make a step and the block alone some passes, until the time is over."""
     for number in range(WARM + MOST):
         for job in jobs if number % 2 == 0 else reversed(jobs):
@@ -168,7 +168,7 @@ def _started(
     return _Job(zero_stage, block, blocks, engine_of(model, optimizer, settings), values)
 
 
-class _Alone:
+class Alone:
     """The block by itself, forward and backward, as ``kernels`` times it."""
 
     def __init__(self, size: BlockSize, device: torch.device, dtype: torch.dtype) -> None:
@@ -184,14 +184,16 @@ class _Alone:
         self._seconds: tuple[list[float], list[float]] = ([], [])
         self._counts: list[int] = []
 
-    def time(self, clock: Clock) -> None:
-        """Time both directions some times."""
+    def time(self, clock: Clock) -> float:
+        """Time both directions some times; seconds of one pass forward and backward, on average."""
         least = PERIODS * clock.period_s
         if not self._counts:
             self._counts = [times_over(clock, run, least) if least else 1 for run in self._runs]
-        for _ in range(LONG_TIMES if least else BLOCK_TIMES):
+        times = LONG_TIMES if least else BLOCK_TIMES
+        for _ in range(times):
             for run, count, seconds in zip(self._runs, self._counts, self._seconds, strict=True):
                 seconds.append(clock.seconds(run, count))
+        return sum(sum(seconds[-times:]) for seconds in self._seconds) / times
 
     def rows(self, rank: int, dtype: str) -> list[Kernel]:
         """Both directions as rows."""
@@ -204,12 +206,12 @@ class _Alone:
 
 def _row(team: Team, job: _Job, size: BlockSize, parameters: int, dtype: str) -> Training:
     """The row of a training; a collective."""
-    micro, whole = ([step[index] for step in job.steps[WARM:]] for index in (0, 1))
-    slowest, ends = team.most(micro), team.most(whole)
-    last = [end - begin for begin, end in zip(slowest, ends, strict=True)]
+    first, middle, ends = (team.most(own) for own in zip(*job.steps[WARM:], strict=True))
+    micro = [end - begin for begin, end in zip(first, middle, strict=True)]
+    last = [end - begin for begin, end in zip(middle, ends, strict=True)]
     return Training(
         ENGINE, job.zero_stage, dtype, job.blocks, size.flops, parameters, size.batch,
-        size.length, summary(slowest), summary(last), job.block,
+        size.length, summary(micro), summary(last), job.block,
     )  # fmt: skip
 
 

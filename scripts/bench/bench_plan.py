@@ -9,8 +9,9 @@ As root, with data of scripts/prepare_data.py:
 
 ``trainings``: every configuration is trained by train_gpt.py with the files that the planner
 writes, all side by side, in turns, of which one at a time makes a step. At each rate ``hybridcomp
-measure`` runs several times between the turns, and the mean of its figures counts: a machine whose
-speed changes by the minute is then the same to both. Every configuration is predicted from these
+measure`` runs several times between the turns, and the mean of its figures counts. This machine has
+several speeds: between any two steps a block runs that says at which one they ran, and all that the
+ranks compute is predicted at that speed. Every configuration is predicted from these
 files alone, with the layout that was trained; nothing is fitted to the trainings. A rate that is
 named again replaces its rows; those of other rates stay. Four ranks have a share of a core each
 (``plan_bench/shares``). ``slow``: the same for four ranks with shares of a core, one of them with
@@ -26,7 +27,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
@@ -34,6 +35,7 @@ from bench.plan_bench import slow, trained
 from bench.plan_bench.merged import merged
 from bench.plan_bench.report import Row, page, told
 from bench.plan_bench.shares import Shares, shares
+from bench.plan_bench.speed import Probe, at_speed
 from bench.plan_bench.trained import Model
 from bench.training_bench.runners import CellError
 from bench.training_bench.turns import Job as Turns
@@ -80,7 +82,13 @@ WARM, SETTLE = 2, 1
 #: of this machine, and what each of more ranks has of one
 CORES, SHARE = len(os.sched_getaffinity(0)), 0.45
 Turned = Callable[[int], None]
-Tried = Sequence[tuple[Plan, Turns]]
+
+
+class Tried(NamedTuple):
+    """What takes turns: the trainings of some plans, and a block that says how fast they run."""
+
+    plans: Sequence[tuple[Plan, Turns]]
+    probe: Probe
 
 
 def layout_of(model: Model, data: int, stages: int, zero_stage: int) -> Layout:
@@ -131,21 +139,29 @@ def at_rate(
 ) -> list[Row]:
     """Turns and measurements, then the predictions of what was trained."""
     lab.shape(Rates(parse_rate(rate)))
-    jobs = [turns for _, turns in tried]
-    trained.turns(jobs, SETTLE)
-    first = len(jobs[0].said[0])
-    cluster = measured(
-        rate, lab, model, lambda count: trained.turns(jobs, count), own, args
-    )  # fmt: skip
-    job, rows = job_of(model, cluster), []
-    for plan, turns in tried:
+    jobs, probe = [turns for _, turns in tried.plans], tried.probe
+    trained.turns(jobs, SETTLE, probe.turns)
+    first, begun = len(jobs[0].said[0]), probe.count
+
+    def turns(count: int) -> None:
+        trained.turns(jobs, count, probe.turns)
+
+    cluster = measured(rate, lab, model, turns, own, args)
+    slowdown = probe.slowdown(cluster, begun)
+    print(f"{args.ranks} ranks {rate}: the block took {slowdown:.2f} times its measured seconds")
+    job, rows = at_speed(job_of(model, cluster), slowdown), []
+    for plan, one in tried.plans:
         work = work_of(job, plan.layout)  # the layout that was trained, cuts and all
         told_ = plan_of(job, work, plan.choices, plan.budget).prediction
-        took = trained.seconds(turns, first)
         rows.append(Row(
-            args.ranks, rate, str(plan.layout), plan.budget, told_.seconds, took
+            args.ranks, rate, str(plan.layout), plan.budget, told_.seconds,
+            trained.seconds(one, first),
         ))  # fmt: skip
         print(rows[-1], flush=True)
+    steps = {str(row): [said[first:] for said in one.said]
+             for row, (_, one) in zip(rows, tried.plans, strict=True)}  # fmt: skip
+    steps["block"] = [said[begun:] for said in probe.turns.said]
+    (args.folder / f"{args.ranks}ranks_{rate}_steps.json").write_text(json.dumps(steps))
     return rows
 
 
@@ -167,14 +183,15 @@ def trainings(args: argparse.Namespace) -> None:
             trained.measured(lab, model, path, args.seconds, own.words)
         cluster = cluster_file.read(path)
         with trained.session(lab, args.ranks, own.words) as session:
-            tried = []
+            started = []
             for number, plan in enumerate(plans(model, cluster, args.ranks)):
                 folder = (args.folder / f"{args.ranks}ranks_{number}").resolve()
-                tried.append((plan, trained.started(
+                started.append((plan, trained.started(
                     session, plan, cluster, model, args.data, folder, steps
                 )))  # fmt: skip
+            tried = Tried(started, Probe.started(session, model.block))
             own.limit(True)
-            trained.turns([turns for _, turns in tried], WARM)
+            trained.turns([turns for _, turns in started], WARM)
             for rate in args.rates:
                 rows += at_rate(rate, lab, model, tried, own, args)
                 rows.sort(key=lambda row: parse_rate(row.rate) or 0)

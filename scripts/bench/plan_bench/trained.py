@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.plan_bench.speed import middle
 from bench.training_bench.cells import Layout as Place
 from bench.training_bench.measure import by_step
 from bench.training_bench.runners import CellError, InLab
@@ -109,18 +109,22 @@ def started(
     return job
 
 
-def turns(jobs: Sequence[Turns], count: int) -> None:
-    """Let every job make ``count`` steps, each after the other. Raises CellError where one ends."""
+def turns(jobs: Sequence[Turns], count: int, between: Turns | None = None) -> None:
+    """Let every job make ``count`` steps, each after the other, and ``between`` one after each.
+
+    Raises CellError where one ends.
+    """
     for number in range(count):
         for job in jobs if number % 2 == 0 else reversed(jobs):
-            job.step()
-            if job.over:
-                raise CellError("a training ended before its last turn")
+            for one in (job,) if between is None else (job, between):
+                one.step()
+                if one.over:
+                    raise CellError("a training ended before its last turn")
 
 
 def seconds(job: Turns, first: int) -> float:
-    """Median seconds of the slowest rank, of the steps from ``first`` on."""
-    return statistics.median(by_step([steps[first:] for steps in job.said]))
+    """Seconds of the slowest rank: the middle of the steps from ``first`` on."""
+    return middle(by_step([steps[first:] for steps in job.said]))
 
 
 def losses(job: Turns) -> list[float]:
