@@ -14,12 +14,14 @@ HEAD = """\
 # Plans against trainings
 
 How near `hybridcomp plan` comes. Ranks are nodes of a netlab on the two cores of one machine (gloo,
-fp32); the example GPT has 4 layers of width 256, a step 16 samples of 128 tokens. Every
-configuration was trained with the planner's own files, all of them side by side, of which one at a
-time makes a step. At each rate `hybridcomp measure` ran in the middle of the turns: this machine's
-speed changes by a fifth within minutes, and a measurement of another minute would miss by that.
-Predictions come from that file alone; nothing is fitted to these trainings. Measured: the median
-step of the slowest rank.
+fp32); of two each has a core, of four each has 45 % of one by a quota. The example GPT has 4 layers
+of width 256, a step 16 samples of 128 tokens. Every configuration was trained with the planner's
+own files, all of them side by side, of which one at a time makes a step. At each rate `hybridcomp
+measure` ran between the turns. This machine has several speeds, a fifth apart, and changes from one
+to another within a minute: so a block of a transformer ran between any two steps, and what a rank
+computes is predicted at the speed that this block had. That block and the measurement are all that
+predictions come from; nothing is fitted to the trainings. Measured: the steps of the slowest rank,
+their mean without the fastest and the slowest.
 """
 COMMANDS = """\
 ## Commands
@@ -148,8 +150,8 @@ def _slow(found: dict[str, Any]) -> Iterator[str]:
     speeds = ", ".join(f"{speed:.2f}" for speed in found["speeds"])
     yield "## One rank at half speed"
     yield ""
-    yield "Four ranks, each with a share of a core that a cgroup grants, rank 1 with half of the"
-    yield "others'. The planner was not told: its measurement found speeds of " + speeds + "."
+    yield "Four ranks, each with a share of a core that a cgroup grants every 5 ms, rank 1 with half of"
+    yield "the others'. The planner was not told: its measurement found speeds of " + speeds + "."
     yield "A pipeline of four stages over 12 blocks of width 128, 8 micro-batches:"
     yield ""
     yield "| stages | blocks | predicted s | measured s |"
