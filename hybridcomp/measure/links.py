@@ -28,7 +28,10 @@ SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 18, 1 << 22, 1 << 26, 1 << 28)
 #: those that are timed with others at work
 BUSY_SIZES = (1 << 16, 1 << 20, 1 << 24)
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-#: a size is left out if two calls and LEAST timings of it may take this many times the allowance
+#: a size that is never left out: of smaller ones alone, whose seconds are mostly latency and noise,
+#: nobody could tell what a byte takes
+SURE = 1 << 20
+#: a larger one is left out if two calls and LEAST timings of it may take so often the allowance
 PATIENCE = 2.0
 #: until the receiver of a message has said that it waits for it
 WAIT_S = 2e-3
@@ -74,8 +77,7 @@ def link_rows(
             continue
         left = sum(size <= limits[other] for size, other in cases[index:])
         allowance, known = part.each(left), points.get(key, [])
-        # of one size alone nobody can tell what is latency and what is bandwidth
-        expected = Curve.through(known).at(nbytes).value if len(known) > 1 else 0.0
+        expected = Curve.through(known).at(nbytes).value if nbytes > SURE and known else 0.0
         if expected * (2 + LEAST) > PATIENCE * allowance:
             limits[key] = nbytes - 1
             continue

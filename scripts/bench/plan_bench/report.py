@@ -150,8 +150,8 @@ def _slow(found: dict[str, Any]) -> Iterator[str]:
     speeds = ", ".join(f"{speed:.2f}" for speed in found["speeds"])
     yield "## One rank at half speed"
     yield ""
-    yield "Four ranks, each with a share of a core that a cgroup grants every 5 ms, rank 1 with half"
-    yield "of the others'. The planner was not told: its measurement found speeds of " + speeds + "."
+    yield "Four ranks, each with a share of a core that a cgroup grants every 5 ms, rank 1 with"
+    yield f"half of the others'. The planner was not told: its measurement found speeds of {speeds}."
     yield "A pipeline of four stages over 12 blocks of width 128, 8 micro-batches:"
     yield ""
     yield "| stages | blocks | predicted s | measured s |"
