@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.context_bench import methods
+from bench.context_bench import methods, report
 from bench.context_bench.links import Links
 from hybridcomp import process
 from hybridcomp.channels import Channels
@@ -106,7 +106,8 @@ def _channels(setting: Any) -> Channels:
 def _rate(native: Way, ratio: float, looks: int) -> int:
     """Bits a second at which the bytes of the native ring need ``ratio`` times its computing."""
     seconds = statistics.median(native.once()[1] for _ in range(looks))
-    rate = torch.tensor([8 * sum(native.nbytes) / (ratio * seconds)], dtype=torch.float64)
+    bits = 8 * report.FRAMES * sum(native.nbytes)
+    rate = torch.tensor([bits / (ratio * seconds)], dtype=torch.float64)
     dist.broadcast(rate, 0)
     return max(8000, int(rate))
 
