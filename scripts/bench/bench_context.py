@@ -7,7 +7,8 @@ netlab, one rank on each, compute one causal attention forward and backward: by 
 ranks gathered. All three compute with the same blocks and send through the channel ``cp``. All take
 turns, over links without limit and at every rate, so that noise of the machine hits all of them;
 medians are printed. Where ranks share cores let all be ``--slower`` by at least as many ranks as a
-core has: each then computes as fast beside the others as alone, and messages find a core at once
+core has: each then computes as fast beside the others as alone, and messages find a core at once.
+How long each stretch of computing takes is found without limits on the links, and kept from then on
 (``scripts/lab/slowed.py``).
 
 *computing* is a pass of the native codec over links that are not shaped. For each length ``--ratio
@@ -44,8 +45,8 @@ CODECS: dict[str, Any] = {
     "8 bits": {"codec": "blockint", "bits": 8},
     "4 bits": {"codec": "blockint", "bits": 4},
 }
-#: passes over links without limit that the rate of the links is taken from
-LOOKS = 4
+#: passes over links without limit by which it is known what computing takes
+LOOKS = 6
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -79,8 +80,12 @@ def rank_main(args: argparse.Namespace) -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # whichever core is idle
     dist.init_process_group("gloo")
     codecs = {name: CODECS[name] for name in args.codecs}
-    with slowed(args.slower), Links() as links:
-        rows = [row for length in args.lengths for row in rows_of(length, codecs, args, links)]
+    with slowed(args.slower) as processor, Links() as links:
+        rows = [
+            row
+            for length in args.lengths
+            for row in rows_of(length, codecs, args, links, processor)
+        ]
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.destroy_process_group()

@@ -9,6 +9,11 @@ is as fast beside the others as it is alone, and the cores are free for messages
 
 The rank sleeps where anybody could see that it was too fast: before it sends, before it waits, and
 before it reads the clock.
+
+Where the kernel moves packets it charges that to whoever runs just then, so the seconds of a core
+that a rank has used are more beside messages than without. What is done over and over can have a
+``Score``: how long each stretch of it takes at its shortest, beside nothing else. From then on each
+takes that long.
 """
 
 from __future__ import annotations
@@ -28,6 +33,24 @@ CALLS = (
 )  # fmt: skip
 
 
+class Score:
+    """What stretches of computing take in something that is done over and over, in seconds.
+
+    shortest: of each stretch, in order. fixed: whether they take just that long from now on.
+    """
+
+    def __init__(self) -> None:
+        self.shortest: list[float] = []
+        self.fixed = False
+
+    def learn(self, found: list[float]) -> None:
+        """Take over what was shorter than ever. Raises RuntimeError for other stretches."""
+        if len(found) != len(self.shortest or found):
+            known = len(self.shortest)
+            raise RuntimeError(f"expected {known} stretches of computing, found {len(found)}")
+        self.shortest = [min(pair) for pair in zip(found, self.shortest or found, strict=True)]
+
+
 class Slowed:
     """The main thread of this process, on a processor that is ``times`` slower."""
 
@@ -35,16 +58,34 @@ class Slowed:
         self.times = times
         self.clock = time.perf_counter
         self.late = 0.0  # seconds by which other work made this rank slower than it should be
-        self.slept = 0.0
+        self._score: Score | None = None
+        self._found: list[float] = []
         self._restart()
+
+    @contextlib.contextmanager
+    def playing(self, score: Score) -> Iterator[None]:
+        """The body's stretches of computing make the score, or take as long as it says."""
+        self.settle()
+        self._score, self._found = score, []
+        try:
+            yield
+            self.settle()
+            if not score.fixed or len(self._found) != len(score.shortest):
+                score.learn(self._found)
+        finally:
+            self._score = None
 
     def settle(self) -> None:
         """Sleep until what was computed since the last time has taken as long as it should."""
-        due = self._since + self.times * (time.thread_time() - self._used)
-        left = due - self.clock()
+        used, score = time.thread_time() - self._used, self._score
+        if score is not None:
+            place = len(self._found)
+            self._found.append(used)
+            if score.fixed and place < len(score.shortest):
+                used = score.shortest[place]
+        left = self._since + self.times * used - self.clock()
         if left > 0:
             time.sleep(left)
-            self.slept += left
         else:
             self.late -= left
         self._restart()

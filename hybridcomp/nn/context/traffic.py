@@ -16,6 +16,7 @@ once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,11 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.ring import Contents, Parcel, Ring
 from hybridcomp.collectives.wire import Pending
+from hybridcomp.collectives.wire.transport import over_gloo
 from hybridcomp.policy import Direction
+
+#: receives of keys and values that are posted over gloo before they can come
+AHEAD = 2
 
 
 @dataclass(eq=False)
@@ -133,31 +138,71 @@ class Keys:
     def around(self) -> Iterator[tuple[int, Parcel, Ring]]:
         """Hand on what this rank holds, and give what it holds next, by owner.
 
-        1 post what is held to the next rank, and the receive of what the rank before holds, 2 let
-        the caller compute with what is held while they travel, 3 wait, and go on with what came.
+        1 send what is held to the next rank, while what the rank before holds comes, 2 let the
+        caller compute with what is held while both travel, 3 wait, and go on with what came.
         The caller reads a parcel only until it asks for the next one. Its own comes first.
         """
         traffic, device = self.traffic, self.own.message.device
         ring = traffic.ring(self.codec, device)
         if self.meter is not None:
             ring.meter, self.meter = self.meter, None
-        held, contents = self.own, self.own.contents
+        held, contents, hops = self.own, self.own.contents, traffic.ranks - 1
+        moving = _Moving(ring, contents, hops)
+        sent = moving.send(held)  # 1
         for step in range(traffic.ranks):
-            # 1
-            coming: Pending[Parcel | None] | None = None
-            if step < traffic.ranks - 1:
-                coming = ring.shift(held, 1, contents)
             # 2
             yield (traffic.rank - step) % traffic.ranks, held, ring
             # 3
-            if coming is not None:
-                came = coming.wait()
-                assert came is not None
+            if sent is not None:
+                came = moving.next()
+                before, sent = sent, moving.send(came)  # 1
+                moving.expect()
+                before.wait()
                 held.release()
                 held = came
         held.release()
-        raw_nbytes = (traffic.ranks - 1) * contents.numel * contents.dtype.itemsize
+        raw_nbytes = hops * contents.numel * contents.dtype.itemsize
         traffic.circled(ring, raw_nbytes, "forward")
+
+
+class _Moving:
+    """Keys and values on their way round: what is sent, and what is to come.
+
+    Over gloo a message leaves once its receiver has said that it waits. Said a hop ahead, a rank
+    that is still computing keeps nobody waiting, and what came goes on before anything else is
+    done. NCCL takes a send and a receive as one call, and needs no such word.
+    """
+
+    def __init__(self, ring: Ring, contents: Contents, hops: int) -> None:
+        self._ring, self._contents = ring, contents
+        self._to_send = self._to_expect = hops
+        self._coming: deque[Pending[Parcel | None]] = deque()
+        self._ahead = over_gloo(ring.device, ring.group)
+        for _ in range(AHEAD):
+            self.expect()
+
+    def expect(self) -> None:
+        """Post the receive of what comes behind all that is expected, where it may stand alone."""
+        if self._ahead and self._to_expect:
+            self._to_expect -= 1
+            self._coming.append(self._ring.shift(None, 1, self._contents))
+
+    def send(self, held: Parcel) -> Pending[Parcel | None] | None:
+        """Send ``held`` to the next rank; None: it has been everywhere."""
+        if not self._to_send:
+            return None
+        self._to_send -= 1
+        if self._ahead:
+            return self._ring.shift(held, 1, None)
+        both = self._ring.shift(held, 1, self._contents)
+        self._coming.append(both)
+        return both
+
+    def next(self) -> Parcel:
+        """Wait for what comes next."""
+        came = self._coming.popleft().wait()
+        assert came is not None
+        return came
 
 
 class Gradients:

@@ -43,7 +43,8 @@ SLICES = """\
 
 One sequence, batch 1. "Chosen": what `--slices auto` of the example takes, the slices of the
 dynamic program by the times of some slices at several places and of their messages, measured on all
-stages before. All ways take turns; a step is that of the slowest stage, the median of {repeats}.{slower}
+stages before. All ways take turns; a step is that of the slowest stage, the median of
+{repeats}.{slower}
 """
 SLOWER = (
     " There are fewer cores than stages, so all of them play stages that compute {slower:g} times "

@@ -131,6 +131,33 @@ def test_a_slower_processor_computes_longer_and_waits_as_long() -> None:
         assert slowed.time.perf_counter() == 16.5, "nothing is left of it"
 
 
+def test_stretches_take_as_long_as_at_their_shortest() -> None:
+    machine, score = Machine(), slowed.Score()
+
+    def passed(*stretches: float) -> float:
+        start = machine.now
+        with rank.playing(score):
+            for seconds in stretches[:-1]:
+                machine.compute(seconds)
+                slowed.time.perf_counter()
+            machine.compute(stretches[-1])
+        return machine.now - start
+
+    with (
+        patch.object(slowed.time, "perf_counter", lambda: machine.now),
+        patch.object(slowed.time, "thread_time", lambda: machine.used),
+        patch.object(slowed.time, "sleep", machine.sleep),
+        slowed.slowed(4.0) as rank,
+    ):
+        assert passed(1.0, 3.0) == 16.0 and passed(2.0, 2.0) == 16.0
+        assert score.shortest == [1.0, 2.0]
+        score.fixed = True
+        assert passed(1.5, 2.5) == 12.0 and rank.late == 0.0
+        assert passed(6.0, 2.0) == 14.0 and rank.late == 2.0
+        with pytest.raises(RuntimeError, match="expected 2 stretches of computing, found 3"):
+            passed(1.0, 1.0, 1.0)
+
+
 def test_what_is_handed_to_others_waits_until_it_would_be_there() -> None:
     before = slowed.dist.isend, slowed.Work.wait
     with slowed.slowed(4.0):
