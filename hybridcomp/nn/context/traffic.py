@@ -65,10 +65,19 @@ class RingTraffic:
         ring = self.ring(None, tensors[0].device)
         return Keys(self, None, ring.pack(tensors), ring.meter)
 
-    def gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Gradients:
-        """What takes gradients to their owners; ``numel``: of all keys and values of a rank."""
+    def gradients(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        expected: Callable[[int], Contents | None],
+    ) -> Gradients:
+        """What takes gradients to their owners; ``numel``: of all keys and values of a rank.
+
+        ``expected``: what comes from the rank that is so many steps further.
+        """
         codec = self.codec(numel, dtype, "backward")
-        return Gradients(self, codec, self.ring(codec, device))
+        return Gradients(self, codec, self.ring(codec, device), expected)
 
     @property
     def _channel(self) -> Channel | None:
@@ -206,29 +215,52 @@ class _Moving:
 
 
 class Gradients:
-    """Gradients of keys and values on the way to their owners, one step behind the blocks."""
+    """Gradients of keys and values on the way to their owners, one step behind the blocks.
 
-    def __init__(self, traffic: RingTraffic, codec: Codec | None, ring: Ring) -> None:
+    Over gloo the receive of a step is posted a step ahead, the first one before keys and values go
+    out: told later, that a rank waits would reach the next rank behind the keys that it sends
+    there, and gradients from there would wait as long. Between two ranks keys and gradients come
+    from the same one, in the order of their receives.
+    """
+
+    def __init__(
+        self,
+        traffic: RingTraffic,
+        codec: Codec | None,
+        ring: Ring,
+        expected: Callable[[int], Contents | None],
+    ) -> None:
+        """``expected``: what comes from the rank that is so many steps further."""
         self._traffic, self._codec, self._ring = traffic, codec, ring
-        self._coming: Pending[Parcel | None] | None = None
-        self._raw_nbytes = 0
+        self._expected, self._raw_nbytes = expected, 0
+        self._ahead = traffic.ranks > 2 and over_gloo(ring.device, ring.group)
+        self._coming: deque[Pending[Parcel | None]] = deque()
+        self._sent: Pending[Parcel | None] | None = None
+        if self._ahead:
+            self._expect(1)
 
-    def exchange(
-        self, step: int, parts: Sequence[Tensor] | None, expected: Contents | None
-    ) -> Parcel | None:
-        """Send ``parts`` to the rank ``step`` before; returns what the last exchange brought.
+    def _expect(self, step: int) -> None:
+        if step < self._traffic.ranks:
+            self._coming.append(self._ring.shift(None, -step, self._expected(step)))
 
-        None: that owner's keys were not seen here, or this rank's were not seen by the rank
-        ``step`` further, from which ``expected`` comes.
+    def exchange(self, step: int, parts: Sequence[Tensor] | None) -> Parcel | None:
+        """Send ``parts`` to the rank ``step`` before; returns what came in the step before.
+
+        None: that owner's keys were not seen here, or this rank's were not seen by the other one.
         """
-        came = self._wait()
         parcel = None
         if parts is not None:
             self._traffic.sample(parts[0], self._codec, "backward")
             parcel = self._ring.pack(parts)
             self._raw_nbytes += parcel.contents.numel * parcel.contents.dtype.itemsize
-        self._coming = self._ring.shift(parcel, -step, expected)
-        return came
+        before = self._sent
+        if self._ahead:
+            self._sent = self._ring.shift(parcel, -step, None)
+            self._expect(step + 1)
+        else:
+            self._sent = self._ring.shift(parcel, -step, self._expected(step))
+            self._coming.append(self._sent)
+        return self._finished(before)
 
     def add(self, parcel: Parcel, totals: Sequence[Tensor]) -> None:
         """Add each tensor of ``parcel`` to its flat total."""
@@ -238,12 +270,17 @@ class Gradients:
 
     def finish(self) -> Parcel | None:
         """What the last exchange brought; the ledger has all of them then."""
-        return self._wait()
+        before, self._sent = self._sent, None
+        return self._finished(before)
 
     def record(self) -> None:
         """Write down what was sent, once the last parcel was added."""
         self._traffic.circled(self._ring, self._raw_nbytes, "backward")
 
-    def _wait(self) -> Parcel | None:
-        coming, self._coming = self._coming, None
-        return None if coming is None else coming.wait()
+    def _finished(self, sent: Pending[Parcel | None] | None) -> Parcel | None:
+        """What came in the step in which this was sent."""
+        if sent is None:
+            return None
+        came = self._coming.popleft().wait()
+        sent.wait()
+        return came
