@@ -20,10 +20,11 @@ One causal attention, forward and backward, over nodes that are network namespac
 (`scripts/netlab.py`), one rank to a node. There are fewer cores than ranks, so every rank plays one
 on a slower processor: when it has computed or coded for a while it sleeps until that has taken the
 given times as long. It is then as fast beside the others as it is alone, and the threads that move
-bytes find a core as soon as they need one, as on machines of their own
-(`scripts/lab/slowed.py`). For every length the links are set so that the bytes of the native ring
-need r times as long as its computing does. All methods and codecs take turns, over links without
-limit and at every rate.
+bytes find a core as soon as they need one, as on machines of their own (`scripts/lab/slowed.py`).
+What a stretch of computing takes is its shortest time of some passes over links without limit, and
+the same in all others: beside messages this machine charges it with the kernel's work on packets.
+For every length the links are set so that the bytes of the native ring need r times as long as its
+computing does. All methods and codecs take turns, over links without limit and at every rate.
 
 * *computing*: a pass of the same method with native messages, over links without limit.
 * *allowed*: the least that the bytes of the row allow its method beside that computing. A ring
