@@ -196,13 +196,17 @@ def _messages(
     for tokens in (few, few, many):  # the first one waits for neighbours, and is left out
         taken = [_both_ways(pipeline, batch * tokens * pipeline.width) for _ in range(repeats)]
         took.append([statistics.median(column) for column in zip(*taken, strict=True)])
-    return _through(few, many, *took[1:], 0), _through(few, many, *took[1:], 1)
+    _, low, high = took
+    post, arrive = (
+        _through((few, less), (many, more)) for less, more in zip(low, high, strict=True)
+    )
+    return post, arrive
 
 
-def _through(few: int, many: int, low: list[float], high: list[float], which: int) -> Line:
+def _through(low: tuple[int, float], high: tuple[int, float]) -> Line:
     """A call and a thousand tokens, none below zero, of what two numbers of tokens took."""
-    slope = max(0.0, high[which] - low[which]) / (many - few)
-    return [max(0.0, low[which] - slope * few), 1e3 * slope]
+    slope = max(0.0, high[1] - low[1]) / (high[0] - low[0])
+    return [max(0.0, low[1] - slope * low[0]), 1e3 * slope]
 
 
 def _both_ways(pipeline: SlicePipeline, numel: int) -> tuple[float, float]:

@@ -28,7 +28,7 @@ from hybridcomp.nn.slices.times import fitted, of_computing
 from tests.ranks import RunRanks
 
 WIDTH, HEADS, LENGTH, GRANULE, STAGES = 8, 2, 64, 4, 2
-FIRST, LATER = [0.4, 9.0, 25.0, 0.0, 1.0], [0.5, 10.0, 50.0, 60.0, 2.0]
+FIRST, LATER = [0.04, 9.0, 25.0, 0.0, 1.0], [0.05, 10.0, 50.0, 60.0, 2.0]
 POST, ARRIVE = [0.02, 0.5], [0.1, 3.0]
 
 
@@ -48,8 +48,8 @@ def test_no_part_takes_less_than_nothing() -> None:
 
 def test_the_first_slice_has_a_line_of_its_own_and_messages_hide() -> None:
     times = StageTimes(FIRST, LATER, POST, ARRIVE)
-    first = 0.4 + 9.0 * 0.1 + 25.0 * 0.01 + 0.1
-    later = 0.5 + 10.0 * 0.1 + 50.0 * 0.01 + 60.0 * 0.02 + 2.0 * 0.3
+    first = 0.04 + 9.0 * 0.1 + 25.0 * 0.01 + 0.1
+    later = 0.05 + 10.0 * 0.1 + 50.0 * 0.01 + 60.0 * 0.02 + 2.0 * 0.3
     post, arrive = 0.02 + 0.05, 0.1 + 0.3
     assert times.seconds(0, 100) == pytest.approx(first + post)
     assert times.seconds(200, 300) == pytest.approx(later + post)
@@ -144,8 +144,9 @@ def chosen() -> tuple[Any, ...]:
 def test_chosen_slices_are_the_best_by_what_was_timed(on_ranks: RunRanks) -> None:
     (slices, granule), other = on_ranks(STAGES, chosen)
     assert (slices, granule) == other and granule == GRANULE
-    double = [[2 * w for w in line] for line in (FIRST, LATER)]
-    known = SliceTimes([StageTimes(*double, POST, ARRIVE)], STAGES, GRANULE, LENGTH // GRANULE)
+    first, later = ([2 * weight for weight in line] for line in (FIRST, LATER))
+    slowest = StageTimes(first, later, POST, ARRIVE)
+    known = SliceTimes([slowest], STAGES, GRANULE, LENGTH // GRANULE)
     best = known.fastest()
     assert slices.stops == best.stops
     assert slices.seconds(STAGES) == pytest.approx(best.seconds(STAGES), rel=1e-4)

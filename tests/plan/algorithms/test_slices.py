@@ -10,7 +10,6 @@ import pytest
 
 from hybridcomp.plan.algorithms.slices import Slices, token_slices, uniform_slices
 
-
 Cost = dict[tuple[int, int], float]
 
 

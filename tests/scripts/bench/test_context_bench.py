@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import Work
 
 from bench import bench_context, bench_slices, results
 from bench.context_bench import links, report
@@ -112,23 +115,23 @@ class Machine:
 def test_a_slower_processor_computes_longer_and_waits_as_long() -> None:
     machine = Machine()
     with (
-        patch.object(slowed.time, "perf_counter", lambda: machine.now),
-        patch.object(slowed.time, "thread_time", lambda: machine.used),
-        patch.object(slowed.time, "sleep", machine.sleep),
+        patch.object(time, "perf_counter", lambda: machine.now),
+        patch.object(time, "thread_time", lambda: machine.used),
+        patch.object(time, "sleep", machine.sleep),
     ):
         with slowed.slowed(4.0) as rank:
             machine.compute(1.0)
-            assert slowed.time.perf_counter() == 4.0 and machine.naps == [3.0]
+            assert time.perf_counter() == 4.0 and machine.naps == [3.0]
             machine.compute(1.0, waited=2.0)  # another rank had the core: it sleeps less
-            assert slowed.time.perf_counter() == 8.0 and machine.naps == [3.0, 1.0]
+            assert time.perf_counter() == 8.0 and machine.naps == [3.0, 1.0]
             machine.compute(1.0, waited=5.0)
-            assert slowed.time.perf_counter() == 14.0 and rank.late == 2.0
+            assert time.perf_counter() == 14.0 and rank.late == 2.0
             transfer = rank.outside(lambda: machine.compute(0.5))
             machine.compute(0.25)
             transfer()
-            assert slowed.time.perf_counter() == 15.5, "messages are as fast as ever"
+            assert time.perf_counter() == 15.5, "messages are as fast as ever"
         machine.compute(1.0)
-        assert slowed.time.perf_counter() == 16.5, "nothing is left of it"
+        assert time.perf_counter() == 16.5, "nothing is left of it"
 
 
 def test_stretches_take_as_long_as_at_their_shortest() -> None:
@@ -139,14 +142,14 @@ def test_stretches_take_as_long_as_at_their_shortest() -> None:
         with rank.playing(score):
             for seconds in stretches[:-1]:
                 machine.compute(seconds)
-                slowed.time.perf_counter()
+                time.perf_counter()
             machine.compute(stretches[-1])
         return machine.now - start
 
     with (
-        patch.object(slowed.time, "perf_counter", lambda: machine.now),
-        patch.object(slowed.time, "thread_time", lambda: machine.used),
-        patch.object(slowed.time, "sleep", machine.sleep),
+        patch.object(time, "perf_counter", lambda: machine.now),
+        patch.object(time, "thread_time", lambda: machine.used),
+        patch.object(time, "sleep", machine.sleep),
         slowed.slowed(4.0) as rank,
     ):
         assert passed(1.0, 3.0) == 16.0 and passed(2.0, 2.0) == 16.0
@@ -159,10 +162,10 @@ def test_stretches_take_as_long_as_at_their_shortest() -> None:
 
 
 def test_what_is_handed_to_others_waits_until_it_would_be_there() -> None:
-    before = slowed.dist.isend, slowed.Work.wait
+    before = dist.isend, Work.wait
     with slowed.slowed(4.0):
-        assert slowed.dist.isend is not before[0] and slowed.Work.wait is not before[1]
-    assert (slowed.dist.isend, slowed.Work.wait) == before
+        assert dist.isend is not before[0] and Work.wait is not before[1]
+    assert (dist.isend, Work.wait) == before
 
 
 def test_command_lines() -> None:
