@@ -6,7 +6,10 @@ netlab, one rank on each, compute one causal attention forward and backward: by 
 ``hybridcomp.nn``, by all-to-all of heads for sequence (Ulysses), and with keys and values of all
 ranks gathered. All three compute with the same blocks and send through the channel ``cp``. All take
 turns, over links without limit and at every rate, so that noise of the machine hits all of them;
-medians are printed. Where ranks share cores each is given a ``--share`` of one.
+medians are printed. Where ranks share cores let all be ``--slower`` by at least as many ranks as a
+core has: each then computes as fast beside the others as alone, and messages find a core at once.
+How long each stretch of computing takes is found without limits on the links, and kept from then on
+(``scripts/lab/slowed.py``).
 
 *computing* is a pass of the native codec over links that are not shaped. For each length ``--ratio
 R`` chooses the rate at which the native ring's bytes need R times as long as its computing does.
@@ -42,8 +45,8 @@ CODECS: dict[str, Any] = {
     "8 bits": {"codec": "blockint", "bits": 8},
     "4 bits": {"codec": "blockint", "bits": 4},
 }
-#: passes over links without limit that the rate of the links is taken from
-LOOKS = 4
+#: passes over links without limit by which it is known what computing takes
+LOOKS = 6
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -66,21 +69,23 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def rank_main(args: argparse.Namespace) -> None:
     """One rank: seconds and bytes of every method and rate; rank 0 prints them as JSON."""
-    import contextlib
-
     import torch
     import torch.distributed as dist
 
     from bench.context_bench.passes import rows_of
-    from lab.quota import share_of_core
+    from lab.slowed import slowed
 
     torch.set_num_threads(1)
+    if args.slower > 1:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # whichever core is idle
     dist.init_process_group("gloo")
-    core = min(os.sched_getaffinity(0))
-    share: Any = share_of_core(args.share, core) if args.share else contextlib.nullcontext()
     codecs = {name: CODECS[name] for name in args.codecs}
-    with share, Links() as links:
-        rows = [row for length in args.lengths for row in rows_of(length, codecs, args, links)]
+    with slowed(args.slower) as processor, Links() as links:
+        rows = [
+            row
+            for length in args.lengths
+            for row in rows_of(length, codecs, args, links, processor)
+        ]
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.destroy_process_group()
@@ -103,7 +108,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ratio", type=float, nargs="+", default=[1.0, 4.0], metavar="R")
     add("--rounds", type=int, default=5)
     add("--looks", type=int, default=LOOKS, help=argparse.SUPPRESS)
-    add("--share", type=float, metavar="F", help="of a core for each rank")
+    add("--slower", type=float, default=1.0, metavar="T", help="all ranks are T times slower")
     add("--out", type=Path, metavar="FILE", help="all rows as JSON")
     add("--rank", action="store_true", help=argparse.SUPPRESS)
     found = parser.parse_args(arguments)

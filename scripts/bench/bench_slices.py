@@ -1,21 +1,19 @@
 #!/usr/bin/env python3
 """A pipeline over token slices at batch 1: measured steps beside what the dynamic program predicts.
 
-torchrun --nproc-per-node 4 scripts/bench/bench_slices.py --share 0.45      as root: shares of cores
+torchrun --nproc-per-node 4 scripts/bench/bench_slices.py --slower 4
 
-Every rank is a stage of equal layers. First the stage's forward and backward are timed on slices of
-several lengths at several places, and a line is fitted to them; then ``token_slices`` chooses, and
-the sequence is trained on whole, in uniform slices and in the chosen ones, in turns. Messages are
-timed on stages that compute nothing. The prediction takes a stage to be as fast beside others as it
-is alone: give each rank a core of its own, or where there are fewer a ``--share`` of one.
+Every rank is a stage of equal layers. Slices are timed and chosen as by ``chosen_slices``, which is
+what ``--slices auto`` of the example does; then the sequence is trained on whole, in uniform slices
+and in the chosen ones, in turns. The prediction takes a stage to be as fast beside others as it is
+alone: give each rank a core of its own, or where there are fewer let all be ``--slower`` by as many
+ranks as a core has, or more (``scripts/lab/slowed.py``).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import statistics
 import sys
 import time
@@ -31,10 +29,9 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
 from bench.context_bench.slices_table import table
-from hybridcomp.nn.slices import Past, SlicePipeline, attend
-from hybridcomp.plan.algorithms.slices import Slices, SliceSeconds, token_slices, uniform_slices
-from lab.layout import LabError
-from lab.quota import share_of_core
+from hybridcomp.nn.slices import Past, SlicedStage, attend, slice_times
+from hybridcomp.plan.algorithms.slices import Slices
+from lab.slowed import slowed
 
 
 class Layer(nn.Module):
@@ -75,84 +72,17 @@ class Stage(nn.Module):
         return values
 
 
-class Passing(nn.Module):
-    """A stage that hands on what comes: only the messages of a step are left."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.row = nn.Parameter(torch.zeros(width))
-
-    def forward(self, values: Tensor, past: Past) -> Tensor:
-        """Tokens (1, T) or hidden states (1, T, C) to hidden states."""
-        return self.row.expand(*values.shape, -1) if values.dim() == 2 else values * 1.0
-
-
 def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
     """Something with a gradient: the mean square of the first features, around the labels."""
     return (hidden[..., 0] - labels / 256).square().mean()
 
 
-def once(stage: Stage, width: int, start: int, stop: int) -> float:
-    """Seconds of one slice, forward and backward, behind ``start`` tokens with gradients of all."""
-    past = Past()
-    if start:
-        for layer in stage.layers:
-            layer(torch.randn(1, start, width), past)
-        past.advance(start)
-    values = torch.randn(1, stop - start, width, requires_grad=True)
-    begin, out = time.perf_counter(), values
-    for layer in stage.layers:
-        out = layer(out, past)
-    out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
-    return time.perf_counter() - begin
-
-
-def fitted(stage: Stage, options: argparse.Namespace) -> SliceSeconds:
-    """Seconds of a slice in granules: computing as ``_features`` says, and its messages.
-
-    Fitted to what this stage takes. Errors count as shares of a time: most slices are short. The
-    slowest stage's line is used on all.
-    """
-    granule: int = options.granule
-    count, rows = options.length // granule, []
-    for size in sorted({1, 2, max(1, count // 16), max(1, count // 4), max(1, count // 2), count}):
-        for start in sorted({0, (count - size) // 2, count - size}):
-            edges = granule * start, granule * (start + size)
-            once(stage, options.width, *edges)
-            found = [once(stage, options.width, *edges) for _ in range(options.repeats)]
-            rows.append([feature / statistics.median(found) for feature in _features(*edges)])
-    line = torch.linalg.lstsq(torch.tensor(rows), torch.ones(len(rows), 1)).solution
-    lines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, line.squeeze(1).tolist())
-    slowest = max(lines, key=lambda each: _time(each, 0, options.length))
-    call, token = messages(options)
-
-    def seconds(start: int, stop: int) -> float:
-        computing = max(1e-9, _time(slowest, granule * start, granule * stop))
-        return float(computing + call + token * granule * (stop - start))
-
-    return seconds
-
-
-def messages(options: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of a slice's two messages on a stage: for each of them, and for each token.
-
-    Of steps of stages that compute nothing, whose slices come one after the other all the same.
-    """
-    stage, count, short, times = Passing(options.width), 8, options.granule, []
-    for length in (short, 4 * short):
-        turns = range(options.repeats + 1)
-        steps = [stepped(stage, (length,) * count, options.width) for _ in turns]
-        times.append(statistics.median(steps[1:]) / (count + dist.get_world_size() - 1))
-    token = max(0.0, (times[1] - times[0]) / (3 * short))
-    return max(0.0, times[0] - token * short), token
-
-
-def stepped(stage: nn.Module, lengths: Sequence[int], width: int) -> float:
+def stepped(model: SlicedStage, lengths: Sequence[int]) -> float:
     """Seconds of a step on the slowest rank."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(256, (1, sum(lengths) + 1), generator=generator)
-    pipeline = SlicePipeline(stage, lengths, width, loss_of)
+    model.slices = tuple(lengths)
+    pipeline = model.pipeline
     dist.barrier()
     begin = time.perf_counter()
     pipeline.step(whole[:, :-1], whole[:, 1:])
@@ -161,22 +91,14 @@ def stepped(stage: nn.Module, lengths: Sequence[int], width: int) -> float:
     return float(took)
 
 
-def _features(start: int, stop: int) -> list[float]:
-    """A call, tokens, pairs of tokens, and the keys of before that are copied behind each other."""
-    tokens = stop - start
-    return [1.0, tokens / 1e3, tokens * (start + stop) / 2e6, start / 1e3]
-
-
-def _time(line: Sequence[float], start: int, stop: int) -> float:
-    return sum(a * b for a, b in zip(line, _features(start, stop), strict=True))
-
-
-def measured(stage: Stage, ways: dict[str, Slices], options: argparse.Namespace) -> dict[str, Any]:
+def measured(
+    model: SlicedStage, ways: dict[str, Slices], options: argparse.Namespace
+) -> dict[str, Any]:
     """Seconds of a step in each way, in turns: the median of the slowest rank's."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(options.repeats + 1):
         for name, slices in ways.items():
-            took = stepped(stage, slices.lengths(options.granule), options.width)
+            took = stepped(model, slices.lengths(options.granule))
             if turn:
                 seconds[name].append(took)
     return {
@@ -201,7 +123,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--layers", type=int, default=2, help="of each stage")
     add("--repeats", type=int, default=5)
-    add("--share", type=float, metavar="F", help="of a core for each stage; as root")
+    add("--slower", type=float, default=1.0, metavar="T", help="all ranks are T times slower")
     add("--out", type=Path, metavar="FILE", help="JSON")
     found = parser.parse_args(arguments)
     if found.length % found.granule:
@@ -212,14 +134,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def compared(options: argparse.Namespace) -> dict[str, Any]:
     """What a step takes in each way, and what the dynamic program says of it."""
     torch.manual_seed(0)
-    stage, count = Stage(options), options.length // options.granule
-    seconds = fitted(stage, options)
-    ways = {"whole": uniform_slices(count, 1, seconds)}
+    model = SlicedStage(Stage(options), (options.length,), options.width, loss_of)
+    times = slice_times(model, options.length, granule=options.granule, repeats=options.repeats)
+    ways = {"whole": times.uniform(1)}
     for parts in (2, 4, 8, 16, 32):
-        if parts <= count:
-            ways[f"uniform {parts}"] = uniform_slices(count, parts, seconds)
-    ways["chosen"] = token_slices(count, dist.get_world_size(), seconds)
-    return measured(stage, ways, options)
+        if parts <= times.count:
+            ways[f"uniform {parts}"] = times.uniform(parts)
+    ways["chosen"] = times.fastest()
+    return measured(model, ways, options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -227,16 +149,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cores = sorted(os.sched_getaffinity(0))
-    quota: Any = contextlib.nullcontext()
-    if options.share:
-        quota = share_of_core(options.share, cores[dist.get_rank() % len(cores)])
-    with quota:
+    with slowed(options.slower):
         found = compared(options)
     if dist.get_rank() == 0:
         print(
             f"{dist.get_world_size()} stages of {options.layers} layers, width {options.width}, "
-            f"{options.length} tokens, batch 1; shares of a core: {options.share or 'none'}\n"
+            f"{options.length} tokens, batch 1; {options.slower:g} times slower\n"
         )
         print(table(found))
         if options.out:
@@ -247,7 +165,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except LabError as error:
-        sys.exit(str(error))
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
-from hybridcomp.collectives.wire import HEADER_NBYTES
+from hybridcomp.collectives.wire import HEADER_NBYTES, transport
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
 from hybridcomp.nn import RingAttention, gather, ring_attention, shard
@@ -249,3 +250,29 @@ def test_the_dense_model_is_torchs() -> None:
     q, k, v, _ = inputs(case)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(attention(case, q, k, v), theirs)
+
+
+def posted() -> tuple[list[str], list[str]]:
+    """What each pass posts, in order: receives and sends, each for itself over gloo."""
+    calls: list[str] = []
+    post = transport._between_two
+
+    def noted(out: Tensor | None, values: Tensor | None, *rest: Any) -> Any:
+        calls.append("receive" * (out is not None) + "send" * (values is not None))
+        return post(out, values, *rest)
+
+    with_block(None)
+    q, k, v = (torch.randn(1, 2, 8, 4).requires_grad_() for _ in range(3))
+    with patch.object(transport, "_between_two", noted):
+        out = ring_attention(q, k, v, causal=False)
+        forward = list(calls)
+        out.sum().backward()  # type: ignore[no-untyped-call]
+    return forward, calls[len(forward) :]
+
+
+def test_receives_are_posted_ahead_and_what_came_goes_on_at_once(on_ranks: RunRanks) -> None:
+    start, hop, last = ["receive", "receive", "send"], ["send", "receive"], ["send"]
+    for forward, backward in on_ranks(4, posted):
+        assert forward == start + hop + last
+        # of gradients: the receive of the first before all, that of the next behind each send
+        assert backward == ["receive"] + start + hop + hop + last + hop + last

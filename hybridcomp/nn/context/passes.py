@@ -121,8 +121,12 @@ class _Backward:
         """1 a block with the keys that are held, 2 its gradients to their owner, 3 the last sum."""
         call, (k, v) = self._call, (self._k, self._v)
         rank, ranks, length = call.traffic.rank, call.traffic.ranks, self._q.shape[2]
-        numel = k.numel() + v.numel()
-        gradients = call.traffic.gradients(numel, k.dtype, k.device)
+        gradients = call.traffic.gradients(
+            k.numel() + v.numel(),
+            k.dtype,
+            k.device,
+            lambda step: self._expected((rank + step) % ranks),
+        )
         for step, (owner, parcel, ring) in enumerate(_around(keys, call)):
             # 1
             what, parts = call.part(rank, owner, length), None
@@ -138,8 +142,7 @@ class _Backward:
                 continue
             # 2
             sent = None if parts is None else self._flat([_first(p) for p in parts], k.dtype)
-            came = gradients.exchange(step, sent, self._expected((rank + step) % ranks))
-            self._add(gradients, came)
+            self._add(gradients, gradients.exchange(step, sent))
         # 3
         if ranks > 1:
             self._add(gradients, gradients.finish())

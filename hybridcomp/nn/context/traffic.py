@@ -16,6 +16,7 @@ once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,11 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.ring import Contents, Parcel, Ring
 from hybridcomp.collectives.wire import Pending
+from hybridcomp.collectives.wire.transport import over_gloo
 from hybridcomp.policy import Direction
+
+#: receives of keys and values that are posted over gloo before they can come
+AHEAD = 2
 
 
 @dataclass(eq=False)
@@ -60,10 +65,19 @@ class RingTraffic:
         ring = self.ring(None, tensors[0].device)
         return Keys(self, None, ring.pack(tensors), ring.meter)
 
-    def gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Gradients:
-        """What takes gradients to their owners; ``numel``: of all keys and values of a rank."""
+    def gradients(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        expected: Callable[[int], Contents | None],
+    ) -> Gradients:
+        """What takes gradients to their owners; ``numel``: of all keys and values of a rank.
+
+        ``expected``: what comes from the rank that is so many steps further.
+        """
         codec = self.codec(numel, dtype, "backward")
-        return Gradients(self, codec, self.ring(codec, device))
+        return Gradients(self, codec, self.ring(codec, device), expected)
 
     @property
     def _channel(self) -> Channel | None:
@@ -133,57 +147,120 @@ class Keys:
     def around(self) -> Iterator[tuple[int, Parcel, Ring]]:
         """Hand on what this rank holds, and give what it holds next, by owner.
 
-        1 post what is held to the next rank, and the receive of what the rank before holds, 2 let
-        the caller compute with what is held while they travel, 3 wait, and go on with what came.
+        1 send what is held to the next rank, while what the rank before holds comes, 2 let the
+        caller compute with what is held while both travel, 3 wait, and go on with what came.
         The caller reads a parcel only until it asks for the next one. Its own comes first.
         """
         traffic, device = self.traffic, self.own.message.device
         ring = traffic.ring(self.codec, device)
         if self.meter is not None:
             ring.meter, self.meter = self.meter, None
-        held, contents = self.own, self.own.contents
+        held, contents, hops = self.own, self.own.contents, traffic.ranks - 1
+        moving = _Moving(ring, contents, hops)
+        sent = moving.send(held)  # 1
         for step in range(traffic.ranks):
-            # 1
-            coming: Pending[Parcel | None] | None = None
-            if step < traffic.ranks - 1:
-                coming = ring.shift(held, 1, contents)
             # 2
             yield (traffic.rank - step) % traffic.ranks, held, ring
             # 3
-            if coming is not None:
-                came = coming.wait()
-                assert came is not None
+            if sent is not None:
+                came = moving.next()
+                before, sent = sent, moving.send(came)  # 1
+                moving.expect()
+                before.wait()
                 held.release()
                 held = came
         held.release()
-        raw_nbytes = (traffic.ranks - 1) * contents.numel * contents.dtype.itemsize
+        raw_nbytes = hops * contents.numel * contents.dtype.itemsize
         traffic.circled(ring, raw_nbytes, "forward")
 
 
+class _Moving:
+    """Keys and values on their way round: what is sent, and what is to come.
+
+    Over gloo a message leaves once its receiver has said that it waits. Said a hop ahead, a rank
+    that is still computing keeps nobody waiting, and what came goes on before anything else is
+    done. NCCL takes a send and a receive as one call, and needs no such word.
+    """
+
+    def __init__(self, ring: Ring, contents: Contents, hops: int) -> None:
+        self._ring, self._contents = ring, contents
+        self._to_send = self._to_expect = hops
+        self._coming: deque[Pending[Parcel | None]] = deque()
+        self._ahead = over_gloo(ring.device, ring.group)
+        for _ in range(AHEAD):
+            self.expect()
+
+    def expect(self) -> None:
+        """Post the receive of what comes behind all that is expected, where it may stand alone."""
+        if self._ahead and self._to_expect:
+            self._to_expect -= 1
+            self._coming.append(self._ring.shift(None, 1, self._contents))
+
+    def send(self, held: Parcel) -> Pending[Parcel | None] | None:
+        """Send ``held`` to the next rank; None: it has been everywhere."""
+        if not self._to_send:
+            return None
+        self._to_send -= 1
+        if self._ahead:
+            return self._ring.shift(held, 1, None)
+        both = self._ring.shift(held, 1, self._contents)
+        self._coming.append(both)
+        return both
+
+    def next(self) -> Parcel:
+        """Wait for what comes next."""
+        came = self._coming.popleft().wait()
+        assert came is not None
+        return came
+
+
 class Gradients:
-    """Gradients of keys and values on the way to their owners, one step behind the blocks."""
+    """Gradients of keys and values on the way to their owners, one step behind the blocks.
 
-    def __init__(self, traffic: RingTraffic, codec: Codec | None, ring: Ring) -> None:
+    Over gloo the receive of a step is posted a step ahead, the first one before keys and values go
+    out: told later, that a rank waits would reach the next rank behind the keys that it sends
+    there, and gradients from there would wait as long. Between two ranks keys and gradients come
+    from the same one, in the order of their receives.
+    """
+
+    def __init__(
+        self,
+        traffic: RingTraffic,
+        codec: Codec | None,
+        ring: Ring,
+        expected: Callable[[int], Contents | None],
+    ) -> None:
+        """``expected``: what comes from the rank that is so many steps further."""
         self._traffic, self._codec, self._ring = traffic, codec, ring
-        self._coming: Pending[Parcel | None] | None = None
-        self._raw_nbytes = 0
+        self._expected, self._raw_nbytes = expected, 0
+        self._ahead = traffic.ranks > 2 and over_gloo(ring.device, ring.group)
+        self._coming: deque[Pending[Parcel | None]] = deque()
+        self._sent: Pending[Parcel | None] | None = None
+        if self._ahead:
+            self._expect(1)
 
-    def exchange(
-        self, step: int, parts: Sequence[Tensor] | None, expected: Contents | None
-    ) -> Parcel | None:
-        """Send ``parts`` to the rank ``step`` before; returns what the last exchange brought.
+    def _expect(self, step: int) -> None:
+        if step < self._traffic.ranks:
+            self._coming.append(self._ring.shift(None, -step, self._expected(step)))
 
-        None: that owner's keys were not seen here, or this rank's were not seen by the rank
-        ``step`` further, from which ``expected`` comes.
+    def exchange(self, step: int, parts: Sequence[Tensor] | None) -> Parcel | None:
+        """Send ``parts`` to the rank ``step`` before; returns what came in the step before.
+
+        None: that owner's keys were not seen here, or this rank's were not seen by the other one.
         """
-        came = self._wait()
         parcel = None
         if parts is not None:
             self._traffic.sample(parts[0], self._codec, "backward")
             parcel = self._ring.pack(parts)
             self._raw_nbytes += parcel.contents.numel * parcel.contents.dtype.itemsize
-        self._coming = self._ring.shift(parcel, -step, expected)
-        return came
+        before = self._sent
+        if self._ahead:
+            self._sent = self._ring.shift(parcel, -step, None)
+            self._expect(step + 1)
+        else:
+            self._sent = self._ring.shift(parcel, -step, self._expected(step))
+            self._coming.append(self._sent)
+        return self._finished(before)
 
     def add(self, parcel: Parcel, totals: Sequence[Tensor]) -> None:
         """Add each tensor of ``parcel`` to its flat total."""
@@ -193,12 +270,17 @@ class Gradients:
 
     def finish(self) -> Parcel | None:
         """What the last exchange brought; the ledger has all of them then."""
-        return self._wait()
+        before, self._sent = self._sent, None
+        return self._finished(before)
 
     def record(self) -> None:
         """Write down what was sent, once the last parcel was added."""
         self._traffic.circled(self._ring, self._raw_nbytes, "backward")
 
-    def _wait(self) -> Parcel | None:
-        coming, self._coming = self._coming, None
-        return None if coming is None else coming.wait()
+    def _finished(self, sent: Pending[Parcel | None] | None) -> Parcel | None:
+        """What came in the step in which this was sent."""
+        if sent is None:
+            return None
+        came = self._coming.popleft().wait()
+        sent.wait()
+        return came

@@ -6,7 +6,8 @@ Where to slice is for ``hybridcomp.plan.algorithms.slices`` to say.
 past      keys and values of earlier slices, the state of a stage within a step
 pipeline  the schedule, and the messages between neighbours, dimension ``pp``
 stage     a stage as a module that an engine trains
-timing    what slices take here, and which are fastest
+times     what every slice takes, by lines through some times; which are fastest
+timing    these times, measured
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 from hybridcomp.nn.slices.past import Past, attend
 from hybridcomp.nn.slices.pipeline import SlicePipeline
 from hybridcomp.nn.slices.stage import SlicedStage
-from hybridcomp.nn.slices.timing import chosen_slices
+from hybridcomp.nn.slices.times import SliceTimes, StageTimes
+from hybridcomp.nn.slices.timing import chosen_slices, slice_times
 
 #: for the support matrix
 COVERS = ("pp",)
@@ -25,7 +27,10 @@ __all__ = [
     "REQUIREMENT",
     "Past",
     "SlicePipeline",
+    "SliceTimes",
     "SlicedStage",
+    "StageTimes",
     "attend",
     "chosen_slices",
+    "slice_times",
 ]

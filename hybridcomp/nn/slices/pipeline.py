@@ -145,7 +145,7 @@ class SlicePipeline:
         """
         self._check(tokens)
         run, edges = stage or self.stage, self._edges
-        past, inputs, outputs, sent = Past(), [], [], []
+        past, inputs, outputs, sent = Past(sum(self.slices)), [], [], []
         arriving = None if self.is_first else self._receive(0, len(tokens), "forward")
         for index, (start, stop) in enumerate(edges):
             values = tokens[:, start:stop]

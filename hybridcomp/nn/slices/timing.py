@@ -1,33 +1,31 @@
-"""What slices take on this machine, for the dynamic program that chooses them.
+"""Slices and messages of a stage, timed; and the slices that are fastest by these times.
 
-A stage is timed on slices of several lengths at several places, forward and backward, and what it
-sends to its neighbour; lines through these times say what every other slice takes.
+Slices of several lengths at several places are run forward and backward, and messages are sent to
+the neighbours; lines through these times (``times``) say what every other slice takes.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from hybridcomp.codecs import Codec
 from hybridcomp.nn.slices.past import Past
 from hybridcomp.nn.slices.pipeline import SlicePipeline, Stage
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
-from hybridcomp.plan.algorithms.slices import Slices, SliceSeconds, token_slices
+from hybridcomp.nn.slices.times import Line, SliceTimes, StageTimes, fitted, of_computing
+from hybridcomp.plan.algorithms.slices import Slices
 from hybridcomp.policy import DIRECTIONS, Direction, Traffic
 
 #: granules of a sequence, at most: the dynamic program takes the square of their number
 GRANULES = 64
-#: of a line: seconds of a slice, of a thousand tokens, of a million pairs of tokens, and of the
-#: link for a message and for a thousand tokens of it
-Line = Sequence[float]
 
 
 def granule_of(length: int, most: int = GRANULES) -> int:
@@ -48,8 +46,25 @@ def chosen_slices(
 ) -> tuple[Slices, int]:
     """The slices with which one pass is fastest, by the times of this moment; and their granule.
 
-    Every rank of ``agree`` calls it (None: of the whole job); all get the same answer, made for
-    the slowest stage. Gradients and the random state stay what they are.
+    Arguments as of ``slice_times``, which has the times of other slices as well.
+    """
+    times = slice_times(stage, length, batch, granule=granule, repeats=repeats, agree=agree)
+    return times.fastest(), times.granule
+
+
+def slice_times(
+    stage: SlicedStage,
+    length: int,
+    batch: int = 1,
+    *,
+    granule: int | None = None,
+    repeats: int = 3,
+    agree: ProcessGroup | None = None,
+) -> SliceTimes:
+    """What slices take on this stage and on all others, measured now.
+
+    Every rank of ``agree`` calls it (None: of the whole job); all get the same answer. Gradients
+    and the random state stay what they are.
 
     Args:
         stage: this rank's.
@@ -60,109 +75,82 @@ def chosen_slices(
         repeats: how often each slice is timed; the median counts.
         agree: ranks that slice alike.
     """
-    size = granule or granule_of(length)
-    pipeline = stage.pipeline
-    own = [*_compute_line(pipeline, length, size, batch, repeats), *_link(pipeline, length, batch)]
-    lines: list[Any] = [None] * dist.get_world_size(agree)
-    dist.all_gather_object(lines, own, group=agree)
-    return token_slices(length // size, pipeline.count, seconds_of(lines, size)), size
+    size, pipeline = granule or granule_of(length), stage.pipeline
+    devices = [pipeline.device] if pipeline.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        lines = _Timer(pipeline, length, batch, repeats).lines(size)
+        own = StageTimes(*lines, *_messages(pipeline, length, size, batch, repeats))
+    every: list[Any] = [None] * dist.get_world_size(agree)
+    dist.all_gather_object(every, own, group=agree)
+    return SliceTimes(every, pipeline.count, size, length // size)
 
 
-def seconds_of(lines: Sequence[Line], granule: int) -> SliceSeconds:
-    """Seconds of a slice, in granules, on the slowest of the stages with these ``lines``.
+class _Timer:
+    """Runs slices of a stage as a step does: behind kept keys and values, with later gradients."""
 
-    A message travels while its stage works on the next slice, so the longer of both counts.
-    """
+    def __init__(self, pipeline: SlicePipeline, length: int, batch: int, repeats: int) -> None:
+        self._pipeline, self._batch, self._repeats = pipeline, batch, repeats
+        self._length, self._past = length, Past(length)
+        shape, device = (batch, length), pipeline.device
+        self._labels = self._values = torch.zeros(shape, dtype=torch.int64, device=device)
+        if not pipeline.is_first:
+            whole = (*shape, pipeline.width)
+            self._values = torch.zeros(whole, dtype=pipeline.dtype, device=device)
+        module = pipeline.stage
+        assert isinstance(module, nn.Module)
+        # leaves of its own, so that neither the stage's gradients nor an engine's hooks know
+        self._run: Stage = OnLeaves(module, leaves_of(module.parameters()))
 
-    def seconds(start: int, stop: int) -> float:
-        first, last = granule * start, granule * stop
-        return max(1e-9, *(max(_busy(line, first, last), _wire(line, last - first))
-                           for line in lines))  # fmt: skip
+    def lines(self, granule: int) -> tuple[Line, Line]:
+        """Of slices that begin the sequence, and of later ones."""
+        count = self._length // granule
+        self._fill(granule * max(1, count // 4))
+        sizes = sorted({max(1, count // part) for part in (count, 32, 16, 8, 4, 2)})
+        later = [
+            (start, start + size)
+            for size in sizes
+            for start in sorted({size, (count - size) // 2, count - size})
+            if 0 < start <= count - size
+        ]
+        first = [(0, size) for size in (*sizes, count)]
+        found = []
+        for slices in (later, first):
+            edges = [(granule * start, granule * stop) for start, stop in slices]
+            seconds = [self._median(start, stop) for start, stop in edges]
+            found.append(_line(edges, seconds))
+        return found[1], found[0]
 
-    return seconds
-
-
-def _features(start: int, stop: int) -> list[float]:
-    """Of a slice: one, its tokens, and the pairs of its tokens with those they look at."""
-    tokens = stop - start
-    return [1.0, tokens / 1e3, tokens * (start + stop) / 2e6]
-
-
-def _busy(line: Line, start: int, stop: int) -> float:
-    return sum(a * b for a, b in zip(line[:3], _features(start, stop), strict=True))
-
-
-def _wire(line: Line, tokens: int) -> float:
-    return line[3] + line[4] * tokens / 1e3
-
-
-def _compute_line(
-    pipeline: SlicePipeline, length: int, granule: int, batch: int, repeats: int
-) -> list[float]:
-    """A line through the seconds of some slices, none of its parts below zero."""
-    count = length // granule
-    sizes = sorted({1, max(1, count // 4), max(1, count // 2), count})
-    rows, times = [], []
-    for size in sizes:
-        for start in sorted({0, (count - size) // 2, count - size}):
-            edges = granule * start, granule * (start + size)
-            _once(pipeline, length, batch, *edges)  # allocates
-            found = [_once(pipeline, length, batch, *edges) for _ in range(repeats)]
-            rows.append(_features(*edges))
-            times.append(statistics.median(found))
-    return nonnegative(torch.tensor(rows), torch.tensor(times))
-
-
-def nonnegative(rows: Tensor, times: Tensor) -> list[float]:
-    """The least squares of ``times`` (N) by ``rows`` (N, K), with no weight below zero.
-
-    Of the few columns every subset is tried, which is exact.
-    """
-    columns = rows.shape[1]
-    best, least = [0.0] * columns, float("inf")
-    for subset in range(1, 2**columns):
-        used = [column for column in range(columns) if subset >> column & 1]
-        part = rows[:, used]
-        found = torch.linalg.lstsq(part, times.unsqueeze(1), driver="gelsd").solution
-        error = float((part @ found - times.unsqueeze(1)).square().sum())
-        if bool((found >= 0).all()) and error < least:
-            least, best = error, [0.0] * columns
-            for column, weight in zip(used, found.squeeze(1).tolist(), strict=True):
-                best[column] = weight
-    return best
-
-
-def _once(pipeline: SlicePipeline, length: int, batch: int, start: int, stop: int) -> float:
-    """Seconds of one slice on this stage: forward, backward, and coding what it exchanges."""
-    device, shape = pipeline.device, (batch, length)
-    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-    values = tokens
-    if not pipeline.is_first:
-        values = torch.zeros((*shape, pipeline.width), dtype=pipeline.dtype, device=device)
-    run, past = _on_leaves(pipeline), Past()
-    if start:
+    def _fill(self, tokens: int) -> None:
+        """Keep keys and values of the whole sequence."""
         with torch.no_grad():
-            run(values[:, :start], past)
-        past.advance(start)
-    own = values[:, start:stop].detach()
-    if own.is_floating_point():
-        own.requires_grad_()
-    coders = [_coder(pipeline, batch * (stop - start), way) for way in DIRECTIONS]
-    begin = _now(device)
-    out = run(own, past)
-    if pipeline.is_last:
-        out = pipeline.loss(out, tokens[:, start:stop])
-    out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
-    for coder in coders:
-        coder()
-    return _now(device) - begin
+            for start in range(0, self._length, tokens):
+                self._past.start = start
+                self._run(self._values[:, start : start + tokens], self._past)
+
+    def _median(self, start: int, stop: int) -> float:
+        self._once(start, stop)  # allocates
+        return statistics.median(self._once(start, stop) for _ in range(self._repeats))
+
+    def _once(self, start: int, stop: int) -> float:
+        """Seconds of one slice: forward, backward, and coding what it exchanges."""
+        pipeline, self._past.start = self._pipeline, start
+        own = self._values[:, start:stop].detach()
+        if own.is_floating_point():
+            own.requires_grad_()
+        coders = [_coder(pipeline, self._batch * (stop - start), way) for way in DIRECTIONS]
+        begin = _now(pipeline.device)
+        out = self._run(own, self._past)
+        if pipeline.is_last:
+            out = pipeline.loss(out, self._labels[:, start:stop])
+        out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+        for coder in coders:
+            coder()
+        return _now(pipeline.device) - begin
 
 
-def _on_leaves(pipeline: SlicePipeline) -> Stage:
-    """The stage on leaves of its own, so that neither its gradients nor an engine's hooks know."""
-    module = pipeline.stage
-    assert isinstance(module, nn.Module)
-    return OnLeaves(module, leaves_of(module.parameters()))
+def _line(edges: list[tuple[int, int]], seconds: list[float]) -> Line:
+    """Through the times of some slices; of a sequence of one granule there is but one."""
+    return fitted([of_computing(*each) for each in edges], seconds) if edges else [0.0] * 5
 
 
 def _codec(pipeline: SlicePipeline, numel: int, way: Direction) -> Codec | None:
@@ -197,26 +185,38 @@ def _coder(pipeline: SlicePipeline, tokens: int, way: Direction) -> Callable[[],
     return run
 
 
-def _link(pipeline: SlicePipeline, length: int, batch: int, repeats: int = 3) -> list[float]:
-    """Seconds of the link for a slice: of its messages both ways, and of a thousand tokens."""
+def _messages(
+    pipeline: SlicePipeline, length: int, granule: int, batch: int, repeats: int
+) -> tuple[Line, Line]:
+    """Of a slice's messages, both ways: what posting them takes, and until they have come."""
     if pipeline.count == 1:
-        return [0.0, 0.0]
-    few, many = max(1, length // 8), length
-    seconds = []
+        return [0.0, 0.0], [0.0, 0.0]
+    few, many = granule, max(granule + 1, length)
+    took = []
     for tokens in (few, few, many):  # the first one waits for neighbours, and is left out
-        taken = []
-        for _ in range(repeats):
-            begin = _now(pipeline.device)
-            for way in DIRECTIONS:
-                _exchange(pipeline, batch * tokens * pipeline.width, way)
-            taken.append(_now(pipeline.device) - begin)
-        seconds.append(statistics.median(taken))
-    slope = max(0.0, seconds[2] - seconds[1]) / max(1, many - few)
-    return [max(0.0, seconds[1] - slope * few), 1e3 * slope]
+        taken = [_both_ways(pipeline, batch * tokens * pipeline.width) for _ in range(repeats)]
+        took.append([statistics.median(column) for column in zip(*taken, strict=True)])
+    _, low, high = took
+    post, arrive = (
+        _through((few, less), (many, more)) for less, more in zip(low, high, strict=True)
+    )
+    return post, arrive
 
 
-def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> None:
-    """As many bytes as a message of ``numel`` values has, to one neighbour and from the other."""
+def _through(low: tuple[int, float], high: tuple[int, float]) -> Line:
+    """A call and a thousand tokens, none below zero, of what two numbers of tokens took."""
+    slope = max(0.0, high[1] - low[1]) / (high[0] - low[0])
+    return [max(0.0, low[1] - slope * low[0]), 1e3 * slope]
+
+
+def _both_ways(pipeline: SlicePipeline, numel: int) -> tuple[float, float]:
+    """Seconds of one message of ``numel`` values each way: to post them, and until they came."""
+    ways = [_exchange(pipeline, numel, way) for way in DIRECTIONS]
+    return sum(posting for posting, _ in ways), sum(whole for _, whole in ways)
+
+
+def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> tuple[float, float]:
+    """The same one way: as many bytes as such a message has, to one neighbour, from the other."""
     codec = _codec(pipeline, numel, way)
     nbytes = numel * pipeline.dtype.itemsize
     if codec is not None:
@@ -224,12 +224,15 @@ def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> None:
     first, last = (pipeline.is_first, pipeline.is_last)[:: 1 if way == "forward" else -1]
     works: list[Any] = []
     values = torch.zeros(2, nbytes, dtype=torch.uint8, device=pipeline.device)
-    if not last:
-        works.append(dist.isend(values[0], pipeline.neighbour(True, way), group=pipeline.group))
+    begin = _now(pipeline.device)
     if not first:
         works.append(dist.irecv(values[1], pipeline.neighbour(False, way), group=pipeline.group))
+    if not last:
+        works.append(dist.isend(values[0], pipeline.neighbour(True, way), group=pipeline.group))
+    posted = _now(pipeline.device)
     for work in works:
         work.wait()
+    return posted - begin, _now(pipeline.device) - begin
 
 
 def _now(device: torch.device) -> float:

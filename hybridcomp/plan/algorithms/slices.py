@@ -3,16 +3,18 @@
 TeraPipe (Li et al., ICML 2021): with batch 1 a pipeline of S stages stands still for all but one
 stage. Cut into K slices, stage s works on slice k while stage s + 1 works on slice k - 1, and one
 pass takes ``sum of the slices + (S - 1) * slowest slice``. Later slices attend to all the tokens
-before them, so equal lengths are not equal times. For every possible slowest slice the dynamic
-program finds the smallest sum; slowest slices are tried by rising time, until even the smallest
-sum of all cannot win any more. Exact for the times that it is given.
+before them, so equal lengths are not equal times. Where a stage waits for a message before it can
+begin, as the later ones do until the first slices reach them, the slice takes its ``hop`` longer.
+For every possible slowest slice the dynamic program finds the smallest sum; slowest slices are
+tried by rising time, until even the smallest sum of all cannot win any more. Exact for the times
+that it is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 #: seconds of a stage for the granules [start, stop), whose keys and values before start are there
 SliceSeconds = Callable[[int, int], float]
@@ -23,7 +25,7 @@ class Slices:
     """Slices in order, in granules: slice k ends where ``stops[k]`` says."""
 
     stops: tuple[int, ...]
-    slowest: float  # seconds of the slowest slice on one stage
+    slowest: float  # seconds of the slowest slice on one stage, with its hop
     total: float  # seconds of all slices on one stage
 
     def seconds(self, stages: int) -> float:
@@ -35,14 +37,22 @@ class Slices:
         return tuple(granule * (stop - start) for start, stop in pairwise((0, *self.stops)))
 
 
-def token_slices(granules: int, stages: int, seconds: SliceSeconds) -> Slices:
+def no_hop(start: int, stop: int) -> float:
+    """The hop of messages that take no time."""
+    return 0.0
+
+
+def token_slices(
+    granules: int, stages: int, seconds: SliceSeconds, hop: SliceSeconds = no_hop
+) -> Slices:
     """The slices with which one pass through ``stages`` equal stages is fastest.
 
     Args:
         granules: into which the sequence is cut at most, at least 1.
         stages: of the pipeline, at least 1.
-        seconds: of one slice on a stage, its message to the next one included. Slices of no
+        seconds: of one slice on a stage, which can then begin with the next one. Slices of no
             granule are never asked for.
+        hop: what it takes beyond that until the next stage has its message.
 
     Raises ValueError where there is nothing to slice.
     """
@@ -51,34 +61,44 @@ def token_slices(granules: int, stages: int, seconds: SliceSeconds) -> Slices:
     cost = [
         [seconds(start, stop) for start in range(stop)] for stop in range(1, granules + 1)
     ]  # cost[stop - 1][start]
-    unbound = _fewest_seconds(cost, float("inf"))
+    full = [
+        [value + hop(start, stop) for start, value in enumerate(row)]
+        for stop, row in enumerate(cost, start=1)
+    ]
+    unbound = _fewest_seconds(cost, full, float("inf"))
     assert unbound is not None
     best = unbound
-    for slowest in sorted({value for row in cost for value in row}):
+    for slowest in sorted({value for row in full for value in row}):
         if unbound.total + (stages - 1) * slowest >= best.seconds(stages):
             break  # what is left is slower in its slowest slice, and no sum is smaller
-        found = _fewest_seconds(cost, slowest)
+        found = _fewest_seconds(cost, full, slowest)
         if found is not None and found.seconds(stages) < best.seconds(stages):
             best = found
     return best
 
 
-def uniform_slices(granules: int, count: int, seconds: SliceSeconds) -> Slices:
+def uniform_slices(
+    granules: int, count: int, seconds: SliceSeconds, hop: SliceSeconds = no_hop
+) -> Slices:
     """``count`` slices as equal as granules allow, for comparison. Raises ValueError."""
     if not 1 <= count <= granules:
         raise ValueError(f"found {count} slices of {granules} granules; expected 1 to {granules}")
     stops = tuple(granules * (k + 1) // count for k in range(count))
-    times = [seconds(start, stop) for start, stop in pairwise((0, *stops))]
-    return Slices(stops, max(times), sum(times))
+    cuts = list(pairwise((0, *stops)))
+    times = [seconds(*cut) for cut in cuts]
+    slowest = max(time + hop(*cut) for time, cut in zip(times, cuts, strict=True))
+    return Slices(stops, slowest, sum(times))
 
 
-def _fewest_seconds(cost: Sequence[Sequence[float]], slowest: float) -> Slices | None:
-    """The smallest sum with no slice above ``slowest``; None where there is none."""
+def _fewest_seconds(
+    cost: Sequence[Sequence[float]], full: Sequence[Sequence[float]], slowest: float
+) -> Slices | None:
+    """The smallest sum of ``cost`` with nothing above ``slowest`` in ``full``; None: none is so."""
     sums, starts = [0.0], [0]
-    for row in cost:
+    for row, whole in zip(cost, full, strict=True):
         best, at = float("inf"), -1
         for start, value in enumerate(row):
-            if value <= slowest and sums[start] + value < best:
+            if whole[start] <= slowest and sums[start] + value < best:
                 best, at = sums[start] + value, start
         sums.append(best)
         starts.append(at)
@@ -90,5 +110,6 @@ def _fewest_seconds(cost: Sequence[Sequence[float]], slowest: float) -> Slices |
         stops.append(stop)
         stop = starts[stop]
     stops.reverse()
-    times = [cost[stop - 1][start] for start, stop in pairwise((0, *stops))]
-    return Slices(tuple(stops), max(times), list(accumulate(times))[-1])
+    cuts = list(pairwise((0, *stops)))
+    total = sum(cost[stop - 1][start] for start, stop in cuts)
+    return Slices(tuple(stops), max(full[stop - 1][start] for start, stop in cuts), total)

@@ -17,9 +17,13 @@ HEAD = """\
 ## A ring, Ulysses and gathered keys
 
 One causal attention, forward and backward, over nodes that are network namespaces of one machine
-(`scripts/netlab.py`), one rank to a node; where there are fewer cores than ranks each rank has a
-fixed share of one by a control group, so that it is as fast beside the others as it is alone. For
-every length the links are set so that the bytes of the native ring need r times as long as its
+(`scripts/netlab.py`), one rank to a node. There are fewer cores than ranks, so every rank plays one
+on a slower processor: when it has computed or coded for a while it sleeps until that has taken the
+given times as long. It is then as fast beside the others as it is alone, and the threads that move
+bytes find a core as soon as they need one, as on machines of their own (`scripts/lab/slowed.py`).
+What a stretch of computing takes is its shortest time of some passes over links without limit, and
+the same in all others: beside messages this machine charges it with the kernel's work on packets.
+For every length the links are set so that the bytes of the native ring need r times as long as its
 computing does. All methods and codecs take turns, over links without limit and at every rate.
 
 * *computing*: a pass of the same method with native messages, over links without limit.
@@ -27,28 +31,25 @@ computing does. All methods and codecs take turns, over links without limit and 
   hides its messages behind blocks, each behind one; the last block is computed after the last keys
   have come, and the last gradients travel when there is nothing left to compute. Ulysses and
   gathered keys wait for their messages.
+  Bytes are those of frames: 1514 for each 1448 of a message.
 * *used*: allowed over measured; the codec's own time counts against it.
 * *overlap*: the longer of computing and the bytes over measured: a method that hides all of the
   shorter one behind the other has 1.
 * *speed-up*: over the same method with native messages, the median of turns.
-* Shares of a core come in bursts of some milliseconds, and threads that move bytes wait for them as
-  those that compute do, which no network card does: every message may come some milliseconds later,
-  and passes of 50 to 200 ms differ by tens of per cent between turns. Where *used* is above 1 the
-  computing over links without limit was slower than beside messages. What carries over is bytes,
-  errors and, as it is of the same turns, the speed-up.
 * *MB a rank*: of the rank that sends most. *error*: relative, of context and gradients together.
 """
 SLICES = """\
 
 ## Token slices
 
-One sequence, batch 1. "Chosen": the slices of the dynamic program, from what slices of several
-lengths at several places took on a stage before, and their messages. All ways take turns; a step is
-that of the slowest stage, the median of {repeats}. {share}
+One sequence, batch 1. "Chosen": what `--slices auto` of the example takes, the slices of the
+dynamic program by the times of some slices at several places and of their messages, measured on all
+stages before. All ways take turns; a step is that of the slowest stage, the median of
+{repeats}.{slower}
 """
-SHARE = (
-    "Each stage has {share:g} of a core by a control group, as there are fewer cores than stages: "
-    "a stage is as fast beside the others as it is alone."
+SLOWER = (
+    " There are fewer cores than stages, so all of them play stages that compute {slower:g} times "
+    "slower, as above."
 )
 
 
@@ -61,8 +62,8 @@ def chapter(source: Path, out: Path) -> str:
     rows = report.with_figures(kept)
     draw(rows, out / "context.png")
     options = slices["options"]
-    share = SHARE.format(**options) if options["share"] else ""
-    said = SLICES.format(repeats=options["repeats"], share=share)
+    slower = SLOWER.format(**options) if options["slower"] > 1 else ""
+    said = SLICES.format(repeats=options["repeats"], slower=slower)
     return "\n".join(
         [
             HEAD,
@@ -118,15 +119,14 @@ def commands(context: Mapping[str, Any], slices: Mapping[str, Any]) -> str:
     """What makes this page anew."""
     lengths = " ".join(map(str, context["lengths"]))
     codecs = " ".join(f'"{name}"' if " " in name else name for name in context["codecs"])
-    share = f" --share {context['share']:g}" if context["share"] else ""
-    own = f" --share {slices['share']:g}" if slices["share"] else ""
+    slower, own = (f" --slower {options['slower']:g}" for options in (context, slices))
     return f"""
 ## Commands
 
 ```
 scripts/bench/bench_context.py --lengths {lengths} --heads {context["heads"]} \\
     --kept {context["kept"]} --width {context["width"]} --codecs {codecs} \\
-    --rounds {context["rounds"]}{share} --out runs/context/context.json
+    --rounds {context["rounds"]}{slower} --out runs/context/context.json
 torchrun --nproc-per-node 4 scripts/bench/bench_slices.py --length {slices["length"]} \\
     --width {slices["width"]} --granule {slices["granule"]}{own} --out runs/context/slices.json
 scripts/bench/results.py --context runs/context

@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.context_bench import methods
+from bench.context_bench import methods, report
 from bench.context_bench.links import Links
 from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
+from lab.slowed import Score, Slowed
 
+#: passes over links without limit that the rate of the links is taken from
+LOOKS = 3
 #: a rate that stands for links without limit
 FREE = 0
 
@@ -31,21 +34,29 @@ class Way:
     codec: str
     channels: Channels
     run: methods.Passes
+    processor: Slowed
     #: by rate: seconds of the slowest rank, of the forward pass and of both
     seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     nbytes: tuple[int, int] = (0, 0)  # of the rank that sends most, forward and backward pass
     error: float | None = None
+    late: float = 0.0  # seconds, of this rank, that passes took longer than it should compute
+    score: Score = field(default_factory=Score)
 
     def once(self) -> tuple[float, float]:
         """One pass of both; seconds of the slowest rank."""
         process.use(self.channels)
         self.channels.ledger.restart()
         dist.barrier()
-        start = time.perf_counter()
-        self.run.forward()
-        middle = time.perf_counter()
-        self.run.backward()
-        found = torch.tensor([middle - start, time.perf_counter() - start])
+        before = self.processor.late
+        with self.processor.playing(self.score):
+            start = time.perf_counter()
+            self.run.forward()
+            middle = time.perf_counter()
+            self.run.backward()
+            stop = time.perf_counter()
+        if self.score.fixed:
+            self.late += self.processor.late - before
+        found = torch.tensor([middle - start, stop - start])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found[0]), float(found[1])
 
@@ -64,13 +75,17 @@ class Way:
 
 
 def rows_of(
-    length: int, codecs: Mapping[str, Any], args: argparse.Namespace, links: Links
+    length: int,
+    codecs: Mapping[str, Any],
+    args: argparse.Namespace,
+    links: Links,
+    processor: Slowed,
 ) -> list[dict[str, Any]]:
     """The rows of one length. Collective; rank 0 has the links changed."""
     size = methods.Size(length, args.heads, args.kept, args.width)
     tensors = methods.draw(size, getattr(torch, args.dtype))
     ways = [
-        Way(method, name, channels, methods.prepare(method, tensors, size, channels))
+        Way(method, name, channels, methods.prepare(method, tensors, size, channels), processor)
         for method in args.methods
         for name, setting in codecs.items()
         for channels in [_channels(setting)]
@@ -80,7 +95,11 @@ def rows_of(
     for way in ways:
         found = way.look(exact.get(way.method))
         exact.setdefault(way.method, found)
-    rates = [FREE, *(_rate(ways[0], ratio, args.looks) for ratio in args.ratio)]
+    for way in ways:
+        for _ in range(args.looks):
+            way.once()
+        way.score.fixed = args.slower > 1
+    rates = [FREE, *(_rate(ways[0], ratio) for ratio in args.ratio)]
     for turn in range(args.rounds):
         for rate in rates:
             _shape(links, rate)
@@ -91,7 +110,7 @@ def rows_of(
         {
             "length": length, "method": way.method, "codec": way.codec, "ratio": ratio,
             "rate": rate, "nbytes": way.nbytes, "error": way.error,
-            "free": way.seconds[FREE], "seconds": way.seconds[rate],
+            "free": way.seconds[FREE], "seconds": way.seconds[rate], "late": way.late,
         }
         for ratio, rate in zip(args.ratio, rates[1:], strict=True)
         for way in ways
@@ -103,10 +122,11 @@ def _channels(setting: Any) -> Channels:
     return Channels(CompressionConfig.parse({"cp": setting, "min_bytes": 0, "ledger": ledger}))
 
 
-def _rate(native: Way, ratio: float, looks: int) -> int:
+def _rate(native: Way, ratio: float) -> int:
     """Bits a second at which the bytes of the native ring need ``ratio`` times its computing."""
-    seconds = statistics.median(native.once()[1] for _ in range(looks))
-    rate = torch.tensor([8 * sum(native.nbytes) / (ratio * seconds)], dtype=torch.float64)
+    seconds = statistics.median(native.once()[1] for _ in range(LOOKS))
+    bits = 8 * report.FRAMES * sum(native.nbytes)
+    rate = torch.tensor([bits / (ratio * seconds)], dtype=torch.float64)
     dist.broadcast(rate, 0)
     return max(8000, int(rate))
 

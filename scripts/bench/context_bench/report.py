@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 METHODS = ("ring", "Ulysses", "gather")
+#: what a link carries for each byte of a message: frames of 1514 bytes hold 1448, behind the
+#: headers of Ethernet, IP and TCP
+FRAMES = 1514 / 1448
 HEAD = (
     "tokens",
     "r",
@@ -54,7 +57,7 @@ def allowed(
 def figures(row: Mapping[str, Any], native: Mapping[str, Any], ranks: int) -> dict[str, float]:
     """Of a row; ``native``: the one of the same method, length and rate."""
     computing = _medians(native["free"])
-    wire = [8 * nbytes / row["rate"] for nbytes in row["nbytes"]]
+    wire = [8 * FRAMES * nbytes / row["rate"] for nbytes in row["nbytes"]]
     parts = computing[0], computing[1] - computing[0]
     least = allowed(row["method"], ranks, parts, wire, wire[0])  # keys go round alike
     took = _medians(row["seconds"])[1]
@@ -105,9 +108,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def said(kept: Mapping[str, Any]) -> str:
     """What was measured and how, in a sentence."""
     options = kept["options"]
-    share = f", {options['share']:g} of a core for each rank" if options["share"] else ""
+    slower = f", {options['slower']:g} times slower" if options["slower"] > 1 else ""
     return (
-        f"{options['layout']} nodes{share}; {options['heads']} heads of {options['width']}, "
+        f"{options['layout']} nodes{slower}; {options['heads']} heads of {options['width']}, "
         f"{options['kept']} of keys, {options['dtype']}, causal, forward and backward; medians of "
         f"{options['rounds']} rounds; load of the machine before: {kept['load']:.2f}."
     )

@@ -10,22 +10,26 @@ import pytest
 
 from hybridcomp.plan.algorithms.slices import Slices, token_slices, uniform_slices
 
+Cost = dict[tuple[int, int], float]
 
-def brute(granules: int, stages: int, cost: dict[tuple[int, int], float]) -> float:
+
+def brute(granules: int, stages: int, cost: Cost, hops: Cost) -> float:
     """The fastest of all 2^(granules - 1) ways to slice."""
     best = float("inf")
     for count in range(granules):
         for inner in combinations(range(1, granules), count):
-            times = [cost[cut] for cut in pairwise((0, *inner, granules))]
-            best = min(best, sum(times) + (stages - 1) * max(times))
+            cuts = list(pairwise((0, *inner, granules)))
+            slowest = max(cost[cut] + hops[cut] for cut in cuts)
+            best = min(best, sum(cost[cut] for cut in cuts) + (stages - 1) * slowest)
     return best
 
 
-def seconds_of(cost: dict[tuple[int, int], float], start: int, stop: int) -> float:
+def seconds_of(cost: Cost, start: int, stop: int) -> float:
     return cost[start, stop]
 
 
-def test_as_fast_as_brute_force() -> None:
+@pytest.mark.parametrize("longest", [0.0, 4.0])
+def test_as_fast_as_brute_force(longest: float) -> None:
     draw = random.Random(20)
     for _ in range(300):
         granules, stages = draw.randint(1, 9), draw.randint(1, 8)
@@ -34,12 +38,15 @@ def test_as_fast_as_brute_force() -> None:
             for start in range(granules)
             for stop in range(start + 1, granules + 1)
         }
-        found = token_slices(granules, stages, partial(seconds_of, cost))
-        times = [cost[cut] for cut in pairwise((0, *found.stops))]
+        hops = {cut: longest * draw.random() for cut in cost}
+        hop = partial(seconds_of, hops)
+        found = token_slices(granules, stages, partial(seconds_of, cost), hop)
+        cuts = list(pairwise((0, *found.stops)))
         assert found.stops[-1] == granules
-        assert found.slowest == max(times)
-        assert found.total == pytest.approx(sum(times))
-        assert found.seconds(stages) == pytest.approx(brute(granules, stages, cost), rel=1e-12)
+        assert found.slowest == max(cost[cut] + hops[cut] for cut in cuts)
+        assert found.total == pytest.approx(sum(cost[cut] for cut in cuts))
+        expected = brute(granules, stages, cost, hops)
+        assert found.seconds(stages) == pytest.approx(expected, rel=1e-12)
 
 
 def attention(start: int, stop: int) -> float:
@@ -56,6 +63,12 @@ def test_later_slices_are_shorter_and_better_than_equal_ones() -> None:
     assert best.seconds(4) < token_slices(64, 1, attention).seconds(4), "unsliced"
     equal = [uniform_slices(64, count, attention).seconds(4) for count in range(1, 65)]
     assert best.seconds(4) < min(equal)
+
+
+def test_hops_fill_the_pipeline_once() -> None:
+    found = uniform_slices(4, 2, attention, lambda start, stop: 10.0 * (start == 0))
+    assert found.slowest == attention(0, 2) + 10.0 > attention(2, 4)
+    assert found.total == attention(0, 2) + attention(2, 4)
 
 
 def test_one_stage_takes_the_sequence_whole() -> None:

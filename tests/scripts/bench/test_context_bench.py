@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import Work
 
 from bench import bench_context, bench_slices, results
 from bench.context_bench import links, report
-from lab import quota
-from lab.layout import LabError, Rates
+from lab import slowed
+from lab.layout import Rates
 
 
 def test_a_ring_hides_messages_behind_blocks_and_others_wait() -> None:
@@ -29,8 +32,9 @@ def test_a_ring_hides_messages_behind_blocks_and_others_wait() -> None:
 
 
 def rows() -> list[dict[str, Any]]:
-    """One length and rate: 4 MB natively and 2 MB at 8 bits over 8 Mb/s."""
-    common = {"length": 1024, "ratio": 1.0, "rate": 8_000_000, "method": "ring"}
+    """One length and rate: 4 MB natively and 2 MB at 8 bits over 8 Mb/s of messages."""
+    rate = 8_000_000 * report.FRAMES
+    common = {"length": 1024, "ratio": 1.0, "rate": rate, "method": "ring"}
     native = {**common, "codec": "native", "nbytes": [1_000_000, 3_000_000], "error": 0.0}
     coded = {**common, "codec": "8 bits", "nbytes": [500_000, 1_500_000], "error": 0.004}
     return [
@@ -40,7 +44,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def kept() -> dict[str, Any]:
-    options = vars(bench_context.parse(["--layout", "2x2", "--share", "0.45"]))
+    options = vars(bench_context.parse(["--layout", "2x2", "--slower", "4"]))
     return {"options": {**options, "out": None}, "load": 0.5, "rows": rows()}
 
 
@@ -54,7 +58,7 @@ def test_the_codec_counts_against_what_is_used() -> None:
     assert coded["allowed"] == pytest.approx(1.0 + 2.0 + 1 / 3)
     assert coded["used"] == pytest.approx((3 + 1 / 3) / 4) and coded["overlap"] == 0.75
     text = report.tables(kept())
-    assert "0.45 of a core for each rank" in text and "| 8 bits | 2.000 | 0.500 | 4.0e-03 |" in text
+    assert "4 times slower" in text and "| 8 bits | 2.000 | 0.500 | 4.0e-03 |" in text
 
 
 def test_chapter(tmp_path: Path) -> None:
@@ -68,7 +72,7 @@ def test_chapter(tmp_path: Path) -> None:
         "whole": {"slices": [256], "measured_s": 2.0, "predicted_s": 1.9},
         "chosen": {"slices": [128, 64, 64], "measured_s": 1.1, "predicted_s": 1.0},
     }
-    options = vars(bench_slices.parse(["--share", "0.45"]))
+    options = vars(bench_slices.parse(["--slower", "4"]))
     (source / "slices.json").write_text(
         json.dumps({"options": {**options, "out": None}, "stages": 4, "rows": ways})
     )
@@ -76,7 +80,7 @@ def test_chapter(tmp_path: Path) -> None:
     text = (out / "context.md").read_text()
     assert "1 of 2 rows of the ring reach nine tenths" in text and "8 bits at 1024" in text
     assert "| chosen | 128, 64, 64 | 1000 | 1100 | 1.10 |" in text
-    assert "--share 0.45 --out runs/context/slices.json" in text and str(tmp_path) not in text
+    assert "--slower 4 --out runs/context/slices.json" in text and str(tmp_path) not in text
     assert (out / "context.png").stat().st_size > 5_000
 
 
@@ -93,16 +97,78 @@ def test_rates_are_asked_for_over_a_socket(tmp_path: Path) -> None:
     assert asked == [Rates(1000), Rates(None)]
 
 
-def test_shares_of_a_core() -> None:
-    version1 = quota.settings(0.45, first=True)
-    assert version1 == {"cpu.cfs_period_us": "5000", "cpu.cfs_quota_us": "2250"}
-    assert quota.settings(0.5, first=False) == {"cpu.max": "2500 5000"}
-    with pytest.raises(LabError, match="expected 0.2 to 1.0, found 1.5"):
-        quota.settings(1.5, first=True)
+class Machine:
+    """Clocks that move when they are told to."""
+
+    def __init__(self) -> None:
+        self.now, self.used, self.naps = 0.0, 0.0, list[float]()
+
+    def compute(self, seconds: float, waited: float = 0.0) -> None:
+        self.now += seconds + waited
+        self.used += seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
 
 
-def test_features_of_a_slice_and_command_lines() -> None:
-    assert bench_slices._features(1000, 2000) == [1.0, 1.0, 1.5, 1.0]
+def test_a_slower_processor_computes_longer_and_waits_as_long() -> None:
+    machine = Machine()
+    with (
+        patch.object(time, "perf_counter", lambda: machine.now),
+        patch.object(time, "thread_time", lambda: machine.used),
+        patch.object(time, "sleep", machine.sleep),
+    ):
+        with slowed.slowed(4.0) as rank:
+            machine.compute(1.0)
+            assert time.perf_counter() == 4.0 and machine.naps == [3.0]
+            machine.compute(1.0, waited=2.0)  # another rank had the core: it sleeps less
+            assert time.perf_counter() == 8.0 and machine.naps == [3.0, 1.0]
+            machine.compute(1.0, waited=5.0)
+            assert time.perf_counter() == 14.0 and rank.late == 2.0
+            transfer = rank.outside(lambda: machine.compute(0.5))
+            machine.compute(0.25)
+            transfer()
+            assert time.perf_counter() == 15.5, "messages are as fast as ever"
+        machine.compute(1.0)
+        assert time.perf_counter() == 16.5, "nothing is left of it"
+
+
+def test_stretches_take_as_long_as_at_their_shortest() -> None:
+    machine, score = Machine(), slowed.Score()
+
+    def passed(*stretches: float) -> float:
+        start = machine.now
+        with rank.playing(score):
+            for seconds in stretches[:-1]:
+                machine.compute(seconds)
+                time.perf_counter()
+            machine.compute(stretches[-1])
+        return machine.now - start
+
+    with (
+        patch.object(time, "perf_counter", lambda: machine.now),
+        patch.object(time, "thread_time", lambda: machine.used),
+        patch.object(time, "sleep", machine.sleep),
+        slowed.slowed(4.0) as rank,
+    ):
+        assert passed(1.0, 3.0) == 16.0 and passed(2.0, 2.0) == 16.0
+        assert score.shortest == [1.0, 2.0]
+        score.fixed = True
+        assert passed(1.5, 2.5) == 12.0 and rank.late == 0.0
+        assert passed(6.0, 2.0) == 14.0 and rank.late == 2.0
+        with pytest.raises(RuntimeError, match="expected 2 stretches of computing, found 3"):
+            passed(1.0, 1.0, 1.0)
+
+
+def test_what_is_handed_to_others_waits_until_it_would_be_there() -> None:
+    before = dist.isend, Work.wait
+    with slowed.slowed(4.0):
+        assert dist.isend is not before[0] and Work.wait is not before[1]
+    assert (dist.isend, Work.wait) == before
+
+
+def test_command_lines() -> None:
     with pytest.raises(SystemExit):
         bench_slices.parse(["--length", "100", "--granule", "64"])
     with pytest.raises(SystemExit):

@@ -1,0 +1,153 @@
+"""Lines through the times of slices: exact where times are lines, and the slices they choose."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hybridcomp.channels import Channels
+from hybridcomp.config import CompressionConfig
+from hybridcomp.nn.slices import (
+    Past,
+    SlicedStage,
+    SliceTimes,
+    StageTimes,
+    attend,
+    chosen_slices,
+    slice_times,
+    timing,
+)
+from hybridcomp.nn.slices.times import fitted, of_computing
+from tests.ranks import RunRanks
+
+WIDTH, HEADS, LENGTH, GRANULE, STAGES = 8, 2, 64, 4, 2
+FIRST, LATER = [0.04, 9.0, 25.0, 0.0, 1.0], [0.05, 10.0, 50.0, 60.0, 2.0]
+POST, ARRIVE = [0.02, 0.5], [0.1, 3.0]
+
+
+def test_a_line_is_found_again() -> None:
+    cuts = [(a, b) for a, b in combinations(range(0, 60, 7), 2) if a]
+    parts = [of_computing(*cut) for cut in cuts]
+    line = [0.3, 0.0, 40.0, 70.0, 5.0]
+    seconds = [sum(a * b for a, b in zip(line, part, strict=True)) for part in parts]
+    assert fitted(parts, seconds) == pytest.approx(line, abs=1e-6)
+
+
+def test_no_part_takes_less_than_nothing() -> None:
+    parts = [of_computing(8, stop) for stop in range(9, 30)]
+    falling = [1.0 / stop for stop in range(9, 30)]
+    assert min(fitted(parts, falling)) >= 0.0
+
+
+def test_the_first_slice_has_a_line_of_its_own_and_messages_hide() -> None:
+    times = StageTimes(FIRST, LATER, POST, ARRIVE)
+    first = 0.04 + 9.0 * 0.1 + 25.0 * 0.01 + 0.1
+    later = 0.05 + 10.0 * 0.1 + 50.0 * 0.01 + 60.0 * 0.02 + 2.0 * 0.3
+    post, arrive = 0.02 + 0.05, 0.1 + 0.3
+    assert times.seconds(0, 100) == pytest.approx(first + post)
+    assert times.seconds(200, 300) == pytest.approx(later + post)
+    assert times.hop(200, 300) == pytest.approx(arrive - post)
+    slow = StageTimes(FIRST, LATER, POST, [9.0, 3.0])
+    assert slow.seconds(200, 300) == pytest.approx(9.3), "the link sets the pace"
+
+
+def test_the_slowest_stage_counts_and_the_chosen_slices_win() -> None:
+    quick = StageTimes([w / 2 for w in FIRST], [w / 2 for w in LATER], POST, ARRIVE)
+    times = SliceTimes([quick, StageTimes(FIRST, LATER, POST, ARRIVE)], 4, 100, 10)
+    assert times.seconds(2, 3) == times.each[1].seconds(200, 300) > quick.seconds(200, 300)
+    best = times.fastest().seconds(4)
+
+    def taken(stops: tuple[int, ...]) -> float:
+        cuts = list(pairwise((0, *stops, 10)))
+        full = [times.seconds(*cut) + times.hop(*cut) for cut in cuts]
+        return sum(times.seconds(*cut) for cut in cuts) + 3 * max(full)
+
+    every = (taken(stops) for n in range(10) for stops in combinations(range(1, 10), n))
+    assert best == pytest.approx(min(every))
+    assert best <= min(times.uniform(parts).seconds(4) for parts in range(1, 11))
+
+
+class Layers(nn.Module):
+    """One stage, with dropout, which draws numbers."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH) if first else None
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, values: Tensor, past: Past) -> Tensor:
+        if self.table is not None:
+            values = self.table(values)
+        cut = self.qkv(values).view(*values.shape[:2], 3, HEADS, -1)
+        query, key, value = cut.permute(2, 0, 3, 1, 4)
+        mixed = attend(query, *past.extend(self, key, value))
+        return F.dropout(values + mixed.transpose(1, 2).flatten(2), 0.1)
+
+
+def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
+    return (hidden[..., 0] - labels).square().mean()
+
+
+def stage(channels: Channels | None = None) -> SlicedStage:
+    torch.manual_seed(3)
+    layers = Layers(dist.get_rank() == 0)
+    return SlicedStage(layers, (LENGTH,), WIDTH, loss_of, channels=lambda: channels)
+
+
+def measured(block: dict[str, Any] | None) -> SliceTimes:
+    """Real times; what they must leave as it is."""
+    channels = None if block is None else Channels(CompressionConfig.parse(block))
+    model = stage(channels)
+    before = torch.get_rng_state()
+    times = slice_times(model, LENGTH, 2, granule=GRANULE, repeats=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return times
+
+
+@pytest.mark.parametrize(
+    "block", [None, {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}], ids=["native", "8"]
+)
+def test_all_ranks_learn_the_times_of_all(on_ranks: RunRanks, block: dict[str, Any] | None) -> None:
+    one, other = on_ranks(STAGES, measured, block)
+    assert one == other and len(one.each) == one.stages == STAGES
+    assert one.granule * one.count == LENGTH
+    for each in one.each:
+        lines = [*each.first, *each.later, *each.post, *each.arrive]
+        assert min(lines) >= 0.0 and max(each.first) > 0 < max(each.later) and max(each.arrive) > 0
+    found = one.fastest()
+    assert sum(found.lengths(GRANULE)) == LENGTH and found.seconds(STAGES) > 0
+
+
+def chosen() -> tuple[Any, ...]:
+    """What is chosen where slices take what known lines say: the second stage twice as long."""
+    factor = 1 + dist.get_rank()
+
+    def once(timer: timing._Timer, start: int, stop: int) -> float:
+        line = LATER if start else FIRST
+        return factor * sum(a * b for a, b in zip(line, of_computing(start, stop), strict=True))
+
+    with (
+        patch.object(timing._Timer, "_once", once),
+        patch.object(timing, "_messages", lambda *_: (POST, ARRIVE)),
+    ):
+        return chosen_slices(stage(), LENGTH, granule=GRANULE)
+
+
+def test_chosen_slices_are_the_best_by_what_was_timed(on_ranks: RunRanks) -> None:
+    (slices, granule), other = on_ranks(STAGES, chosen)
+    assert (slices, granule) == other and granule == GRANULE
+    first, later = ([2 * weight for weight in line] for line in (FIRST, LATER))
+    slowest = StageTimes(first, later, POST, ARRIVE)
+    known = SliceTimes([slowest], STAGES, GRANULE, LENGTH // GRANULE)
+    best = known.fastest()
+    assert slices.stops == best.stops
+    assert slices.seconds(STAGES) == pytest.approx(best.seconds(STAGES), rel=1e-4)
+    assert len(slices.stops) > 1
