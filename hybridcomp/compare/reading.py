@@ -58,19 +58,29 @@ def read_run(label: str, paths: str, ledger: str) -> Run:
 
 def _split_paths(paths: str) -> list[Path]:
     """What ``paths`` names; a comma may be part of a name. Raises CompareError."""
-    found: list[Path] = []
-    parts, first = paths.split(","), 0
-    while first < len(parts):
-        for last in range(first + 1, len(parts) + 1):
-            text = ",".join(parts[first:last])
-            some = [Path(text)] if Path(text).exists() else sorted(map(Path, glob.glob(text)))
-            if some:
-                break
-        else:
-            raise CompareError(f"{parts[first]}: no such run; train with --log {parts[first]}")
-        found += some
-        first = last
+    parts = paths.split(",")
+    found = _in_fewest_names(parts)
+    if found is None:
+        lacking = next((part for part in parts if not _matches(part)), paths)
+        raise CompareError(f"{lacking}: no such run; train with --log {lacking}")
     return found
+
+
+def _in_fewest_names(parts: list[str]) -> list[Path] | None:
+    """What ``parts`` name where the first name has as many of them as it can, so that
+    "4 bits, rotated" is one run beside a run "4 bits"; None where some name nothing."""
+    if not parts:
+        return []
+    for count in range(len(parts), 0, -1):
+        some = _matches(",".join(parts[:count]))
+        others = _in_fewest_names(parts[count:]) if some else None
+        if others is not None:
+            return some + others
+    return None
+
+
+def _matches(text: str) -> list[Path]:
+    return [Path(text)] if Path(text).exists() else sorted(map(Path, glob.glob(text)))
 
 
 def _places(path: Path) -> list[Path]:

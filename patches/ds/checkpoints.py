@@ -56,9 +56,12 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
-        if session is not None:
-            bound = signature.bind(self, *args, **kwargs)
-            tag = bound.arguments.get("tag") or f"global_step{self.global_steps}"
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        # without a save_dir nothing is written: upstream says what is wrong
+        if session is not None and bound.arguments["save_dir"]:
+            tag = bound.arguments["tag"]
+            tag = f"global_step{self.global_steps}" if tag is None else tag
             folder = Path(bound.arguments["save_dir"]) / str(tag)
             references = exact_weights.save(folder, self, session.channels)
             session.save(folder, loss_scale(self), references)

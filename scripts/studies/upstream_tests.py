@@ -46,6 +46,7 @@ FILES = {
         "unit/checkpoint/test_latest_checkpoint.py",
         "unit/checkpoint/test_shared_weights.py",
         "unit/checkpoint/test_lr_scheduler.py",
+        "unit/checkpoint/test_tag_validation.py",
     ),
     "megatron": (
         "tensor_parallel/test_mappings.py",
@@ -97,7 +98,7 @@ class Run:
     def _command(self, reports: Path, file: str) -> list[str]:
         if self.kind == "deepspeed":
             report = f"--junitxml={reports / 'report.xml'}"
-            options = ["-q", "-p", "no:cacheprovider", report]
+            options = ["-q", "-p", "no:cacheprovider", "-p", "forked_ranks", report]
             return [sys.executable, "-m", "pytest", *options, file]
         return [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -109,8 +110,7 @@ class Run:
         block = self.folder / "none.json"
         block.write_text(json.dumps(dict.fromkeys(DIMENSIONS, "none")))
         paths = [str(HERE / "upstream"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        if self.kind == "megatron":
-            paths.insert(1, str(self.tests.parent))
+        paths.insert(1, str(self._cwd))
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),

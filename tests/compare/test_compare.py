@@ -198,6 +198,7 @@ def test_codecs_are_short_in_tables() -> None:
 def test_commas_between_paths_and_in_them(tmp_path: Path) -> None:
     logs = [write_run(tmp_path / "4 bits, deltas 3" / f"seed{seed}", seed, 1.0) for seed in (0, 1)]
     plain = write_run(tmp_path / "plain", 2, 1.0)
+    write_run(tmp_path / "4 bits" / "seed0", 0, 1.0)  # the beginning of the other's name
     for paths in (f"{logs[0]},{logs[1]},{plain}", f"{tmp_path}/4 bits, deltas 3/seed*,{plain}"):
         assert read_run("ours", paths, "ledger.jsonl").seeds == [0, 1, 2]
     with pytest.raises(CompareError, match=r"^missing: no such run"):

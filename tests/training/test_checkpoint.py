@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,22 @@ def test_a_job_that_drops_residuals_is_told(tmp_path: Path) -> None:
     assert "WARNING" not in silent + quiet  # rank 1
     note = json.loads((tmp_path / "global_step2" / "hybridcomp_checkpoint.json").read_text())
     assert note["step"] == 2 and note["world_size"] == 2 and note["error_feedback"] is True
+
+
+def saved_nowhere(folder: str) -> list[str]:
+    """What lies in the working directory ``folder`` after checkpoints without a folder."""
+    os.chdir(folder)
+    engine = make_engine(1)
+    train(engine, 0, 1, 0)
+    for nothing in (None, ""):
+        with pytest.raises(ValueError, match="save_dir must be a non-empty string"):
+            engine.save_checkpoint(nothing)
+    return os.listdir(folder)
+
+
+def test_without_a_folder_nothing_is_saved(tmp_path: Path) -> None:
+    """Upstream's error, as without hybridcomp."""
+    assert run_ranks(1, saved_nowhere, str(tmp_path)) == [[]]
 
 
 def low_rank_runs(folder: str) -> list[tuple[Any, ...]]:
