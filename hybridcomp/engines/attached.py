@@ -72,6 +72,11 @@ class Attached:
         """Optimizer steps taken."""
         return self.channels.step
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward pass in training has begun whose optimizer step is still to come."""
+        return self._is_open
+
     def take_events(self) -> list[tuple[str, float]]:
         """Names and figures of the last report of the ledger, once: for the logger of a trainer."""
         return self.session.take_events()

@@ -112,13 +112,24 @@ class EncodedAllGather(AllGather):
                 "what the forward pass has decoded"
             )
             return True
-        if state._training_state == TrainingState.IDLE:
+        if state._training_state == TrainingState.IDLE and not self._is_for_a_pass():
             say(
                 "zero: unshard() outside of forward and backward passes gathers exact parameters, "
                 "natively"
             )
             return True
         return False
+
+    def _is_for_a_pass(self) -> bool:
+        """Whether a gather that was asked for by hand serves several passes of a training step.
+
+        So losses in chunks do (torchtitan): the head is gathered between the passes of the layers,
+        and kept, with its gradients, until all chunks are through. In a first step upstream finds
+        it gathered already by the forward pass; exact parameters in later ones would be others.
+        """
+        group = self._members.group
+        keeps = not (group.reduce_grads or group.reshard_after_backward)
+        return keeps and self._attached.is_open
 
 
 class EncodedReduceScatter(ReduceScatter):

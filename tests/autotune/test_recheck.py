@@ -29,9 +29,10 @@ def judged(
     late: Mapping[int, float],
     monkeypatch: pytest.MonkeyPatch,
     start: int = 0,
+    pays: bool = False,
 ) -> tuple[dict[Dimension, Finding], Recheck]:
     """Encoded steps are shorter by ``saved`` of their dimensions; some are ``late``. All are
-    native before, and nothing was seen before ``start``."""
+    encoded before if that ``pays``, and nothing was seen before ``start``."""
     seconds = 0.0
     monkeypatch.setattr(recheck, "now", lambda: seconds)
     one = Recheck(names, 10)
@@ -39,7 +40,7 @@ def judged(
         if step >= start:
             one.close(step, CPU)
         if step == one.stop:
-            found = one.judge(dict.fromkeys(names, False), CPU)
+            found = one.judge(dict.fromkeys(names, pays), CPU)
             if found is not None:
                 return found, one
         seconds += 1.0 + late.get(step, 0.0)
@@ -84,6 +85,29 @@ def test_a_change_needs_pairs_that_agree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found, one = judged(("dp",), {"dp": saved}, late, monkeypatch)
+    assert (found["dp"].changes, one.rounds) == (changes, rounds)
+
+
+@pytest.mark.parametrize(
+    ("saved", "late", "changes", "rounds"),
+    [
+        (-0.2, {}, True, 1),
+        (-0.02, {}, True, 1),
+        (-0.008, {}, False, 2),
+        (-0.002, {}, False, 1),
+        (0.2, {13: 60.0}, False, 1),
+        # of eight pairs three disagree: the median says native, and that is what one had before
+        (-0.2, {12: 60.0, 20: 60.0, 22: 60.0}, True, 2),
+    ],
+)
+def test_less_is_enough_to_go_back_to_native(
+    saved: float,
+    late: Mapping[int, float],
+    changes: bool,
+    rounds: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, one = judged(("dp",), {"dp": saved}, late, monkeypatch, pays=True)
     assert (found["dp"].changes, one.rounds) == (changes, rounds)
 
 

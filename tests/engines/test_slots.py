@@ -204,6 +204,41 @@ def test_what_is_gathered_by_hand_is_exact() -> None:
         assert found == {"by hand": True, "forward": False, "asynchronous": True}
 
 
+def chunked_loss() -> list[bool]:
+    """By step whether a head that is gathered by hand is the forward pass's; exact in the end."""
+    model: Any = wide()
+    fully_shard(model[2])
+    fully_shard(model, reshard_after_forward=False)
+    hybridcomp.attach(model, {"zero": {**B8, "bits": 4}, **QUIET})
+    optimizer, head = torch.optim.SGD(model.parameters(), lr=0.1), model[2]
+    seen: list[torch.Tensor] = []
+    head.register_forward_pre_hook(lambda module, _: seen.append(module.weight.detach().clone()))
+    found = []
+
+    def keep(kept: bool) -> None:
+        head.set_reshard_after_backward(not kept)
+        head.set_requires_gradient_sync(not kept, recurse=False)
+
+    for _ in range(3):
+        output = model(torch.randn(2, 512))
+        keep(True)
+        head.unshard()
+        found.append(torch.equal(head.weight, seen[-1]))
+        keep(False)
+        head.reshard()
+        output.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exact = head.weight.full_tensor()
+    keep(True)
+    head.unshard()
+    return [*found, torch.equal(head.weight, exact)]
+
+
+def test_a_head_that_is_gathered_for_a_loss_in_chunks_is_the_forward_pass_s() -> None:
+    assert run_ranks(2, chunked_loss) == [[True] * 4] * 2
+
+
 def asynchronous_gathers() -> bool:
     """Gathers that FSDP waits for by the handle give what waited-for ones give."""
     weights = []

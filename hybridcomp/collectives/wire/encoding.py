@@ -175,19 +175,35 @@ def encode_job(
 
     Returns the bytes used. With a ``word`` these go there, and all of ``out`` counts as used.
     """
-    residual, decoded, buffer = job.residual, job.decoded, None
+    used = encode_sum(codec, job, out, dtype, word)
+    settle_job(codec, job, out[:used], dtype)
+    return used
+
+
+def encode_sum(
+    codec: Codec, job: Job, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
+) -> int:
+    """Do the first half of ``encode_job``: what is sent is encoded, nothing else is written.
+
+    The residual of the job, if it has one, holds the sum that was encoded.
+    """
+    residual = job.residual
     if residual is not None and job.values is not residual:
         add_values(residual, job.values)
     values = job.values if residual is None else residual
-    used = encode_values(codec, values.to(dtype), out, word)
+    return encode_values(codec, values.to(dtype), out, word)
+
+
+def settle_job(codec: Codec, job: Job, payload: Tensor, dtype: torch.dtype) -> None:
+    """Do the second half: decode the ``payload`` of ``job``, and leave in its residual the rest."""
+    residual, decoded, buffer = job.residual, job.decoded, None
     if residual is not None and decoded is None:
         buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
     if decoded is not None:
-        decode_fp32(codec, out[:used], decoded, dtype)
+        decode_fp32(codec, payload, decoded, dtype)
     if residual is not None and decoded is not None:
         settle(residual, decoded)
     POOL.give(buffer)
-    return used
 
 
 def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None) -> int:

@@ -19,9 +19,16 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import payload_sizes, transport
 from hybridcomp.collectives.wire.cuts import SEGMENT_ALIGN, Range, cut_rows
-from hybridcomp.collectives.wire.encoding import POOL, Job, encode_job, encode_jobs
+from hybridcomp.collectives.wire.encoding import (
+    POOL,
+    Job,
+    encode_job,
+    encode_jobs,
+    encode_sum,
+    settle_job,
+)
 from hybridcomp.collectives.wire.group import Group, Transfer
-from hybridcomp.collectives.wire.handle import Meter, Steps
+from hybridcomp.collectives.wire.handle import UNDER_WAY, Meter, Steps
 
 #: Elements of the longest row in one round, and of half a row where that is less: one message
 #: alone leaves the link idle between its hops, and each costs half a millisecond of its own.
@@ -94,7 +101,7 @@ def exchange(
 
     1 encode every job once, into slots that follow each other by destination
     2 variable-size codecs: exchange the sizes, where they do not stand in front of the payloads
-    3 exchange the bytes
+    3 exchange the bytes; on a CPU what this rank keeps of its jobs is made while they travel
     """
     codec, group, meter = via.codec, via.group, via.meter
     # 1
@@ -120,7 +127,14 @@ def exchange(
     out_splits = [head + sum(row) for head, row in zip(heads[1], arriving, strict=True)]
     recv_buffer = POOL.take(sum(out_splits), device)
     wire, source = recv_buffer[: sum(out_splits)], sent.buffers[-1][: sum(in_splits)]
-    yield from transport.all_to_all(wire, source, out_splits, in_splits, group, meter)
+    message = transport.all_to_all(wire, source, out_splits, in_splits, group, meter)
+    if device.type == "cpu":
+        work = next(message)
+        yield UNDER_WAY  # on every rank, whatever it sends: they go on in one order
+        with meter.coding():
+            sent.settle(codec, dtype)
+        yield work
+    yield from message
     received = cut_payloads(wire, out_splits, heads[1], arriving)
     return Payloads(received, sent.encoded, [*sent.buffers, recv_buffer])
 
@@ -141,9 +155,15 @@ class _Outgoing:
         self.sizes: list[list[int]] = []  # by destination
         self.buffers: list[Tensor] = []  # in use; what is sent stands at the start of the last
         self.words: Tensor | None = None  # sizes of ``encoded``, then of what comes
+        self._unsettled: list[Job] = []  # of ``encoded``, until ``settle``
 
     def encode(self, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-        """Payloads and copies of them where they are sent from."""
+        """Payloads and copies of them where they are sent from; on a CPU ``settle`` has to follow.
+
+        So a message leaves before this rank has decoded its own values, which takes as long as
+        encoding them.
+        """
+        ahead = device.type == "cpu"
         rooms = [codec.wire_nbytes(job.values.numel(), dtype) for job in chain(*self.jobs)]
         out = POOL.take(sum(rooms) + sum(self.heads), device)
         self.buffers.append(out)
@@ -159,13 +179,20 @@ class _Outgoing:
                     out[position : position + used].copy_(self.encoded[job])
                 else:
                     room = codec.wire_nbytes(job.values.numel(), dtype)
-                    used = encode_job(codec, job, out[position : position + room], dtype)
+                    encode = encode_sum if ahead else encode_job
+                    used = encode(codec, job, out[position : position + room], dtype)
                     assert used <= room, f"{codec} wrote more than its wire_nbytes"
                     self.encoded[job] = out[position : position + used]
+                    self._unsettled += [job] if ahead else []
                 self.sizes[-1].append(used)
                 position += used
             if head:
                 payload_sizes.write_head(out[start:], self.sizes[-1])
+
+    def settle(self, codec: Codec, dtype: torch.dtype) -> None:
+        """Decode what ``encode`` has encoded where that is wanted, and update the residuals."""
+        for job in self._unsettled:
+            settle_job(codec, job, self.encoded[job], dtype)
 
     def _encode_at_once(self, codec: Codec, dtype: torch.dtype, rooms: list[int]) -> bool:
         """``encode`` in one launch, where there are several jobs and the codec has that.

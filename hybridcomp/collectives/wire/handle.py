@@ -128,6 +128,19 @@ class Works(Work):
                 work.wait()
 
 
+class _UnderWay(Work):
+    """Nothing to wait for."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+
+#: yielded by steps that have posted a message and have work to do before they wait for it: others
+#: that run side by side post theirs first (``overlapped``)
+UNDER_WAY = _UnderWay()
+
+
 @dataclass
 class Meter:
     """Mutable counters of one collective call on this rank.

@@ -38,6 +38,9 @@ and Ethernet headers included.
 * Where the CPU has no bf16 instructions, products of bf16 matrices are computed in fp32 and rounded
   (torch's own loop takes forty times as long), for all arms alike. Native fp32 is context.
 * Peers are eager torch: their bytes are theirs, their seconds of coding an upper bound.
+* `when: auto` times up to eighteen steps of its run both ways before it settles
+  (`docs/safeguards.md`). Where it is there with 28 pairs or more, that was over before the first
+  step that is timed here; rows of fewer pairs may contain such steps.
 * Losses are means of these first few steps of a small batch, where two runs that differ in a bit
   end some per cent apart: they show that an arm trains. Losses are compared in `loss.md` and
   `equal_bytes.md`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from threading import get_ident
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan
 from hybridcomp.collectives.owner_plan import plan_reduction
-from hybridcomp.collectives.wire import Group, cuts, exchanges, payload_sizes, stretches
+from hybridcomp.collectives.wire import Group, Steps, cuts, exchanges, payload_sizes, stretches
 from tests.collectives.calls import all_gather, all_reduce, reduce_scatter, reduce_to_owners
 from tests.collectives.common import CODECS, LOSSY, values_of
 from tests.collectives.late import everything
@@ -198,6 +199,35 @@ def test_the_same_as_in_one_piece(
         more = 16 * meter.messages if feedback and name == "all_reduce" else 0
         assert one.wire_nbytes <= meter.wire_nbytes <= one.wire_nbytes + more
         assert meter.messages >= 3 * one.messages
+
+
+def test_all_messages_leave_before_a_sender_decodes_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    posts, settles = exchanges.transport.all_to_all, exchanges.settle_job
+    done: dict[int, list[str]] = {}  # by thread, which is a rank
+
+    def post(*message: Any) -> Steps[None]:
+        steps = posts(*message)
+        work = next(steps)
+        done.setdefault(get_ident(), []).append("post")
+        yield work
+        yield from steps
+
+    def settle(*job: Any) -> None:
+        done[get_ident()].append("settle")
+        settles(*job)
+
+    monkeypatch.setattr(exchanges.transport, "all_to_all", post)
+    monkeypatch.setattr(exchanges, "settle_job", settle)
+    thread_groups.run(
+        2, lambda group, me: by_all_reduce(group, me, 2, FIXED_LOSSY[0], True, Meter())
+    )
+    assert len(done) == 2
+    for order in done.values():
+        rounds = order.count("post")
+        assert rounds > 1 and order == ["post"] * rounds + ["settle"] * (len(order) - rounds)
+        assert order.count("settle") >= rounds
 
 
 @pytest.mark.parametrize("codec", FIXED, ids=str)
