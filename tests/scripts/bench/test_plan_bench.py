@@ -1,0 +1,72 @@
+"""The bench of plans: measurements as one, the speed of the machine, what counts of the turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.plan_bench.merged import merged
+from bench.plan_bench.speed import Probe, at_speed, middle
+from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost.host import Host, Line
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.prices import Calibration
+from hybridcomp.plan.cost.step import step_of
+from hybridcomp.plan.cost.work import work_of
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.rows import Kernel, Rank, Timing
+from hybridcomp.plan.request import Batch, Limits
+from tests.plan.clusters import cluster, small
+
+
+def test_the_mean_of_what_several_measurements_have() -> None:
+    def measured(seconds: float, *more: Timing) -> Cluster:
+        rows = (Timing("send", 2, 2, 4096, Figure.exact(seconds)), *more)
+        return Cluster((Rank(0, "CPU"),), rows)
+
+    rare = Timing("send", 2, 2, 65536, Figure.exact(9.0), returned=Figure.exact(1.0))
+    found = {row.nbytes: row for row in merged([measured(1.0), measured(3.0, rare)]).links}
+    assert found[4096].seconds == Figure.exact(2.0) and found[4096].returned is None
+    assert found[65536] == rare
+
+
+def test_slower_blocks_make_compute_slower_and_no_message() -> None:
+    layout = Layout(data=2, micro_batch=2, accumulation=4, cuts=(6,))
+    host = Host(Line(0.01), Line(0.02))
+    job = Job(
+        small(), cluster(nodes=2, ranks_per_node=1), Batch(16, 128), Limits(dtype="fp32"),
+        Calibration(overlap=0.0), hosts={(0, "native"): host},
+    )  # fmt: skip
+    machines = job.cluster
+    blocks = [
+        Kernel(rank, kind, "fp32", size, Figure.exact(0.5), "")
+        for rank in (0, 1) for kind in ("block_forward", "block_backward") for size in (1e6, 1e9)
+    ]  # fmt: skip
+    job = replace(job, cluster=replace(machines, kernels=(*machines.kernels, *blocks)))
+    plain, slow = (
+        step_of(one, work_of(one, layout), Choices()) for one in (job, at_speed(job, 2.0))
+    )
+    (stage,) = work_of(job, layout).stages
+    computed = 4 * (stage.compute + 0.01) + stage.adam.value + 0.02
+    assert slow - plain == pytest.approx(computed, rel=0.01)
+
+
+def test_the_block_between_steps_against_the_measured_one() -> None:
+    rows = [
+        Kernel(rank, kind, "fp32", 1e6, Figure.exact(seconds), "")
+        for rank in (0, 1) for kind, seconds in (("block_forward", 1.0), ("block_backward", 2.0))
+    ]  # fmt: skip
+    said = [[{"seconds": 99.0}, {"seconds": 4.0}, {"seconds": 5.0}] for _ in range(2)]
+    turns: Any = SimpleNamespace(said=said)
+    assert Probe(turns).slowdown(Cluster((), kernels=tuple(rows)), 1) == pytest.approx(1.5)
+    assert Probe(turns).count == 3
+
+
+def test_the_middle_of_the_turns() -> None:
+    assert middle([1.0, 100.0, 2.0, 3.0, 0.0]) == pytest.approx(2.0)
+    assert middle([1.0, 3.0]) == pytest.approx(2.0)
