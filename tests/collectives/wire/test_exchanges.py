@@ -18,7 +18,16 @@ from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan
 from hybridcomp.collectives.owner_plan import plan_reduction
-from hybridcomp.collectives.wire import Group, Steps, cuts, exchanges, payload_sizes, stretches
+from hybridcomp.collectives.wire import (
+    Group,
+    Steps,
+    cuts,
+    exchanges,
+    payload_sizes,
+    stretches,
+    transport,
+)
+from hybridcomp.collectives.wire.encoding import settle_job
 from tests.collectives.calls import all_gather, all_reduce, reduce_scatter, reduce_to_owners
 from tests.collectives.common import CODECS, LOSSY, values_of
 from tests.collectives.late import everything
@@ -204,11 +213,11 @@ def test_the_same_as_in_one_piece(
 def test_all_messages_leave_before_a_sender_decodes_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    posts, settles = exchanges.transport.all_to_all, exchanges.settle_job
+    all_to_all = transport.all_to_all
     done: dict[int, list[str]] = {}  # by thread, which is a rank
 
     def post(*message: Any) -> Steps[None]:
-        steps = posts(*message)
+        steps = all_to_all(*message)
         work = next(steps)
         done.setdefault(get_ident(), []).append("post")
         yield work
@@ -216,9 +225,9 @@ def test_all_messages_leave_before_a_sender_decodes_its_own(
 
     def settle(*job: Any) -> None:
         done[get_ident()].append("settle")
-        settles(*job)
+        settle_job(*job)
 
-    monkeypatch.setattr(exchanges.transport, "all_to_all", post)
+    monkeypatch.setattr(transport, "all_to_all", post)
     monkeypatch.setattr(exchanges, "settle_job", settle)
     thread_groups.run(
         2, lambda group, me: by_all_reduce(group, me, 2, FIXED_LOSSY[0], True, Meter())
