@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.layout import LabError
 from lab.quota import PERIOD_US
+
+from lab.layout import LabError
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
 
