@@ -19,7 +19,7 @@ from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
-from hybridcomp.plan.machines.rows import Kernel, Rank, Timing
+from hybridcomp.plan.machines.rows import Kernel, Kind, Rank, Timing
 from hybridcomp.plan.request import Batch, Limits
 from tests.plan.clusters import cluster, small
 
@@ -57,10 +57,12 @@ def test_slower_blocks_make_compute_slower_and_no_message() -> None:
 
 
 def test_the_block_between_steps_against_the_measured_one() -> None:
+    took: dict[Kind, float] = {"block_forward": 1.0, "block_backward": 2.0}
     rows = [
         Kernel(rank, kind, "fp32", 1e6, Figure.exact(seconds), "")
-        for rank in (0, 1) for kind, seconds in (("block_forward", 1.0), ("block_backward", 2.0))
-    ]  # fmt: skip
+        for rank in (0, 1)
+        for kind, seconds in took.items()
+    ]
     said = [[{"seconds": 99.0}, {"seconds": 4.0}, {"seconds": 5.0}] for _ in range(2)]
     turns: Any = SimpleNamespace(said=said)
     assert Probe(turns).slowdown(Cluster((), kernels=tuple(rows)), 1) == pytest.approx(1.5)
