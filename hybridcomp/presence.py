@@ -222,7 +222,12 @@ def _last_words(error: Exception) -> str:
     if isinstance(error, PeerError):
         return str(error)
     found = lost(error, "a message of the training program or of upstream")
-    return str(found) if found else f"{_me()} fails: {type(error).__name__}: {_first_line(error)}"
+    if found is not None:
+        return str(found)
+    kind = type(error).__name__
+    # torchrun ends the ranks that are left, often while they are about to say who is missing
+    missing = _missing() if kind == "SignalException" else []
+    return "; ".join([f"{_me()} fails: {kind}: {_first_line(error)}", *missing])
 
 
 def _me() -> str:

@@ -172,6 +172,20 @@ def test_the_hook_adds_one_line_below_the_traceback(
     assert "a message of the training program or of upstream failed" in lines[1]
 
 
+def test_a_rank_that_its_agent_ends_says_who_is_missing(
+    monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
+) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    monkeypatch.setattr(presence._Known, "peers", (peer_of(os.getpid(), 0), peer_of(child.pid)))
+    ended = SignalException("Process 7 got signal: 15", sigval=signal.SIGTERM)
+    said = presence._last_words(ended)
+    assert said.endswith("fails: SignalException: Process 7 got signal: 15")
+    child.kill()
+    until(child, "Z")
+    assert presence._last_words(ended) == f"{said}; rank 1 (process {child.pid} on host) has ended"
+
+
 def limits() -> list[float]:
     """Seconds that a group waits: that which upstream made later, then all."""
     later = dist.new_group([0])
