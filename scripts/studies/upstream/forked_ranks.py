@@ -8,4 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 
-multiprocessing.set_forkserver_preload(["torch", "deepspeed", "deepspeed.pipe", "unit.common"])
+multiprocessing.set_forkserver_preload(
+    ["torch", "deepspeed", "deepspeed.pipe", "unit.common", "processor_known"]
+)
