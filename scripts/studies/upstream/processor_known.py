@@ -1,4 +1,4 @@
-"""What the processor is, asked once: DeepSpeed's builders ask it in every rank, for seconds each."""
+"""The processor, asked for once: in every rank DeepSpeed's builders would, which takes seconds."""
 
 from __future__ import annotations
 
