@@ -40,16 +40,12 @@ from bench.plan_bench.trained import Model
 from bench.training_bench.runners import CellError
 from bench.training_bench.turns import Job as Turns
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost.calibrate import calibrated
-from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.predict import plan_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.plan import Plan
-from hybridcomp.plan.request import Batch, Limits
 from hybridcomp.plan.search.placing import Placer
 from lab.cluster import Lab
 from lab.layout import LabError, Rates, parse_rate
@@ -100,16 +96,9 @@ def layout_of(model: Model, data: int, stages: int, zero_stage: int) -> Layout:
     )  # fmt: skip
 
 
-def job_of(model: Model, cluster: Cluster) -> Job:
-    """The example's training on a cluster."""
-    limits = Limits(dtype="fp32", recompute=False)
-    words = ["train_gpt.py", *model.words, "--vocabulary", str(model.vocabulary)]
-    return calibrated(Job(read_model(words), cluster, Batch(model.samples, model.length), limits))
-
-
 def plans(model: Model, cluster: Cluster, ranks: int) -> list[Plan]:
     """Every configuration, placed and predicted from a measurement alone."""
-    job = job_of(model, cluster)
+    job = model.job(cluster)
     found = []
     for data, stages, zero_stage, names in TRIED[ranks]:
         for name in names:
@@ -149,7 +138,7 @@ def at_rate(
     cluster = measured(rate, lab, model, turns, own, args)
     slowdown = probe.slowdown(cluster, begun)
     print(f"{args.ranks} ranks {rate}: the block took {slowdown:.2f} times its measured seconds")
-    job, rows = at_speed(job_of(model, cluster), slowdown), []
+    job, rows = at_speed(model.job(cluster), slowdown), []
     for plan, one in tried.plans:
         work = work_of(job, plan.layout)  # the layout that was trained, cuts and all
         told_ = plan_of(job, work, plan.choices, plan.budget).prediction

@@ -192,23 +192,23 @@ class Placer:
         A stage that sends waits for its message. Where stages meet, the one before the cut waits
         for the gradient and until its activation may go, the one behind it for both.
         """
-        calls = {way: self.job.sends(layout, 0, layer.output, way) for way in DIRECTIONS}
-        ahead, back = (
-            sum(self.job.prices.of(item.call, NATIVE, item.dtype).seconds.value for item in items)
-            for items in calls.values()
-        )
+        ahead, back = self._message_seconds(layout, layer)
         if not self.job.meets(layout):
             return ahead, back
-        call = calls["forward"][0].call
+        call = self.job.sends(layout, 0, layer.output, "forward")[0].call
         share = self.job.cluster.returned(call.numel * self.job.dtype.itemsize, call.nodes)
         return back + share * ahead, ahead + back
 
-    def _send_seconds(self, layout: Layout, layer: Layer) -> float:
-        return sum(
-            self.job.prices.of(item.call, NATIVE, item.dtype).seconds.value
+    def _message_seconds(self, layout: Layout, layer: Layer) -> tuple[float, float]:
+        """What the messages of ``layer`` to the next stage and back take on the link."""
+        ahead, back = (
+            sum(
+                self.job.prices.of(item.call, NATIVE, item.dtype).seconds.value
+                for item in self.job.sends(layout, 0, layer.output, way)
+            )
             for way in DIRECTIONS
-            for item in self.job.sends(layout, 0, layer.output, way)
         )
+        return ahead, back
 
     def _split(self, layout: Layout, reserve: Reserve | None) -> Layout | None:
         """Stages of a model that is no chain."""
@@ -219,7 +219,7 @@ class Placer:
                 self._layer_nbytes(layout, layer, reserve)
                 + (0.0 if reserve is None else layer.kept_nbytes),
                 layer.inputs,
-                self._send_seconds(layout, layer),
+                sum(self._message_seconds(layout, layer)),
             )
             for layer in self.job.layers(layout)
         ]

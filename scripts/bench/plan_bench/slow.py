@@ -13,14 +13,10 @@ from bench.plan_bench import trained
 from bench.plan_bench.shares import shares
 from bench.plan_bench.trained import Model
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost.calibrate import calibrated
-from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.predict import plan_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.machines import cluster_file
-from hybridcomp.plan.models.reading import read_model
-from hybridcomp.plan.request import Batch, Limits
 from hybridcomp.plan.search.placing import Placer
 from lab.cluster import Lab
 from lab.layout import Layout as Nodes
@@ -55,10 +51,7 @@ def compared(folder: Path, data: Path, seconds: float, turns: int) -> Compared:
         trained.measured(lab, MODEL, path, seconds, own.words)
         own.limit(False)  # imports of trainings take no part
         cluster = cluster_file.read(path)
-        words = ["train_gpt.py", *MODEL.words, "--vocabulary", str(MODEL.vocabulary)]
-        batch = Batch(MODEL.samples, MODEL.length)
-        limits = Limits(dtype="fp32", recompute=False)
-        job = calibrated(Job(read_model(words), cluster, batch, limits))
+        job = MODEL.job(cluster)
         count = MODEL.samples // MODEL.micro_batch
         layout = Layout(stages=RANKS, micro_batch=MODEL.micro_batch, accumulation=count)
         one, *middle, last = even_cuts(MODEL.layers, RANKS)

@@ -18,8 +18,12 @@ from bench.training_bench.session import Session
 from bench.training_bench.turns import Job as Turns
 from hybridcomp.compare.launch import fill
 from hybridcomp.plan.answer import files
+from hybridcomp.plan.cost.calibrate import calibrated
+from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.plan import Plan
+from hybridcomp.plan.request import Batch, Limits
 from lab.cluster import Lab
 from lab.layout import PORT, LabError
 from lab.team import Team
@@ -52,6 +56,13 @@ class Model:
     def block(self) -> str:
         """What ``hybridcomp measure --block`` is given."""
         return f"{self.micro_batch}x{self.length}x{self.width}x{self.heads}"
+
+    def job(self, cluster: Cluster) -> Job:
+        """Its training on a cluster, by the cluster's measurement alone."""
+        limits = Limits(dtype="fp32", recompute=False)
+        words = ["train_gpt.py", *self.words, "--vocabulary", str(self.vocabulary)]
+        batch = Batch(self.samples, self.length)
+        return calibrated(Job(read_model(words), cluster, batch, limits))
 
 
 class Quotas(InLab):
