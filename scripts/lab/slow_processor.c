@@ -1,0 +1,122 @@
+/* LD_PRELOAD: the main thread of a process as on a processor that is some times slower.
+ *
+ * HYBRIDCOMP_SLOW_PROCESSOR names a file of one double: how many times slower, 1 for not at all; it
+ * may change at any moment. Whenever the thread has had a core for QUANTUM_NS, a signal makes it
+ * sleep until `times` as long has gone by. Other than under a quota nothing is saved up by waiting,
+ * threads that move bytes go on meanwhile, and what the thread waited for a core while others had
+ * them all counts as slept. All that cannot be set up ends the process with a message and status 97.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/perf_event.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define QUANTUM_NS 250000
+#define SIGNAL (SIGRTMAX - 3)
+
+static const volatile double *times;
+static int counter = -1, schedule = -1;
+static double owed; /* nanoseconds that the thread has still to sleep */
+static double used, delayed;
+
+static void fail(const char *what) {
+  fprintf(stderr, "slow_processor: %s: %s\n", what, strerror(errno));
+  _exit(97);
+}
+
+static double seconds_of(clockid_t clock) {
+  struct timespec now;
+  clock_gettime(clock, &now);
+  return now.tv_sec * 1e9 + now.tv_nsec;
+}
+
+/* Nanoseconds that the thread has waited for a core: the second number of schedstat. */
+static double waited(void) {
+  char text[96];
+  ssize_t size = pread(schedule, text, sizeof text - 1, 0);
+  if (size <= 0) return delayed;
+  text[size] = 0;
+  const char *at = strchr(text, ' ');
+  double sum = 0;
+  while (at && *++at >= '0' && *at <= '9') sum = sum * 10 + (*at - '0');
+  return sum;
+}
+
+static void restart(void) {
+  used = seconds_of(CLOCK_THREAD_CPUTIME_ID);
+  delayed = waited();
+}
+
+static void sleep_out(void) {
+  double began = seconds_of(CLOCK_MONOTONIC), end = began + owed;
+  struct timespec until = {(time_t)(end / 1e9), 0};
+  until.tv_nsec = (long)(end - until.tv_sec * 1e9);
+  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR) continue;
+  owed -= seconds_of(CLOCK_MONOTONIC) - began;
+}
+
+static void has_run(int signal, siginfo_t *info, void *context) {
+  (void)signal, (void)info, (void)context;
+  int kept = errno;
+  double slower = *times;
+  if (slower > 1) {
+    owed += (slower - 1) * (seconds_of(CLOCK_THREAD_CPUTIME_ID) - used) - (waited() - delayed);
+    if (owed < -1e8) owed = -1e8; /* what an overloaded machine costs cannot all be made up for */
+    if (owed > 0) sleep_out();
+  } else {
+    owed = 0;
+  }
+  restart();
+  errno = kept;
+}
+
+static void start(void) {
+  struct perf_event_attr attr = {0};
+  attr.type = PERF_TYPE_SOFTWARE;
+  attr.size = sizeof attr;
+  attr.config = PERF_COUNT_SW_TASK_CLOCK;
+  attr.sample_period = QUANTUM_NS;
+  attr.disabled = 1;
+  attr.wakeup_events = 1;
+  if (schedule >= 0) close(schedule);
+  if (counter >= 0) close(counter);
+  schedule = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+  if (schedule < 0) fail("/proc/thread-self/schedstat");
+  counter = syscall(SYS_perf_event_open, &attr, 0, -1, -1, PERF_FLAG_FD_CLOEXEC);
+  if (counter < 0) fail("perf_event_open");
+  struct f_owner_ex owner = {F_OWNER_TID, (pid_t)syscall(SYS_gettid)};
+  if (fcntl(counter, F_SETFL, O_ASYNC) || fcntl(counter, F_SETSIG, SIGNAL) ||
+      fcntl(counter, F_SETOWN_EX, &owner))
+    fail("fcntl");
+  prctl(PR_SET_TIMERSLACK, 1000);
+  restart();
+  if (ioctl(counter, PERF_EVENT_IOC_ENABLE, 0)) fail("PERF_EVENT_IOC_ENABLE");
+}
+
+__attribute__((constructor)) static void load(void) {
+  const char *path = getenv("HYBRIDCOMP_SLOW_PROCESSOR");
+  if (!path) return;
+  int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) fail(path);
+  void *page = mmap(NULL, sizeof(double), PROT_READ, MAP_SHARED, file, 0);
+  if (page == MAP_FAILED) fail(path);
+  close(file);
+  times = page;
+  struct sigaction action = {0};
+  action.sa_sigaction = has_run;
+  action.sa_flags = SA_RESTART | SA_SIGINFO;
+  if (sigaction(SIGNAL, &action, NULL)) fail("sigaction");
+  if (pthread_atfork(NULL, NULL, start)) fail("pthread_atfork");
+  start();
+}

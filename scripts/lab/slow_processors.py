@@ -1,0 +1,72 @@
+"""Ranks that each play a processor of their own, so many times slower than a core of this machine.
+
+Ranks that share cores take what the others leave: one that computes alone is faster than beside
+others, and its messages wait for a core. A quota of a control group does not mend that: it stops
+the threads that move bytes as well, and a rank that has waited begins with a whole grant. Here the
+main thread of a process sleeps in proportion to what it has computed (``slow_processor.c``): with
+as many times as ranks have to share a core, each is as fast beside the others as it is alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.layout import LabError
+
+SOURCE = Path(__file__).with_name("slow_processor.c")
+VARIABLE = "HYBRIDCOMP_SLOW_PROCESSOR"
+
+
+@dataclass(frozen=True)
+class SlowProcessors:
+    """How many times slower the processor of every rank is (none: all are as they are).
+
+    words: before a rank's command, they start it on its processor.
+    """
+
+    times: tuple[float, ...] = ()
+    words: tuple[str, ...] = ()
+    folder: Path | None = None
+
+    def limit(self, on: bool) -> None:
+        """Give every rank its own processor, or one of the machine's (as at the beginning)."""
+        for rank, times in enumerate(self.times):
+            assert self.folder is not None
+            with (self.folder / str(rank)).open("r+b") as file:
+                file.write(struct.pack("d", times if on else 1.0))
+
+
+@contextlib.contextmanager
+def slow_processors(times: Sequence[float]) -> Iterator[SlowProcessors]:
+    """What starts ranks on processors so many times slower; nothing is left of it at the end.
+
+    Raises LabError where this machine cannot do that.
+    """
+    if not times:
+        yield SlowProcessors()
+        return
+    with tempfile.TemporaryDirectory(prefix="slow_processors") as name:
+        folder = Path(name)
+        library = _compiled(folder)
+        for rank in range(len(times)):
+            (folder / str(rank)).write_bytes(struct.pack("d", 1.0))
+        enter = f'LD_PRELOAD={library} {VARIABLE}={folder}/$RANK exec "$@"'
+        yield SlowProcessors(tuple(times), ("sh", "-c", enter, "sh"), folder)
+
+
+def _compiled(folder: Path) -> Path:
+    library = folder / "slow_processor.so"
+    words = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise LabError("no C compiler (cc): needed to play slower processors") from error
+    if done.returncode:
+        raise LabError(f"{SOURCE.name} does not compile: {done.stderr[-2000:]}")
+    return library
