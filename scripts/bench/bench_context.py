@@ -6,10 +6,9 @@ netlab, one rank on each, compute one causal attention forward and backward: by 
 ``hybridcomp.nn``, by all-to-all of heads for sequence (Ulysses), and with keys and values of all
 ranks gathered. All three compute with the same blocks and send through the channel ``cp``. All take
 turns, over links without limit and at every rate, so that noise of the machine hits all of them;
-medians are printed. Where ranks share cores let all be ``--slower`` by at least as many ranks as a
-core has: each then computes as fast beside the others as alone, and messages find a core at once.
-How long each stretch of computing takes is found without limits on the links, and kept from then on
-(``scripts/lab/slowed.py``).
+medians are printed. Where ranks share cores let all be ``--slower`` by somewhat more than as many
+ranks as a core has: each then computes as fast beside the others as alone, and messages find a core
+at once (``scripts/lab/slow_processors.py``).
 
 *computing* is a pass of the native codec over links that are not shaped. For each length ``--ratio
 R`` chooses the rate at which the native ring's bytes need R times as long as its computing does.
@@ -37,6 +36,7 @@ from bench.context_bench import report
 from bench.context_bench.links import VARIABLE, Links, served
 from lab.cluster import Lab
 from lab.layout import LabError, Layout
+from lab.slow_processors import slow_processors
 
 #: name of a row's codec -> the setting of ``cp``
 CODECS: dict[str, Any] = {
@@ -45,8 +45,6 @@ CODECS: dict[str, Any] = {
     "8 bits": {"codec": "blockint", "bits": 8},
     "4 bits": {"codec": "blockint", "bits": 4},
 }
-#: passes over links without limit by which it is known what computing takes
-LOOKS = 6
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -54,9 +52,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     root = Path(__file__).resolve().parents[1]
     path = f"{root}:{root.parent}:{os.environ.get('PYTHONPATH', '')}"
     words = [sys.executable, __file__, "--rank", *sys.argv[1:]]
-    deadline = time.monotonic() + 3600
-    with tempfile.TemporaryDirectory() as folder, Lab(Layout.parse(args.layout)) as lab:
-        env = {"PYTHONPATH": path, VARIABLE: str(Path(folder, "links"))}
+    deadline, layout = time.monotonic() + 3600, Layout.parse(args.layout)
+    times = [args.slower] * layout.world_size if args.slower > 1 else []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        slow_processors(times) as processors,
+        Lab(layout) as lab,
+    ):
+        processors.limit(True)
+        words, env = [*processors.words, *words], {"PYTHONPATH": path, VARIABLE: f"{folder}/links"}
         with served(env[VARIABLE], lab.shape) as links, lab.started(words, env=env) as team:
             while not team.any_ended and time.monotonic() < deadline:
                 links.serve(0.2)
@@ -73,19 +77,14 @@ def rank_main(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from bench.context_bench.passes import rows_of
-    from lab.slowed import slowed
 
     torch.set_num_threads(1)
     if args.slower > 1:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # whichever core is idle
     dist.init_process_group("gloo")
     codecs = {name: CODECS[name] for name in args.codecs}
-    with slowed(args.slower) as processor, Links() as links:
-        rows = [
-            row
-            for length in args.lengths
-            for row in rows_of(length, codecs, args, links, processor)
-        ]
+    with Links() as links:
+        rows = [row for length in args.lengths for row in rows_of(length, codecs, args, links)]
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.destroy_process_group()
@@ -107,7 +106,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--codecs", nargs="+", default=list(CODECS), choices=list(CODECS))
     add("--ratio", type=float, nargs="+", default=[1.0, 4.0], metavar="R")
     add("--rounds", type=int, default=5)
-    add("--looks", type=int, default=LOOKS, help=argparse.SUPPRESS)
     add("--slower", type=float, default=1.0, metavar="T", help="all ranks are T times slower")
     add("--out", type=Path, metavar="FILE", help="all rows as JSON")
     add("--rank", action="store_true", help=argparse.SUPPRESS)

@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
 """A pipeline over token slices at batch 1: measured steps beside what the dynamic program predicts.
 
-torchrun --nproc-per-node 4 scripts/bench/bench_slices.py --slower 4
+python scripts/bench/bench_slices.py --slower 2.5
 
-Every rank is a stage of equal layers. Slices are timed and chosen as by ``chosen_slices``, which is
-what ``--slices auto`` of the example does; then the sequence is trained on whole, in uniform slices
-and in the chosen ones, in turns. The prediction takes a stage to be as fast beside others as it is
-alone: give each rank a core of its own, or where there are fewer let all be ``--slower`` by as many
-ranks as a core has, or more (``scripts/lab/slowed.py``).
+Every rank is a stage of equal layers. Slices are timed, tried and chosen as by ``chosen_slices``,
+which is what ``--slices auto`` of the example does; then the sequence is trained on whole, in
+uniform slices and in the chosen ones, in turns. The prediction takes a stage to be as fast beside
+others as it is alone: give each rank a core of its own, or where there are fewer let all be
+``--slower`` by somewhat more than ranks share a core (``scripts/lab/slow_processors.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -29,9 +31,10 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
 from bench.context_bench.slices_table import table
-from hybridcomp.nn.slices import Past, SlicedStage, attend, slice_times
+from hybridcomp.nn.slices import Past, SlicedStage, attend, slice_times, tried_slices
 from hybridcomp.plan.algorithms.slices import Slices
-from lab.slowed import slowed
+from lab.layout import LabError
+from lab.slow_processors import slow_processors
 
 
 class Layer(nn.Module):
@@ -94,16 +97,17 @@ def stepped(model: SlicedStage, lengths: Sequence[int]) -> float:
 def measured(
     model: SlicedStage, ways: dict[str, Slices], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Seconds of a step in each way, in turns: the median of the slowest rank's."""
+    """Seconds of the steps in each way, in turns, of the slowest rank."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(options.repeats + 1):
-        for name, slices in ways.items():
-            took = stepped(model, slices.lengths(options.granule))
+        for name in list(ways)[:: 1 if turn % 2 else -1]:
+            took = stepped(model, ways[name].lengths(options.granule))
             if turn:
                 seconds[name].append(took)
     return {
         name: {
             "slices": slices.lengths(options.granule),
+            "seconds": seconds[name],
             "measured_s": statistics.median(seconds[name]),
             "predicted_s": slices.seconds(dist.get_world_size()),
         }
@@ -123,6 +127,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--layers", type=int, default=2, help="of each stage")
     add("--repeats", type=int, default=5)
+    add("--stages", type=int, default=4)
     add("--slower", type=float, default=1.0, metavar="T", help="all ranks are T times slower")
     add("--out", type=Path, metavar="FILE", help="JSON")
     found = parser.parse_args(arguments)
@@ -132,37 +137,57 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def compared(options: argparse.Namespace) -> dict[str, Any]:
-    """What a step takes in each way, and what the dynamic program says of it."""
+    """What a step takes in each way, what the dynamic program says of it, and what was tried."""
     torch.manual_seed(0)
     model = SlicedStage(Stage(options), (options.length,), options.width, loss_of)
     times = slice_times(model, options.length, granule=options.granule, repeats=options.repeats)
+    tried = tried_slices(model, times)
     ways = {"whole": times.uniform(1)}
     for parts in (2, 4, 8, 16, 32):
         if parts <= times.count:
             ways[f"uniform {parts}"] = times.uniform(parts)
-    ways["chosen"] = times.fastest()
-    return measured(model, ways, options)
+    ways["chosen"] = tried[0].slices
+    trials = [{"slices": t.slices.lengths(options.granule), "seconds": t.seconds} for t in tried]
+    return {"tried": trials, "rows": measured(model, ways, options)}
+
+
+def launched(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Start the stages, each on a processor of its own; the exit status of all."""
+    times = [options.slower] * options.stages if options.slower > 1 else []
+    with slow_processors(times) as processors:
+        processors.limit(True)
+        launcher = ["-m", "torch.distributed.run", "--no-python", "--nproc-per-node"]
+        ranks = [*processors.words, sys.executable, str(Path(__file__).resolve()), *arguments]
+        words = [sys.executable, *launcher, str(options.stages), *ranks]
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        return subprocess.run(words, env=env, check=False).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     options = parse(arguments)
+    if "RANK" not in os.environ:
+        return launched(options, sys.argv[1:] if arguments is None else arguments)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    with slowed(options.slower):
-        found = compared(options)
+    found = compared(options)
     if dist.get_rank() == 0:
         print(
             f"{dist.get_world_size()} stages of {options.layers} layers, width {options.width}, "
             f"{options.length} tokens, batch 1; {options.slower:g} times slower\n"
         )
-        print(table(found))
+        print(table(found["rows"]))
+        print(*found["tried"], sep="\n")
         if options.out:
-            kept = {"options": vars(options), "stages": dist.get_world_size(), "rows": found}
+            kept = {"options": vars(options), "stages": dist.get_world_size(), **found}
+            options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(kept, indent=1, default=str) + "\n")
     dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except LabError as error:
+        sys.exit(str(error))

@@ -8,6 +8,7 @@ pipeline  the schedule, and the messages between neighbours, dimension ``pp``
 stage     a stage as a module that an engine trains
 times     what every slice takes, by lines through some times; which are fastest
 timing    these times, measured
+trials    real steps in the best ways, of which the fastest is taken
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from hybridcomp.nn.slices.past import Past, attend
 from hybridcomp.nn.slices.pipeline import SlicePipeline
 from hybridcomp.nn.slices.stage import SlicedStage
 from hybridcomp.nn.slices.times import SliceTimes, StageTimes
-from hybridcomp.nn.slices.timing import chosen_slices, slice_times
+from hybridcomp.nn.slices.timing import slice_times
+from hybridcomp.nn.slices.trials import Tried, chosen_slices, tried_slices
 
 #: for the support matrix
 COVERS = ("pp",)
@@ -30,7 +32,9 @@ __all__ = [
     "SliceTimes",
     "SlicedStage",
     "StageTimes",
+    "Tried",
     "attend",
     "chosen_slices",
     "slice_times",
+    "tried_slices",
 ]

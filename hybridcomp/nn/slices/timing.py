@@ -1,4 +1,4 @@
-"""Slices and messages of a stage, timed; and the slices that are fastest by these times.
+"""Slices and messages of a stage, timed.
 
 Slices of several lengths at several places are run forward and backward, and messages are sent to
 the neighbours; lines through these times (``times``) say what every other slice takes.
@@ -6,9 +6,10 @@ the neighbours; lines through these times (``times``) say what every other slice
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from hybridcomp.nn.slices.past import Past
 from hybridcomp.nn.slices.pipeline import SlicePipeline, Stage
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
 from hybridcomp.nn.slices.times import Line, SliceTimes, StageTimes, fitted, of_computing
-from hybridcomp.plan.algorithms.slices import Slices
 from hybridcomp.policy import DIRECTIONS, Direction, Traffic
 
 #: granules of a sequence, at most: the dynamic program takes the square of their number
@@ -35,23 +35,6 @@ def granule_of(length: int, most: int = GRANULES) -> int:
     )
 
 
-def chosen_slices(
-    stage: SlicedStage,
-    length: int,
-    batch: int = 1,
-    *,
-    granule: int | None = None,
-    repeats: int = 3,
-    agree: ProcessGroup | None = None,
-) -> tuple[Slices, int]:
-    """The slices with which one pass is fastest, by the times of this moment; and their granule.
-
-    Arguments as of ``slice_times``, which has the times of other slices as well.
-    """
-    times = slice_times(stage, length, batch, granule=granule, repeats=repeats, agree=agree)
-    return times.fastest(), times.granule
-
-
 def slice_times(
     stage: SlicedStage,
     length: int,
@@ -63,8 +46,8 @@ def slice_times(
 ) -> SliceTimes:
     """What slices take on this stage and on all others, measured now.
 
-    Every rank of ``agree`` calls it (None: of the whole job); all get the same answer. Gradients
-    and the random state stay what they are.
+    Every rank of ``agree`` calls it (None: of the whole job); all get the same answer. Gradients,
+    the random state and buffers stay what they are.
 
     Args:
         stage: this rank's.
@@ -76,13 +59,33 @@ def slice_times(
         agree: ranks that slice alike.
     """
     size, pipeline = granule or granule_of(length), stage.pipeline
-    devices = [pipeline.device] if pipeline.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with undisturbed(pipeline):
         lines = _Timer(pipeline, length, batch, repeats).lines(size)
         own = StageTimes(*lines, *_messages(pipeline, length, size, batch, repeats))
     every: list[Any] = [None] * dist.get_world_size(agree)
     dist.all_gather_object(every, own, group=agree)
     return SliceTimes(every, pipeline.count, size, length // size)
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once ``device`` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextlib.contextmanager
+def undisturbed(pipeline: SlicePipeline) -> Iterator[None]:
+    """Put the random state and the stage's buffers back when the body has run its layers."""
+    module, devices = pipeline.stage, []
+    assert isinstance(module, nn.Module)
+    if pipeline.device.type == "cuda":
+        devices = [pipeline.device]
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with torch.random.fork_rng(devices):
+        yield
+    for buffer, values in kept:
+        buffer.copy_(values)
 
 
 class _Timer:
@@ -138,14 +141,14 @@ class _Timer:
         if own.is_floating_point():
             own.requires_grad_()
         coders = [_coder(pipeline, self._batch * (stop - start), way) for way in DIRECTIONS]
-        begin = _now(pipeline.device)
+        begin = now(pipeline.device)
         out = self._run(own, self._past)
         if pipeline.is_last:
             out = pipeline.loss(out, self._labels[:, start:stop])
         out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
         for coder in coders:
             coder()
-        return _now(pipeline.device) - begin
+        return now(pipeline.device) - begin
 
 
 def _line(edges: list[tuple[int, int]], seconds: list[float]) -> Line:
@@ -224,19 +227,12 @@ def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> tuple[floa
     first, last = (pipeline.is_first, pipeline.is_last)[:: 1 if way == "forward" else -1]
     works: list[Any] = []
     values = torch.zeros(2, nbytes, dtype=torch.uint8, device=pipeline.device)
-    begin = _now(pipeline.device)
+    begin = now(pipeline.device)
     if not first:
         works.append(dist.irecv(values[1], pipeline.neighbour(False, way), group=pipeline.group))
     if not last:
         works.append(dist.isend(values[0], pipeline.neighbour(True, way), group=pipeline.group))
-    posted = _now(pipeline.device)
+    posted = now(pipeline.device)
     for work in works:
         work.wait()
-    return posted - begin, _now(pipeline.device) - begin
-
-
-def _now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return posted - begin, now(pipeline.device) - begin

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.context_bench import report
+from bench.context_bench.slices_table import against
 from bench.context_bench.slices_table import table as slices_table
 from bench.training_bench.chapters import need
 
@@ -18,11 +19,9 @@ HEAD = """\
 
 One causal attention, forward and backward, over nodes that are network namespaces of one machine
 (`scripts/netlab.py`), one rank to a node. There are fewer cores than ranks, so every rank plays one
-on a slower processor: when it has computed or coded for a while it sleeps until that has taken the
-given times as long. It is then as fast beside the others as it is alone, and the threads that move
-bytes find a core as soon as they need one, as on machines of their own (`scripts/lab/slowed.py`).
-What a stretch of computing takes is its shortest time of some passes over links without limit, and
-the same in all others: beside messages this machine charges it with the kernel's work on packets.
+on a slower processor: whatever its main thread computes takes the given times as long, and threads
+that move bytes find a core as on machines of their own (`scripts/lab/slow_processors.py`). It is
+then as fast beside the others as it is alone.
 For every length the links are set so that the bytes of the native ring need r times as long as its
 computing does. All methods and codecs take turns, over links without limit and at every rate.
 
@@ -42,10 +41,11 @@ SLICES = """\
 
 ## Token slices
 
-One sequence, batch 1. "Chosen": what `--slices auto` of the example takes, the slices of the
-dynamic program by the times of some slices at several places and of their messages, measured on all
-stages before. All ways take turns; a step is that of the slowest stage, the median of
-{repeats}.{slower}
+One sequence, batch 1. "Chosen": what `--slices auto` of the example takes. Some slices at several
+places and their messages are timed on all stages. The slices that the dynamic program finds by
+these times, and the best equal ones, then run some real steps, and the fastest are taken. All ways
+take turns; a step is that of the slowest stage, the median of {repeats}. "Chosen / these": the
+median of these turns.{slower}
 """
 SLOWER = (
     " There are fewer cores than stages, so all of them play stages that compute {slower:g} times "
@@ -76,7 +76,7 @@ def chapter(source: Path, out: Path) -> str:
             _about(slices),
             "",
             slices_table(slices["rows"]),
-            slices_verdict(slices["rows"]),
+            slices_verdict(slices),
             commands(kept["options"], options),
         ]
     )
@@ -94,16 +94,27 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def slices_verdict(rows: Mapping[str, Any]) -> str:
+def slices_verdict(slices: Mapping[str, Any]) -> str:
     """How the chosen slices stand beside the best of the others and what was predicted."""
+    rows, chosen = slices["rows"], slices["rows"]["chosen"]
     others = {name: row["measured_s"] for name, row in rows.items() if name != "chosen"}
-    best, chosen = min(others, key=lambda name: others[name]), rows["chosen"]
+    best = min(others, key=lambda name: others[name])
+    middle, low, high = against(rows, best)
+    tried = ", ".join(_tried(way) for way in slices["tried"])
+    whole, _, _ = against(rows, "whole")
     return (
-        f"\nThe chosen slices took {chosen['measured_s'] / others[best]:.2f} times as long as "
-        f"{best}, the fastest of the others, {chosen['measured_s'] / others['whole']:.2f} times as "
-        f"long as the whole, and {chosen['measured_s'] / chosen['predicted_s']:.2f} times what was "
-        "predicted."
+        f"\nThe chosen slices took {middle:.2f} times ({low:.2f} to {high:.2f}) as long as {best}, "
+        f"the fastest of the others, {whole:.2f} times as long as the whole, and "
+        f"{chosen['measured_s'] / chosen['predicted_s']:.2f} times what was predicted. The trials "
+        f"before, by which they were chosen: {tried}."
     )
+
+
+def _tried(way: Mapping[str, Any]) -> str:
+    """A way of slicing and what its trial took."""
+    lengths, took = way["slices"], way["seconds"]
+    even = f"{len(lengths)} of {lengths[0]}" if len(set(lengths)) == 1 else "those of the program"
+    return f"{even} no other way" if took is None else f"{even} {1e3 * took:.0f} ms"
 
 
 def _about(slices: Mapping[str, Any]) -> str:
@@ -127,8 +138,9 @@ def commands(context: Mapping[str, Any], slices: Mapping[str, Any]) -> str:
 scripts/bench/bench_context.py --lengths {lengths} --heads {context["heads"]} \\
     --kept {context["kept"]} --width {context["width"]} --codecs {codecs} \\
     --rounds {context["rounds"]}{slower} --out runs/context/context.json
-torchrun --nproc-per-node 4 scripts/bench/bench_slices.py --length {slices["length"]} \\
-    --width {slices["width"]} --granule {slices["granule"]}{own} --out runs/context/slices.json
+scripts/bench/bench_slices.py --length {slices["length"]} --width {slices["width"]} \\
+    --heads {slices["heads"]} --layers {slices["layers"]} --granule {slices["granule"]} \\
+    --repeats {slices["repeats"]}{own} --out runs/context/slices.json
 scripts/bench/results.py --context runs/context
 ```"""
 

@@ -18,7 +18,6 @@ from bench.context_bench.links import Links
 from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
-from lab.slowed import Score, Slowed
 
 #: passes over links without limit that the rate of the links is taken from
 LOOKS = 3
@@ -34,28 +33,21 @@ class Way:
     codec: str
     channels: Channels
     run: methods.Passes
-    processor: Slowed
     #: by rate: seconds of the slowest rank, of the forward pass and of both
     seconds: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     nbytes: tuple[int, int] = (0, 0)  # of the rank that sends most, forward and backward pass
     error: float | None = None
-    late: float = 0.0  # seconds, of this rank, that passes took longer than it should compute
-    score: Score = field(default_factory=Score)
 
     def once(self) -> tuple[float, float]:
         """One pass of both; seconds of the slowest rank."""
         process.use(self.channels)
         self.channels.ledger.restart()
         dist.barrier()
-        before = self.processor.late
-        with self.processor.playing(self.score):
-            start = time.perf_counter()
-            self.run.forward()
-            middle = time.perf_counter()
-            self.run.backward()
-            stop = time.perf_counter()
-        if self.score.fixed:
-            self.late += self.processor.late - before
+        start = time.perf_counter()
+        self.run.forward()
+        middle = time.perf_counter()
+        self.run.backward()
+        stop = time.perf_counter()
         found = torch.tensor([middle - start, stop - start])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found[0]), float(found[1])
@@ -75,17 +67,13 @@ class Way:
 
 
 def rows_of(
-    length: int,
-    codecs: Mapping[str, Any],
-    args: argparse.Namespace,
-    links: Links,
-    processor: Slowed,
+    length: int, codecs: Mapping[str, Any], args: argparse.Namespace, links: Links
 ) -> list[dict[str, Any]]:
     """The rows of one length. Collective; rank 0 has the links changed."""
     size = methods.Size(length, args.heads, args.kept, args.width)
     tensors = methods.draw(size, getattr(torch, args.dtype))
     ways = [
-        Way(method, name, channels, methods.prepare(method, tensors, size, channels), processor)
+        Way(method, name, channels, methods.prepare(method, tensors, size, channels))
         for method in args.methods
         for name, setting in codecs.items()
         for channels in [_channels(setting)]
@@ -95,10 +83,6 @@ def rows_of(
     for way in ways:
         found = way.look(exact.get(way.method))
         exact.setdefault(way.method, found)
-    for way in ways:
-        for _ in range(args.looks):
-            way.once()
-        way.score.fixed = args.slower > 1
     rates = [FREE, *(_rate(ways[0], ratio) for ratio in args.ratio)]
     for turn in range(args.rounds):
         for rate in rates:
@@ -110,7 +94,7 @@ def rows_of(
         {
             "length": length, "method": way.method, "codec": way.codec, "ratio": ratio,
             "rate": rate, "nbytes": way.nbytes, "error": way.error,
-            "free": way.seconds[FREE], "seconds": way.seconds[rate], "late": way.late,
+            "free": way.seconds[FREE], "seconds": way.seconds[rate],
         }
         for ratio, rate in zip(args.ratio, rates[1:], strict=True)
         for way in ways

@@ -138,7 +138,7 @@ def chosen() -> tuple[Any, ...]:
         patch.object(timing._Timer, "_once", once),
         patch.object(timing, "_messages", lambda *_: (POST, ARRIVE)),
     ):
-        return chosen_slices(stage(), LENGTH, granule=GRANULE)
+        return chosen_slices(stage(), LENGTH, granule=GRANULE, turns=0)
 
 
 def test_chosen_slices_are_the_best_by_what_was_timed(on_ranks: RunRanks) -> None:

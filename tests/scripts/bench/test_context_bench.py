@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
-from torch.distributed import Work
 
 from bench import bench_context, bench_slices, results
-from bench.context_bench import links, report
-from lab import slowed
+from bench.context_bench import links, report, slices_table
 from lab.layout import Rates
 
 
@@ -69,17 +65,20 @@ def test_chapter(tmp_path: Path) -> None:
     assert results.main(arguments) == 1, "nothing was measured"
     (source / "context.json").write_text(json.dumps(kept()))
     ways = {
-        "whole": {"slices": [256], "measured_s": 2.0, "predicted_s": 1.9},
-        "chosen": {"slices": [128, 64, 64], "measured_s": 1.1, "predicted_s": 1.0},
+        "whole": {"slices": [256], "seconds": [2.0], "measured_s": 2.0, "predicted_s": 1.9},
+        "chosen": {"slices": [96, 64, 96], "seconds": [1.1], "measured_s": 1.1, "predicted_s": 1.0},
     }
+    tried = [{"slices": [96, 64, 96], "seconds": 1.2}, {"slices": [128, 128], "seconds": 1.3}]
     options = vars(bench_slices.parse(["--slower", "4"]))
     (source / "slices.json").write_text(
-        json.dumps({"options": {**options, "out": None}, "stages": 4, "rows": ways})
+        json.dumps({"options": {**options, "out": None}, "stages": 4, "rows": ways, "tried": tried})
     )
     assert results.main(arguments) == 0
     text = (out / "context.md").read_text()
     assert "1 of 2 rows of the ring reach nine tenths" in text and "8 bits at 1024" in text
-    assert "| chosen | 128, 64, 64 | 1000 | 1100 | 1.10 |" in text
+    assert "| chosen | 96, 64, 96 | 1000 | 1100 | 1.10 | - | - |" in text
+    assert "| whole | 256 | 1900 | 2000 | 1.05 | 0.550 | 0.550 - 0.550 |" in text
+    assert "those of the program 1200 ms, 2 of 128 1300 ms" in text
     assert "--slower 4 --out runs/context/slices.json" in text and str(tmp_path) not in text
     assert (out / "context.png").stat().st_size > 5_000
 
@@ -97,75 +96,12 @@ def test_rates_are_asked_for_over_a_socket(tmp_path: Path) -> None:
     assert asked == [Rates(1000), Rates(None)]
 
 
-class Machine:
-    """Clocks that move when they are told to."""
-
-    def __init__(self) -> None:
-        self.now, self.used, self.naps = 0.0, 0.0, list[float]()
-
-    def compute(self, seconds: float, waited: float = 0.0) -> None:
-        self.now += seconds + waited
-        self.used += seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.naps.append(seconds)
-        self.now += seconds
-
-
-def test_a_slower_processor_computes_longer_and_waits_as_long() -> None:
-    machine = Machine()
-    with (
-        patch.object(time, "perf_counter", lambda: machine.now),
-        patch.object(time, "thread_time", lambda: machine.used),
-        patch.object(time, "sleep", machine.sleep),
-    ):
-        with slowed.slowed(4.0) as rank:
-            machine.compute(1.0)
-            assert time.perf_counter() == 4.0 and machine.naps == [3.0]
-            machine.compute(1.0, waited=2.0)  # another rank had the core: it sleeps less
-            assert time.perf_counter() == 8.0 and machine.naps == [3.0, 1.0]
-            machine.compute(1.0, waited=5.0)
-            assert time.perf_counter() == 14.0 and rank.late == 2.0
-            transfer = rank.outside(lambda: machine.compute(0.5))
-            machine.compute(0.25)
-            transfer()
-            assert time.perf_counter() == 15.5, "messages are as fast as ever"
-        machine.compute(1.0)
-        assert time.perf_counter() == 16.5, "nothing is left of it"
-
-
-def test_stretches_take_as_long_as_at_their_shortest() -> None:
-    machine, score = Machine(), slowed.Score()
-
-    def passed(*stretches: float) -> float:
-        start = machine.now
-        with rank.playing(score):
-            for seconds in stretches[:-1]:
-                machine.compute(seconds)
-                time.perf_counter()
-            machine.compute(stretches[-1])
-        return machine.now - start
-
-    with (
-        patch.object(time, "perf_counter", lambda: machine.now),
-        patch.object(time, "thread_time", lambda: machine.used),
-        patch.object(time, "sleep", machine.sleep),
-        slowed.slowed(4.0) as rank,
-    ):
-        assert passed(1.0, 3.0) == 16.0 and passed(2.0, 2.0) == 16.0
-        assert score.shortest == [1.0, 2.0]
-        score.fixed = True
-        assert passed(1.5, 2.5) == 12.0 and rank.late == 0.0
-        assert passed(6.0, 2.0) == 14.0 and rank.late == 2.0
-        with pytest.raises(RuntimeError, match="expected 2 stretches of computing, found 3"):
-            passed(1.0, 1.0, 1.0)
-
-
-def test_what_is_handed_to_others_waits_until_it_would_be_there() -> None:
-    before = dist.isend, Work.wait
-    with slowed.slowed(4.0):
-        assert dist.isend is not before[0] and Work.wait is not before[1]
-    assert (dist.isend, Work.wait) == before
+def test_the_chosen_slices_are_compared_turn_by_turn() -> None:
+    # the machine becomes twice as slow: medians of each would say nothing
+    chosen = {"seconds": [0.9, 0.8, 1.9, 1.8, 1.8, 1.8, 1.8, 1.8, 1.9]}
+    even = {"seconds": [1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]}
+    found = slices_table.against({"chosen": chosen, "uniform 2": even}, "uniform 2")
+    assert found == pytest.approx((0.9, 0.9, 0.95)), "of nine the second and the last but one"
 
 
 def test_command_lines() -> None:

@@ -1,0 +1,153 @@
+"""Real steps in some ways of slicing: the fastest is taken, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hybridcomp import log
+from hybridcomp.channels import Channels
+from hybridcomp.config import CompressionConfig
+from hybridcomp.nn.slices import (
+    Past,
+    SlicedStage,
+    SliceTimes,
+    StageTimes,
+    attend,
+    chosen_slices,
+    slice_times,
+    trials,
+    tried_slices,
+)
+from tests.ranks import RunRanks
+
+WIDTH, HEADS, LENGTH, GRANULE, STAGES = 8, 2, 64, 4, 2
+LINE = [0.05, 10.0, 50.0, 60.0, 2.0]
+
+
+def known() -> SliceTimes:
+    """Later slices take clearly longer."""
+    each = StageTimes(LINE, LINE, [0.0, 0.0], [0.0, 0.0])
+    return SliceTimes([each], STAGES, GRANULE, LENGTH // GRANULE)
+
+
+def test_candidates_are_the_predicted_ones_and_the_best_equal_ones() -> None:
+    times = known()
+    found = trials.candidates(times)
+    seconds = [way.seconds(STAGES) for way in found]
+    assert found[0].stops == times.fastest().stops and seconds == sorted(seconds)
+    assert max(seconds) <= trials.WORSE * seconds[0]
+    best = min((times.uniform(n) for n in (1, 2, 4, 8, 16)), key=lambda way: way.seconds(STAGES))
+    assert found[1] == best
+    assert len(trials.candidates(times, most=2)) == 2
+    assert len({way.stops for way in trials.candidates(times, worse=100.0)}) == 5
+    assert trials.candidates(times, worse=1.0) == found[:1]
+
+
+class Layers(nn.Module):
+    """One stage, with dropout, which draws numbers, and a buffer that counts calls."""
+
+    calls: Tensor
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH) if first else None
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, values: Tensor, past: Past) -> Tensor:
+        self.calls += 1
+        if self.table is not None:
+            values = self.table(values)
+        cut = self.qkv(values).view(*values.shape[:2], 3, HEADS, -1)
+        query, key, value = cut.permute(2, 0, 3, 1, 4)
+        mixed = attend(query, *past.extend(self, key, value))
+        return F.dropout(values + mixed.transpose(1, 2).flatten(2), 0.1)
+
+
+def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
+    return (hidden[..., 0] - labels).square().mean()
+
+
+def stage(channels: Channels | None = None) -> SlicedStage:
+    torch.manual_seed(3)
+    layers = Layers(dist.get_rank() == 0)
+    return SlicedStage(layers, (LENGTH,), WIDTH, loss_of, channels=lambda: channels)
+
+
+def untouched() -> list[tuple[int, ...]]:
+    """What real trials must leave as it is; the slices that they found fastest first."""
+    block = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}
+    channels = Channels(CompressionConfig.parse(block))
+    model = stage(channels)
+    times = slice_times(model, LENGTH, 2, granule=GRANULE, repeats=1)
+    before = [value.clone() for value in model.state_dict().values()]
+    random = torch.get_rng_state()
+    with patch.object(trials, "WORSE", 100.0):
+        assert len(tried_slices(model, times, 2, turns=1)) > 1
+    found = [way.slices.lengths(GRANULE) for way in tried_slices(model, known(), 2, turns=1)]
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not channels.ledger.interval["pp", "forward"].messages and channels.step == 0
+    assert model.slices == (LENGTH,)
+    return found
+
+
+def test_trials_leave_nothing_behind(on_ranks: RunRanks) -> None:
+    one, other = on_ranks(STAGES, untouched)
+    expected = {way.lengths(GRANULE) for way in trials.candidates(known())}
+    assert one == other and set(one) == expected
+
+
+def steps(seconds: Callable[[tuple[int, ...]], float]) -> Any:
+    """Steps that take what ``seconds`` says of their slices, and longer on the later stage."""
+
+    class Steps:
+        def __init__(self, _: SlicedStage, lengths: tuple[int, ...], batch: int) -> None:
+            self.lengths = lengths
+
+        def __call__(self) -> float:
+            ran.append(self.lengths)
+            return seconds(self.lengths) * (1 + dist.get_rank())
+
+    ran: list[tuple[int, ...]] = []
+    return ran, patch.object(trials, "_Steps", Steps)
+
+
+def decided(equal: float, limit: float) -> tuple[Any, ...]:
+    """What is chosen where equal slices take so many seconds and all others one."""
+    ran, steps_take = steps(lambda lengths: equal if len(set(lengths)) == 1 else 1.0)
+    said: list[str] = []
+    with (
+        steps_take,
+        patch.object(trials, "slice_times", lambda *_, **__: known()),
+        patch.object(log, "say", said.append),
+    ):
+        model = stage()
+        found = chosen_slices(model, LENGTH, granule=GRANULE, turns=3, limit=limit)
+        assert chosen_slices(model, LENGTH, granule=GRANULE, turns=0)[0] == known().fastest()
+    return found, ran, said
+
+
+@pytest.mark.parametrize(("equal", "limit", "turns"), [(0.9, 60.0, 4), (1.1, 60.0, 4), (0.9, 1, 1)])
+def test_a_real_step_has_the_last_word(
+    on_ranks: RunRanks, equal: float, limit: float, turns: int
+) -> None:
+    one, other = on_ranks(STAGES, decided, equal, limit)
+    assert one == other
+    (slices, granule), ran, said = one
+    ways = trials.candidates(known())
+    assert granule == GRANULE and len(ran) == turns * len(ways) and len(ways) > 1
+    assert slices.stops == (ways[1] if equal < 1 else ways[0]).stops
+    (line,) = said
+    first = f"{len(ways[1].stops)} x " if equal < 1 else ",".join(map(str, slices.lengths(GRANULE)))
+    assert line.startswith(f"token slices by real steps: {first}")
+    assert f" {2 * min(equal, 1.0):.3g} s (predicted " in line, "the slowest rank counts"
