@@ -36,6 +36,9 @@ from hybridcomp.plan.algorithms.slices import Slices
 from lab.layout import LabError
 from lab.slow_processors import slow_processors
 
+#: how many equal slices stand beside the chosen ones
+UNIFORM = (2, 4, 6, 8, 12, 16, 24, 32)
+
 
 class Layer(nn.Module):
     """Attention to all tokens before, and an MLP; no norms, which cost little."""
@@ -143,7 +146,7 @@ def compared(options: argparse.Namespace) -> dict[str, Any]:
     times = slice_times(model, options.length, granule=options.granule, repeats=options.repeats)
     tried = tried_slices(model, times)
     ways = {"whole": times.uniform(1)}
-    for parts in (2, 4, 8, 16, 32):
+    for parts in UNIFORM:
         if parts <= times.count:
             ways[f"uniform {parts}"] = times.uniform(parts)
     ways["chosen"] = tried[0].slices

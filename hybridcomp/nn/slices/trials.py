@@ -24,6 +24,8 @@ from hybridcomp.nn.slices.times import SliceTimes
 from hybridcomp.nn.slices.timing import now, slice_times, undisturbed
 from hybridcomp.plan.algorithms.slices import Slices
 
+#: how many equal slices may be tried
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 #: ways that are tried, at most, and how much longer than the fastest they may be predicted to take
 MOST, WORSE = 5, 1.25
 #: turns of all ways, behind one that allocates
@@ -73,9 +75,7 @@ def told(tried: Sequence[Tried], times: SliceTimes) -> str:
     """What each way took and was predicted to take, in a line."""
     texts = []
     for each in tried:
-        lengths = each.slices.lengths(times.granule)
-        even = len(set(lengths)) == 1 and len(lengths) > 1
-        shown = f"{len(lengths)} x {lengths[0]}" if even else ",".join(map(str, lengths))
+        shown = ",".join(map(str, each.slices.lengths(times.granule)))
         took = "not tried" if each.seconds is None else f"{each.seconds:.3g} s"
         texts.append(f"{shown} {took} (predicted {each.slices.seconds(times.stages):.3g})")
     return "; ".join(texts)
@@ -84,13 +84,12 @@ def told(tried: Sequence[Tried], times: SliceTimes) -> str:
 def candidates(times: SliceTimes, most: int = MOST, worse: float = WORSE) -> list[Slices]:
     """The slices that are predicted to be fastest, and the best of the equal ones.
 
-    Equal ones: 1, 2, 4 and so on. At most ``most`` ways, none of them ``worse`` times as long as
-    the first. The same slices stand there once.
+    Equal ones: as many as ``PARTS`` says. At most ``most`` ways, none of which is predicted to take
+    more than ``worse`` times as long as the first. The same slices stand there once.
     """
-    best, parts = times.fastest(), [1]
-    while 2 * parts[-1] <= times.count:
-        parts.append(2 * parts[-1])
-    even = sorted((times.uniform(n) for n in parts), key=lambda way: way.seconds(times.stages))
+    best = times.fastest()
+    even = [times.uniform(parts) for parts in PARTS if parts <= times.count]
+    even.sort(key=lambda way: way.seconds(times.stages))
     bound = worse * best.seconds(times.stages)
     others = [way for way in even if way.stops != best.stops and way.seconds(times.stages) <= bound]
     return [best, *others][:most]

@@ -100,7 +100,7 @@ def slices_verdict(slices: Mapping[str, Any]) -> str:
     others = {name: row["measured_s"] for name, row in rows.items() if name != "chosen"}
     best = min(others, key=lambda name: others[name])
     middle, low, high = against(rows, best)
-    tried = ", ".join(_tried(way) for way in slices["tried"])
+    tried = ", ".join(_tried(way, slices["options"]["granule"]) for way in slices["tried"])
     whole, _, _ = against(rows, "whole")
     return (
         f"\nThe chosen slices took {middle:.2f} times ({low:.2f} to {high:.2f}) as long as {best}, "
@@ -110,11 +110,12 @@ def slices_verdict(slices: Mapping[str, Any]) -> str:
     )
 
 
-def _tried(way: Mapping[str, Any]) -> str:
+def _tried(way: Mapping[str, Any], granule: int) -> str:
     """A way of slicing and what its trial took."""
     lengths, took = way["slices"], way["seconds"]
-    even = f"{len(lengths)} of {lengths[0]}" if len(set(lengths)) == 1 else "those of the program"
-    return f"{even} no other way" if took is None else f"{even} {1e3 * took:.0f} ms"
+    even = max(lengths) - min(lengths) <= granule
+    name = f"uniform {len(lengths)}" if even else f"{len(lengths)} slices of the program"
+    return f"{name} without any other" if took is None else f"{name} {1e3 * took:.0f} ms"
 
 
 def _about(slices: Mapping[str, Any]) -> str:

@@ -22,7 +22,6 @@ from hybridcomp.nn.slices import (
     StageTimes,
     attend,
     chosen_slices,
-    slice_times,
     trials,
     tried_slices,
 )
@@ -44,10 +43,11 @@ def test_candidates_are_the_predicted_ones_and_the_best_equal_ones() -> None:
     seconds = [way.seconds(STAGES) for way in found]
     assert found[0].stops == times.fastest().stops and seconds == sorted(seconds)
     assert max(seconds) <= trials.WORSE * seconds[0]
-    best = min((times.uniform(n) for n in (1, 2, 4, 8, 16)), key=lambda way: way.seconds(STAGES))
+    even = [times.uniform(parts) for parts in (1, 2, 3, 4, 6, 8, 12, 16)]
+    best = min(even, key=lambda way: way.seconds(STAGES))
     assert found[1] == best
     assert len(trials.candidates(times, most=2)) == 2
-    assert len({way.stops for way in trials.candidates(times, worse=100.0)}) == 5
+    assert len({way.stops for way in trials.candidates(times, worse=100.0)}) == trials.MOST
     assert trials.candidates(times, worse=1.0) == found[:1]
 
 
@@ -87,11 +87,8 @@ def untouched() -> list[tuple[int, ...]]:
     block = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}
     channels = Channels(CompressionConfig.parse(block))
     model = stage(channels)
-    times = slice_times(model, LENGTH, 2, granule=GRANULE, repeats=1)
     before = [value.clone() for value in model.state_dict().values()]
     random = torch.get_rng_state()
-    with patch.object(trials, "WORSE", 100.0):
-        assert len(tried_slices(model, times, 2, turns=1)) > 1
     found = [way.slices.lengths(GRANULE) for way in tried_slices(model, known(), 2, turns=1)]
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert torch.equal(torch.get_rng_state(), random)
@@ -124,7 +121,7 @@ def steps(seconds: Callable[[tuple[int, ...]], float]) -> Any:
 
 def decided(equal: float, limit: float) -> tuple[Any, ...]:
     """What is chosen where equal slices take so many seconds and all others one."""
-    ran, steps_take = steps(lambda lengths: equal if len(set(lengths)) == 1 else 1.0)
+    ran, steps_take = steps(lambda lengths: 1.0 if max(lengths) - min(lengths) > GRANULE else equal)
     said: list[str] = []
     with (
         steps_take,
@@ -148,6 +145,6 @@ def test_a_real_step_has_the_last_word(
     assert granule == GRANULE and len(ran) == turns * len(ways) and len(ways) > 1
     assert slices.stops == (ways[1] if equal < 1 else ways[0]).stops
     (line,) = said
-    first = f"{len(ways[1].stops)} x " if equal < 1 else ",".join(map(str, slices.lengths(GRANULE)))
-    assert line.startswith(f"token slices by real steps: {first}")
+    lengths = ",".join(map(str, slices.lengths(GRANULE)))
+    assert line.startswith(f"token slices by real steps: {lengths} ")
     assert f" {2 * min(equal, 1.0):.3g} s (predicted " in line, "the slowest rank counts"

@@ -66,19 +66,24 @@ def test_chapter(tmp_path: Path) -> None:
     (source / "context.json").write_text(json.dumps(kept()))
     ways = {
         "whole": {"slices": [256], "seconds": [2.0], "measured_s": 2.0, "predicted_s": 1.9},
-        "chosen": {"slices": [96, 64, 96], "seconds": [1.1], "measured_s": 1.1, "predicted_s": 1.0},
+        "chosen": {
+            "slices": [64, 128, 64],
+            "seconds": [1.1],
+            "measured_s": 1.1,
+            "predicted_s": 1.0,
+        },
     }
-    tried = [{"slices": [96, 64, 96], "seconds": 1.2}, {"slices": [128, 128], "seconds": 1.3}]
-    options = vars(bench_slices.parse(["--slower", "4"]))
+    tried = [{"slices": [64, 128, 64], "seconds": 1.2}, {"slices": [128, 128], "seconds": 1.3}]
+    options = vars(bench_slices.parse(["--slower", "4", "--granule", "32"]))
     (source / "slices.json").write_text(
         json.dumps({"options": {**options, "out": None}, "stages": 4, "rows": ways, "tried": tried})
     )
     assert results.main(arguments) == 0
     text = (out / "context.md").read_text()
     assert "1 of 2 rows of the ring reach nine tenths" in text and "8 bits at 1024" in text
-    assert "| chosen | 96, 64, 96 | 1000 | 1100 | 1.10 | - | - |" in text
+    assert "| chosen | 64, 128, 64 | 1000 | 1100 | 1.10 | - | - |" in text
     assert "| whole | 256 | 1900 | 2000 | 1.05 | 0.550 | 0.550 - 0.550 |" in text
-    assert "those of the program 1200 ms, 2 of 128 1300 ms" in text
+    assert "3 slices of the program 1200 ms, uniform 2 1300 ms" in text
     assert "--slower 4 --out runs/context/slices.json" in text and str(tmp_path) not in text
     assert (out / "context.png").stat().st_size > 5_000
 
