@@ -17,6 +17,9 @@ from torch import Tensor
 
 #: elements of the scores that exist at once: 1 Mi fp32 values stay in a core's cache for a while
 TILE = 1 << 20
+#: a causal block has at least so many tiles of at least so many rows: a tile computes what its last
+#: row sees, so of one tile half would be hidden again
+CAUSAL_TILES, CAUSAL_ROWS = 8, 64
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class Mask:
         """Put -inf where rows ``start`` to ``stop`` of ``scores`` (B, K, G, s, t) see nothing."""
         count = scores.shape[-1]
         if self.causal:
-            seen = torch.ones(stop - start, count, dtype=torch.bool, device=scores.device)
-            scores.masked_fill_(seen.tril_(start).logical_not_(), -torch.inf)
+            seen = torch.ones(stop - start, count - start, dtype=torch.bool, device=scores.device)
+            scores[..., start:].masked_fill_(seen.tril_().logical_not_(), -torch.inf)
         if self.rows is not None and self.keys is not None:
             rows, keys = self.rows[:, start:stop, None], self.keys[:, None, :count]
             hidden = (rows != keys) | (rows < 0)
@@ -126,6 +129,8 @@ def _tiles(q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[int, int, int]]:
     """Rows of each tile, and how many of the keys they may see."""
     length, count = q.shape[2], k.shape[2]
     rows = max(1, TILE // max(1, q.shape[0] * q.shape[1] * count))
+    if mask.causal:
+        rows = min(rows, max(CAUSAL_ROWS, -(-length // CAUSAL_TILES)))
     for start in range(0, length, rows):
         stop = min(start + rows, length)
         yield start, stop, stop if mask.causal else count

@@ -118,7 +118,12 @@ class _Backward:
         self._totals = [torch.zeros(s, dtype=wide, device=q.device) for s in shapes]
 
     def run(self, keys: Keys | None) -> tuple[Tensor, Tensor, Tensor]:
-        """1 a block with the keys that are held, 2 its gradients to their owner, 3 the last sum."""
+        """1 a block with the keys that are held, 2 its gradients to their owner, 3 the last sums.
+
+        Gradients leave when the keys that are held have gone on: the next block of another rank
+        waits for keys, and for gradients only the end does. So nobody waits for those of the last
+        two steps before it comes.
+        """
         call, (k, v) = self._call, (self._k, self._v)
         rank, ranks, length = call.traffic.rank, call.traffic.ranks, self._q.shape[2]
         gradients = call.traffic.gradients(
@@ -141,11 +146,15 @@ class _Backward:
                     total += _first(values)
                 continue
             # 2
-            sent = None if parts is None else self._flat([_first(p) for p in parts], k.dtype)
-            self._add(gradients, gradients.exchange(step, sent))
+            flat = None if parts is None else self._flat([_first(p) for p in parts], k.dtype)
+            packed = gradients.pack(flat)
+            assert keys is not None, "another rank's came"
+            keys.left()
+            gradients.send(step, packed)
+            self._add(gradients, under_way=2)
         # 3
         if ranks > 1:
-            self._add(gradients, gradients.finish())
+            self._add(gradients, under_way=0)
             gradients.record()
         grad_k, grad_v = (total.permute(1, 2, 0, 3) for total in self._totals)
         return self._grad_q.to(self._q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
@@ -172,13 +181,12 @@ class _Backward:
             return None
         return Contents(tuple(total[what.keys].numel() for total in self._totals), self._k.dtype)
 
-    def _add(self, gradients: Gradients, came: Parcel | None) -> None:
-        """Add what came to the first rows of the totals, as many as there are in it."""
-        if came is None:
-            return
-        numels = came.contents.numels
-        flat = [t.view(-1)[:n] for t, n in zip(self._totals, numels, strict=True)]
-        gradients.add(came, flat)
+    def _add(self, gradients: Gradients, under_way: int) -> None:
+        """Add what came, but for the last steps, to as many rows of the totals as it has."""
+        for came in gradients.arrived(under_way):
+            numels = came.contents.numels
+            flat = [t.view(-1)[:n] for t, n in zip(self._totals, numels, strict=True)]
+            gradients.add(came, flat)
 
 
 def _first(values: Tensor) -> Tensor:

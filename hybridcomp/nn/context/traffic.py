@@ -130,13 +130,15 @@ class Sealed:
 class Keys:
     """Keys and values of this rank, packed; they go round once in each pass.
 
-    ``meter``: of packing them, until they have gone round for the first time.
+    ``meter``: of packing them, until they have gone round for the first time. ``leaving``: what was
+    sent last, None once nothing is to be sent any more.
     """
 
     traffic: RingTraffic
     codec: Codec | None
     own: Parcel
     meter: Meter | None
+    leaving: Pending[Parcel | None] | None = None
 
     def seal(self) -> tuple[Sealed, Tensor | None]:
         """What the backward pass needs; no message where packing the values again costs nothing."""
@@ -157,14 +159,14 @@ class Keys:
             ring.meter, self.meter = self.meter, None
         held, contents, hops = self.own, self.own.contents, traffic.ranks - 1
         moving = _Moving(ring, contents, hops)
-        sent = moving.send(held)  # 1
+        self.leaving = moving.send(held)  # 1
         for step in range(traffic.ranks):
             # 2
             yield (traffic.rank - step) % traffic.ranks, held, ring
             # 3
-            if sent is not None:
+            if self.leaving is not None:
                 came = moving.next()
-                before, sent = sent, moving.send(came)  # 1
+                before, self.leaving = self.leaving, moving.send(came)  # 1
                 moving.expect()
                 before.wait()
                 held.release()
@@ -172,6 +174,11 @@ class Keys:
         held.release()
         raw_nbytes = hops * contents.numel * contents.dtype.itemsize
         traffic.circled(ring, raw_nbytes, "forward")
+
+    def left(self) -> None:
+        """Wait until what is held has gone to the next rank, so that the link is free."""
+        if self.leaving is not None:
+            self.leaving.wait()
 
 
 class _Moving:
@@ -215,7 +222,7 @@ class _Moving:
 
 
 class Gradients:
-    """Gradients of keys and values on the way to their owners, one step behind the blocks.
+    """Gradients of keys and values on the way to their owners, behind the blocks.
 
     Over gloo the receive of a step is posted a step ahead, the first one before keys and values go
     out: told later, that a rank waits would reach the next rank behind the keys that it sends
@@ -235,7 +242,7 @@ class Gradients:
         self._expected, self._raw_nbytes = expected, 0
         self._ahead = traffic.ranks > 2 and over_gloo(ring.device, ring.group)
         self._coming: deque[Pending[Parcel | None]] = deque()
-        self._sent: Pending[Parcel | None] | None = None
+        self._sent: deque[Pending[Parcel | None]] = deque()
         if self._ahead:
             self._expect(1)
 
@@ -243,24 +250,34 @@ class Gradients:
         if step < self._traffic.ranks:
             self._coming.append(self._ring.shift(None, -step, self._expected(step)))
 
-    def exchange(self, step: int, parts: Sequence[Tensor] | None) -> Parcel | None:
-        """Send ``parts`` to the rank ``step`` before; returns what came in the step before.
+    def pack(self, parts: Sequence[Tensor] | None) -> Parcel | None:
+        """Encode what an owner gets; None: its keys were not seen here."""
+        if parts is None:
+            return None
+        self._traffic.sample(parts[0], self._codec, "backward")
+        parcel = self._ring.pack(parts)
+        self._raw_nbytes += parcel.contents.numel * parcel.contents.dtype.itemsize
+        return parcel
 
-        None: that owner's keys were not seen here, or this rank's were not seen by the other one.
-        """
-        parcel = None
-        if parts is not None:
-            self._traffic.sample(parts[0], self._codec, "backward")
-            parcel = self._ring.pack(parts)
-            self._raw_nbytes += parcel.contents.numel * parcel.contents.dtype.itemsize
-        before = self._sent
+    def send(self, step: int, parcel: Parcel | None) -> None:
+        """Send ``parcel`` to the rank ``step`` before, and expect another from so many further."""
         if self._ahead:
-            self._sent = self._ring.shift(parcel, -step, None)
+            self._sent.append(self._ring.shift(parcel, -step, None))
             self._expect(step + 1)
         else:
-            self._sent = self._ring.shift(parcel, -step, self._expected(step))
-            self._coming.append(self._sent)
-        return self._finished(before)
+            self._sent.append(self._ring.shift(parcel, -step, self._expected(step)))
+            self._coming.append(self._sent[-1])
+
+    def arrived(self, under_way: int) -> Iterator[Parcel]:
+        """What came in all steps but the last ``under_way``, in their order; waits for it.
+
+        Nothing comes of a step in which the other rank has not seen this one's keys.
+        """
+        while len(self._sent) > under_way:
+            came = self._coming.popleft().wait()
+            self._sent.popleft().wait()
+            if came is not None:
+                yield came
 
     def add(self, parcel: Parcel, totals: Sequence[Tensor]) -> None:
         """Add each tensor of ``parcel`` to its flat total."""
@@ -268,19 +285,6 @@ class Gradients:
             self._ring.add(parcel, index, totals[index])
         parcel.release()
 
-    def finish(self) -> Parcel | None:
-        """What the last exchange brought; the ledger has all of them then."""
-        before, self._sent = self._sent, None
-        return self._finished(before)
-
     def record(self) -> None:
         """Write down what was sent, once the last parcel was added."""
         self._traffic.circled(self._ring, self._raw_nbytes, "backward")
-
-    def _finished(self, sent: Pending[Parcel | None] | None) -> Parcel | None:
-        """What came in the step in which this was sent."""
-        if sent is None:
-            return None
-        came = self._coming.popleft().wait()
-        sent.wait()
-        return came
