@@ -36,7 +36,7 @@ from bench.context_bench import report
 from bench.context_bench.links import VARIABLE, Links, served
 from lab.cluster import Lab
 from lab.layout import LabError, Layout
-from lab.slow_processors import slow_processors
+from lab.slow_processors import KEEP_MEMORY, slow_processors
 
 #: name of a row's codec -> the setting of ``cp``
 CODECS: dict[str, Any] = {
@@ -60,7 +60,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         Lab(layout) as lab,
     ):
         processors.limit(True)
-        words, env = [*processors.words, *words], {"PYTHONPATH": path, VARIABLE: f"{folder}/links"}
+        words = [*processors.words, *words]
+        env = {"PYTHONPATH": path, VARIABLE: f"{folder}/links", **KEEP_MEMORY}
         with served(env[VARIABLE], lab.shape) as links, lab.started(words, env=env) as team:
             while not team.any_ended and time.monotonic() < deadline:
                 links.serve(0.2)

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -34,10 +35,12 @@ from bench.context_bench.slices_table import table
 from hybridcomp.nn.slices import Past, SlicedStage, attend, slice_times, tried_slices
 from hybridcomp.plan.algorithms.slices import Slices
 from lab.layout import LabError
-from lab.slow_processors import slow_processors
+from lab.slow_processors import KEEP_MEMORY, slow_processors
 
 #: how many equal slices stand beside the chosen ones
 UNIFORM = (2, 4, 6, 8, 12, 16, 24, 32)
+#: turns of all ways, behind which those go on that take at most so many times the fastest
+LOOK, CLEARLY = 6, 1.25
 
 
 class Layer(nn.Module):
@@ -84,14 +87,13 @@ def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def stepped(model: SlicedStage, lengths: Sequence[int]) -> float:
-    """Seconds of a step on the slowest rank."""
+    """Seconds of a step on the slowest rank, of the module as an engine would train it."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(256, (1, sum(lengths) + 1), generator=generator)
     model.slices = tuple(lengths)
-    pipeline = model.pipeline
     dist.barrier()
     begin = time.perf_counter()
-    pipeline.step(whole[:, :-1], whole[:, 1:])
+    model(whole[:, :-1], whole[:, 1:]).backward()
     took = torch.tensor(time.perf_counter() - begin)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     return float(took)
@@ -100,13 +102,22 @@ def stepped(model: SlicedStage, lengths: Sequence[int]) -> float:
 def measured(
     model: SlicedStage, ways: dict[str, Slices], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Seconds of the steps in each way, in turns, of the slowest rank."""
+    """Seconds of the steps in each way, in turns, of the slowest rank.
+
+    Ways that are clearly slower than the fastest take the first turns only.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names, random = list(ways), Random(0)
     for turn in range(options.repeats + 1):
-        for name in list(ways)[:: 1 if turn % 2 else -1]:
+        random.shuffle(names)
+        for name in names:
             took = stepped(model, ways[name].lengths(options.granule))
             if turn:
                 seconds[name].append(took)
+        if turn == LOOK:
+            medians = {name: statistics.median(seconds[name]) for name in names}
+            bound = CLEARLY * min(medians.values())
+            names = [name for name in names if medians[name] <= bound or name == "chosen"]
     return {
         name: {
             "slices": slices.lengths(options.granule),
@@ -162,7 +173,7 @@ def launched(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         launcher = ["-m", "torch.distributed.run", "--no-python", "--nproc-per-node"]
         ranks = [*processors.words, sys.executable, str(Path(__file__).resolve()), *arguments]
         words = [sys.executable, *launcher, str(options.stages), *ranks]
-        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        env = {"OMP_NUM_THREADS": "1", **os.environ, **KEEP_MEMORY}
         return subprocess.run(words, env=env, check=False).returncode
 
 

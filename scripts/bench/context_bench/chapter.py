@@ -63,7 +63,7 @@ def chapter(source: Path, out: Path) -> str:
     draw(rows, out / "context.png")
     options = slices["options"]
     slower = SLOWER.format(**options) if options["slower"] > 1 else ""
-    said = SLICES.format(repeats=options["repeats"], slower=slower)
+    said = SLICES.format(slower=slower)
     return "\n".join(
         [
             HEAD,

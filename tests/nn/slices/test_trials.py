@@ -134,6 +134,13 @@ def decided(equal: float, limit: float) -> tuple[Any, ...]:
     return found, ran, said
 
 
+def test_single_steps_do_not_outvote_the_prediction() -> None:
+    predicted, moody, faster = [1.0] * 4, [0.5, 0.5, 1.1, 1.1], [0.9, 0.9, 0.9, 1.1]
+    assert trials._taken([predicted, moody]) == 0
+    assert trials._taken([predicted, moody, faster]) == 2
+    assert trials._taken([predicted, [1.1] * 4]) == 0
+
+
 @pytest.mark.parametrize(("equal", "limit", "turns"), [(0.9, 60.0, 4), (1.1, 60.0, 4), (0.9, 1, 1)])
 def test_a_real_step_has_the_last_word(
     on_ranks: RunRanks, equal: float, limit: float, turns: int

@@ -81,8 +81,8 @@ def test_chapter(tmp_path: Path) -> None:
     assert results.main(arguments) == 0
     text = (out / "context.md").read_text()
     assert "1 of 2 rows of the ring reach nine tenths" in text and "8 bits at 1024" in text
-    assert "| chosen | 64, 128, 64 | 1000 | 1100 | 1.10 | - | - |" in text
-    assert "| whole | 256 | 1900 | 2000 | 1.05 | 0.550 | 0.550 - 0.550 |" in text
+    assert "| chosen | 64, 128, 64 | 1000 | 1100 | 1.10 | - | - | 1 |" in text
+    assert "| whole | 256 | 1900 | 2000 | 1.05 | 0.550 | 0.550 - 0.550 | 1 |" in text
     assert "3 slices of the program 1200 ms, uniform 2 1300 ms" in text
     assert "--slower 4 --out runs/context/slices.json" in text and str(tmp_path) not in text
     assert (out / "context.png").stat().st_size > 5_000
