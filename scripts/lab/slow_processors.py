@@ -21,8 +21,8 @@ from lab.layout import LabError
 
 SOURCE = Path(__file__).with_name("slow_processor.c")
 VARIABLE = "HYBRIDCOMP_SLOW_PROCESSOR"
-#: for the environment of ranks: what a process has freed stays its own. Memory that goes back and is
-#: touched anew costs a virtual machine microseconds a page, in whatever computes just then
+#: for the environment of ranks: what a process has freed stays its own. Memory that went back and
+#: is touched anew costs a virtual machine microseconds a page, in whatever computes just then
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 
 
