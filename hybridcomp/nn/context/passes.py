@@ -118,11 +118,10 @@ class _Backward:
         self._totals = [torch.zeros(s, dtype=wide, device=q.device) for s in shapes]
 
     def run(self, keys: Keys | None) -> tuple[Tensor, Tensor, Tensor]:
-        """1 a block with the keys that are held, 2 its gradients to their owner, 3 the last sums.
+        """1 gradients to their owner, 2 a block with the keys that are held, 3 the last gradients.
 
-        Gradients leave when the keys that are held have gone on: the next block of another rank
-        waits for keys, and for gradients only the end does. So nobody waits for those of the last
-        two steps before it comes.
+        Gradients of a block leave when the next keys have come and gone on: a block of another rank
+        waits for keys, which would share the link with them, and for gradients only the end waits.
         """
         call, (k, v) = self._call, (self._k, self._v)
         rank, ranks, length = call.traffic.rank, call.traffic.ranks, self._q.shape[2]
@@ -132,8 +131,12 @@ class _Backward:
             k.device,
             lambda step: self._expected((rank + step) % ranks),
         )
+        packed: Parcel | None = None
         for step, (owner, parcel, ring) in enumerate(_around(keys, call)):
             # 1
+            if step > 1:
+                gradients.send(step - 1, packed)
+            # 2
             what, parts = call.part(rank, owner, length), None
             if what is not None:
                 ks, vs = (
@@ -145,15 +148,12 @@ class _Backward:
                 for total, values in zip(self._totals, parts, strict=True):
                     total += _first(values)
                 continue
-            # 2
             flat = None if parts is None else self._flat([_first(p) for p in parts], k.dtype)
             packed = gradients.pack(flat)
-            assert keys is not None, "another rank's came"
-            keys.left()
-            gradients.send(step, packed)
-            self._add(gradients, under_way=2)
+            self._add(gradients, under_way=1)
         # 3
         if ranks > 1:
+            gradients.send(ranks - 1, packed)
             self._add(gradients, under_way=0)
             gradients.record()
         grad_k, grad_v = (total.permute(1, 2, 0, 3) for total in self._totals)

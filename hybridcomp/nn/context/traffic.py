@@ -130,15 +130,13 @@ class Sealed:
 class Keys:
     """Keys and values of this rank, packed; they go round once in each pass.
 
-    ``meter``: of packing them, until they have gone round for the first time. ``leaving``: what was
-    sent last, None once nothing is to be sent any more.
+    ``meter``: of packing them, until they have gone round for the first time.
     """
 
     traffic: RingTraffic
     codec: Codec | None
     own: Parcel
     meter: Meter | None
-    leaving: Pending[Parcel | None] | None = None
 
     def seal(self) -> tuple[Sealed, Tensor | None]:
         """What the backward pass needs; no message where packing the values again costs nothing."""
@@ -159,14 +157,14 @@ class Keys:
             ring.meter, self.meter = self.meter, None
         held, contents, hops = self.own, self.own.contents, traffic.ranks - 1
         moving = _Moving(ring, contents, hops)
-        self.leaving = moving.send(held)  # 1
+        sent = moving.send(held)  # 1
         for step in range(traffic.ranks):
             # 2
             yield (traffic.rank - step) % traffic.ranks, held, ring
             # 3
-            if self.leaving is not None:
+            if sent is not None:
                 came = moving.next()
-                before, self.leaving = self.leaving, moving.send(came)  # 1
+                before, sent = sent, moving.send(came)  # 1
                 moving.expect()
                 before.wait()
                 held.release()
@@ -174,11 +172,6 @@ class Keys:
         held.release()
         raw_nbytes = hops * contents.numel * contents.dtype.itemsize
         traffic.circled(ring, raw_nbytes, "forward")
-
-    def left(self) -> None:
-        """Wait until what is held has gone to the next rank, so that the link is free."""
-        if self.leaving is not None:
-            self.leaving.wait()
 
 
 class _Moving:
