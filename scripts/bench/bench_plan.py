@@ -13,9 +13,10 @@ measure`` runs several times between the turns, and the mean of its figures coun
 several speeds: between any two steps a block runs that says at which one they ran, and all that the
 ranks compute is predicted at that speed. Every configuration is predicted from these
 files alone, with the layout that was trained; nothing is fitted to the trainings. A rate that is
-named again replaces its rows; those of other rates stay. Four ranks have a share of a core each
-(``plan_bench/shares``). ``slow``: the same for four ranks with shares of a core, one of them with
-half of the others', in even stages and in those of the planner, who knows only the measurement.
+named again replaces its rows; those of other rates stay. Ranks play slower processors
+(``lab.slow_processors``), which leaves the cores to the threads and the kernel that move bytes, and
+makes ranks as fast beside each other as alone. ``slow``: the same for four ranks, one of them half
+as fast as the others, in even stages and in those of the planner, who knows only the measurement.
 ``report`` makes the page of the results of both.
 """
 
@@ -23,9 +24,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 from bench.plan_bench import slow, trained
 from bench.plan_bench.merged import merged
 from bench.plan_bench.report import Row, page, told
-from bench.plan_bench.shares import Shares, shares
 from bench.plan_bench.speed import Probe, at_speed
 from bench.plan_bench.trained import Model
 from bench.training_bench.runners import CellError
@@ -50,6 +51,7 @@ from hybridcomp.plan.search.placing import Placer
 from lab.cluster import Lab
 from lab.layout import LabError, Rates, parse_rate
 from lab.layout import Layout as Nodes
+from lab.slow_processors import SlowProcessors, slow_processors
 
 #: what is compressed, by name: blocks of a ds_config
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -75,8 +77,8 @@ TRIED: dict[int, tuple[tuple[int, int, int, tuple[str, ...]], ...]] = {
 }
 #: steps of every training before the first rate, and after every change of the rate
 WARM, SETTLE = 2, 1
-#: of this machine, and what each of more ranks has of one
-CORES, SHARE = len(os.sched_getaffinity(0)), 0.45
+#: by ranks: how many times slower than a core of this machine their processors are, on two cores
+TIMES = {2: 2.0, 4: 2.5}
 Turned = Callable[[int], None]
 
 
@@ -110,7 +112,7 @@ def plans(model: Model, cluster: Cluster, ranks: int) -> list[Plan]:
 
 
 def measured(
-    rate: str, lab: Lab, model: Model, turns: Turned, own: Shares, args: argparse.Namespace
+    rate: str, lab: Lab, model: Model, turns: Turned, own: SlowProcessors, args: argparse.Namespace
 ) -> Cluster:
     """The mean of some measurements, with turns before, between and behind them."""
     clusters = []
@@ -124,7 +126,7 @@ def measured(
 
 
 def at_rate(
-    rate: str, lab: Lab, model: Model, tried: Tried, own: Shares, args: argparse.Namespace
+    rate: str, lab: Lab, model: Model, tried: Tried, own: SlowProcessors, args: argparse.Namespace
 ) -> list[Row]:
     """Turns and measurements, then the predictions of what was trained."""
     lab.shape(Rates(parse_rate(rate)))
@@ -154,17 +156,31 @@ def at_rate(
     return rows
 
 
+def check_rising(rates: Sequence[str]) -> None:
+    """Raises LabError unless every rate is above the one before it.
+
+    A connection that was made on a fast link keeps its longer packets on a slower one, where the
+    kernel cuts them up: measured, a native step took up to two thirds longer there.
+    """
+    bits = [parse_rate(rate) or math.inf for rate in rates]
+    if any(one >= two for one, two in pairwise(bits)):
+        raise LabError(
+            f"--rates {' '.join(rates)}: rates have to rise within a session, as connections keep "
+            "the packets of a faster link; order them, or name those again in a session of its own"
+        )
+
+
 def trainings(args: argparse.Namespace) -> None:
     """All configurations at all rates; the rows go to a file of the folder."""
     model = Model()
+    check_rising(args.rates)
     args.folder.mkdir(parents=True, exist_ok=True)
     out = args.folder / f"rows{args.ranks}.json"
     before = [Row(**row) for row in json.loads(out.read_text())] if out.is_file() else []
     steps = WARM + len(args.rates) * (SETTLE + args.turns) + 1
     rows = [row for row in before if row.rate not in args.rates]
-    each = [SHARE] * args.ranks if args.ranks > CORES else []
     with (
-        shares(each) as own,
+        slow_processors([TIMES[args.ranks]] * args.ranks) as own,
         Lab(Nodes.parse(str(args.ranks)), Rates(parse_rate(args.rates[0]))) as lab,
     ):
         path = args.folder / f"{args.ranks}ranks_first.json"
@@ -179,10 +195,14 @@ def trainings(args: argparse.Namespace) -> None:
                     session, plan, cluster, model, args.data, folder, steps
                 )))  # fmt: skip
             tried = Tried(started, Probe.started(session, model.block))
-            own.limit(True)
             trained.turns([turns for _, turns in started], WARM)
             for rate in args.rates:
+                if args.ask:
+                    print(f"{rate}: Enter begins", flush=True)
+                    sys.stdin.readline()
+                own.limit(True)
                 rows += at_rate(rate, lab, model, tried, own, args)
+                own.limit(False)
                 rows.sort(key=lambda row: parse_rate(row.rate) or 0)
                 out.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     print("\n".join(told(rows)))
@@ -220,6 +240,10 @@ def main() -> int:
         one.add_argument("--turns", type=int, default=8, help="timed steps (at each rate)")
         one.add_argument("--seconds", type=float, default=40.0, help="of hybridcomp measure")
         if name == "trainings":
+            one.add_argument(
+                "--ask", action="store_true",
+                help="wait for Enter before every rate, such as until nothing else runs",
+            )  # fmt: skip
             one.add_argument("--parts", type=int, default=2, help="measurements at each rate")
             one.add_argument("--ranks", type=int, choices=tuple(TRIED), default=2)
             one.add_argument("--rates", nargs="+", default=["200mbit", "600mbit", "2gbit"])

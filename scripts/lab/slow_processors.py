@@ -5,19 +5,25 @@ others, and its messages wait for a core. A quota of a control group does not me
 the threads that move bytes as well, and a rank that has waited begins with a whole grant. Here the
 main thread of a process sleeps in proportion to what it has computed (``slow_processor.c``): with
 as many times as ranks have to share a core, each is as fast beside the others as it is alone.
+
+A virtual machine gives a core that sleeps away, and gets it back late and with cold caches: so
+something that gives way to everything else keeps the cores at work while ranks are limited.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab.layout import LabError
+from lab.namespaces import end_with_parent
 
 SOURCE = Path(__file__).with_name("slow_processor.c")
 VARIABLE = "HYBRIDCOMP_SLOW_PROCESSOR"
@@ -36,6 +42,7 @@ class SlowProcessors:
     times: tuple[float, ...] = ()
     words: tuple[str, ...] = ()
     folder: Path | None = None
+    _awake: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def limit(self, on: bool) -> None:
         """Give every rank its own processor, or one of the machine's (as at the beginning)."""
@@ -43,6 +50,16 @@ class SlowProcessors:
             assert self.folder is not None
             with (self.folder / str(rank)).open("r+b") as file:
                 file.write(struct.pack("d", times if on else 1.0))
+        self._rest()
+        if on and self.times:
+            self._awake.extend(_busy(core) for core in sorted(os.sched_getaffinity(0)))
+
+    def _rest(self) -> None:
+        """Let cores sleep again that have nothing to do."""
+        while self._awake:
+            process = self._awake.pop()
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager
@@ -60,7 +77,23 @@ def slow_processors(times: Sequence[float]) -> Iterator[SlowProcessors]:
         for rank in range(len(times)):
             (folder / str(rank)).write_bytes(struct.pack("d", 1.0))
         enter = f'LD_PRELOAD={library} {VARIABLE}={folder}/$RANK exec "$@"'
-        yield SlowProcessors(tuple(times), ("sh", "-c", enter, "sh"), folder)
+        found = SlowProcessors(tuple(times), ("sh", "-c", enter, "sh"), folder)
+        try:
+            yield found
+        finally:
+            found._rest()
+
+
+def _busy(core: int) -> subprocess.Popen[bytes]:
+    """A process that keeps ``core`` at work whenever nothing else wants it."""
+
+    def give_way() -> None:
+        end_with_parent()
+        os.sched_setaffinity(0, {core})
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+    words = [sys.executable, "-S", "-E", "-c", "while True: pass"]
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, preexec_fn=give_way)
 
 
 def _compiled(folder: Path) -> Path:

@@ -14,7 +14,9 @@ HEAD = """\
 # Plans against trainings
 
 How near `hybridcomp plan` comes. Ranks are nodes of a netlab on the two cores of one machine (gloo,
-fp32); of two each has a core, of four each has 45 % of one by a quota. The example GPT has 4 layers
+fp32). Each plays a processor of its own: of two ranks one that is half as fast as a core, of four
+one that is two and a half times slower, so that each is as fast beside the others as alone and
+cores are left for what moves bytes (`scripts/lab/slow_processors.py`). The example GPT has 4 layers
 of width 256, a step 16 samples of 128 tokens. Every configuration was trained with the planner's
 own files, all of them side by side, of which one at a time makes a step. At each rate `hybridcomp
 measure` ran between the turns. This machine has several speeds, a fifth apart, and changes from one
@@ -150,8 +152,8 @@ def _slow(found: dict[str, Any]) -> Iterator[str]:
     speeds = ", ".join(f"{speed:.2f}" for speed in found["speeds"])
     yield "## One rank at half speed"
     yield ""
-    yield "Four ranks, each with a share of a core that a cgroup grants every 5 ms, rank 1 with"
-    yield "half of the others'. The planner was not told: its measurement found speeds of"
+    yield "Four ranks, each on a processor two and a half times slower than a core, rank 1 on one five"
+    yield "times slower. The planner was not told: its measurement found speeds of"
     yield f"{speeds}."
     yield "A pipeline of four stages over 12 blocks of width 128, 8 micro-batches:"
     yield ""

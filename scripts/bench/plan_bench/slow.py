@@ -1,7 +1,7 @@
 """One of four ranks slowed by half: even stages against those of the planner.
 
-Every rank has a share of a core (``shares``); that of one rank is half of the others'. Nobody tells
-the planner: it sees the measurement that ran under the same shares.
+Every rank plays a slower processor (``lab.slow_processors``); that of one rank is half as fast as
+the others'. Nobody tells the planner: it sees the measurement that ran on the same processors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.plan_bench import trained
-from bench.plan_bench.shares import shares
 from bench.plan_bench.trained import Model
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.predict import plan_of
@@ -20,10 +19,11 @@ from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.search.placing import Placer
 from lab.cluster import Lab
 from lab.layout import Layout as Nodes
+from lab.slow_processors import slow_processors
 
 RANKS, SLOW = 4, 1
-#: of a core, for the others and for the slow one
-SHARE, HALF = 0.44, 0.22
+#: how many times slower than a core of this machine: the others, and the slow one
+TIMES, SLOWER_TIMES = 2.5, 5.0
 MODEL = Model(layers=12, width=128, samples=16, micro_batch=2)
 WARM = 2
 
@@ -45,8 +45,8 @@ class Compared(NamedTuple):
 def compared(folder: Path, data: Path, seconds: float, turns: int) -> Compared:
     """Measure, plan, and train both in turns."""
     path = (folder / "slow_cluster.json").resolve()
-    each = [HALF if rank == SLOW else SHARE for rank in range(RANKS)]
-    with shares(each) as own, Lab(Nodes.parse(str(RANKS))) as lab:
+    each = [SLOWER_TIMES if rank == SLOW else TIMES for rank in range(RANKS)]
+    with slow_processors(each) as own, Lab(Nodes.parse(str(RANKS))) as lab:
         own.limit(True)
         trained.measured(lab, MODEL, path, seconds, own.words)
         own.limit(False)  # imports of trainings take no part
@@ -66,8 +66,9 @@ def compared(folder: Path, data: Path, seconds: float, turns: int) -> Compared:
                 )
                 for name, plan in zip(("even", "planned"), plans, strict=True)
             ]
+            trained.turns(jobs, WARM)
             own.limit(True)
-            trained.turns(jobs, WARM + turns)
+            trained.turns(jobs, turns)
             took = [trained.seconds(one, WARM) for one in jobs]
             losses = [trained.losses(one) for one in jobs]
     said = [plan.prediction.seconds for plan in plans]

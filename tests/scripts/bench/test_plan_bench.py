@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.bench_plan import check_rising
 from bench.plan_bench.merged import merged
 from bench.plan_bench.speed import Probe, at_speed, middle
 from hybridcomp.plan.choices import Choices
@@ -21,6 +22,7 @@ from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.machines.rows import Kernel, Kind, Rank, Timing
 from hybridcomp.plan.request import Batch, Limits
+from lab.layout import LabError
 from tests.plan.clusters import cluster, small
 
 
@@ -72,3 +74,13 @@ def test_the_block_between_steps_against_the_measured_one() -> None:
 def test_the_middle_of_the_turns() -> None:
     assert middle([1.0, 100.0, 2.0, 3.0, 0.0]) == pytest.approx(2.0)
     assert middle([1.0, 3.0]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("rates", [["2gbit", "600mbit"], ["1gbit", "1000mbit"], ["none", "1gbit"]])
+def test_a_session_whose_rates_fall_is_refused(rates: list[str]) -> None:
+    with pytest.raises(LabError, match="have to rise within a session"):
+        check_rising(rates)
+
+
+def test_rates_that_rise_are_taken() -> None:
+    check_rising(["200mbit", "0.6gbit", "2gbit", "none"])
