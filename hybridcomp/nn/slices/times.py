@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -64,9 +65,28 @@ class SliceTimes:
         """Of the messages of these granules, beyond that."""
         return max(times.hop(self.granule * start, self.granule * stop) for times in self.each)
 
-    def fastest(self) -> Slices:
-        """The slices with which one pass takes least."""
-        return token_slices(self.count, self.stages, self.seconds, self.hop)
+    @property
+    def call(self) -> float:
+        """Seconds of a slice that do not depend on its tokens, as they were found."""
+        return max(times.later[0] + times.post[0] for times in self.each)
+
+    def fastest(self, dearer: float = 0.0) -> Slices:
+        """The slices with which one pass takes least; ``dearer``: if each took so much longer.
+
+        Their seconds are those without it.
+        """
+
+        def seconds(start: int, stop: int) -> float:
+            return max(1e-9, self.seconds(start, stop) + dearer)
+
+        found = token_slices(self.count, self.stages, seconds, self.hop)
+        return self.of(found.stops) if dearer else found
+
+    def of(self, stops: Sequence[int]) -> Slices:
+        """Slices that end behind these granules."""
+        cuts = list(pairwise((0, *stops)))
+        slowest = max(self.seconds(*cut) + self.hop(*cut) for cut in cuts)
+        return Slices(tuple(stops), slowest, sum(self.seconds(*cut) for cut in cuts))
 
     def uniform(self, parts: int) -> Slices:
         """So many slices, as equal as granules allow. Raises ValueError."""

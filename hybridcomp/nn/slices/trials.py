@@ -26,8 +26,10 @@ from hybridcomp.plan.algorithms.slices import Slices
 
 #: how many equal slices may be tried
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+#: how much dearer a call may be than it was found to be
+CALLS = (2.0, 0.5)
 #: ways that are tried, at most, and how much longer than the fastest they may be predicted to take
-MOST, WORSE = 5, 1.25
+MOST, WORSE = 6, 1.25
 #: turns of all ways, behind one that allocates
 TURNS = 8
 #: share of the turns in which other slices have to be faster than the predicted ones to be taken
@@ -85,17 +87,23 @@ def told(tried: Sequence[Tried], times: SliceTimes) -> str:
 
 
 def candidates(times: SliceTimes, most: int = MOST, worse: float = WORSE) -> list[Slices]:
-    """The slices that are predicted to be fastest, and the best of the equal ones.
+    """The slices that are predicted to be fastest, and others that may be so.
 
-    Equal ones: as many as ``PARTS`` says. At most ``most`` ways, none of which is predicted to take
-    more than ``worse`` times as long as the first. The same slices stand there once.
+    These are what would be fastest if a call took ``CALLS`` times as long as it was found to, which
+    is what times of single slices know least, and the best of the equal ones, as many as ``PARTS``
+    says. At most ``most`` ways, none of which is predicted to take more than ``worse`` times as
+    long as the first. The same slices stand there once.
     """
     best = times.fastest()
-    even = [times.uniform(parts) for parts in PARTS if parts <= times.count]
-    even.sort(key=lambda way: way.seconds(times.stages))
     bound = worse * best.seconds(times.stages)
-    others = [way for way in even if way.stops != best.stops and way.seconds(times.stages) <= bound]
-    return [best, *others][:most]
+    others = [times.fastest(dearer=(factor - 1) * times.call) for factor in CALLS]
+    even = [times.uniform(parts) for parts in PARTS if parts <= times.count]
+    others += sorted(even, key=lambda way: way.seconds(times.stages))
+    found = {best.stops: best}
+    for way in others:
+        if way.seconds(times.stages) <= bound:
+            found.setdefault(way.stops, way)
+    return list(found.values())[:most]
 
 
 def tried_slices(

@@ -43,9 +43,10 @@ SLICES = """\
 
 One sequence, batch 1. "Chosen": what `--slices auto` of the example takes. Some slices at several
 places and their messages are timed on all stages. The slices that the dynamic program finds by
-these times, and the best equal ones, then run some real steps, and the fastest are taken. All ways
-take turns; a step is that of the slowest stage, the median of {repeats}. "Chosen / these": the
-median of these turns.{slower}
+these times, and the best equal ones, then run some real steps; the former are taken unless others
+are faster in most turns. Then all ways take turns, those that are clearly slower the first few
+only; a step is that of the slowest stage, the median of the turns. "Chosen / these": the median of
+their ratios, turn by turn.{slower}
 """
 SLOWER = (
     " There are fewer cores than stages, so all of them play stages that compute {slower:g} times "
