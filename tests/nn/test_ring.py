@@ -274,5 +274,6 @@ def test_receives_are_posted_ahead_and_what_came_goes_on_at_once(on_ranks: RunRa
     start, hop, last = ["receive", "receive", "send"], ["send", "receive"], ["send"]
     for forward, backward in on_ranks(4, posted):
         assert forward == start + hop + last
-        # of gradients: the receive of the first before all, that of the next behind each send
-        assert backward == ["receive"] + start + hop + hop + last + hop + last
+        # of gradients: the receive of the first before all, that of the next behind each send,
+        # and each behind the keys that go on a step later
+        assert backward == ["receive"] + start + hop + last + hop + hop + last
