@@ -1,15 +1,17 @@
-"""What DeepSpeed's tests take for granted and a CPU has not, for their ranks.
+"""What DeepSpeed's tests take for granted and ranks on CPUs have not.
 
 The processor is asked for once: in every rank DeepSpeed's builders would, which takes seconds.
-Tests hand the number of a device to DistributedDataParallel and to tensors; CPUs have none.
+Tests hand the number of a device to DistributedDataParallel, and gather flags as scalars on it,
+which gloo does not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cpuinfo  # type: ignore[import-untyped]
-from deepspeed.accelerator import get_accelerator
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from unit import common  # type: ignore[import-not-found]
 
@@ -25,13 +27,12 @@ def _without_devices(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     _init(self, module, *args, **kwargs)
 
 
-class _Named:
-    """The accelerator, whose device has its name in place of the rank's number."""
-
-    def __getattr__(self, name: str) -> Any:
-        accelerator = get_accelerator()
-        return getattr(accelerator, "current_device_name" if name == "current_device" else name)
+def _reduced(flag: bool, op: Callable[[Iterable[bool]], bool] = all) -> bool:
+    flags = [flag] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(flags) > 1:
+        dist.all_gather_object(flags, flag)
+    return op(flags)
 
 
 DistributedDataParallel.__init__ = _without_devices  # type: ignore[method-assign]
-common.get_accelerator = _Named
+common.reduce_boolean_flags = _reduced
