@@ -16,6 +16,6 @@ SERVER = (
     "deepspeed.pipe",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "unit.common",
-    "processor_known",
+    "on_cpu",
 )
 multiprocessing.set_forkserver_preload([*SERVER])

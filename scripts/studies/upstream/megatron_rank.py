@@ -1,6 +1,6 @@
 """One rank of Megatron's unit tests on a CPU: stand-ins for torch.cuda, gloo for NCCL, then pytest.
 
-torchrun --nproc-per-node 2 megatron_rank.py REPORTS TEST_FILE
+torchrun --nproc-per-node 2 megatron_rank.py REPORTS TEST_FILE[::TEST]...
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def stand_ins() -> Any:
     return module
 
 
-def main(reports: str, file: str) -> int:
-    """Run ``file``; what came of every test goes to ``reports``, one file a rank."""
+def main(reports: str, *places: str) -> int:
+    """Run tests of one file; what came of every test goes to ``reports``, one file a rank."""
     on_cpu = stand_ins()
     on_cpu.install()
     original = dist.init_process_group
@@ -40,11 +40,10 @@ def main(reports: str, file: str) -> int:
     import megatron.core  # noqa: F401
 
     on_cpu.patch()
-    report = Path(reports, f"{Path(file).stem}.{os.environ['RANK']}.xml")
+    report = Path(reports, f"{Path(places[0].partition('::')[0]).stem}.{os.environ['RANK']}.xml")
     # without upstream's conftest: it downloads a data set
-    return int(
-        pytest.main(["-q", "--noconftest", f"--junitxml={report}", "-p", "no:cacheprovider", file])
-    )
+    options = ["-q", "--noconftest", f"--junitxml={report}", "-p", "no:cacheprovider"]
+    return int(pytest.main([*options, *places]))
 
 
 if __name__ == "__main__":

@@ -46,12 +46,21 @@ def test_what_passes_only_plainly_is_named(
 ) -> None:
     out = tmp_path / "out"
     status = upstream_tests.main(
-        ["deepspeed", str(checkout), "--files", "unit/test_one.py", "--out", str(out)]
+        [
+            "deepspeed",
+            str(checkout),
+            "--files",
+            "unit/test_one.py",
+            "--out",
+            str(out),
+            "--again",
+            "2",
+        ]
     )
     said = capsys.readouterr().out
     assert status == 1
     assert "unit/test_one.py: 3 passed, 1 failed; armed 2 passed, 2 failed" in said
-    assert "unit.test_one::test_only_plainly: failed with hybridcomp" in said
+    assert "test_only_plainly: failed with hybridcomp, then passed 2 and 0 of 2 times" in said
     assert "1 pass only without hybridcomp" in said
     outcomes = json.loads((out / "deepspeed/outcomes.json").read_text())
     assert outcomes["plain"]["unit.test_one::test_never"] == "failed"

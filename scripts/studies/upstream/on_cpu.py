@@ -1,0 +1,38 @@
+"""What DeepSpeed's tests take for granted and ranks on CPUs have not.
+
+The processor is asked for once: in every rank DeepSpeed's builders would, which takes seconds.
+Tests hand the number of a device to DistributedDataParallel, and gather flags as scalars on it,
+which gloo does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import cpuinfo  # type: ignore[import-untyped]
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from unit import common  # type: ignore[import-not-found]
+
+_known = cpuinfo.get_cpu_info()
+cpuinfo.get_cpu_info = lambda: _known
+_init = DistributedDataParallel.__init__
+
+
+def _without_devices(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+        kwargs |= {"device_ids": None, "output_device": None}
+        args = ()
+    _init(self, module, *args, **kwargs)
+
+
+def _reduced(flag: bool, op: Callable[[Iterable[bool]], bool] = all) -> bool:
+    flags = [flag] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(flags) > 1:
+        dist.all_gather_object(flags, flag)
+    return op(flags)
+
+
+DistributedDataParallel.__init__ = _without_devices  # type: ignore[method-assign]
+common.reduce_boolean_flags = _reduced
