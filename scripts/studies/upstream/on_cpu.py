@@ -1,8 +1,8 @@
 """What DeepSpeed's tests take for granted and ranks on CPUs have not.
 
 The processor is asked for once: in every rank DeepSpeed's builders would, which takes seconds.
-Tests hand the number of a device to DistributedDataParallel, and gather flags as scalars on it,
-which gloo does not.
+Tests hand the number of a device to DistributedDataParallel, gather flags as scalars on it, which
+gloo does not, and keep the random state of the accelerator, of which torch.cpu has no functions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import cpuinfo  # type: ignore[import-untyped]
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from unit import common  # type: ignore[import-not-found]
@@ -34,5 +35,15 @@ def _reduced(flag: bool, op: Callable[[Iterable[bool]], bool] = all) -> bool:
     return op(flags)
 
 
+def _state(device: Any = "cpu") -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor, device: Any = "cpu") -> None:
+    torch.set_rng_state(state)
+
+
+torch.cpu.get_rng_state = _state  # type: ignore[attr-defined]
+torch.cpu.set_rng_state = _set_state  # type: ignore[attr-defined]
 DistributedDataParallel.__init__ = _without_devices  # type: ignore[method-assign]
 common.reduce_boolean_flags = _reduced
