@@ -33,6 +33,11 @@ COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatte
 SURE = 1 << 20
 #: a larger one is left out if two calls and LEAST timings of it may take so often the allowance
 PATIENCE = 2.0
+#: what gradients and parameters travel by, in messages of up to this size, which no cache holds (a
+#: line through those that one holds is too flat); they are left out only if they may take more than
+#: this share of the whole measurement
+LONG: tuple[Operation, ...] = ("all_reduce", "all_gather")
+LONG_NBYTES, LONG_SHARE = 1 << 24, 0.1
 #: until the receiver of a message has said that it waits for it
 WAIT_S = 2e-3
 #: torch 2.13 renames it and warns about the old name
@@ -78,7 +83,7 @@ def link_rows(
         left = sum(size <= limits[other] for size, other in cases[index:])
         allowance, known = part.each(left), points.get(key, [])
         expected = Curve.through(known).at(nbytes).value if nbytes > SURE and known else 0.0
-        if expected * (2 + LEAST) > PATIENCE * allowance:
+        if expected * (2 + LEAST) > _patience(nbytes, key, allowance, part):
             limits[key] = nbytes - 1
             continue
         run = runner(key.operation, key.shape, nbytes, dtype, team) if key.active(team) else None
@@ -108,6 +113,14 @@ def _keys(shapes: list[Shape]) -> list[Key]:
                 found.append(Key(operation, shape, "groups"))
             found.append(Key(operation, shape, "compute"))
     return found
+
+
+def _patience(nbytes: int, key: Key, allowance_s: float, part: Part) -> float:
+    """Seconds that a case may take."""
+    own = PATIENCE * allowance_s
+    if key.operation in LONG and key.beside != "compute" and nbytes <= LONG_NBYTES:
+        return max(own, LONG_SHARE * part.whole_s)
+    return own
 
 
 def _wanted(nbytes: int, key: Key) -> bool:

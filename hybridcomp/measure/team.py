@@ -167,6 +167,11 @@ class Part:
     def __init__(self, budget: Budget, stop: float) -> None:
         self._budget, self._stop = budget, stop
 
+    @property
+    def whole_s(self) -> float:
+        """Seconds of the whole measurement."""
+        return self._budget.seconds
+
     def allowances(self, count: int) -> Iterator[float]:
         """The seconds of each of ``count`` cases, never none; a collective for each."""
         for left in range(count, 0, -1):

@@ -23,7 +23,7 @@ measure` ran between the turns. This machine has several speeds, a fifth apart, 
 to another within a minute: so a block of a transformer ran between any two steps, and what a rank
 computes is predicted at the speed that this block had. That block and the measurement are all that
 predictions come from; nothing is fitted to the trainings. Measured: the steps of the slowest rank,
-their mean without the fastest and the slowest.
+their mean without the fastest and the slowest fifth.
 """
 COMMANDS = """\
 ## Commands
@@ -152,8 +152,8 @@ def _slow(found: dict[str, Any]) -> Iterator[str]:
     speeds = ", ".join(f"{speed:.2f}" for speed in found["speeds"])
     yield "## One rank at half speed"
     yield ""
-    yield "Four ranks, each on a processor two and a half times slower than a core, rank 1 on one five"
-    yield "times slower. The planner was not told: its measurement found speeds of"
+    yield "Four ranks, each on a processor two and a half times slower than a core, rank 1 on one"
+    yield "five times slower. The planner was not told: its measurement found speeds of"
     yield f"{speeds}."
     yield "A pipeline of four stages over 12 blocks of width 128, 8 micro-batches:"
     yield ""

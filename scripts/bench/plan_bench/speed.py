@@ -56,6 +56,7 @@ def at_speed(job: Job, slowdown: float) -> Job:
 
 
 def middle(values: Sequence[float]) -> float:
-    """The mean without the largest and the smallest: of a machine with two speeds no median is."""
+    """The mean without the largest and the smallest fifth, in which others had the machine."""
     ordered = sorted(values)
-    return statistics.fmean(ordered[1:-1] if len(ordered) > 3 else ordered)
+    cut = len(ordered) // 5
+    return statistics.fmean(ordered[cut : len(ordered) - cut])

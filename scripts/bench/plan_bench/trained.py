@@ -103,10 +103,14 @@ def session(lab: Lab, ranks: int, before: Sequence[str] = ()) -> Session:
 
 
 def started(
-    jobs: Session, plan: Plan, cluster: Cluster, model: Model, data: Path, folder: Path, steps: int
-) -> Turns:
-    """A training of ``plan`` with the planner's own files. Raises CellError where none starts."""
-    base = json.loads((ROOT / "configs" / "ds_zero1_baseline.json").read_text())
+    jobs: Session, plan: Plan, cluster: Cluster, model: Model, data: Path, folder: Path, steps: int,
+    **settings: Any,
+) -> Turns:  # fmt: skip
+    """A training of ``plan`` with the planner's own files, and ``settings`` of DeepSpeed's on top.
+
+    Raises CellError where none starts.
+    """
+    base = json.loads((ROOT / "configs" / "ds_zero1_baseline.json").read_text()) | settings
     words = [
         "-m", "hybridcomp.run", str(WORKER), "train_gpt", *model.words, "--data", str(data),
         "--steps", str(steps), "--pp", "{stages}", "--cuts", "{cuts}", "--eval-batches", "0",

@@ -65,15 +65,16 @@ def test_the_block_between_steps_against_the_measured_one() -> None:
         for rank in (0, 1)
         for kind, seconds in took.items()
     ]
-    said = [[{"seconds": 99.0}, {"seconds": 4.0}, {"seconds": 5.0}] for _ in range(2)]
+    said = [[{"seconds": seconds} for seconds in (99.0, 4.0, 4.5, 60.0)] for _ in range(2)]
     turns: Any = SimpleNamespace(said=said)
     assert Probe(turns).slowdown(Cluster((), kernels=tuple(rows)), 1) == pytest.approx(1.5)
-    assert Probe(turns).count == 3
+    assert Probe(turns).count == 4
 
 
 def test_the_middle_of_the_turns() -> None:
     assert middle([1.0, 100.0, 2.0, 3.0, 0.0]) == pytest.approx(2.0)
     assert middle([1.0, 3.0]) == pytest.approx(2.0)
+    assert middle([0.0, 0.1, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 80.0, 90.0]) == pytest.approx(6.5)
 
 
 @pytest.mark.parametrize("rates", [["2gbit", "600mbit"], ["1gbit", "1000mbit"], ["none", "1gbit"]])
