@@ -40,7 +40,7 @@ from lab.slow_processors import KEEP_MEMORY, slow_processors
 #: how many equal slices stand beside the chosen ones
 UNIFORM = (2, 4, 6, 8, 12, 16, 24, 32)
 #: turns of all ways, behind which those go on that take at most so many times the fastest
-LOOK, CLEARLY = 6, 1.25
+LOOK, CLEARLY = 5, 1.2
 
 
 class Layer(nn.Module):
@@ -107,11 +107,14 @@ def measured(
     Ways that are clearly slower than the fastest take the first turns only.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names, random = list(ways), Random(0)
+    names, random, spent = list(ways), Random(0), 0.0
     for turn in range(options.repeats + 1):
+        if turn > 1 and spent > options.seconds:  # the same on all ranks
+            break
         random.shuffle(names)
         for name in names:
             took = stepped(model, ways[name].lengths(options.granule))
+            spent += took
             if turn:
                 seconds[name].append(took)
         if turn == LOOK:
@@ -141,6 +144,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--layers", type=int, default=2, help="of each stage")
     add("--repeats", type=int, default=5)
+    add("--seconds", type=float, default=180.0, metavar="S", help="no turn begins after so many")
     add("--stages", type=int, default=4)
     add("--slower", type=float, default=1.0, metavar="T", help="all ranks are T times slower")
     add("--out", type=Path, metavar="FILE", help="JSON")
