@@ -9,25 +9,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.nn.slices import (
-    Past,
-    SlicedStage,
     SliceTimes,
     StageTimes,
-    attend,
     chosen_slices,
     slice_times,
     timing,
 )
 from hybridcomp.nn.slices.times import fitted, of_computing
+from tests.nn.slices.model import GRANULE, LENGTH, STAGES, stage
 from tests.ranks import RunRanks
 
-WIDTH, HEADS, LENGTH, GRANULE, STAGES = 8, 2, 64, 4, 2
 FIRST, LATER = [0.04, 9.0, 25.0, 0.0, 1.0], [0.05, 10.0, 50.0, 60.0, 2.0]
 POST, ARRIVE = [0.02, 0.5], [0.1, 3.0]
 
@@ -72,33 +67,6 @@ def test_the_slowest_stage_counts_and_the_chosen_slices_win() -> None:
     every = (taken(stops) for n in range(10) for stops in combinations(range(1, 10), n))
     assert best == pytest.approx(min(every))
     assert best <= min(times.uniform(parts).seconds(4) for parts in range(1, 11))
-
-
-class Layers(nn.Module):
-    """One stage, with dropout, which draws numbers."""
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, WIDTH) if first else None
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, values: Tensor, past: Past) -> Tensor:
-        if self.table is not None:
-            values = self.table(values)
-        cut = self.qkv(values).view(*values.shape[:2], 3, HEADS, -1)
-        query, key, value = cut.permute(2, 0, 3, 1, 4)
-        mixed = attend(query, *past.extend(self, key, value))
-        return F.dropout(values + mixed.transpose(1, 2).flatten(2), 0.1)
-
-
-def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
-    return (hidden[..., 0] - labels).square().mean()
-
-
-def stage(channels: Channels | None = None) -> SlicedStage:
-    torch.manual_seed(3)
-    layers = Layers(dist.get_rank() == 0)
-    return SlicedStage(layers, (LENGTH,), WIDTH, loss_of, channels=lambda: channels)
 
 
 def measured(block: dict[str, Any] | None) -> SliceTimes:

@@ -9,25 +9,21 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hybridcomp import log
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.nn.slices import (
-    Past,
     SlicedStage,
     SliceTimes,
     StageTimes,
-    attend,
     chosen_slices,
     trials,
     tried_slices,
 )
+from tests.nn.slices.model import GRANULE, LENGTH, STAGES, stage
 from tests.ranks import RunRanks
 
-WIDTH, HEADS, LENGTH, GRANULE, STAGES = 8, 2, 64, 4, 2
 LINE = [0.05, 10.0, 50.0, 60.0, 2.0]
 
 
@@ -55,37 +51,6 @@ def test_dearer_calls_make_fewer_slices() -> None:
     fewer, more = (times.fastest(dearer=(factor - 1) * 10 * times.call) for factor in (2.0, 0.5))
     assert len(fewer.stops) < len(times.fastest().stops) <= len(more.stops)
     assert times.of(fewer.stops) == fewer and fewer.seconds(STAGES) > times.fastest().seconds(2)
-
-
-class Layers(nn.Module):
-    """One stage, with dropout, which draws numbers, and a buffer that counts calls."""
-
-    calls: Tensor
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, WIDTH) if first else None
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, values: Tensor, past: Past) -> Tensor:
-        self.calls += 1
-        if self.table is not None:
-            values = self.table(values)
-        cut = self.qkv(values).view(*values.shape[:2], 3, HEADS, -1)
-        query, key, value = cut.permute(2, 0, 3, 1, 4)
-        mixed = attend(query, *past.extend(self, key, value))
-        return F.dropout(values + mixed.transpose(1, 2).flatten(2), 0.1)
-
-
-def loss_of(hidden: Tensor, labels: Tensor) -> Tensor:
-    return (hidden[..., 0] - labels).square().mean()
-
-
-def stage(channels: Channels | None = None) -> SlicedStage:
-    torch.manual_seed(3)
-    layers = Layers(dist.get_rank() == 0)
-    return SlicedStage(layers, (LENGTH,), WIDTH, loss_of, channels=lambda: channels)
 
 
 def untouched() -> list[tuple[int, ...]]:
