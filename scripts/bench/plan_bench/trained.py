@@ -26,6 +26,7 @@ from hybridcomp.plan.plan import Plan
 from hybridcomp.plan.request import Batch, Limits
 from lab.cluster import Lab
 from lab.layout import PORT, LabError
+from lab.slow_processors import KEEP_MEMORY
 from lab.team import Team
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,8 +66,8 @@ class Model:
         return calibrated(Job(read_model(words), cluster, batch, limits))
 
 
-class Quotas(InLab):
-    """Ranks of a lab that each begin with some words, such as a shell that limits them."""
+class Preceded(InLab):
+    """Ranks of a lab whose commands stand behind some words, and that keep memory they freed."""
 
     def __init__(self, lab: Lab, before: Sequence[str]) -> None:
         super().__init__(lab)
@@ -77,7 +78,7 @@ class Quotas(InLab):
     ) -> AbstractContextManager[Team]:
         """As ``Runner`` says."""
         words = [*self._before, sys.executable, *command]
-        own = {**env, "MASTER_PORT": str(next(self._ports))}
+        own = {**env, **KEEP_MEMORY, "MASTER_PORT": str(next(self._ports))}
         team: AbstractContextManager[Team] = self.lab.started(words, env=own)
         return team
 
@@ -90,6 +91,7 @@ def measured(
              "--seconds", str(seconds), "--block", model.block]  # fmt: skip
     # trainings that wait for their turns hold ports from the lab's own on
     env = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(PORT - 1)}
+    env |= KEEP_MEMORY
     result = lab.run(words, env=env, timeout=PATIENCE_S)
     if result.status:
         failed = next(i for i, status in enumerate(result.statuses) if status)
@@ -99,7 +101,7 @@ def measured(
 def session(lab: Lab, ranks: int, before: Sequence[str] = ()) -> Session:
     """Trainings on all ranks of ``lab``, one a node."""
     place = Place("ds_zero1_baseline.json", str(ranks), ("dp",))
-    return Session(Quotas(lab, before), place, PATIENCE_S)
+    return Session(Preceded(lab, before), place, PATIENCE_S)
 
 
 def started(
