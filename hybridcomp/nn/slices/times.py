@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
-from hybridcomp.plan.algorithms.slices import Slices, token_slices, uniform_slices
+from hybridcomp.plan.algorithms.slices import Slices, timed_slices, token_slices, uniform_slices
 
 #: what each part of a time weighs: seconds
 Line = Sequence[float]
@@ -84,9 +83,7 @@ class SliceTimes:
 
     def of(self, stops: Sequence[int]) -> Slices:
         """Slices that end behind these granules."""
-        cuts = list(pairwise((0, *stops)))
-        slowest = max(self.seconds(*cut) + self.hop(*cut) for cut in cuts)
-        return Slices(tuple(stops), slowest, sum(self.seconds(*cut) for cut in cuts))
+        return timed_slices(stops, self.seconds, self.hop)
 
     def uniform(self, parts: int) -> Slices:
         """So many slices, as equal as granules allow. Raises ValueError."""

@@ -82,10 +82,12 @@ def undisturbed(pipeline: SlicePipeline) -> Iterator[None]:
     if pipeline.device.type == "cuda":
         devices = [pipeline.device]
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng(devices):
-        yield
-    for buffer, values in kept:
-        buffer.copy_(values)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for buffer, values in kept:
+            buffer.copy_(values)
 
 
 class _Timer:

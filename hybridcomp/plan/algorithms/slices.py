@@ -83,11 +83,15 @@ def uniform_slices(
     """``count`` slices as equal as granules allow, for comparison. Raises ValueError."""
     if not 1 <= count <= granules:
         raise ValueError(f"found {count} slices of {granules} granules; expected 1 to {granules}")
-    stops = tuple(granules * (k + 1) // count for k in range(count))
+    return timed_slices([granules * (k + 1) // count for k in range(count)], seconds, hop)
+
+
+def timed_slices(stops: Sequence[int], seconds: SliceSeconds, hop: SliceSeconds = no_hop) -> Slices:
+    """The slices that end behind the granules ``stops``, with what they take."""
     cuts = list(pairwise((0, *stops)))
     times = [seconds(*cut) for cut in cuts]
     slowest = max(time + hop(*cut) for time, cut in zip(times, cuts, strict=True))
-    return Slices(stops, slowest, sum(times))
+    return Slices(tuple(stops), slowest, sum(times))
 
 
 def _fewest_seconds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,17 @@ def test_a_checkout_without_tests(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         upstream_tests.main(["megatron", str(tmp_path)])
     assert "expected a checkout with tests/unit_tests" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("without", "with_", "bad"), [(3, 0, 1), (4, 3, 1), (2, 2, 0), (0, 1, 0)])
+def test_what_passes_less_often_armed_counts(without: int, with_: int, bad: int) -> None:
+    class Flaky(upstream_tests.Run):
+        runs = {False: iter([1] + [1] * without + [0] * 9), True: iter([0] + [1] * with_ + [0] * 9)}
+
+        def outcomes(self, file: str, armed: bool, only: Sequence[str] = ()) -> dict[str, str]:
+            return {
+                "unit.test_one::test_now_and_then": ("failed", "passed")[next(self.runs[armed])]
+            }
+
+    run = Flaky("deepspeed", Path(), Path(), 1, 1.0)
+    assert upstream_tests.compared(run, "unit/test_one.py", 4)[2] == bad
