@@ -12,6 +12,7 @@ from hybridcomp.plan.machines.figures import Figure
 #: rows of a cluster, and which of their fields are figures
 KINDS = {
     "links": ("seconds", "compute_left", "returned"), "encoded": ("seconds",),
+    "channels": ("seconds", "direct"), "host_codecs": ("seconds",),
     "codecs": ("seconds",), "copies": ("seconds",), "kernels": ("seconds",),
     "trainings": ("micro", "last"),
 }  # fmt: skip
