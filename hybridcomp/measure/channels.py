@@ -103,6 +103,8 @@ def channel_rows(
                 case.numel, nbytes, taken[setting].times(half), taken[DIRECT].times(half),
                 "alone" if case.key.beside == "alone" else "groups",
             ))  # fmt: skip
+    for one in channels.values():
+        one.close_step(False, team.device)  # headers that nobody has looked at yet
     return rows
 
 
