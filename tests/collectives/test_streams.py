@@ -181,6 +181,23 @@ def test_on_a_side_stream(gpu: Gpu, codec: Codec) -> None:
         values.add_(1)
 
 
+@pytest.mark.parametrize("codec", [FIXED[0], make_codec("zfp", rate=8), *VARIABLE], ids=str)
+def test_waited_for_on_another_stream(gpu: Gpu, codec: Codec) -> None:
+    """As ZeRO 3 does with what was fetched ahead and not used."""
+    side, group = cuda.Stream(), Group.of(group_of(RANKS, RANK))
+    for _ in range(2):
+        values, gathered = values_of(), values_of(RANKS * NUMEL)
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side):
+            summed = all_reduce(values, codec, group, meter=Meter(), async_op=True)
+            brought = all_gather(values, gathered, codec, group, meter=Meter(), async_op=True)
+        cuda.current_stream().wait_stream(side)
+        summed.wait()
+        brought.wait()
+        gathered.add_(1)
+        gpu.sweep()
+
+
 BLOCKS = {
     "feedback": {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}},
     "lossless": {"dp": "expcode"},

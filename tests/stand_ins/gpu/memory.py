@@ -59,7 +59,7 @@ class Block:
     what: str
     written: tuple[int, int] | None = None
     read: Clock = field(default_factory=dict)
-    recorded: set[int] = field(default_factory=set)
+    recorded: list[Stream] = field(default_factory=list)
 
     def touch(self, by: Stream, writes: bool) -> None:
         """Raise Race unless ``by`` has waited for whom it has to."""
@@ -78,7 +78,7 @@ class Block:
     def check_freed(self, host: Stream) -> None:
         """Raise Race where another stream still uses what its owner may get again.
 
-        What the host has waited for is over, whatever the owner itself has waited for.
+        What the host has waited for is over, and a stream that it was recorded on is waited for.
         """
         if self.owner is host:
             return  # torch keeps pinned memory until copies are through
@@ -86,8 +86,7 @@ class Block:
         if self.written is not None:
             used[self.written[0]] = max(self.written[1], used.get(self.written[0], 0))
         for number, count in used.items():
-            over = self.owner.sees(number, count) or host.sees(number, count)
-            if number not in self.recorded and not over:
+            if not any(s.sees(number, count) for s in (self.owner, host, *self.recorded)):
                 raise Race(
                     f"{self.what} was freed to {self.owner.name} while {number} still uses it"
                 )
@@ -127,7 +126,7 @@ class Memory:
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
         """``record_stream``: the block is not given out before ``stream`` is through with it."""
-        self._blocks[tensor.untyped_storage()._cdata].recorded.add(stream.number)
+        self._blocks[tensor.untyped_storage()._cdata].recorded.append(stream)
 
     def sweep(self, host: Stream) -> None:
         """Take back what was freed. Raises Race."""
