@@ -2,15 +2,15 @@
 """Measure everything that only a GPU can tell, in one command that goes on where it was cut off.
 
     scripts/bench/prove_on_gpu.py --out runs/gpu                # all, about six hours on an H100
-    scripts/bench/prove_on_gpu.py --out runs/gpu --list         # the steps, what they show, which are done
+    scripts/bench/prove_on_gpu.py --out runs/gpu --list         # the steps, and which are done
     scripts/bench/prove_on_gpu.py --out runs/gpu --only tests codecs
     scripts/bench/prove_on_gpu.py --out runs/gpu --dry-run      # the commands
 
-Needs one GPU with 80 GB and hybridcomp[cuda13,deepspeed,dev,megatron,plot], or cuda12. Every step is
-a command of its own whose output is kept in OUT/NAME.log. A step that succeeded is not repeated
-(--again does); one that failed is told and the next one begins. What the figures should be stands in
-docs/results/gpu_proof.md, which says of each whether it was ever measured. The last step writes the
-chapters to OUT/pages.
+Needs one GPU with 80 GB and hybridcomp[cuda13,deepspeed,dev,megatron,plot], or cuda12. Every step
+is a command of its own whose output is kept in OUT/NAME.log. A step that succeeded is not repeated
+(--again does); one that failed is told and the next one begins. What the figures should be stands
+in docs/results/gpu_proof.md, which says of each whether it was ever measured. The last step writes
+the chapter to OUT/pages.
 """
 
 from __future__ import annotations

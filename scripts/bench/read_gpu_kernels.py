@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compile every CUDA kernel for every architecture and read what came out, without a GPU.
 
-    scripts/bench/read_gpu_kernels.py                     # all, minutes on two cores; goes on where it was
+    scripts/bench/read_gpu_kernels.py            # all, minutes; goes on where it was
     scripts/bench/read_gpu_kernels.py --architectures 90 --only casts radix
-    scripts/bench/read_gpu_kernels.py --check             # exit 1: something spills, or is not current
+    scripts/bench/read_gpu_kernels.py --check    # exit 1 where something is spilled
 
 Needs CuPy and NVRTC (hybridcomp[cuda13], or cuda12 with --architectures 70), and nvdisasm for the
 counts of instructions: on the path, or Triton's. What was read is kept in --json, image by image,
@@ -13,11 +13,14 @@ with a digest of the sources; --md becomes the page of it.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +57,36 @@ def macros(setting: str) -> tuple[str, ...]:
     return (f"HC_BITS={bits}", *named) if bits else ()
 
 
+@cache
+def digest_of(source: str) -> str:
+    """The digest of a source, of all that it includes, and of how it is compiled."""
+    digest, todo, seen = hashlib.sha256(" ".join(images.OPTIONS[:-2]).encode()), [source], set()
+    while todo:
+        name = todo.pop()
+        place = next(f / name for f in (images.FOLDER, images.FORMATS) if (f / name).is_file())
+        text = place.read_text()
+        digest.update(text.encode())
+        seen.add(name)
+        todo += sorted(set(re.findall(r'^#include "(.+)"', text, re.MULTILINE)) - seen - {*todo})
+    return digest.hexdigest()[:16]
+
+
 class Book:
-    """What was read so far, in a file."""
+    """What was read so far, in a file. What was read of other sources or compilers is dropped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.facts = {
-            "sources": images.sources_digest(), "nvrtc": ".".join(map(str, images.compiler()[0])),
-        }  # fmt: skip
-        found = json.loads(path.read_text()) if path.is_file() else {}
-        same = all(found.get(name) == value for name, value in self.facts.items())
-        self.rows: dict[str, list[dict[str, Any]]] = found["images"] if same else {}
+        self.facts: dict[str, Any] = {
+            "nvrtc": ".".join(map(str, images.compiler()[0])),
+            "sources": {path.name: digest_of(path.name) for path in images.FOLDER.glob("*.cu")},
+        }
+        found = json.loads(path.read_text()) if path.is_file() else {"images": {}}
+        known = found.get("sources", {}) if found.get("nvrtc") == self.facts["nvrtc"] else {}
+        self.rows: dict[str, list[dict[str, Any]]] = {
+            key: rows
+            for key, rows in found["images"].items()
+            if known.get(source := key.split(" ")[1]) == self.facts["sources"].get(source)
+        }
 
     @staticmethod
     def key(architecture: int, image: Image) -> str:
@@ -75,7 +97,7 @@ class Book:
         """Keep the kernels of an image."""
         self.rows[key] = [asdict(kernel) for kernel in found]
         text = json.dumps({**self.facts, "images": dict(sorted(self.rows.items()))})
-        self._path.write_text(text.replace("]], ", "]],\n").replace("}], ", "}],\n") + "\n")
+        self._path.write_text(text.replace("}], ", "}],\n") + "\n")
 
     def kernels(self) -> Iterator[tuple[int, str, str, Kernel]]:
         """Architecture, source, setting and kernel of everything that was read."""

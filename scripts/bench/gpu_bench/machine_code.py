@@ -84,13 +84,13 @@ def kernels(
     counts = counted(image, disassembler) if disassembler else {}
     found = [
         Kernel(name, *numbers, threads.get(name, 0), counts.get(name, {}))
-        for name, *numbers in reported(log)
+        for name, numbers in reported(log)
     ]
     return sorted(found, key=lambda kernel: kernel.name)
 
 
-def reported(log: str) -> Iterator[tuple[str, int, int, int, int, int]]:
-    """Name, registers, stack, spill stores, spill loads and shared bytes of every kernel."""
+def reported(log: str) -> Iterator[tuple[str, tuple[int, int, int, int, int]]]:
+    """Name of every kernel; registers, stack, spill stores, spill loads and shared bytes."""
     for part in log.split("Compiling entry function '")[1:]:
         memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", part)
         used = re.search(r"Used (\d+) registers", part)
@@ -98,7 +98,7 @@ def reported(log: str) -> Iterator[tuple[str, int, int, int, int, int]]:
         shared = re.search(r"(\d+) bytes smem", part)
         stack, stores, loads = map(int, memory.groups())
         in_shared = int(shared[1]) if shared else 0
-        yield part.partition("'")[0], int(used[1]), stack, stores, loads, in_shared
+        yield part.partition("'")[0], (int(used[1]), stack, stores, loads, in_shared)
 
 
 def max_threads(image: bytes) -> Iterator[tuple[str, int]]:

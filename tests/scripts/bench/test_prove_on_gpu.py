@@ -1,4 +1,4 @@
-"""The one command for a GPU: its commands exist, what is done is not repeated, failures are told."""
+"""The one command for a GPU: its commands exist, what is done is not repeated."""
 
 from __future__ import annotations
 

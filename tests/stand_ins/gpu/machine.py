@@ -21,7 +21,7 @@ MAKE = ("aten.empty", "aten.new_empty")
 COPIES = ("aten.copy_", "aten._to_copy", "aten._copy_from")
 
 
-class Gpu(TorchDispatchMode):
+class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One GPU; operations inside of the mode run on its current stream.
 
     Attributes:
@@ -31,7 +31,7 @@ class Gpu(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.memory = Memory()
         self.host = Stream(HOST, "the host")
         self.streams = [Stream(0, "the default stream")]

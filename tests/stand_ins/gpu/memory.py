@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 
+#: untyped in torch
+StorageWeakRef: Any = reductions.StorageWeakRef
 #: bytes between the addresses of two blocks
 STEP = 1 << 40
 #: what a host does, which is behind a stream once it has waited for it
@@ -55,7 +57,7 @@ class Block:
 
     address: int
     owner: Stream
-    alive: StorageWeakRef
+    alive: Any  # torch's reference to the storage
     what: str
     written: tuple[int, int] | None = None
     read: Clock = field(default_factory=dict)
@@ -114,7 +116,7 @@ class Memory:
     def address(self, tensor: Tensor) -> int:
         """What stands for ``data_ptr``."""
         block = self._blocks[tensor.untyped_storage()._cdata]
-        return block.address + tensor.storage_offset() * tensor.itemsize
+        return block.address + int(tensor.storage_offset()) * tensor.itemsize
 
     def at(self, word: int) -> Block | None:
         """The block that an argument of a kernel points into; None where it is a number."""
