@@ -198,7 +198,7 @@ def test_waited_for_on_another_stream(gpu: Gpu, codec: Codec) -> None:
         gpu.sweep()
 
 
-BLOCKS = {
+BLOCKS: dict[str, dict[str, Any]] = {
     "feedback": {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}},
     "lossless": {"dp": "expcode"},
     "bound": {"dp": {"error_bound": 1e-2}},

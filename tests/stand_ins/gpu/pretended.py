@@ -194,6 +194,10 @@ def _patches(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
         finally:
             gpu.current = before
 
+    def synchronize(device: object = None) -> None:
+        for stream in gpu.streams:
+            gpu.wait("the device", stream.clock)
+
     def make(device: object = None, **_: object) -> CudaStream:
         made = gpu.stream("a side stream")
         streams[made.number] = CudaStream(gpu, made)
@@ -207,11 +211,7 @@ def _patches(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "current_device", lambda: 0
     yield cuda, "device", lambda device: nullcontext()
     yield cuda, "get_device_capability", lambda device=None: (9, 0)
-    yield (
-        cuda,
-        "synchronize",
-        lambda device=None: [gpu.wait("the device", s.clock) for s in gpu.streams],
-    )
+    yield cuda, "synchronize", synchronize
     yield torch.futures, "Future", Future
     yield FakeTensor, "data_ptr", lambda self: gpu.memory.address(self)
     yield FakeTensor, "record_stream", lambda self, stream: gpu.memory.record(self, stream.of)
