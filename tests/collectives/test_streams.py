@@ -27,6 +27,8 @@ from hybridcomp.engines.fsdp2_comms import EncodedReduceScatter
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn.context.passes import RingCall, RingFunction
 from hybridcomp.nn.context.traffic import RingTraffic
+from hybridcomp.nn.tp2d.mesh import Mesh
+from hybridcomp.nn.tp2d.products import LinearFunction, LookUpFunction
 from tests.collectives.calls import (
     all_gather,
     all_reduce,
@@ -289,6 +291,26 @@ def test_attention_around_a_ring(gpu: Gpu, cp: Any, dtype: torch.dtype, document
     found = RingFunction.backward(ctx, torch.ones_like(out))[:3]
     assert [each.shape for each in found] == [q.shape, k.shape, v.shape]
     assert {each.dtype for each in found} == {dtype}
+    assert not gpu.unmet and not gpu.waits
+
+
+@pytest.mark.parametrize(
+    "tp2d", ["none", {"codec": "blockint", "bits": 8}], ids=["native", "8 bits"]
+)
+def test_layers_on_a_mesh(gpu: Gpu, tp2d: Any) -> None:
+    """Products and a look-up, both passes: blocks travel beside products, the host never waits."""
+    state, mesh = channels(tp2d=tp2d), Mesh.__new__(Mesh)
+    mesh.q, mesh.row, mesh.column, mesh._known = 2, 1, 1, {}
+    mesh._channels = lambda: state
+    mesh._groups = {"row": group_of(2, 1), "column": group_of(2, 1)}
+    values, weight = values_of(32 * 64).view(32, 64), values_of(48 * 64).view(48, 64)
+    tokens = values_of(32, torch.int64)
+    for function, first in ((LinearFunction, values), (LookUpFunction, tokens)):
+        ctx: Any = SimpleNamespace(needs_input_grad=(True, True, False))
+        ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
+        out = function.forward(ctx, first, weight, mesh)
+        found = function.backward(ctx, torch.ones_like(out))
+        assert found[1].shape == weight.shape and found[1].dtype == weight.dtype
     assert not gpu.unmet and not gpu.waits
 
 

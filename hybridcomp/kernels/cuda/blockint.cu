@@ -33,11 +33,12 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
 #ifndef HC_ENCODE_BLOCKS
 #define HC_ENCODE_BLOCKS (HC_ROTATE ? (HC_BITS < 4 ? 3 : 4) : 5)
 #endif
-// of fp32: fields of several widths take more
+// of fp32: fields of several widths take more, and so does the compiler for a V100
 #ifndef HC_ENCODE_WIDE_BLOCKS
-#define HC_ENCODE_WIDE_BLOCKS                                                                    \
-    ((HC_BITS > 4 && HC_BITS < 8) || (HC_GAUSSIAN && HC_ARCH >= 1000) ? (HC_ROTATE ? 3 : 4)      \
-                                                                      : HC_ENCODE_BLOCKS)
+#define HC_MORE_WIDE                                                                \
+    ((HC_BITS > 4 && HC_BITS < 8) || (HC_GAUSSIAN && HC_ARCH >= 1000) ||            \
+     (HC_ARCH > 0 && HC_ARCH < 750))
+#define HC_ENCODE_WIDE_BLOCKS (HC_MORE_WIDE ? (HC_ROTATE ? 3 : 4) : HC_ENCODE_BLOCKS)
 #endif
 #ifndef HC_FEEDBACK_BLOCKS
 #define HC_FEEDBACK_BLOCKS (HC_ARCH < 900 ? 2 : 3)
