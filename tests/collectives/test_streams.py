@@ -309,7 +309,7 @@ def test_layers_on_a_mesh(gpu: Gpu, tp2d: Any) -> None:
         ctx: Any = SimpleNamespace(needs_input_grad=(True, True, False))
         ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
         out = function.forward(ctx, first, weight, mesh)
-        found = function.backward(ctx, torch.ones_like(out))
+        found: Any = function.backward(ctx, torch.ones_like(out))
         assert found[1].shape == weight.shape and found[1].dtype == weight.dtype
     assert not gpu.unmet and not gpu.waits
 

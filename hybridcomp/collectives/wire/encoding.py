@@ -68,8 +68,10 @@ class Pool:
     def give(self, *buffers: Tensor | None) -> None:
         """Give buffers back; nothing may read or write them any more. None is skipped."""
         for b in buffers:
-            if b is not None and b.is_cuda and getattr(b, STREAM) != current_stream(b.device.index):
-                b.record_stream(torch.cuda.current_stream(b.device))
+            if b is not None and b.is_cuda:
+                here = current_stream(b.device.index)
+                if getattr(b, STREAM, here) != here:
+                    b.record_stream(torch.cuda.current_stream(b.device))
         kept = [b for b in buffers if b is not None and not b.is_cuda and b.device.type == "cpu"]
         if not kept:
             return
