@@ -99,6 +99,15 @@ class Book:
         text = json.dumps({**self.facts, "images": dict(sorted(self.rows.items()))})
         self._path.write_text(text.replace("}], ", "}],\n") + "\n")
 
+    def missing(self) -> list[str]:
+        """Images that are not there, for any architecture, with how many of these."""
+        found = []
+        for image in wanted():
+            count = sum(self.key(architecture, image) not in self.rows for architecture in ROOM)
+            if count:
+                found.append(f"{' '.join(image).strip()} ({count} of {len(ROOM)})")
+        return found
+
     def kernels(self) -> Iterator[tuple[int, str, str, Kernel]]:
         """Architecture, source, setting and kernel of everything that was read."""
         for key, rows in self.rows.items():
@@ -154,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     book = Book(asked.json)
     problems = read(book, asked)
     found = list(book.kernels())
-    asked.md.write_text(kernel_page.document(found, book.facts))
+    asked.md.write_text(kernel_page.document(found, book.facts, book.missing()))
     problems += kernel_page.spilled(found)
     for line in problems:
         print(line, file=sys.stderr)

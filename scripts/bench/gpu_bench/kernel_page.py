@@ -42,8 +42,8 @@ As they stand in the image, not as often as they run: both sides of a branch cou
 "Slow" are conversions and functions at a quarter of the rate or less (MUFU, F2F, F2I, I2F)."""
 
 
-def document(rows: Sequence[Row], facts: dict[str, Any]) -> str:
-    """Markdown of what was read."""
+def document(rows: Sequence[Row], facts: dict[str, Any], missing: Sequence[str] = ()) -> str:
+    """Markdown of what was read; ``missing``: images that were not."""
     lines = list(_lines(rows))
     images = len({row[:3] for row in rows})
     problems = spilled(rows)
@@ -54,6 +54,8 @@ def document(rows: Sequence[Row], facts: dict[str, Any]) -> str:
         nvrtc=facts["nvrtc"], count=len(rows), images=images,
         spills=told if problems else "None of them spills a register, and none has a stack.",
     )  # fmt: skip
+    if missing:
+        head += f"\n**Not read yet since their sources changed**: {', '.join(missing)}.\n"
     return "\n".join(
         [
             head,
@@ -134,11 +136,11 @@ def _others(rows: Sequence[Row]) -> Iterator[str]:
     kernels = [kernel for _, _, setting, kernel in rows if setting not in ("", *SHOWN)]
     settings = list(dict.fromkeys(row[2] for row in rows if row[2] not in ("", *SHOWN)))
     if kernels:
-        most = max(kernel.registers for kernel in kernels if kernel.threads > 64)
-        sums = max(kernel.registers for kernel in kernels if kernel.threads <= 64)
+        most = max((kernel.registers for kernel in kernels if kernel.threads > 64), default=0)
+        sums = max((kernel.registers for kernel in kernels if kernel.threads <= 64), default=0)
         yield (
             f"`blockint` with other settings ({', '.join(settings)}): {len(kernels)} kernels, at "
-            f"most {most} registers,\nin the sums over ranks, whose blocks have 64 threads, {sums}."
+            f"most {most} registers{f', in the sums over ranks {sums}' if sums else ''}."
         )
 
 
