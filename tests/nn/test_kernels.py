@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,6 +57,25 @@ def test_kernels_are_plain_torch(
     for ours, right in zip(both(dtype, kind), both(torch.float64, "plain"), strict=True):
         error = (ours.double() - right).norm() / right.norm()
         assert ours.shape == right.shape and float(error) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize(
+    "capability, width, kind",
+    [
+        ((7, 5), 64, "efficient"), ((8, 0), 224, "flash"), ((8, 6), 192, "flash"),
+        ((8, 9), 224, "efficient"), ((12, 0), 200, "efficient"), ((9, 0), 256, "flash"),
+        ((10, 0), 264, "efficient"),
+    ],
+)  # fmt: skip
+def test_which_kernel_a_gpu_has(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], width: int, kind: str
+) -> None:
+    """As torch itself chooses for training (``can_use_flash_attention``)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    q = SimpleNamespace(
+        is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 4, width), device=torch.device("cuda")
+    )
+    assert kernels.kind_of(q, q, masked=False) == kind  # type: ignore[arg-type]
 
 
 def test_a_cpu_computes_plainly() -> None:

@@ -2,7 +2,8 @@
 
 The pool keeps scratch and wire buffers between calls. A fresh 32 MiB buffer on a CPU costs 8192
 page faults, more than the codec that fills it. On a GPU torch's caching allocator does the same
-job, and knows the streams, so only CPU buffers are kept.
+job, so only CPU buffers are kept. It gives a buffer back to the stream that was current when it was
+taken: where a handle is waited for on another one, that has to be told of.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ from hybridcomp.errors import CodecError
 CAST_STEP = PAYLOAD_ALIGN // 2
 #: elements of a stretch of which a core's cache holds two fp32 tensors: half a MB
 CACHED = 1 << 16
+#: attribute of a buffer on a GPU: the address of the stream that it was taken on
+STREAM = "_hybridcomp_stream"
+
+
+def current_stream(index: int) -> int:
+    """The address of torch's current stream on GPU ``index``; a stream object would take 2 us."""
+    found = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(found(index) if found else torch.cuda.current_stream(index).cuda_stream)
 
 
 class Pool:
@@ -46,7 +55,10 @@ class Pool:
                         return self._free.pop(index)
                 if self._free:
                     self._free.pop()  # too small for today's messages: the new one replaces it
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        made = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            setattr(made, STREAM, current_stream(made.device.index))
+        return made
 
     def take_fp32(self, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """``(buffer, view)``: give the buffer back, use the view of ``numel`` fp32 elements."""
@@ -55,6 +67,11 @@ class Pool:
 
     def give(self, *buffers: Tensor | None) -> None:
         """Give buffers back; nothing may read or write them any more. None is skipped."""
+        for b in buffers:
+            if b is not None and b.is_cuda:
+                here = current_stream(b.device.index)
+                if getattr(b, STREAM, here) != here:
+                    b.record_stream(torch.cuda.current_stream(b.device))
         kept = [b for b in buffers if b is not None and not b.is_cuda and b.device.type == "cpu"]
         if not kept:
             return

@@ -29,8 +29,16 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
 }  // namespace blockint
 }  // namespace hybridcomp
 
+// As many blocks at once as leave every thread registers enough: one more, and values would be spilled.
 #ifndef HC_ENCODE_BLOCKS
-#define HC_ENCODE_BLOCKS (HC_ROTATE ? 4 : 5)
+#define HC_ENCODE_BLOCKS (HC_ROTATE ? (HC_BITS < 4 ? 3 : 4) : 5)
+#endif
+// of fp32: fields of several widths take more, and so does the compiler for a V100
+#ifndef HC_ENCODE_WIDE_BLOCKS
+#define HC_MORE_WIDE                                                                \
+    ((HC_BITS > 4 && HC_BITS < 8) || (HC_GAUSSIAN && HC_ARCH >= 1000) ||            \
+     (HC_ARCH > 0 && HC_ARCH < 750))
+#define HC_ENCODE_WIDE_BLOCKS (HC_MORE_WIDE ? (HC_ROTATE ? 3 : 4) : HC_ENCODE_BLOCKS)
 #endif
 #ifndef HC_FEEDBACK_BLOCKS
 #define HC_FEEDBACK_BLOCKS (HC_ARCH < 900 ? 2 : 3)
@@ -46,8 +54,8 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
         hybridcomp::blockint::decode<hybridcomp::E, ADD>(in, numel, chunk, slot, skip, out);     \
     }
 
-#define HC_KERNELS(NAME, E)                                                                      \
-    extern "C" __global__ void __launch_bounds__(256, HC_ENCODE_BLOCKS)                          \
+#define HC_KERNELS(NAME, E, BLOCKS)                                                              \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                    \
     blockint_encode_##NAME(const void* values, unsigned long long numel,                         \
                            unsigned long long chunk, unsigned long long slot,                    \
                            unsigned long long skip, unsigned char* out) {                        \
@@ -65,12 +73,12 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
     HC_DECODE(decode_##NAME, E, false)
 
 #if !defined(HC_DTYPE) || HC_DTYPE == 0
-HC_KERNELS(fp32, EightFp32)
+HC_KERNELS(fp32, EightFp32, HC_ENCODE_WIDE_BLOCKS)
 HC_DECODE(add, EightFp32, true)
 #endif
 #if !defined(HC_DTYPE) || HC_DTYPE == 1
-HC_KERNELS(bf16, EightBf16)
+HC_KERNELS(bf16, EightBf16, HC_ENCODE_BLOCKS)
 #endif
 #if !defined(HC_DTYPE) || HC_DTYPE == 2
-HC_KERNELS(fp16, EightFp16)
+HC_KERNELS(fp16, EightFp16, HC_ENCODE_BLOCKS)
 #endif

@@ -80,9 +80,10 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 }  // namespace hybridcomp
 
 // Blocks a multiprocessor: on an H100 ten were as fast as eight or twelve, or faster. Where a compiler
-// needs more registers than that leaves, six.
+// needs more registers than that leaves, six: an H100's for fields that are not 2, 4 or 8 bits wide.
 #ifndef HC_SUM_BLOCKS
-#define HC_SUM_BLOCKS (HC_ARCH < 900 || (HC_ARCH >= 1000 && HC_ROTATE) ? 6 : 10)
+#define HC_ODD_WIDTH (HC_BITS == 3 || (HC_BITS > 4 && HC_BITS < 8))
+#define HC_SUM_BLOCKS (HC_ARCH < 900 || (HC_ARCH < 1000 ? HC_ODD_WIDTH : HC_ROTATE) ? 6 : 10)
 #endif
 
 #define HC_SUM_ARGUMENTS                                                              \

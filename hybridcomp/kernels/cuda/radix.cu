@@ -10,7 +10,9 @@
 #define HC_AT_ONCE(B) hybridcomp::radix::B::AT_ONCE
 #endif
 
-#define HC_DECODE_AT_ONCE(O, ADD) (ADD ? 6 : hybridcomp::radix::O::AT_ONCE)
+// decoding, of which a V100's compiler spills where more than five fit
+#define HC_DECODE_AT_ONCE(O, ADD) \
+    (HC_ARCH > 0 && HC_ARCH < 750 ? 5 : ADD ? 6 : hybridcomp::radix::O::AT_ONCE)
 
 #define HC_ENCODE(NAME, B)                                                                    \
     extern "C" __global__ void                                                                \

@@ -21,6 +21,9 @@ from hybridcomp.nn.context.blocks import Mask
 Kind = Literal["flash", "efficient", "plain"]
 #: largest head of the flash kernel, and what heads of both kernels are a multiple of
 FLASH_WIDTH, STEP = 256, 8
+#: largest head with a backward pass on the GPUs with little shared memory: in torch's own choice
+#: heads of 193 to 224 values are left to other kernels there
+SMALL_WIDTH, SMALL = 192, ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
 #: rows of the logarithms of the efficient kernel come in multiples of this
 ROWS = 32
 
@@ -30,14 +33,17 @@ def kind_of(q: Tensor, v: Tensor, masked: bool) -> Kind:
     if not q.is_cuda or masked or q.dtype == torch.float64:
         return "plain"
     half = q.dtype in (torch.float16, torch.bfloat16)
-    if half and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH and _is_ampere(q.device):
+    if half and q.shape[-1] == v.shape[-1] <= _flash_width(q.device):
         return "flash"
     return "efficient"
 
 
-def _is_ampere(device: torch.device) -> bool:
-    """Whether the flash kernel was built for this GPU."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def _flash_width(device: torch.device) -> int:
+    """The largest head that the flash kernel takes on this GPU; 0 before Ampere, which has none."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return 0
+    return SMALL_WIDTH if capability in SMALL else FLASH_WIDTH
 
 
 def forward(

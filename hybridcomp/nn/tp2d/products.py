@@ -142,9 +142,9 @@ class LookUpFunction(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         flat = tokens.reshape(-1)
         out = table.new_zeros(flat.numel(), table.shape[1])
+        local = flat.remainder(ctx.rows)
         for place, block in enumerate(Blocks(mesh, "column", table, "weights")):
-            chosen, local = _here(flat, place, len(block))
-            out[chosen] = block[local]
+            out = torch.where(_is_here(flat, place, len(block)), block[local], out)
         return out.view(*tokens.shape, table.shape[1])
 
     @staticmethod
@@ -152,18 +152,20 @@ class LookUpFunction(torch.autograd.Function):
         """The gradient of the table; form A^T B without a broadcast, as all have the tokens."""
         (tokens,) = ctx.saved_tensors
         own, flat = _flat(grad), tokens.reshape(-1)
-        sums = Sums(ctx.mesh, "column", "gradients")
+        sums, local = Sums(ctx.mesh, "column", "gradients"), flat.remainder(ctx.rows)
         for place in range(ctx.mesh.q):
-            chosen, local = _here(flat, place, ctx.rows)
             part = own.new_zeros(ctx.rows, own.shape[1])
-            sums.add(place, part.index_add_(0, local, own[chosen]))
+            here = torch.where(_is_here(flat, place, ctx.rows), own, 0.0)
+            sums.add(place, part.index_add_(0, local, here))
         return None, sums.own(own.dtype), None
 
 
-def _here(tokens: Tensor, place: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Which of the flat ``tokens`` are in the rows of ``place``, and which rows they name."""
-    chosen = ((tokens >= place * rows) & (tokens < (place + 1) * rows)).nonzero().view(-1)
-    return chosen, tokens[chosen] - place * rows
+def _is_here(tokens: Tensor, place: int, rows: int) -> Tensor:
+    """Whether each of the flat ``tokens`` is in the rows of ``place``, (numel, 1).
+
+    A mask, and no list of those that are: a host would wait for a GPU to know how long that is.
+    """
+    return ((tokens >= place * rows) & (tokens < (place + 1) * rows)).unsqueeze(1)
 
 
 class SpreadFunction(torch.autograd.Function):

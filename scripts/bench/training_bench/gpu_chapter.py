@@ -16,7 +16,8 @@ HEAD = """\
 One H100 80GB, all ranks on it, each a host of its own for NCCL: they talk over NCCL's sockets
 (loopback, about 14 Gb/s for two ranks), as nodes without RDMA do. bf16, fused AdamW, buckets
 of 100 MB, the example GPT (`scripts/train_gpt.py`). The ranks share the GPU's arithmetic, so
-a step's compute is that of all ranks together.
+a step's compute is that of all ranks together. Which figures were aimed at, and which were never
+measured: [what is proven](gpu_proof.md).
 """
 SPEED = """
 ## Speed

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Measure everything that only a GPU can tell, in one command that goes on where it was cut off.
+
+    scripts/bench/prove_on_gpu.py --out runs/gpu                # all, about six hours on an H100
+    scripts/bench/prove_on_gpu.py --out runs/gpu --list         # the steps, and which are done
+    scripts/bench/prove_on_gpu.py --out runs/gpu --only tests codecs
+    scripts/bench/prove_on_gpu.py --out runs/gpu --dry-run      # the commands
+
+Needs one GPU with 80 GB and hybridcomp[cuda13,deepspeed,dev,megatron,plot], or cuda12. Every step
+is a command of its own whose output is kept in OUT/NAME.log. A step that succeeded is not repeated
+(--again does); one that failed is told and the next one begins. What the figures should be stands
+in docs/results/gpu_proof.md, which says of each whether it was ever measured. The last step writes
+the chapter to OUT/pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+#: those of bench_gpu_training.py; each is a step, so that little is lost where a machine is
+LAYOUTS = (
+    "zero1", "zero3", "dp2", "zero2", "tp2", "pp2", "tp2pp2", "dp2pp2", "asymmetric", "3d",
+)  # fmt: skip
+#: lines of a failed step that are shown
+TAIL = 12
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command; ``shows``: which figures come from it; ``minutes``: about how long it takes."""
+
+    name: str
+    shows: str
+    minutes: float
+    command: tuple[str, ...]
+
+
+def steps(out: Path) -> Iterator[Step]:
+    """All of them, in the order in which they are run: what is short and tells most comes first."""
+    python = sys.executable
+
+    def bench(name: str, *words: str | Path) -> tuple[str, ...]:
+        return (python, f"scripts/bench/{name}.py", *map(str, words))
+
+    yield Step("doctor", "driver, torch, CuPy and NVRTC fit together", 1,
+               (python, "-m", "hybridcomp.cli", "doctor"))  # fmt: skip
+    yield Step("tests", "pytest -m gpu is green, under 10 minutes", 10,
+               (python, "-m", "pytest", "-m", "gpu", "-q", "tests"))  # fmt: skip
+    codecs = bench(
+        "bench_gpu", "--no-tests", "--md", out / "gpu_codecs.md",
+        "--json", out / "gpu_codecs.json", "--png", out / "gpu_codecs.png",
+    )  # fmt: skip
+    yield Step("codecs", "shares of a copy, small messages, peers; the size exchange", 6, codecs)
+    yield Step("offload", "offload at least 1.15, or native by auto", 3,
+               bench("bench_offload", "--json", out / "offload.json"))  # fmt: skip
+    text, bpe = out / "data" / "text", out / "data" / "gpt2"
+    yield Step("text", "data of the speed", 1,
+               (python, "scripts/prepare_data.py", "--output", str(text)))  # fmt: skip
+    for size, more, minutes in (("85M", (), 15), ("350M", ("--beside", "4"), 20)):
+        for layout in LAYOUTS:
+            speed = bench(
+                "bench_gpu_training", "--size", size, "--layouts", layout, "--data", text,
+                "--out", out / f"{size}.jsonl", "--budget", "1800", *more,
+            )  # fmt: skip
+            shows = "of what its bytes allow at least 0.90, auto of the better at least 0.97"
+            yield Step(f"speed-{size}-{layout}", shows, minutes, speed)
+    vocabulary = (python, "scripts/prepare_data.py", *_sources(), "--suffix", ".py")
+    yield Step("bpe", "data of the losses", 3,
+               (*vocabulary, "--vocabulary", "50257", "--output", str(bpe)))  # fmt: skip
+    losses = ("--data", bpe, "--steps", "1000", "--seeds", "0", "1", "2", "--out", out / "losses")
+    yield Step("losses", "gap at most 0.1 % for recommended, 0 for lossless", 90,
+               bench("gpu_losses", *losses))  # fmt: skip
+    yield Step("pages", "the chapter of docs/results", 1,
+               bench("results", "--gpu", out, "--out", out / "pages"))  # fmt: skip
+
+
+def _sources() -> list[str]:
+    """Folders of Python source: the standard library's, torch's, DeepSpeed's."""
+    found = [sysconfig.get_paths()["stdlib"]]
+    for package in ("torch", "deepspeed"):
+        spec = find_spec(package)
+        if spec is not None and spec.origin:
+            found.append(str(Path(spec.origin).parent))
+    return found
+
+
+class Record:
+    """Which steps were run, how they ended and how long they took, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.found: dict[str, dict[str, Any]] = (
+            json.loads(path.read_text()) if path.is_file() else {}
+        )
+
+    def is_done(self, step: Step) -> bool:
+        """Whether the same command has succeeded."""
+        found = self.found.get(step.name, {})
+        return found.get("done") is True and found.get("command") == list(step.command)
+
+    def put(self, step: Step, status: int, seconds: float) -> None:
+        """Write down how a step ended."""
+        self.found[step.name] = {
+            "done": status == 0, "status": status, "seconds": round(seconds, 1),
+            "command": list(step.command),
+        }  # fmt: skip
+        partial = self._path.with_suffix(".part")
+        partial.write_text(json.dumps(self.found, indent=1) + "\n")
+        partial.replace(self._path)
+
+
+def run(step: Step, log: Path) -> int:
+    """Run it, show and keep what it prints; its exit status."""
+    last: deque[str] = deque(maxlen=TAIL)
+    with log.open("w") as kept:
+        kept.write(f"$ {shlex.join(step.command)}\n")
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                kept.write(line)
+                kept.flush()
+                last.append(line)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        status = process.wait()
+    if status:
+        sys.stdout.writelines(f"    {line}" for line in last)
+    return status
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="steps that begin with one")
+    parser.add_argument("--again", action="store_true", help="also what is done")
+    parser.add_argument("--list", action="store_true", help="run nothing, show the steps")
+    parser.add_argument("--dry-run", action="store_true", help="run nothing, show the commands")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is not done yet; 1 where something failed."""
+    asked = parse(arguments)
+    out = asked.out.resolve()
+    record = Record(out / "proof.json")
+    chosen = [s for s in steps(out) if not asked.only or s.name.startswith(tuple(asked.only))]
+    todo = [s for s in chosen if asked.again or not record.is_done(s)]
+    if asked.list or asked.dry_run:
+        for step in chosen if asked.list else todo:
+            mark = "done" if record.is_done(step) else f"~{step.minutes:g} min"
+            print(shlex.join(step.command) if asked.dry_run else
+                  f"{step.name:22} {mark:8} {step.shows}")  # fmt: skip
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for number, step in enumerate(todo, 1):
+        left = sum(one.minutes for one in todo[number - 1 :])
+        print(f"[{number}/{len(todo)}] {step.name} (~{step.minutes:g} of ~{left:g} min left): "
+              f"{step.shows}", flush=True)  # fmt: skip
+        began = time.monotonic()
+        status = run(step, out / f"{step.name}.log")
+        record.put(step, status, time.monotonic() - began)
+        if not record.is_done(step):
+            failed.append(step.name)
+            print(f"    failed with status {status}: {out / step.name}.log", flush=True)
+    if failed:
+        print(f"failed, and tried again by the same command: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""On a GPU that keeps account: streams wait for each other, and the host for nothing it need not.
+
+No value is computed (``tests/stand_ins/gpu``). What is found here a run on a real GPU finds now and
+then: memory that is given out again while another stream uses it, a stream that did not wait, a
+host that waits for a tensor, tensors of two devices in one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from hybridcomp import collectives
+from hybridcomp.channels import Channels
+from hybridcomp.channels.host_landing import Landing
+from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.collectives import Group, Meter, OwnedRange, Transfer, chunk_ranges
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from tests.collectives.calls import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    reduce_to_owners,
+    send,
+)
+from tests.stand_ins.gpu.common import NUMEL, QUIET, RANK, RANKS, channels, cuda, gpu, values_of
+from tests.stand_ins.gpu.machine import DEVICE, Gpu
+from tests.stand_ins.gpu.memory import Race
+from tests.stand_ins.gpu.pretended import group_of
+
+__all__ = ["gpu"]  # a fixture
+
+FIXED = [
+    make_codec("blockint", bits=8), make_codec("blockint", bits=4, rotate=True), make_codec("bf16"),
+    make_codec("fp8"), make_codec("zfp", rate=8),
+]  # fmt: skip
+VARIABLE = [make_codec("radix", error_bound=1e-2), make_codec("expcode"), make_codec("mpc")]
+
+pytestmark = QUIET
+
+
+def test_a_stream_that_does_not_wait_is_a_race(gpu: Gpu) -> None:
+    values, side = values_of(), cuda.Stream()
+    with pytest.raises(Race, match="without having waited"), cuda.stream(side):
+        values.add_(1)
+
+
+def test_memory_that_another_stream_uses_must_not_be_freed(gpu: Gpu) -> None:
+    side = cuda.Stream()
+    for recorded in (True, False):
+        values = values_of()
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side):
+            values.add_(1)
+        if recorded:
+            values.record_stream(side)
+        del values
+        if recorded:
+            gpu.sweep()
+    with pytest.raises(Race, match="was freed"):
+        gpu.sweep()
+
+
+def test_a_message_is_no_answer_before_it_was_waited_for(gpu: Gpu) -> None:
+    values = values_of()
+    work = gpu.post([], [values])
+    with pytest.raises(Race):
+        values.add_(1)
+    work.wait()
+    values.add_(1)
+
+
+def test_a_host_that_waits_is_noticed(gpu: Gpu) -> None:
+    values = values_of()
+    assert not gpu.waits
+    values.cpu()
+    torch.tensor([1, 2], device=DEVICE)
+    assert len(gpu.waits) == 2
+    with pytest.raises(Exception, match="_local_scalar_dense"):
+        int(values.sum())
+    with pytest.raises(Exception, match="same device"):
+        values + torch.zeros(NUMEL)
+
+
+def reductions(codec: Codec, dtype: torch.dtype, feedback: bool, cuts: Sequence[int]) -> None:
+    """Every reduction of two steps, with the residuals of the first in the second."""
+    chunks, group = chunk_ranges(NUMEL, RANKS), Group.of(group_of(RANKS, RANK))
+    lengths = [stop - start for start, stop in chunks]
+    ranges = [OwnedRange(*chunk, (rank,)) for rank, chunk in enumerate(chunks)]
+    held = [values_of(NUMEL, torch.float32) for _ in range(3)] if feedback else [None] * 3
+    owned = values_of(lengths[RANK], torch.float32) if feedback else None
+    for _ in range(2):
+        meter, values = Meter(), values_of(dtype=dtype)
+        handle = all_reduce(
+            values, codec, group, meter=meter, cuts=cuts, residual=held[0], owner_residual=owned,
+            async_op=True,
+        )  # fmt: skip
+        handle.wait()
+        values.add_(1)
+        shards = list(torch.split(values, lengths))
+        left = None if held[1] is None else torch.split(held[1], lengths)
+        total = reduce_scatter(
+            shards, codec, group, meter=meter, residuals=left, async_op=True
+        ).wait()
+        total.add_(1)
+        for part in reduce_to_owners(
+            values, ranges, codec, group, meter=meter, residual=held[2], cuts=cuts
+        ):
+            part.add_(1)
+
+
+def moves(codec: Codec, dtype: torch.dtype) -> None:
+    """Every message that adds nothing up."""
+    group, meter = Group.of(group_of(RANKS, RANK)), Meter()
+    values, gathered = values_of(dtype=dtype), values_of(RANKS * NUMEL, dtype)
+    all_gather(values, gathered, codec, group, meter=meter, async_op=True).wait()
+    gathered.add_(1)
+    swapped, given = values_of(4096, dtype), values_of(4096, dtype)
+    all_to_all(swapped, given, codec, group, meter=meter, async_op=True).wait()
+    swapped.add_(1)
+    via = Transfer(codec, group, meter)
+    for root in (0, RANK):
+        mine = values if root == RANK else None
+        collectives.broadcast(mine, gathered[:NUMEL], root, via, async_op=True).wait()
+        total = values_of(NUMEL, torch.float32) if root == RANK else None
+        collectives.reduce(values, total, root, via, async_op=True).wait()
+    send(values, 2, codec, group, meter=meter)
+    send(values, 2, codec, group, meter=meter)
+
+
+@pytest.mark.parametrize(
+    "dtype, feedback", [(torch.bfloat16, False), (torch.float32, True)], ids=["plain", "feedback"]
+)
+@pytest.mark.parametrize("codec", [*FIXED, *VARIABLE], ids=str)
+def test_collectives(gpu: Gpu, codec: Codec, dtype: torch.dtype, feedback: bool) -> None:
+    """The host waits for sizes of payloads, and in the first message of a kind for its header."""
+    reductions(codec, dtype, feedback, ())
+    reductions(codec, dtype, feedback, (2048, 4096))
+    waits = set(gpu.waits)
+    assert waits == (set() if codec.fixed_size else {"an event"})
+    moves(codec, dtype)
+    assert not gpu.unmet
+
+
+@pytest.mark.parametrize("codec", [FIXED[0], *VARIABLE], ids=str)
+def test_on_a_side_stream(gpu: Gpu, codec: Codec) -> None:
+    """As an engine does that reduces beside its backward pass."""
+    side, group = cuda.Stream(), Group.of(group_of(RANKS, RANK))
+    for _ in range(2):
+        values = values_of()
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side):
+            all_reduce(values, codec, group, meter=Meter(), async_op=True).wait()
+        cuda.current_stream().wait_stream(side)
+        values.add_(1)
+
+
+@pytest.mark.parametrize("codec", [FIXED[0], make_codec("zfp", rate=8), *VARIABLE], ids=str)
+def test_waited_for_on_another_stream(gpu: Gpu, codec: Codec) -> None:
+    """As ZeRO 3 does with what was fetched ahead and not used."""
+    side, group = cuda.Stream(), Group.of(group_of(RANKS, RANK))
+    for _ in range(2):
+        values, gathered = values_of(), values_of(RANKS * NUMEL)
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side):
+            summed = all_reduce(values, codec, group, meter=Meter(), async_op=True)
+            brought = all_gather(values, gathered, codec, group, meter=Meter(), async_op=True)
+        cuda.current_stream().wait_stream(side)
+        summed.wait()
+        brought.wait()
+        gathered.add_(1)
+        gpu.sweep()
+
+
+@pytest.mark.parametrize("codec", FIXED[:3], ids=str)
+def test_payloads_on_their_way_to_the_host(gpu: Gpu, codec: Codec) -> None:
+    landing = Landing()
+    for _ in range(3):
+        values = values_of()
+        payload = landing.ship(values, codec, Meter())
+        values.add_(1)
+        del values
+        with pytest.raises(Race):
+            gpu.does(gpu.host, [payload.buffer], [])
+        assert not gpu.waits
+        payload.copied.synchronize()
+        gpu.does(gpu.host, [payload.buffer], [])
+        gpu.waits.clear()
+
+
+def test_a_message_in_a_graph_is_refused(gpu: Gpu) -> None:
+    channel = channels(dp={"codec": "bf16"})["dp"]
+    values = values_of()
+    (codec,) = FIXED[2:3]
+    gpu.capturing = True
+    with pytest.raises(ConfigError, match="CUDA graph"):
+        channel.all_reduce(values, codec, group_of(RANKS, RANK), raw_nbytes=1)
+    gpu.capturing = False
+    channel.all_reduce(values, codec, group_of(RANKS, RANK), raw_nbytes=1)
+
+
+def test_a_step_that_is_timed_waits_for_nothing(gpu: Gpu) -> None:
+    state = Channels(CompressionConfig.parse({"dp": "bf16", "ledger": {"sample_every": 10}}))
+    state.step = 5
+    assert state.timing and not state.sampling
+    values = values_of()
+    state["dp"].all_reduce(values, FIXED[2], group_of(RANKS, RANK), raw_nbytes=1)
+    state.ledger.drain()
+    assert not gpu.waits

@@ -1,0 +1,39 @@
+"""What tests on the GPU that keeps account share: the GPU, tensors and channels on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.channels import Channels
+from hybridcomp.config import CompressionConfig
+from tests.stand_ins.gpu.machine import DEVICE, Gpu
+from tests.stand_ins.gpu.pretended import pretended
+
+RANKS, RANK, NUMEL = 4, 1, 9001
+cuda: Any = torch.cuda  # parts of it are untyped
+
+#: torch's, about addresses of fake tensors
+QUIET = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    """A GPU of rank 1 of four."""
+    with torch.no_grad(), pretended(RANKS, RANK) as found:
+        yield found
+
+
+def channels(**block: Any) -> Channels:
+    """Of a block that samples nothing, which would make the host wait."""
+    every = {"ledger": {"sample_every": 0}, "min_bytes": 0, "start_step": 0}
+    return Channels(CompressionConfig.parse({**every, **block}))
+
+
+def values_of(numel: int = NUMEL, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Values on the GPU."""
+    return torch.zeros(numel, dtype=dtype, device=DEVICE)

@@ -1,0 +1,161 @@
+"""A GPU that only keeps account: torch's operations, launches of kernels, messages over NCCL."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridcomp.kernels.cuda.workspaces import Workspaces
+from tests.stand_ins.gpu.memory import HOST, Block, Clock, Memory, Stream, tensors_in
+
+DEVICE = torch.device("cuda", 0)
+#: operations that only make room
+MAKE = ("aten.empty", "aten.new_empty")
+#: operations that copy, and between two devices make the host wait unless told not to
+COPIES = ("aten.copy_", "aten._to_copy", "aten._copy_from")
+
+
+class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One GPU; operations inside of the mode run on its current stream.
+
+    Attributes:
+        waits: what the host waited for, in words.
+        capturing: whether a CUDA graph captures the current stream.
+        unmet: messages that nobody has waited for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = Memory()
+        self.host = Stream(HOST, "the host")
+        self.streams = [Stream(0, "the default stream")]
+        self.current = self.streams[0]
+        self.nccl = self.stream("NCCL")
+        self.waits: list[str] = []
+        self.capturing = False
+        self.unmet: list[Message] = []
+        self._workspaces = Workspaces(self._zeroed)
+
+    def stream(self, name: str) -> Stream:
+        """Make a stream."""
+        made = Stream(len(self.streams), f"{name} ({len(self.streams)})")
+        self.streams.append(made)
+        return made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.sweep()
+        found = func(*args, **kwargs)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(found)
+        for one in outputs:
+            self._block(one, str(func))
+            if kwargs.get("pin_memory"):
+                self.memory.pinned.add(one.untyped_storage()._cdata)
+        written = _written(func, args, kwargs)
+        if _is_view(func) or str(func).startswith(MAKE) or not (outputs or written):
+            return found  # of the last kind are questions about shapes
+        both = [*inputs, *outputs]
+        by = self.current if any(t.is_cuda for t in both) else self.host
+        reads = [
+            each
+            for each in inputs
+            if not any(each is other for other in written)
+            and (each.is_cuda or each.dim() or by is self.host)  # a GPU is told the host's scalars
+        ]
+        self.does(by, reads, [*written, *outputs])
+        if str(func).startswith(COPIES) and len({t.is_cuda for t in both}) > 1:
+            away = [t for t in (*written, *outputs) if not t.is_cuda]
+            kept = all(t.untyped_storage()._cdata in self.memory.pinned for t in away)
+            if not (kwargs.get("non_blocking") or True in args[2:3]) or not kept:
+                self.wait(str(func), self.current.clock)
+        return found
+
+    def does(self, by: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Have a stream do one thing. Raises Race."""
+        if by is not self.host:
+            by.behind(self.host.clock)
+        by.step()
+        for tensors, writing in ((reads, False), (writes, True)):
+            for block in dict.fromkeys(self._block(t, "a tensor") for t in tensors):
+                block.touch(by, writing)
+
+    def _block(self, tensor: Tensor, what: str) -> Block:
+        return self.memory.block(tensor, self.current if tensor.is_cuda else self.host, what)
+
+    def sweep(self) -> None:
+        """Take back the memory that was freed by now. Raises Race."""
+        self.memory.sweep(self.host)
+
+    def wait(self, why: str, clock: Clock) -> None:
+        """The host waits."""
+        self.sweep()
+        self.waits.append(why)
+        self.host.behind(clock)
+
+    def launch(
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = 256, table: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """See ``launcher.Launcher``: what the first argument points into is read, all else written.
+
+        Of a table everything counts as written.
+        """
+        if table is not None:
+            words = (*words, *struct.unpack(f"<{len(table) // 8}Q", table[: len(table) // 8 * 8]))
+        self.sweep()
+        self.current.behind(self.host.clock)
+        self.current.step()
+        blocks = list(dict.fromkeys(b for word in words if (b := self.memory.at(word))))
+        for place, block in enumerate(blocks):
+            block.touch(self.current, writes=table is not None or place > 0)
+
+    def zeros(self, words: int) -> Tensor:
+        """See ``launcher.Launcher``."""
+        return self._workspaces.take(words, self.current.number)
+
+    def _zeroed(self, words: int) -> Tensor:
+        return torch.zeros(words, dtype=torch.int64, device=DEVICE)
+
+    def post(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Message:
+        """A message over NCCL: behind the current stream, on a stream of its own."""
+        self.sweep()
+        self.nccl.behind(self.current.clock)
+        reads, writes = ([t for t in some if t.numel()] for some in (reads, writes))
+        self.does(self.nccl, reads, writes)
+        return Message(self, [*reads, *writes])
+
+
+class Message(Work):
+    """Orders the stream that waits for it behind NCCL's, and holds its tensors until then."""
+
+    def __init__(self, gpu: Gpu, held: list[Tensor]) -> None:
+        super().__init__()
+        self._gpu, self._held, self._clock = gpu, held, dict(gpu.nccl.clock)
+        gpu.unmet.append(self)
+
+    def wait(self, timeout: object = None) -> bool:
+        self._gpu.current.behind(self._clock)
+        self._held = []
+        if self in self._gpu.unmet:
+            self._gpu.unmet.remove(self)
+        return True
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    views = (r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return bool(returns) and all(views)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operation writes."""
+    arguments = func._schema.arguments
+    named = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    into = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tensors_in([named.get(name) for name in into])
