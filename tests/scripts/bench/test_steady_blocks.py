@@ -21,7 +21,9 @@ from hybridcomp.nn.context import blocks
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -40,7 +42,7 @@ def test_a_block_lasts_as_long_as_it_was_seen_to(monkeypatch: pytest.MonkeyPatch
         computed(8)
         (seen,) = (times[0] for times in own._seen.values())
         own.settle()
-        monkeypatch.setattr(steady.time, "sleep", slept.append)
+        monkeypatch.setattr("bench.context_bench.steady.time.sleep", slept.append)
         start = time.monotonic()
         again = computed(8)
         took = time.monotonic() - start
