@@ -24,6 +24,7 @@ from hybridcomp.kernels.cuda import images, setup
 from hybridcomp.kernels.cuda.setup import CudaSetup
 from hybridcomp.measure import report
 from hybridcomp.plan.machines import cluster_file
+from hybridcomp.plan.machines.missing import missing
 
 #: what stands in front of a line
 OK, INFO, FAIL = "ok", "-", "FAIL"
@@ -74,6 +75,8 @@ def _cluster(path: Path | None) -> Iterator[Finding]:
         return
     for line in report.lines(cluster):
         yield OK, line
+    for line in missing(cluster, offload=not cluster.by_hand):
+        yield INFO, f"it says {line}"
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     mine = device_name(torch.device(kind)).partition(",")[0]
     known = {rank.device.partition(",")[0] for rank in cluster.ranks}

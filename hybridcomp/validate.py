@@ -99,6 +99,7 @@ def _written_layout(source: Mapping[str, Any], world_size: int | None) -> dict[s
         "zero_stage": job.stage,
         "micro_batch": job.get("train_micro_batch_size_per_gpu"),
         "accumulation": job.get("gradient_accumulation_steps"),
+        "offload": int(job.cpu_offload),
     }
 
 

@@ -86,8 +86,8 @@ ALLOWED: dict[str, set[str]] = {
     "pays": {"errors", "codecs", "policy", "config"},
     "plan": {"codecs", "collectives", "compare", "config", "errors", "pays", "policy", "rules"},
     "measure": {
-        "agreement", "autotune", "codecs", "collectives", "config", "devices", "errors", "log",
-        "plan", "topology", "upstream",
+        "agreement", "autotune", "channels", "codecs", "collectives", "config", "devices", "errors",
+        "log", "plan", "policy", "routing", "topology", "upstream",
         "",  # its small trainings are those of a user: installed, then DeepSpeed's own
     },
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},

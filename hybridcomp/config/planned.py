@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ FACTS: Mapping[str, str] = {
     "accumulation": "micro-batches a step",
     "mesh": "ranks on a side of a mesh",
 }
+#: further facts, yes (1) or no (0), which digests of earlier versions know nothing of
+LATER: Mapping[str, str] = {"offload": "optimizers on a host"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Planned:
         path: of the file.
         block: the dimensions and other keys that it chose.
         layout: the facts of its layout, by names out of ``FACTS``.
+        later: the same, by names out of ``LATER``: no part of the block's digest.
         machines: node and device of every rank that was measured for it; a node below 0 is not
             known. Empty where the cluster was described by hand.
     """
@@ -52,6 +55,7 @@ class Planned:
     block: Mapping[str, Any]
     layout: Mapping[str, int]
     machines: tuple[tuple[int, str], ...] = ()
+    later: Mapping[str, int] = field(default_factory=dict)
 
 
 def read(written: Mapping[str, Any]) -> Planned | None:
@@ -101,7 +105,9 @@ def _checked(path: str, plan: Mapping[str, Any]) -> Planned:
         todo = f"{wrong[0]} is no number" if wrong else "its layout says nothing"
         raise problem("plan", path, f"{todo}; plan again")
     ranks = math.prod(facts.get(name, 1) for name in DEGREES) * facts.get("mesh", 1) ** 2
-    return Planned(path, block, {"ranks": ranks, **facts}, _machines(path, plan.get("machines")))
+    later = {name: int(layout[name]) for name in LATER if isinstance(layout.get(name), bool)}
+    machines = _machines(path, plan.get("machines"))
+    return Planned(path, block, {"ranks": ranks, **facts}, machines, later)
 
 
 def _machines(path: str, written: object) -> tuple[tuple[int, str], ...]:

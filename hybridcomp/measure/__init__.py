@@ -8,6 +8,7 @@ clock     timing a call, alone or beside matrix products, on a host and on a GPU
           where a host's CPU time is limited
 links     collectives of torch.distributed, alone and with others at work
 messages  encoded collectives from the call to the result
+channels  messages of tp, pp, ep and cp through the channels of their dimensions
 coders    codecs, and copies between device and host
 kernels   matrix products, elementwise work, Adam steps and transformer blocks
 block     the transformer block that is timed

@@ -1,4 +1,7 @@
-"""What a device codes and copies: every codec by dtype, alone and beside matrix products."""
+"""What a device codes and copies: every codec by dtype, alone and beside matrix products.
+
+The host of a GPU codes as well, where an optimizer works in its memory (``host_rows``).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from itertools import product as every
 
 import torch
 
+from hybridcomp.channels.host_landing import fewer_threads
 from hybridcomp.codecs import CODECS, Codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.errors import HybridcompError
-from hybridcomp.measure.clock import LEAST, Clock, Run, samples
+from hybridcomp.measure.clock import LEAST, Clock, HostClock, Run, samples
 from hybridcomp.measure.kernels import DTYPES, dtypes_of
 from hybridcomp.measure.team import Part, Team
 from hybridcomp.plan.machines.figures import Figure, median, summary
@@ -21,6 +25,8 @@ from hybridcomp.plan.machines.rows import Beside, Coding, Copy, Direction
 NUMELS = {"cpu": (1 << 12, 1 << 18, 1 << 21), "cuda": (1 << 12, 1 << 20, 1 << 24)}
 COPIES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 26)}
 DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
+#: of the hosts of GPUs: values of one call, and their dtypes: fp32 are master weights
+HOST_NUMELS, HOST_DTYPES = (1 << 16, 1 << 22), ("fp32", "bf16")
 #: rows and columns of the matrix product that runs beside
 SIDE = {"cpu": 192, "cuda": 2048}
 
@@ -68,6 +74,19 @@ def coding_rows(team: Team, clock: Clock, part: Part) -> list[Coding]:
             figure = summary(seconds)
             row = Coding(codec.spec, name, direction, numel, figure, beside, codec.fixed_size)
             rows.append(row)
+    return rows
+
+
+def host_rows(team: Team, part: Part) -> list[Coding]:
+    """What this rank's host codes for copies, on the cores that those take; rows as above."""
+    rows, clock = [], HostClock()
+    cases = list(every(HOST_NUMELS, HOST_DTYPES, settings()))
+    with fewer_threads():
+        for (numel, name, codec), allowance in zip(cases, part.allowances(len(cases)), strict=True):
+            for direction, run in _runs(codec, numel, DTYPES[name], torch.device("cpu")):
+                if direction != "decode_add":
+                    found, fixed = summary(samples(clock, run, allowance / 2)), codec.fixed_size
+                    rows.append(Coding(codec.spec, name, direction, numel, found, "alone", fixed))
     return rows
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.measure.block import Block, BlockSize, kept_nbytes
-from hybridcomp.measure.clock import LEAST, Clock, Run, samples
+from hybridcomp.measure.clock import LEAST, Clock, HostClock, Run, samples
 from hybridcomp.measure.team import Part, Team
 from hybridcomp.plan.machines.figures import median, summary
 from hybridcomp.plan.machines.rows import Kernel, Kind
@@ -48,6 +48,10 @@ GPU = Sizes(
     (1 << 12, 1 << 20, 1 << 24, 1 << 27),
     (1 << 16, 1 << 22, 1 << 26),
 )
+
+
+#: values of Adam steps in the memory of a GPU's host
+HOST_PARAMETERS = (1 << 18, 1 << 23)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,8 @@ def kernel_rows(
         expected = rates.get(case.family, 0.0) * case.size
         if expected * (2 + LEAST) > PATIENCE * allowance:
             continue
-        seconds = samples(clock, case.prepare(), allowance)
+        own = HostClock() if case.kind == "host_adam" else clock
+        seconds = samples(own, case.prepare(), allowance)
         rates[case.family] = team.most([median(seconds)])[0] / case.size
         rows.append(
             Kernel(
@@ -120,6 +125,8 @@ def _cases(device: torch.device, blocks: Sequence[BlockSize]) -> Iterator[_Case]
             yield _Case("elementwise", name, nbytes, _scale(numel, device, dtype))
     for numel in sizes.parameters:
         yield _Case("adam", "fp32", float(numel), _adam(numel, device))
+    for numel in HOST_PARAMETERS if device.type == "cuda" else ():
+        yield _Case("host_adam", "fp32", float(numel), _adam(numel, torch.device("cpu")))
 
 
 def _product(side: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Run]:

@@ -41,7 +41,7 @@ LONG_NBYTES, LONG_SHARE = 1 << 24, 0.1
 #: until the receiver of a message has said that it waits for it
 WAIT_S = 2e-3
 #: torch 2.13 renames it and warns about the old name
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def runner(operation: Operation, shape: Shape, nbytes: int, dtype: torch.dtype, 
         return lambda: all_gather_single(values, shard, group=group)
     if operation == "reduce_scatter":
         out = torch.zeros_like(own)
-        return lambda: _reduce_scatter(out, values, group=group)
+        return lambda: reduce_scatter_single(out, values, group=group)
     room = torch.zeros_like(values)
     return lambda: dist.all_to_all_single(room, values, group=group)
 

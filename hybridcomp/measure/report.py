@@ -30,6 +30,7 @@ def lines(cluster: Cluster) -> Iterator[str]:
     yield from _ranks(cluster)
     yield from _links(cluster)
     yield from _codecs(cluster)
+    yield from _channels(cluster)
 
 
 def _ranks(cluster: Cluster) -> Iterator[str]:
@@ -67,6 +68,23 @@ def milliseconds(figure: Figure) -> str:
     """The value and half its range."""
     half = (figure.high - figure.low) / 2
     return f"{1e3 * figure.value:.3g}±{1e3 * half:.2g}"
+
+
+def _channels(cluster: Cluster) -> Iterator[str]:
+    """The longest message of each dimension in the largest group, as the dimension sends it."""
+    kinds = dict.fromkeys((row.dimension, row.operation) for row in cluster.channels)
+    for dimension, operation in kinds:
+        rows = [r for r in cluster.channels if (r.dimension, r.operation) == (dimension, operation)]
+        shown = max(rows, key=lambda r: (r.ranks, r.nodes, r.beside == "groups", r.numel))
+        same = [r for r in rows if all(getattr(r, name) == getattr(shown, name)
+                for name in ("ranks", "nodes", "beside", "numel"))]  # fmt: skip
+        cells = [f"{row.setting} {milliseconds(row.seconds)}" for row in same]
+        place = "inside a node" if shown.nodes == 1 else f"on {shown.nodes} nodes"
+        yield (
+            f"{dimension} {operation} of {shown.numel} values in {shown.dtype}, {shown.ranks} ranks"
+            f" {place}, in ms: torch alone {milliseconds(shown.direct)}, through its channel "
+            f"{', '.join(cells)}"
+        )
 
 
 def _codecs(cluster: Cluster) -> Iterator[str]:

@@ -11,8 +11,9 @@ import torch
 from hybridcomp.devices import device_name
 from hybridcomp.log import say
 from hybridcomp.measure.block import BlockSize
+from hybridcomp.measure.channels import channel_rows
 from hybridcomp.measure.clock import Clock, clock_for, on_device
-from hybridcomp.measure.coders import coding_rows, copy_rows, merged
+from hybridcomp.measure.coders import coding_rows, copy_rows, host_rows, merged
 from hybridcomp.measure.kernels import DTYPES, kernel_rows, trained_size
 from hybridcomp.measure.links import link_rows
 from hybridcomp.measure.machine import made, memory_nbytes
@@ -25,8 +26,8 @@ from hybridcomp.topology import Hierarchy, discover
 
 #: shares of the time at whose end the parts are over
 UNTIL = {
-    "kernels": 0.12, "codecs": 0.26, "copies": 0.27, "messages": 0.36, "links": 0.64,
-    "trainings": 1.0,
+    "kernels": 0.12, "codecs": 0.24, "hosts": 0.26, "copies": 0.27, "messages": 0.34,
+    "channels": 0.42, "links": 0.64, "trainings": 1.0,
 }  # fmt: skip
 Row = TypeVar("Row", Coding, Copy)
 
@@ -57,26 +58,39 @@ def measure(
         codecs = coding_rows(
             team, clock, budget.part(UNTIL["codecs"], "codecs, alone and beside matrix products")
         )
+        hosts: list[Coding] = []
+        if team.device.type == "cuda":  # a CPU is its own host
+            hosts = host_rows(team, budget.part(UNTIL["hosts"], "codecs of the hosts"))
         copies = copy_rows(
             team, clock, budget.part(UNTIL["copies"], "copies between device and host")
         )
         cluster = _gathered(team, kernels, codecs, copies)
+        cluster = replace(cluster, host_codecs=tuple(_all_ranks(team, hosts)))
         if team.world_size > 1:
-            shapes = connected(shapes_of(team.nodes.of_rank), team)
-            groups = ", ".join(shape.told() for shape in shapes)
-            encoded = message_rows(
-                team, clock, budget.part(UNTIL["messages"], f"encoded messages ({groups})"),
-                shapes, dtype,
-            )  # fmt: skip
-            links = link_rows(
-                team, clock, budget.part(UNTIL["links"], "links, alone and with others at work"),
-                shapes, DTYPES[dtype],
-            )  # fmt: skip
-            cluster = replace(cluster, links=tuple(links), encoded=tuple(encoded))
+            cluster = _linked(team, clock, budget, cluster, dtype)
         cluster = _trained(team, clock, budget, cluster, blocks)
         spent = budget.spent()
         say(f"{spent:5.1f} s: done")
         return replace(cluster, made=made(team, spent, dtype))
+
+
+def _linked(team: Team, clock: Clock, budget: Budget, cluster: Cluster, dtype: str) -> Cluster:
+    """The cluster with what ranks send each other; a collective over the job."""
+    shapes = connected(shapes_of(team.nodes.of_rank), team)
+    groups = ", ".join(shape.told() for shape in shapes)
+    encoded = message_rows(
+        team, clock, budget.part(UNTIL["messages"], f"encoded messages ({groups})"),
+        shapes, dtype,
+    )  # fmt: skip
+    channels = channel_rows(
+        team, clock, budget.part(UNTIL["channels"], "tp, pp, ep and cp through channels"),
+        shapes, dtype,
+    )  # fmt: skip
+    links = link_rows(
+        team, clock, budget.part(UNTIL["links"], "links, alone and with others at work"),
+        shapes, DTYPES[dtype],
+    )  # fmt: skip
+    return replace(cluster, links=tuple(links), encoded=tuple(encoded), channels=tuple(channels))
 
 
 def _trained(
@@ -116,6 +130,11 @@ def _gathered(
         copies=tuple(_merged(row for *_, rows in said for row in rows)),
         kernels=tuple(row for _, rows, *_ in said for row in rows),
     )
+
+
+def _all_ranks(team: Team, own: Sequence[Coding]) -> list[Coding]:
+    """The rows of all ranks; a collective over the job."""
+    return _merged(row for rows in team.gather(tuple(own)) for row in rows)
 
 
 def _largest(kernels: Iterable[Kernel]) -> list[Kernel]:

@@ -120,8 +120,15 @@ class Plan:
 
     @property
     def block(self) -> dict[str, Any]:
-        """The ``"compression"`` block that the choices stand for."""
-        return self.choices.block(hierarchy=self.layout.hierarchy)
+        """The ``"compression"`` block that the choices stand for.
+
+        Sums of encoded gradients stay on the device, which their memory was counted for.
+        """
+        found = self.choices.block(hierarchy=self.layout.hierarchy)
+        encoded = not self.choices["offload", "backward"].native
+        if self.layout.offload and self.layout.accumulation > 1 and encoded:
+            found["offload"] = {**found["offload"], "sums": "device"}
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The plan with its block; read by ``from_json`` and by the preset ``planned``."""

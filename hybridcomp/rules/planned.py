@@ -10,21 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import show
-from hybridcomp.config.planned import FACTS
+from hybridcomp.config.planned import FACTS, LATER
 from hybridcomp.errors import ConfigError
 
 
 def hold_to_plan(block: CompressionConfig, facts: Mapping[str, int | None]) -> None:
     """Raise ConfigError where the job's ``facts`` are not those of the plan of ``block``.
 
-    ``facts``: by names out of ``planned.FACTS``; None and names that are missing: not known.
+    ``facts``: by names out of ``planned.FACTS`` and ``planned.LATER``; None and names that are
+    missing: not known.
     """
     plan = block.planned
     if plan is None:
         return
+    told = {**FACTS, **LATER}
     differ = [
-        f"{FACTS[name]} {facts[name]} instead of {wanted}"
-        for name, wanted in plan.layout.items()
+        f"{told[name]} {facts[name]} instead of {wanted}"
+        for name, wanted in (*plan.layout.items(), *plan.later.items())
         if facts.get(name) not in (None, wanted)
     ]
     if differ:

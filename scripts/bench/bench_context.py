@@ -8,7 +8,8 @@ ranks gathered. All three compute with the same blocks and send through the chan
 turns, over links without limit and at every rate, so that noise of the machine hits all of them;
 medians are printed. Where ranks share cores let all be ``--slower`` by somewhat more than as many
 ranks as a core has: each then computes as fast beside the others as alone, and messages find a core
-at once (``scripts/lab/slow_processors.py``).
+at once (``scripts/lab/slow_processors.py``). ``--steady`` takes the machine's changing speed out of
+what is computed (``context_bench/steady.py``).
 
 *computing* is a pass of the native codec over links that are not shaped. For each length ``--ratio
 R`` chooses the rate at which the native ring's bytes need R times as long as its computing does.
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +80,16 @@ def rank_main(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from bench.context_bench.passes import rows_of
+    from bench.context_bench.steady import SteadyBlocks
 
     torch.set_num_threads(1)
     if args.slower > 1:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # whichever core is idle
     dist.init_process_group("gloo")
     codecs = {name: CODECS[name] for name in args.codecs}
-    with Links() as links:
-        rows = [row for length in args.lengths for row in rows_of(length, codecs, args, links)]
+    with Links() as links, SteadyBlocks() if args.steady else nullcontext() as steady:
+        every = (rows_of(length, codecs, args, links, steady) for length in args.lengths)
+        rows = [row for rows in every for row in rows]
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.destroy_process_group()
@@ -108,6 +112,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ratio", type=float, nargs="+", default=[1.0, 4.0], metavar="R")
     add("--rounds", type=int, default=5)
     add("--slower", type=float, default=1.0, metavar="T", help="all ranks are T times slower")
+    add("--steady", action="store_true", help="blocks last as long on all ranks and in all passes")
     add("--out", type=Path, metavar="FILE", help="all rows as JSON")
     add("--rank", action="store_true", help=argparse.SUPPRESS)
     found = parser.parse_args(arguments)

@@ -9,9 +9,10 @@ As root, with data of scripts/prepare_data.py:
 
 ``trainings``: every configuration is trained by train_gpt.py with the files that the planner
 writes, all side by side, in turns, of which one at a time makes a step. At each rate ``hybridcomp
-measure`` runs several times between the turns, and the mean of its figures counts. This machine has
-several speeds: between any two steps a block runs that says at which one they ran, and all that the
-ranks compute is predicted at that speed. Every configuration is predicted from these
+measure`` runs several times between the turns, and the one counts whose block was fastest. This
+machine has several speeds: between any two steps a block runs that says at which one they ran, and
+all that the ranks compute is predicted at that speed. Of steps and blocks the fastest half counts
+(``plan_bench/speed.py`` says why). Every configuration is predicted from these
 files alone, with the layout that was trained; nothing is fitted to the trainings. A rate that is
 named again replaces its rows; those of other rates stay. Ranks play slower processors
 (``lab.slow_processors``), which leaves the cores to the threads and the kernel that move bytes, and
@@ -34,9 +35,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
 from bench.plan_bench import slow, trained
-from bench.plan_bench.merged import merged
 from bench.plan_bench.report import Row, page, told
-from bench.plan_bench.speed import Probe, at_speed
+from bench.plan_bench.speed import Probe, at_speed, fastest
 from bench.plan_bench.trained import Model
 from bench.training_bench.runners import CellError
 from bench.training_bench.turns import Job as Turns
@@ -114,7 +114,7 @@ def plans(model: Model, cluster: Cluster, ranks: int) -> list[Plan]:
 def measured(
     rate: str, lab: Lab, model: Model, turns: Turned, own: SlowProcessors, args: argparse.Namespace
 ) -> Cluster:
-    """The mean of some measurements, with turns before, between and behind them."""
+    """The fastest of some measurements, with turns before, between and behind them."""
     clusters = []
     for part in range(args.parts + 1):
         if part:
@@ -122,7 +122,7 @@ def measured(
             trained.measured(lab, model, path, args.seconds / args.parts, own.words)
             clusters.append(cluster_file.read(path))
         turns((part + 1) * args.turns // (args.parts + 1) - part * args.turns // (args.parts + 1))
-    return merged(clusters)
+    return fastest(clusters)
 
 
 def at_rate(

@@ -2,11 +2,13 @@
  *
  * HYBRIDCOMP_SLOW_PROCESSOR names a file of one double: how many times slower, 1 for not at all; it
  * may change at any moment. Whenever the thread has had a core for QUANTUM_NS, a signal makes it
- * sleep until `times` as long has gone by. Other than under a quota nothing is saved up by waiting,
+ * sleep until `times` as long has gone by, and so does what hands bytes on, waits or reads a clock: a
+ * message leaves when a slower processor would send it. Other than under a quota nothing is saved up by waiting,
  * threads that move bytes go on meanwhile, and what the thread waited for a core while others had
  * them all counts as slept. All that cannot be set up ends the process with a message and status 97.
  */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/perf_event.h>
@@ -19,6 +21,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -27,10 +30,14 @@
 #define QUANTUM_NS 1000000
 /* What it waited longer than that is not made up for: a rank would save it up, as under a quota. */
 #define MOST_CREDIT_NS 2e7
+/* A shorter sleep before waiting would be as long as what it takes to begin one. */
+#define LEAST_SLEEP_NS 1e5
 #define SIGNAL (SIGRTMAX - 3)
 
 static const volatile double *times;
 static int counter = -1, schedule = -1;
+static pthread_t thread;               /* the main one */
+static volatile sig_atomic_t settling; /* a signal that comes meanwhile is late by that alone */
 static double owed; /* nanoseconds that the thread has still to sleep */
 static double used, delayed;
 
@@ -39,9 +46,15 @@ static void fail(const char *what) {
   _exit(97);
 }
 
+static int read_clock(clockid_t clock, struct timespec *now) {
+  static int (*real)(clockid_t, struct timespec *);
+  if (!real) *(void **)&real = dlsym(RTLD_NEXT, "clock_gettime");
+  return real(clock, now);
+}
+
 static double seconds_of(clockid_t clock) {
   struct timespec now;
-  clock_gettime(clock, &now);
+  read_clock(clock, &now);
   return now.tv_sec * 1e9 + now.tv_nsec;
 }
 
@@ -70,19 +83,80 @@ static void sleep_out(void) {
   owed -= seconds_of(CLOCK_MONOTONIC) - began;
 }
 
-static void has_run(int signal, siginfo_t *info, void *context) {
-  (void)signal, (void)info, (void)context;
-  int kept = errno;
-  double slower = *times;
-  if (slower > 1) {
-    owed += (slower - 1) * (seconds_of(CLOCK_THREAD_CPUTIME_ID) - used) - (waited() - delayed);
+/* What the thread owes by now is added up; returns the nanoseconds that it should sleep. */
+static double account(void) {
+  if (*times > 1) {
+    owed += (*times - 1) * (seconds_of(CLOCK_THREAD_CPUTIME_ID) - used) - (waited() - delayed);
     if (owed < -MOST_CREDIT_NS) owed = -MOST_CREDIT_NS;
-    if (owed > 0) sleep_out();
   } else {
     owed = 0;
   }
   restart();
+  return owed;
+}
+
+static void settle(void) {
+  int kept = errno;
+  settling = 1;
+  if (account() > 0) sleep_out();
+  restart();
+  settling = 0;
   errno = kept;
+}
+
+static void has_run(int signal, siginfo_t *info, void *context) {
+  (void)signal, (void)info, (void)context;
+  if (!settling) settle();
+}
+
+static int is_slow_main(void) {
+  return times && *times > 1 && pthread_equal(pthread_self(), thread);
+}
+
+/* Before the thread waits it sleeps, without the lock, and returns as if it had been woken: all that
+ * wait for a condition look again. Returns whether it slept. */
+static int slept_before_waiting(pthread_mutex_t *mutex) {
+  if (!is_slow_main()) return 0;
+  settling = 1;
+  double due = account();
+  settling = 0;
+  if (due < LEAST_SLEEP_NS) return 0;
+  pthread_mutex_unlock(mutex);
+  settle();
+  pthread_mutex_lock(mutex);
+  return 1;
+}
+
+/* Times that a thread takes of its own work begin and end where it owes nothing: behind a wait a
+ * stretch shorter than QUANTUM_NS would else seem as fast as on the core. */
+int clock_gettime(clockid_t clock, struct timespec *now) {
+  if (!settling && is_slow_main()) {
+    settling = 1;
+    double due = account();
+    settling = 0;
+    if (due >= LEAST_SLEEP_NS) settle();
+  }
+  return read_clock(clock, now);
+}
+
+/* What gloo hands bytes on by. */
+ssize_t writev(int file, const struct iovec *parts, int count) {
+  static ssize_t (*real)(int, const struct iovec *, int);
+  if (!real) *(void **)&real = dlsym(RTLD_NEXT, "writev");
+  if (is_slow_main()) settle();
+  return real(file, parts, count);
+}
+
+int pthread_cond_wait(pthread_cond_t *cond, pthread_mutex_t *mutex) {
+  static int (*real)(pthread_cond_t *, pthread_mutex_t *);
+  if (!real) *(void **)&real = dlvsym(RTLD_NEXT, "pthread_cond_wait", "GLIBC_2.3.2");
+  return slept_before_waiting(mutex) ? 0 : real(cond, mutex);
+}
+
+int pthread_cond_timedwait(pthread_cond_t *cond, pthread_mutex_t *mutex, const struct timespec *until) {
+  static int (*real)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+  if (!real) *(void **)&real = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+  return slept_before_waiting(mutex) ? 0 : real(cond, mutex, until);
 }
 
 static void start(void) {
@@ -104,6 +178,7 @@ static void start(void) {
       fcntl(counter, F_SETOWN_EX, &owner))
     fail("fcntl");
   prctl(PR_SET_TIMERSLACK, 1000);
+  thread = pthread_self();
   restart();
   if (ioctl(counter, PERF_EVENT_IOC_ENABLE, 0)) fail("PERF_EVENT_IOC_ENABLE");
 }

@@ -16,6 +16,7 @@ import torch
 from hybridcomp import cli, doctor
 from hybridcomp.codecs import make_codec
 from hybridcomp.measure import (
+    channels,
     coders,
     command,
     kernels,
@@ -31,6 +32,7 @@ from hybridcomp.measure.run import measure
 from hybridcomp.measure.team import Budget, Team
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.rows import Coding, Rank
 from hybridcomp.topology import Nodes
 from tests.ranks import RunRanks
 
@@ -50,6 +52,7 @@ def little(stages: tuple[int, ...] = ()) -> Iterator[None]:
         mock.patch.object(links, "SIZES", (1 << 12, 1 << 14, 1 << 16)),
         mock.patch.object(links, "BUSY_SIZES", (1 << 14,)),
         mock.patch.object(messages, "NUMELS", (1 << 10, 1 << 13)),
+        mock.patch.dict(channels.NUMELS, {"cpu": (1 << 10, 1 << 13)}),
         mock.patch.object(trainings, "ZERO_STAGES", stages),
         mock.patch.object(trainings, "LEAST", 1),
     ):
@@ -68,6 +71,9 @@ def test_two_ranks(on_ranks: RunRanks, tmp_path: Path) -> None:
     operations = {row.operation for row in cluster.links}
     assert operations == {"send", *links.COLLECTIVES} == {row.operation for row in cluster.encoded}
     assert {row.beside for row in cluster.links} == {"alone", "compute"}  # no other group
+    assert {(row.dimension, row.operation) for row in cluster.channels} == set(channels.MESSAGES)
+    assert {row.setting for row in cluster.channels} == {"none", "blockint(bits=8)", "expcode()"}
+    assert all(row.seconds.value > 0 < row.direct.value for row in cluster.channels)
     assert {row.setting for row in cluster.codecs} == {
         "blockint(bits=4)", "blockint(bits=8)", "expcode()",
     }  # fmt: skip
@@ -88,6 +94,8 @@ def test_two_ranks(on_ranks: RunRanks, tmp_path: Path) -> None:
     assert cluster_file.to_json(again) == cluster_file.to_json(cluster)
     assert not again.overhead("all_reduce", 2, 1, "expcode()").host.assumed
     assert again.encoded_seconds("all_reduce", "expcode()", "bf16", 5000, 4000, 2, 1).value > 0
+    extra = again.overhead("send", 2, 1, "expcode()", "pp")
+    assert extra != again.overhead("send", 2, 1, "expcode()")  # its own rows, not collectives'
 
 
 def test_four_ranks_on_two_nodes(on_ranks: RunRanks) -> None:
@@ -96,11 +104,35 @@ def test_four_ranks_on_two_nodes(on_ranks: RunRanks) -> None:
     assert {(row.ranks, row.nodes) for row in cluster.links} == {(2, 1), (2, 2), (4, 2)}
     busy = {(row.ranks, row.nodes) for row in cluster.links if row.beside == "groups"}
     assert busy == {(2, 1), (2, 2)}  # the whole job is one group
+    of_channels = {(row.ranks, row.nodes, row.beside) for row in cluster.channels}
+    assert of_channels == {
+        (2, 1, "alone"), (2, 1, "groups"), (2, 2, "alone"), (2, 2, "groups"), (4, 2, "alone")
+    }  # fmt: skip
     left = [row.compute_left for row in cluster.links if row.beside == "compute"]
     assert all(one is not None and 0 <= one.low <= one.value <= one.high <= 1 for one in left)
     text = "\n".join(report.lines(cluster))
     assert "4 ranks on 2 nodes" in text
     assert "2 ranks inside a node" in text
+
+
+def of_hosts() -> list[Coding]:
+    """What a rank of a GPU adds; here the host is all there is."""
+    team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
+    with little(), mock.patch.object(coders, "HOST_NUMELS", (1 << 10, 1 << 12)):
+        return coders.host_rows(team, Budget(0.2, team).part(1.0, "hosts"))
+
+
+def test_hosts_of_gpus_code_and_step(on_ranks: RunRanks) -> None:
+    rows = on_ranks(2, of_hosts)[0]
+    assert {(row.direction, row.dtype) for row in rows} == {
+        (direction, dtype) for direction in ("encode", "decode") for dtype in ("fp32", "bf16")
+    }
+    assert all(row.seconds.value > 0 and row.beside == "alone" for row in rows)
+    cluster = Cluster((Rank(0, "a GPU"),), host_codecs=tuple(rows))
+    assert cluster.coding("expcode()", "bf16", 1 << 11, "decode", on_host=True).value > 0
+    kinds = [{case.kind for case in kernels._cases(torch.device(kind), ())}
+             for kind in ("cpu", "cuda")]  # fmt: skip
+    assert kinds[1] - kinds[0] == {"host_adam"}
 
 
 class Worked(HostClock):
@@ -133,8 +165,6 @@ def slow_last() -> tuple[float, ...]:
 
 
 def cluster_ranks(count: int) -> tuple[Any, ...]:
-    from hybridcomp.plan.machines.rows import Rank
-
     return (Rank(0, "CPU"),) * count
 
 
@@ -175,6 +205,8 @@ def test_doctor_on_missing_bad_and_foreign_files(
     cluster_file.write(foreign, "cluster.json")
     *_, (mark, text) = doctor._cluster(None)
     assert (mark, "not of machines like this one" in text) == (doctor.INFO, True)
+    lacks = [line for mark, line in doctor._cluster(None) if line.startswith("it says no")]
+    assert len(lacks) == 1 and "channels" in lacks[0]  # as one of an earlier version
 
 
 def test_alone_it_says_how_it_is_started(

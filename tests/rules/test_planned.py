@@ -41,6 +41,19 @@ def test_what_differs_is_said_and_what_is_not_known_is_not_asked(tmp_path: Path)
     hold_to_plan(CompressionConfig.parse({"preset": "recommended"}), {"ranks": 7})
 
 
+def test_where_the_optimizer_is_belongs_to_the_layout(tmp_path: Path) -> None:
+    """Nobody asked before, and digests stay what they were."""
+    before = CompressionConfig.parse(block(plan(tmp_path)))
+    moved = CompressionConfig.parse(block(plan(tmp_path, offload=True)))
+    assert moved.digest() == before.digest()
+    hold_to_plan(moved, {**LAYOUT, "offload": 1})
+    with pytest.raises(ConfigError, match="this job has optimizers on a host 0 instead of 1"):
+        hold_to_plan(moved, {**LAYOUT, "offload": 0})
+    stays = CompressionConfig.parse(block(plan(tmp_path, offload=False)))
+    hold_to_plan(stays, {**LAYOUT, "offload": 0})
+    hold_to_plan(stays, LAYOUT)
+
+
 @pytest.mark.parametrize(("now", "said"), [
     ([(0, "A CPU, 4 threads"), (0, "A CPU, 4 threads"), (1, "A CPU, 4 threads")], None),
     ([(7, "A CPU, 2 threads"), (7, "A CPU, 2 threads"), (5, "A CPU, 2 threads")], None),

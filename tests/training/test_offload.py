@@ -18,7 +18,8 @@ from tests.ranks import RankPool
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from tests.training.trainer import Job, Outcome, final_loss, make_engine, run, train_step
+from hybridcomp.plan.cost.copies import gradient_nbytes
+from tests.training.trainer import Job, Outcome, Tiny, final_loss, make_engine, run, train_step
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 FORWARD, BACKWARD = "offload.forward", "offload.backward"
@@ -103,6 +104,25 @@ def test_none_and_lossless_are_bit_identical(train: Train, kind: str) -> None:
             assert messages == native > 0 and raw == wire > 0
             assert coded.ledger[way][:3] == (messages, 0, raw)
             assert coded.ledger[way][3] > 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_are_those_that_a_plan_counts(train: Train, stage: int, accumulation: int) -> None:
+    """Natively, and encoded with sums on the device, where each gradient crosses once a step."""
+    job = offloading(stage, accumulation=accumulation, steps=2)
+    values = sum(one.numel() for one in Tiny().parameters())
+    planned = sum(gradient_nbytes(stage, 2, accumulation))
+    for block in ("none", {**BLOCKINT, "sums": "device"}):
+        outcomes = train(with_block(job, block))
+        for way, native in ((BACKWARD, planned), (FORWARD, 2)):
+            raw, wire = (sum(one.ledger[way][place] for one in outcomes) for place in (2, 3))
+            # sums of parameters that two ranks share are moved whole by both
+            shared = stage == 2 and accumulation > 1 and way == BACKWARD
+            most = 1.5 if shared else 1.03
+            assert 1 <= raw / job.steps / values / native < most
+            sent = native if block == "none" else BITS / 8
+            assert 0.9 < wire / job.steps / values / sent < most
 
 
 @pytest.mark.parametrize("sums", ["device", "host"])

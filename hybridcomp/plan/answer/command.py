@@ -12,6 +12,7 @@ from hybridcomp.plan.answer import files
 from hybridcomp.plan.answer.report import answer, duration, size
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.missing import missing
 from hybridcomp.plan.plan import Plan
 from hybridcomp.plan.request import Batch, Found, Limits, Nearest
 from hybridcomp.plan.search.budget import Budget
@@ -44,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
     every.write_text(json.dumps([plan.to_json() for plan in found.plans], indent=1) + "\n")
     print(f"start it with {options.out / files.START_FILE}; written: "
           f"{', '.join(str(path.name) for path in [*written, every])}")  # fmt: skip
+    for line in missing(cluster, options.offload):
+        print(f"note: {options.cluster} says {line}")
     if left := files.left_to_script(best, options.command):
         print(f"note: {left}")
     _draw(options, found, cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,12 +12,13 @@ import torch
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Choices, Key
+from hybridcomp.plan.cost.copies import Copying, copyings
 from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
 from hybridcomp.plan.cost.prices import NOTHING, Calibration, Call, Prices
 from hybridcomp.plan.layout import Group, Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
-from hybridcomp.plan.machines.rows import Operation
+from hybridcomp.plan.machines.rows import Kind, Operation
 from hybridcomp.plan.models.model import Layer, Messages, Model, Shape
 from hybridcomp.plan.request import Batch, Limits
 from hybridcomp.policy import Direction
@@ -35,7 +37,7 @@ class Item:
     """
 
     key: Key
-    call: Call
+    call: Call | Copying
     dtype: torch.dtype
     count: float = 1.0
     fixed: bool = False
@@ -76,7 +78,7 @@ class Job:
     @property
     def on_cpu(self) -> bool:
         """Whether the devices are CPUs."""
-        return "cpu" in self.cluster.ranks[0].device.lower()
+        return self.cluster.on_cpu
 
     @cached_property
     def capacity(self) -> float:
@@ -149,12 +151,16 @@ class Job:
         except HybridcompError:
             return NOTHING
 
-    def adam(self, values: float, rank: int) -> Figure:
-        """Seconds of the optimizer for so many values; nothing where nobody knows them."""
-        try:
-            return self.cluster.kernel("adam", "fp32", values, rank)
-        except HybridcompError:
-            return self._elementwise(28 * values, rank)
+    def adam(self, values: float, rank: int, on_host: bool = False) -> Figure:
+        """Seconds of the optimizer for so many values; nothing where nobody knows them.
+
+        on_host: that of the host where its figures are known, else that of the device.
+        """
+        kinds: tuple[Kind, ...] = ("host_adam", "adam") if on_host else ("adam",)
+        for kind in kinds:
+            with contextlib.suppress(HybridcompError):
+                return self.cluster.kernel(kind, "fp32", values, rank)
+        return self._elementwise(28 * values, rank)
 
     def host(self, layout: Layout, rank: int, choices: Choices | None) -> Host:
         """What the engine costs ``rank`` beside its layers and its messages.
@@ -252,6 +258,17 @@ class Job:
             encoded = "reduce_scatter"
         call = Call(operation, values / buckets, ranks, nodes, encoded, layout.hierarchy)
         return [Item(("dp", "forward"), call, self.gradient_dtype, buckets)]
+
+    def copy_items(self, layout: Layout, values: float, layers: int) -> list[Item]:
+        """Gradients of ``values`` to the host and parameters back, about as many as ``layers``."""
+        # at stage 3 a rank has a part of every layer, else layers of its own
+        shards = 1 if layout.zero_stage == 3 else layout.size("replicas")
+        count = max(1.0, layers / shards)
+        there, back = copyings(layout, values, self.dtype.itemsize, count)
+        return [
+            Item(("offload", "backward"), there, self.dtype, count),
+            Item(("offload", "forward"), back, self.dtype, count),
+        ]
 
     def gather_items(self, layout: Layout, stage: int, values: float, group: Group) -> list[Item]:
         """One gather of ``values`` parameters over ``group``."""

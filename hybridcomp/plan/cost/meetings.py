@@ -115,7 +115,7 @@ def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: i
                 places[stage] += 1
                 left -= 1
     return max(
-        end + _reduced(own) + own.reduce.coding + own.adam + own.gather.both
+        end + _reduced(own) + own.reduce.coding + own.optimizer + own.gather.both
         for own, end in zip(times, ready, strict=True)
     )
 
@@ -189,7 +189,7 @@ def _put_end(
     """The reduction, the optimizer and the gather, one after the other."""
     for what, resource, seconds in (
         ("reduce", "replicas", _reduced(own)), ("code", "stage", own.reduce.coding),
-        ("adam", "stage", own.adam), ("gather", "replicas", own.gather.link),
+        ("adam", "stage", own.optimizer), ("gather", "replicas", own.gather.link),
         ("code", "stage", own.gather.coding),
     ):  # fmt: skip
         number = len(tasks)

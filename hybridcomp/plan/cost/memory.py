@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.schedule import in_flight
 from hybridcomp.plan.cost.work import LIVE, Stage, Work
@@ -87,11 +88,14 @@ def kept_by_codecs(job: Job, layout: Layout, stage: Stage, choices: Choices) -> 
         found["references"] = job.dtype.itemsize * values / layout.size("replicas")
     largest = 0.0
     passes = (one.items + one.sent for one in (*stage.forward, *stage.backward))
-    for items in (stage.reduce, stage.gather, stage.micro, *passes):
+    for items in (stage.reduce, stage.gather, stage.micro, stage.copies, *passes):
         for item in items:
             choice = choices[item.key]
             if not choice.native and not item.fixed:
-                largest = max(largest, 2 * item.call.numel * choice.bits(item.dtype) / 8)
+                numel = item.call.numel
+                if isinstance(item.call, Copying):
+                    numel = min(numel, MOST_NUMEL)
+                largest = max(largest, 2 * numel * choice.bits(item.dtype) / 8)
     found["payloads"] = largest
     return found
 

@@ -12,7 +12,7 @@ from hybridcomp.plan.cost.step import Step, simulated, step_of
 from hybridcomp.plan.cost.times import HIGH, LOW, View
 from hybridcomp.plan.cost.work import Stage, Work, by_dimension
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Prediction, Span
-from hybridcomp.policy import BETWEEN_RANKS, Dimension
+from hybridcomp.policy import DIMENSIONS, Dimension
 
 
 def plan_of(job: Job, work: Work, choices: Choices, budget: str) -> Plan:
@@ -29,8 +29,8 @@ def predicted(job: Job, work: Work, choices: Choices) -> Prediction:
     """What a step would cost."""
     step = simulated(job, work, choices)
     sent = [_messages(job, work, stage, choices) for stage in work.stages]
-    names = [name for name in BETWEEN_RANKS if any(name in one for one in sent)]
-    alone = step_of(job, work, choices, View(without=frozenset(BETWEEN_RANKS)))
+    names = [name for name in DIMENSIONS if any(name in one for one in sent)]
+    alone = step_of(job, work, choices, View(without=frozenset(DIMENSIONS)))
     busiest = max(_compute(work, stage) for stage in work.stages)
     exposed: dict[str, float] = {
         name: step.seconds - step_of(job, work, choices, View(without=frozenset([name])))
@@ -82,7 +82,7 @@ def _messages(job: Job, work: Work, stage: Stage, choices: Choices) -> dict[Dime
               for items in (one.items, one.sent)]  # fmt: skip
     for items, times in (
         *((items, count) for items in (*passes, stage.micro)),
-        (stage.reduce, 1), (stage.gather, 1),
+        (stage.reduce, 1), (stage.gather, 1), (stage.copies, 1),
     ):  # fmt: skip
         for name, price in by_dimension(job, items, choices, times).items():
             found[name] = found.get(name, FREE).plus(price)

@@ -20,14 +20,18 @@ from hybridcomp.collectives.native_nbytes import (
     reduce_scatter_nbytes,
 )
 from hybridcomp.plan.choices import Choice
+from hybridcomp.plan.cost.copies import Copying
 from hybridcomp.plan.machines import rings
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
-from hybridcomp.plan.machines.rows import Operation
+from hybridcomp.plan.machines.rows import Direction, Operation
+from hybridcomp.policy import Dimension
 
 NOTHING = Figure(0.0, 0.0, 0.0)
 #: messages of fewer bytes stay native: the block's own default of ``min_bytes``
 MIN_BYTES = 65536
+#: what a sender and a receiver do
+CODING: tuple[Direction, Direction] = ("encode", "decode")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -37,7 +41,8 @@ class Price:
 
     coding: seconds of the device in encoding and decoding, calls included. wire: seconds of the
     link between nodes, or of the link inside one. inside: seconds of native messages inside the
-    node that belong to it. nbytes, native_nbytes: that this rank sends to others, as it is sent and
+    node that belong to it; of a copy to or from the host, those of the bus and of the host's codec.
+    nbytes, native_nbytes: that this rank sends to others, as it is sent and
     as native would have been.
     """
 
@@ -111,23 +116,43 @@ class Prices:
     calibration: Calibration = Calibration()
     _known: dict[tuple[object, ...], Price] = field(default_factory=dict, repr=False)
 
-    def of(self, call: Call, choice: Choice, dtype: torch.dtype) -> Price:
-        """What one rank spends on ``call``. Raises HybridcompError where a figure is missing."""
-        key = call, choice, dtype
+    def of(
+        self, call: Call | Copying, choice: Choice, dtype: torch.dtype,
+        dimension: Dimension | None = None,
+    ) -> Price:  # fmt: skip
+        """What one rank spends on ``call``. Raises HybridcompError where a figure is missing.
+
+        ``dimension``: whose channel it goes through; None: only the collective counts.
+        """
+        key = call, choice, dtype, dimension
         if key not in self._known:
-            self._known[key] = self._price(call, choice, dtype)
+            if isinstance(call, Copying):
+                self._known[key] = self._copied(call, choice, dtype)
+            else:
+                self._known[key] = self._price(call, choice, dtype, dimension or "")
         return self._known[key]
 
-    def _price(self, call: Call, choice: Choice, dtype: torch.dtype) -> Price:
+    def _price(self, call: Call, choice: Choice, dtype: torch.dtype, dimension: str) -> Price:
         if call.ranks < 2 or not call.numel:
             return FREE
         native = native_nbytes(call.operation, call.numel, dtype, call.ranks)
         if choice.native or call.numel * dtype.itemsize < MIN_BYTES:
-            return self._native(call, call.operation, dtype, native)
+            found = self._native(call, call.operation, dtype, native)
+            return found.plus(self._channel(call, dimension))
         local = call.ranks / call.nodes
         if call.two_levels and call.nodes > 1 and local > 1:
             return self._two_levels(call, choice, dtype, native)
-        return self._encoded(call, choice, dtype, native)
+        return self._encoded(call, choice, dtype, native, dimension)
+
+    def _channel(self, call: Call, dimension: str) -> Price:
+        """What a channel takes for a message that stays native."""
+        busy = self._busy(call.ranks)
+        more = self.cluster.channel_seconds(call.operation, call.ranks, call.nodes, dimension, busy)
+        return Price(wire=more) if call.nodes > 1 else Price(inside=more)
+
+    def _busy(self, ranks: int) -> bool:
+        """Whether there are other groups beside one of ``ranks``."""
+        return self.cluster.world_size > ranks
 
     def _native(self, call: Call, operation: Operation, dtype: torch.dtype, native: float) -> Price:
         nbytes = call.numel * dtype.itemsize
@@ -137,11 +162,12 @@ class Prices:
 
     def _seconds(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> Figure:
         """A native message beside those of all other groups, where there are others."""
-        others = self.cluster.world_size > ranks
-        found = self.cluster.seconds(operation, nbytes, ranks, nodes, busy=others)
+        found = self.cluster.seconds(operation, nbytes, ranks, nodes, busy=self._busy(ranks))
         return found.times(self.calibration.slowdown)
 
-    def _encoded(self, call: Call, choice: Choice, dtype: torch.dtype, native: float) -> Price:
+    def _encoded(
+        self, call: Call, choice: Choice, dtype: torch.dtype, native: float, dimension: str = ""
+    ) -> Price:
         """Steps: (1) its coding, (2) its payloads, (3) what a call costs, (4) its bytes."""
         codec, operation = choice.codec, call.encoded_as or call.operation
         assert codec is not None
@@ -158,7 +184,10 @@ class Prices:
             for part, share in shape.sent
         )
         # 3.
-        extra = self.cluster.overhead(operation, call.ranks, call.nodes, codec.spec)
+        busy = self._busy(call.ranks)
+        extra = self.cluster.overhead(
+            operation, call.ranks, call.nodes, codec.spec, dimension, busy
+        )
         host = extra.host.plus(Figure.exact(self.calibration.message_s))
         coding = coding.times(extra.factor).plus(host)
         wire = wire.times(extra.factor)
@@ -167,6 +196,26 @@ class Prices:
         nbytes = sent * choice.bits(dtype) / (8 * dtype.itemsize)
         where = {"wire": wire} if call.nodes > 1 else {"inside": wire}
         return Price(coding=coding, nbytes=nbytes, native_nbytes=native, **where)
+
+    def _copied(self, call: Copying, choice: Choice, dtype: torch.dtype) -> Price:
+        """A copy between device and host; what upstream fetches for it counts natively."""
+        cluster, codec = self.cluster, choice.codec
+        native = call.nbytes + call.back_nbytes
+        to_host = call.direction == "to_host"
+        if codec is None or call.numel * dtype.itemsize < MIN_BYTES:
+            bus = cluster.copy(call.direction, call.nbytes)
+            if call.back_nbytes:
+                bus = bus.plus(cluster.copy("to_device", call.back_nbytes))
+            return Price(inside=bus, nbytes=native, native_nbytes=native)
+        payload, name = call.numel * choice.bits(dtype) / 8, NAMES[dtype]
+        # master weights are encoded as they are, in fp32, where sizes are fixed
+        own = "fp32" if codec.fixed_size and not (to_host or codec.lossless) else name
+        sender, receiver = CODING
+        mine, others = (sender, receiver) if to_host else (receiver, sender)
+        device = cluster.coding(codec.spec, name, call.numel, mine)
+        host = cluster.coding(codec.spec, own, call.numel, others, on_host=True)
+        bus = cluster.copy(call.direction, payload)
+        return Price(device, inside=bus.plus(host), nbytes=payload, native_nbytes=native)
 
     def _two_levels(self, call: Call, choice: Choice, dtype: torch.dtype, native: float) -> Price:
         """Native inside a node, encoded between nodes, where each rank has its stretch."""

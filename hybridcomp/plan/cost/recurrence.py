@@ -45,7 +45,7 @@ def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: i
                 place += 1
                 left -= 1
             places[stage] = place
-    return max(end + own.adam + own.gather.both for own, end in zip(times, ready, strict=True))
+    return max(end + own.optimizer + own.gather.both for own, end in zip(times, ready, strict=True))
 
 
 def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> float | None:

@@ -23,7 +23,8 @@ class Op(NamedTuple):
 class Name(NamedTuple):
     """What a task of a step is.
 
-    "forward", "backward", "send", "wait" (of a sender), "reduce", "code", "adam" or "gather".
+    "forward", "backward", "send", "wait" (of a sender), "reduce", "code", "to_host", "adam",
+    "to_device" or "gather".
     """
 
     what: str

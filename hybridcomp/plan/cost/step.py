@@ -33,6 +33,7 @@ class _Builder:
 
     def __init__(self, work: Work, times: tuple[StageTimes, ...], micro_batches: int) -> None:
         self.layout, self.times = work.layout, times
+        self.copies = work.layout.offload
         layout = work.layout
         self.tasks: dict[int, Task] = {}
         self.names: dict[int, Name] = {}
@@ -94,7 +95,12 @@ class _Builder:
     def _end(self, stage: int, before: tuple[int, ...]) -> None:
         """The optimizer and the gather of its parameters."""
         own = self.times[stage]
+        bus = f"bus {stage}"
+        if self.copies:
+            before = (self._put(None, Name("to_host", stage), bus, own.landed, before),)
         step = self._put(None, Name("adam", stage), f"stage {stage}", own.adam, before)
+        if self.copies:
+            step = self._put(None, Name("to_device", stage), bus, own.uploaded, (step,))
         gone = self._put(None, Name("gather", stage), f"replicas {stage}", own.gather.link, (step,))
         self._put(None, Name("code", stage), f"stage {stage}", own.gather.coding, (gone,))
 

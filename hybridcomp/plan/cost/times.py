@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.job import Job
-from hybridcomp.plan.cost.prices import Price
-from hybridcomp.plan.cost.work import Items, Stage, Wish, Work, price
+from hybridcomp.plan.cost.prices import Call, Price
+from hybridcomp.plan.cost.work import Items, Stage, Wish, Work, lands_behind, price
 from hybridcomp.plan.machines.figures import Figure
 
 #: which number of a figure counts
@@ -72,6 +72,7 @@ class StageTimes:
     """Seconds of one stage: passes by virtual stage, what follows each of them, and the end.
 
     hidden_micro, hidden_step: compute behind which messages of a micro-batch, or of the step, hide.
+    landed, uploaded: copies to the host before the optimizer, and of parameters back.
     reduces: whether something travels behind every micro-batch. meets: whether stages meet for the
     messages between them (``meetings``).
     """
@@ -86,6 +87,13 @@ class StageTimes:
     hidden_step: float
     reduces: bool
     meets: bool = False
+    landed: float = 0.0
+    uploaded: float = 0.0
+
+    @property
+    def optimizer(self) -> float:
+        """The optimizer's step with the copies around it."""
+        return self.landed + self.adam + self.uploaded
 
     def behind(self, took: Durations, ends: bool, last: bool) -> tuple[list[Seconds], float, float]:
         """Reductions behind a pass, their seconds on the wire, and how many of these hide in it.
@@ -126,6 +134,10 @@ def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: Vi
         return tuple(found)
 
     forward, backward = passes(True), passes(False)
+    landed, uploaded = (
+        _copied(job, stage, way, choices, view, backward[0].compute)
+        for way in ("backward", "forward")
+    )
     compute = sum(one.compute for one in (*forward, *backward))
     overlap = host.overlap * compute
     return StageTimes(
@@ -133,15 +145,28 @@ def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: Vi
         seconds(job, stage.reduce, choices, view), view.of(stage.adam) + host.step.at(values),
         seconds(job, stage.gather, choices, view), hidden_micro=overlap,
         hidden_step=overlap * work.layout.passes, reduces=bool(stage.micro),
-        meets=job.meets(work.layout) and not stage.micro,
+        meets=job.meets(work.layout) and not stage.micro, landed=landed, uploaded=uploaded,
     )  # fmt: skip
+
+
+def _copied(
+    job: Job, stage: Stage, way: str, choices: Choices | Wish, view: View, compute: float
+) -> float:
+    """Seconds of copies between device and host that ``compute`` of the last pass does not hide."""
+    total = 0.0
+    for item in stage.copies:
+        if item.key[1] != way:
+            continue
+        found = seconds(job, (item,), choices, view)
+        total += found.both - (min(found.link, compute) if lands_behind(job, item, choices) else 0)
+    return total
 
 
 def _returned(job: Job, sent: Items, choices: Choices | Wish) -> float:
     """Of the seconds of a message to a neighbour, the share until its sender goes on."""
     shares = [
         job.cluster.returned(price(job, item, choices).nbytes / item.count, item.call.nodes)
-        for item in sent if item.call.operation == "send"
+        for item in sent if isinstance(item.call, Call) and item.call.operation == "send"
     ]  # fmt: skip
     return max(shares, default=1.0)
 
@@ -179,7 +204,7 @@ def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
 
 def _end_seconds(own: StageTimes) -> float:
     """What a stage does behind its last pass and the reductions on the link."""
-    return own.micro.coding + own.reduce.coding + own.adam + own.gather.both
+    return own.micro.coding + own.reduce.coding + own.optimizer + own.gather.both
 
 
 def _least_meeting(count: int, times: tuple[StageTimes, ...]) -> float:

@@ -41,7 +41,8 @@ class Stage:
 
     forward, backward: by virtual stage. micro: reductions and gathers of every micro-batch (ZeRO 2
     and 3). reduce, gather: once a step. adam: seconds. dense, experts: parameters of this rank.
-    layers: those of the stage, in the order of the model.
+    layers: those of the stage, in the order of the model. copies: between device and host, once a
+    step.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Stage:
     dense: float
     experts: float
     layers: tuple[tuple[int, Layer], ...]
+    copies: Items = ()
 
     @property
     def compute(self) -> float:
@@ -170,24 +172,18 @@ def _with_step(job: Job, layout: Layout, index: int, stage: Stage) -> Stage:
     elif layout.zero_stage == 2 and job.limits.engine != "megatron":
         micro, reduce = reduce, []
     shards = layout.size("replicas") if job.sharded(layout) else 1
-    adam = job.adam((dense + experts) / shards, stage.rank)
-    if layout.offload:
-        adam = adam.plus(_copies(job, (dense + experts) / shards))
+    own = (dense + experts) / shards
+    copies = job.copy_items(layout, own, len(stage.layers)) if layout.offload else []
     return replace(
-        stage, micro=merged(micro), reduce=merged(reduce), gather=merged(gather), adam=adam
-    )
+        stage, micro=merged(micro), reduce=merged(reduce), gather=merged(gather),
+        adam=job.adam(own, stage.rank, layout.offload), copies=merged(copies),
+    )  # fmt: skip
 
 
 def _in_parts(item: Item, parts: float) -> Item:
     """ZeRO 3 gathers layer by layer."""
     call = replace(item.call, numel=item.call.numel * item.count / parts)
     return replace(item, call=call, count=parts)
-
-
-def _copies(job: Job, values: float) -> Figure:
-    """Gradients to the host and parameters back."""
-    nbytes = values * job.dtype.itemsize
-    return job.cluster.copy("to_host", nbytes).plus(job.cluster.copy("to_device", nbytes))
 
 
 def merged(items: Iterable[Item]) -> Items:
@@ -219,7 +215,14 @@ def price(job: Job, item: Item, choices: Choices | Wish) -> Price:
     if not isinstance(choices, Choices):
         return choices.price(job, item)
     choice = NATIVE if item.fixed else choices[item.key]
-    return job.prices.of(item.call, choice, item.dtype).times(item.count)
+    found = job.prices.of(item.call, choice, item.dtype, item.key[0])
+    return found.times(item.count)
+
+
+def lands_behind(job: Job, item: Item, choices: Choices | Wish) -> bool:
+    """Whether a copy goes on behind a pass: encoded gradients do, which no CPU copies."""
+    encoded = not isinstance(choices, Choices) or not choices[item.key].native
+    return encoded and item.key == ("offload", "backward") and not job.on_cpu
 
 
 def by_dimension(

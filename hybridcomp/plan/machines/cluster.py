@@ -17,10 +17,11 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.machines import rings
 from hybridcomp.plan.machines.figures import Curve, Figure, curves
 from hybridcomp.plan.machines.links import NOTHING, Links
-from hybridcomp.plan.machines.overheads import Overhead, closest, overheads
+from hybridcomp.plan.machines.overheads import MessageCosts, Overhead
 from hybridcomp.plan.machines.rows import (
     STRICT,
     Beside,
+    Carried,
     Coding,
     Copy,
     Direction,
@@ -37,7 +38,12 @@ from hybridcomp.plan.machines.speeds import speeds_of
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines and what they can do. ``made``: versions and back end that it was measured with."""
+    """Machines and what they can do.
+
+    encoded, channels: messages of collectives alone, and through the channels of their dimensions.
+    host_codecs: codecs on the hosts of GPUs, with the cores that copies between device and host
+    use; of CPUs ``codecs`` are those. made: versions and back end that it was measured with.
+    """
 
     __pydantic_config__ = STRICT
 
@@ -48,6 +54,8 @@ class Cluster:
     copies: tuple[Copy, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     trainings: tuple[Training, ...] = ()
+    channels: tuple[Carried, ...] = ()
+    host_codecs: tuple[Coding, ...] = ()
     by_hand: bool = False
     made: Mapping[str, str] = field(default_factory=dict)
 
@@ -66,6 +74,17 @@ class Cluster:
         """Ranks of the largest node."""
         of_node = [rank.node for rank in self.ranks]
         return max(map(of_node.count, set(of_node)))
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        """Whether the devices are CPUs, whose memory is that of their host."""
+        name, _, threads = self.ranks[0].device.lower().rpartition(",")
+        return "cpu" in name + threads or "thread" in threads
+
+    @property
+    def codes_on_host(self) -> bool:
+        """Whether it is known how fast hosts encode and decode."""
+        return self.on_cpu or bool(self.host_codecs)
 
     def nodes_of(self, ranks: Iterable[int]) -> int:
         """How many nodes a group of these ranks spans."""
@@ -87,20 +106,24 @@ class Cluster:
         return self._links.returned(nbytes, nodes)
 
     def coding(
-        self, setting: str, dtype: str, numel: float, direction: Direction, busy: bool = False
-    ) -> Figure:
+        self, setting: str, dtype: str, numel: float, direction: Direction, busy: bool = False,
+        on_host: bool = False,
+    ) -> Figure:  # fmt: skip
         """Seconds in which a device codes ``numel`` values of ``dtype`` in one call.
 
         Args:
             setting: a codec's ``spec``, such as ``blockint(bits=4)``; where only other settings of
                 the same codec were measured, the slowest of them stands for it.
             busy: beside a matrix product.
+            on_host: the host of the device codes, not the device.
 
         Raises HybridcompError where the codec was not measured at all.
         """
         if not numel:
             return NOTHING
-        known = self._coding(setting, dtype, direction)
+        host = on_host and not self.on_cpu
+        table = self._host_codings if host else self._codings
+        known = _coding(table, setting, dtype, direction)
         beside: Beside = "compute" if busy else "alone"
         chosen = [curve for (_, how), curve in known.items() if how == beside]
         found = [curve.at(numel) for curve in chosen or known.values()]
@@ -140,15 +163,26 @@ class Cluster:
         )
         return coding, wire
 
-    def overhead(self, operation: Operation, ranks: int, nodes: int, setting: str = "") -> Overhead:
+    def overhead(
+        self, operation: Operation, ranks: int, nodes: int, setting: str = "",
+        dimension: str = "", busy: bool = False,
+    ) -> Overhead:  # fmt: skip
         """What an encoded message costs beside coding and wire, by the group most like this one.
 
-        ``setting``: of the codec; those whose payloads vary in size cost an exchange of sizes.
+        Args:
+            setting: of the codec; those whose payloads vary in size cost an exchange of sizes.
+            dimension: whose channel it goes through, where those were timed; else the collective.
+            busy: all other groups of this shape send at the same time.
+
         Nothing where no such message was timed.
         """
-        fixed = self._is_fixed(setting)
-        known = self._overheads.get((operation, fixed), self._overheads.get((operation, True), {}))
-        return known[closest(known, ranks, nodes)] if known else Overhead(NOTHING, 1.0)
+        return self._costs.of(operation, ranks, nodes, setting, dimension, busy)
+
+    def channel_seconds(
+        self, operation: Operation, ranks: int, nodes: int, dimension: str, busy: bool = False
+    ) -> Figure:
+        """What the channel of ``dimension`` takes for a message that it leaves native."""
+        return self._costs.native(operation, ranks, nodes, dimension, busy)
 
     def copy(self, direction: Literal["to_host", "to_device"], nbytes: float) -> Figure:
         """Seconds of a copy between device and host. Raises HybridcompError where none is known."""
@@ -168,7 +202,7 @@ class Cluster:
         """
         if not size:
             return NOTHING
-        by_flops = kind not in ("elementwise", "adam")
+        by_flops = kind not in ("elementwise", "adam", "host_adam")
         for one in (kind, "product") if by_flops else (kind,):
             curve = self._kernels.get((rank, one, dtype))
             if curve is not None:
@@ -197,36 +231,17 @@ class Cluster:
         known = self.made.get("nodes known by") != "compression.hierarchy"
         return tuple((rank.node if known else -1, rank.device) for rank in self.ranks)
 
-    def _coding(
-        self, setting: str, dtype: str, direction: Direction
-    ) -> dict[tuple[str, Beside], Curve]:
-        """Curves by setting and what runs beside: of the setting, else of others of its codec."""
-        name = setting.partition("(")[0]
-        for wanted in (direction, "decode"):
-            for exact in (True, False):
-                found = {
-                    (known, beside): curve
-                    for (known, kind, way, beside), curve in self._codings.items()
-                    if kind in (dtype, "any") and way == wanted
-                    and (known == setting if exact else known.partition("(")[0] == name)
-                }  # fmt: skip
-                if found:
-                    return found
-        listed = ", ".join(sorted({key[0] for key in self._codings})) or "none"
-        raise HybridcompError(
-            f"the cluster has no figure for {setting} of {dtype} ({direction}); it has: {listed}"
-        )
-
     @cached_property
     def _links(self) -> Links:
         return Links(self.links, self.ranks_per_node)
 
     @cached_property
     def _codings(self) -> dict[tuple[Any, ...], Curve]:
-        return curves(
-            ((row.setting, row.dtype, row.direction, row.beside), row.numel, row.seconds)
-            for row in self.codecs
-        )
+        return _coded(self.codecs)
+
+    @cached_property
+    def _host_codings(self) -> dict[tuple[Any, ...], Curve]:
+        return _coded(self.host_codecs)
 
     @cached_property
     def _kernels(self) -> dict[tuple[Any, ...], Curve]:
@@ -235,8 +250,8 @@ class Cluster:
         )
 
     @cached_property
-    def _overheads(self) -> dict[tuple[Operation, bool], dict[tuple[int, int], Overhead]]:
-        return overheads(self.encoded, self._parts_of, self._is_fixed)
+    def _costs(self) -> MessageCosts:
+        return MessageCosts(self.encoded, self.channels, self._parts_of, self._is_fixed)
 
     def _is_fixed(self, setting: str) -> bool:
         return self._fixed.get(setting.partition("(")[0], True)
@@ -245,9 +260,37 @@ class Cluster:
     def _fixed(self) -> dict[str, bool]:
         return {row.setting.partition("(")[0]: row.fixed_size for row in self.codecs}
 
-    def _parts_of(self, row: Encoded) -> float:
+    def _parts_of(self, row: Encoded | Carried) -> float:
         parts = self.encoded_parts(
             row.operation, row.setting, row.dtype, row.numel, row.nbytes, row.ranks, row.nodes,
             row.beside != "alone", row.beside == "compute",
         )  # fmt: skip
         return Figure.total(parts).value
+
+
+def _coded(rows: Iterable[Coding]) -> dict[tuple[Any, ...], Curve]:
+    return curves(
+        ((row.setting, row.dtype, row.direction, row.beside), row.numel, row.seconds)
+        for row in rows
+    )
+
+
+def _coding(
+    table: Mapping[tuple[Any, ...], Curve], setting: str, dtype: str, direction: Direction
+) -> dict[tuple[str, Beside], Curve]:
+    """Curves by setting and what runs beside: of the setting, else of others of its codec."""
+    name = setting.partition("(")[0]
+    for wanted in (direction, "decode"):
+        for exact in (True, False):
+            found = {
+                (known, beside): curve
+                for (known, kind, way, beside), curve in table.items()
+                if kind in (dtype, "any") and way == wanted
+                and (known == setting if exact else known.partition("(")[0] == name)
+            }  # fmt: skip
+            if found:
+                return found
+    listed = ", ".join(sorted({key[0] for key in table})) or "none"
+    raise HybridcompError(
+        f"the cluster has no figure for {setting} of {dtype} ({direction}); it has: {listed}"
+    )

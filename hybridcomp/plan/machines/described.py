@@ -27,6 +27,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Whole = Annotated[int, Field(ge=1)]
 #: two sizes that stand for every other one: assumed figures lie on straight lines
 SMALL, LARGE = 1, 1 << 28
+#: that an Adam step reads and writes, for each value
+ADAM_NBYTES = 28.0
 DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
 
 
@@ -95,7 +97,9 @@ class Description:
         memory_gbytes_per_second: of the device's memory, for everything that is no matrix product.
         speeds: ranks that are slower than the others, such as ``{"3": 0.5}``.
         codecs: by name or setting, such as ``blockint`` or ``blockint(bits=4)``.
-        host: copies between device and host.
+        host: copies between device and host. host_codecs: as ``codecs``, of what the hosts of GPUs
+            code. host_memory_gbytes_per_second: of the hosts' memory, for an optimizer that works
+            there; without it the host's optimizer is taken to be as fast as the device's.
         spread: how far off every figure may be, as a share of it.
     """
 
@@ -112,6 +116,8 @@ class Description:
     speeds: Mapping[Annotated[int, Field(ge=0)], Above] = field(default_factory=dict)
     codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
     host: Link | None = None
+    host_codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
+    host_memory_gbytes_per_second: Above | None = None
     spread: Share = 0.1
 
     def __post_init__(self) -> None:
@@ -140,26 +146,30 @@ class Description:
         links = []
         for nodes, link in ((1, self.inside), (2, self.between)):
             links += link.timings(nodes, self.spread) if link is not None else []
-        codecs = [
-            row for name, speeds in self.codecs.items() for row in speeds.codings(name, self.spread)
-        ]
+        codecs, on_host = (
+            tuple(row for name, speeds in some.items() for row in speeds.codings(name, self.spread))
+            for some in (self.codecs, self.host_codecs)
+        )
         return Cluster(
-            tuple(ranks), tuple(links), codecs=tuple(codecs), copies=tuple(self._copies()),
-            kernels=tuple(kernels), by_hand=True,
+            tuple(ranks), tuple(links), codecs=codecs, host_codecs=on_host,
+            copies=tuple(self._copies()), kernels=tuple(kernels), by_hand=True,
         )  # fmt: skip
 
     def _kernels(self, rank: int, speed: float) -> list[Kernel]:
-        """Elementwise work, and an Adam step, which reads and writes 28 bytes a value."""
-        if self.memory_gbytes_per_second is None:
-            return []
-        per_byte = 1 / (1e9 * speed * self.memory_gbytes_per_second)
-        kinds: tuple[tuple[Kind, float], ...] = (("elementwise", 1.0), ("adam", 28.0))
+        """Elementwise work, and Adam steps."""
+        kinds: list[tuple[Kind, float]] = []  # seconds of a byte, or of a value
+        if self.memory_gbytes_per_second is not None:
+            per_byte = 1 / (1e9 * speed * self.memory_gbytes_per_second)
+            kinds += [("elementwise", per_byte), ("adam", ADAM_NBYTES * per_byte)]
+        if self.host_memory_gbytes_per_second is not None:
+            per_byte = 1 / (1e9 * self.host_memory_gbytes_per_second)
+            kinds.append(("host_adam", ADAM_NBYTES * per_byte))
         return [
             Kernel(
                 rank, kind, dtype, size,
-                Figure.exact(size * nbytes * per_byte, assumed=True, spread=self.spread),
+                Figure.exact(size * each, assumed=True, spread=self.spread),
             )
-            for kind, nbytes in kinds
+            for kind, each in kinds
             for dtype in ("fp32", "bf16", "fp16")
             for size in (SMALL, LARGE)
         ]  # fmt: skip

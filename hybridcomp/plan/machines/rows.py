@@ -21,9 +21,13 @@ Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", 
 #: they do, and every rank computes matrix products. A codec: alone, or beside a matrix product
 Beside = Literal["alone", "groups", "compute"]
 Direction = Literal["encode", "decode", "decode_add"]
-Kind = Literal["product", "elementwise", "adam", "block_forward", "block_backward"]
+Kind = Literal[
+    "product", "elementwise", "adam", "host_adam", "block_forward", "block_backward"
+]  # fmt: skip
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+#: the setting of messages without a codec
+NATIVE = "none"
 #: of every row of the file: an unknown key is an error
 STRICT = ConfigDict(extra="forbid")
 
@@ -85,6 +89,33 @@ class Encoded:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """Seconds of a message through the channel of its dimension, from the call to the result.
+
+    What a channel takes beside codec and wire (its choice, its records, headers, the order of its
+    calls) is in these seconds.
+
+    setting: of the codec, or ``NATIVE`` where the channel left the message to upstream. direct: the
+    same message by torch.distributed alone, in turns with it. beside: alone, or as the dimension
+    sends, in all groups of that shape at once.
+    """
+
+    __pydantic_config__ = STRICT
+
+    dimension: Literal["tp", "pp", "ep", "cp"]
+    operation: Operation
+    setting: str
+    dtype: str
+    ranks: Positive
+    nodes: Positive
+    numel: Positive
+    nbytes: Count
+    seconds: Stored
+    direct: Stored
+    beside: Literal["alone", "groups"] = "alone"
+
+
+@dataclass(frozen=True)
 class Coding:
     """Seconds in which a device encodes, decodes or decodes and adds ``numel`` values.
 
@@ -119,7 +150,8 @@ class Kernel:
 
     kind and size: a matrix ``product`` or a transformer block (``block_forward``,
         ``block_backward``) of so many FLOP; an ``elementwise`` operation that reads and writes so
-        many bytes; an ``adam`` step on so many values.
+        many bytes; an ``adam`` step on so many values, or one in the memory of a GPU's host
+        (``host_adam``).
     kept_nbytes: of a block, what stays in memory between forward and backward.
     """
 

@@ -12,7 +12,7 @@ from hybridcomp.plan.cost.memory import device_nbytes, kept_by_codecs, memory_of
 from hybridcomp.plan.cost.prices import Price
 from hybridcomp.plan.cost.step import seconds_of
 from hybridcomp.plan.cost.times import least_seconds, stage_times
-from hybridcomp.plan.cost.work import Items, Stage, Work, price
+from hybridcomp.plan.cost.work import Items, Stage, Work, lands_behind, price
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.search.budget import Budget
 
@@ -35,7 +35,7 @@ class Ideal:
         """The best of every part."""
         table = dict(self.options)
         found = [
-            job.prices.of(item.call, choice, item.dtype)
+            job.prices.of(item.call, choice, item.dtype, item.key[0])
             for choice in ((NATIVE,) if item.fixed else table.get(item.key, (NATIVE,)))
         ]
         fastest = Price(
@@ -68,9 +68,8 @@ class Evaluator:
         """The wish of this budget."""
         if zero_stage not in self._ideals:
             keys = [key for name, _ in self.budget.allowed for key in _keys_of(name)]
-            self._ideals[zero_stage] = Ideal(
-                tuple((key, self.budget.options(key, zero_stage)) for key in keys)
-            )
+            options = ((key, options_of(self.job, self.budget, key, zero_stage)) for key in keys)
+            self._ideals[zero_stage] = Ideal(tuple(options))
         return self._ideals[zero_stage]
 
     def bound(self, work: Work) -> float:
@@ -141,7 +140,7 @@ class Evaluator:
         found: dict[Key, tuple[tuple[float, Choice], ...]] = {}
         for key in keys:
             kept: list[tuple[Costs, Choice]] = []
-            for choice in self.budget.options(key, work.layout.zero_stage):
+            for choice in options_of(self.job, self.budget, key, work.layout.zero_stage):
                 costs = self._costs(work, key, choice, roomy)
                 if any(_beats(other, costs) for other, _ in kept):
                     continue
@@ -163,13 +162,14 @@ class Evaluator:
             posted = tuple(sent) if apart else ()
             for items in _all(stage):
                 behind = items is stage.reduce or items is stage.micro or items in posted
-                once = items is stage.reduce or items is stage.gather
+                once = items is stage.reduce or items is stage.gather or items is stage.copies
                 count = 1 if once else work.layout.passes
                 for item in items:
                     if item.key != key or item.fixed:
                         continue
                     one = price(self.job, item, choices)
-                    if behind:  # of its link a part may be hidden
+                    # of its link a part may be hidden
+                    if behind or lands_behind(self.job, item, choices):
                         coding += count * one.coding.value
                         link += count * (one.wire.value + one.inside.value)
                     else:
@@ -185,12 +185,18 @@ class Evaluator:
         zero_stage = work.layout.zero_stage
         most = {"residuals": 0.0, "references": 0.0, "payloads": 0.0}
         for key in keys:
-            for choice in self.budget.options(key, zero_stage):
+            for choice in options_of(self.job, self.budget, key, zero_stage):
                 for stage in work.stages:
                     found = kept_by_codecs(self.job, work.layout, stage, Choices.of({key: choice}))
                     for name, nbytes in found.items():
                         most[name] = max(most[name], nbytes)
         return self.need(work, Choices()) + sum(most.values()) <= self.job.capacity
+
+
+def options_of(job: Job, budget: Budget, key: Key, zero_stage: int) -> tuple[Choice, ...]:
+    """What the budget allows at ``key``; copies stay native where no host's codecs are known."""
+    found = budget.options(key, zero_stage)
+    return found[:1] if key[0] == "offload" and not job.cluster.codes_on_host else found
 
 
 def _keys_of(name: str) -> Iterator[Key]:
@@ -204,6 +210,7 @@ def _all(stage: Stage) -> Iterator[Items]:
     yield stage.micro
     yield stage.reduce
     yield stage.gather
+    yield stage.copies
 
 
 def _beats(one: Costs, other: Costs) -> bool:

@@ -23,7 +23,7 @@ from hybridcomp.plan.engines import can_recompute, recomputations
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.request import Found
 from hybridcomp.plan.search.budget import Budget
-from hybridcomp.plan.search.evaluate import Evaluator
+from hybridcomp.plan.search.evaluate import Evaluator, options_of
 from hybridcomp.plan.search.nearest import nothing
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.space import layouts
@@ -49,7 +49,7 @@ class Walk:
     def __post_init__(self) -> None:
         self.evaluator = Evaluator(self.job, self.budget)
         self.keys = _keys(self.works)
-        self.options = {key: self.budget.options(key, 1) for key in self.keys}
+        self.options = {key: options_of(self.job, self.budget, key, 1) for key in self.keys}
         limits, depth = self.job.limits, len(self.job.model.repeated)
         self.by_layer = limits.engine == "deepspeed"
         self.bits = (depth if self.by_layer else 1) if limits.recompute else 0
@@ -149,7 +149,7 @@ def _keys(works: list[Work]) -> list[Key]:
     seen = {
         item.key
         for work in works for stage in work.stages
-        for items in (stage.micro, stage.reduce, stage.gather,
+        for items in (stage.micro, stage.reduce, stage.gather, stage.copies,
                       *(part for one in (*stage.forward, *stage.backward)
                         for part in (one.items, one.sent)))
         for item in items if not item.fixed and item.call.ranks > 1

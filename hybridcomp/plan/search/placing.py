@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.algorithms import cuts, ideals
 from hybridcomp.plan.algorithms.recompute import Stored
-from hybridcomp.plan.choices import NATIVE, Choices
+from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.memory import FP32, device_nbytes, memory_of, states
+from hybridcomp.plan.cost.prices import Call
 from hybridcomp.plan.cost.schedule import in_flight
-from hybridcomp.plan.cost.work import Stage, Work, work_of
+from hybridcomp.plan.cost.work import Stage, Work, price, work_of
 from hybridcomp.plan.engines import can_recompute, recomputations
 from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.machines.figures import Figure
@@ -172,8 +173,7 @@ class Placer:
         seconds = sum(figure.value for figure in self.job.compute(layer, rank))
         for messages, way in ((layer.forward, "forward"), (layer.backward, "backward")):
             for item in self.job.layer_items(layout, 0, messages, way):  # type: ignore[arg-type]
-                price = self.job.prices.of(item.call, NATIVE, item.dtype)
-                seconds += item.count * price.seconds.value
+                seconds += price(self.job, item, Choices()).seconds.value
         return seconds
 
     def _layer_nbytes(self, layout: Layout, layer: Layer, reserve: Reserve | None) -> float:
@@ -196,6 +196,7 @@ class Placer:
         if not self.job.meets(layout):
             return ahead, back
         call = self.job.sends(layout, 0, layer.output, "forward")[0].call
+        assert isinstance(call, Call)
         share = self.job.cluster.returned(call.numel * self.job.dtype.itemsize, call.nodes)
         return back + share * ahead, ahead + back
 
@@ -203,7 +204,7 @@ class Placer:
         """What the messages of ``layer`` to the next stage and back take on the link."""
         ahead, back = (
             sum(
-                self.job.prices.of(item.call, NATIVE, item.dtype).seconds.value
+                price(self.job, item, Choices()).seconds.value
                 for item in self.job.sends(layout, 0, layer.output, way)
             )
             for way in DIRECTIONS

@@ -174,6 +174,10 @@ def _zero_stages(job: Job, layout: Layout) -> tuple[int, ...]:
 
 
 def _offloads(job: Job, layout: Layout, zero_stage: int) -> tuple[bool, ...]:
-    """Whether the optimizer may live on the host: ZeRO-Offload, without a pipeline."""
+    """Whether the optimizer may live on the host: ZeRO-Offload, without a pipeline.
+
+    A CPU is its own host: the search does not propose it there, as it would make no room.
+    """
     possible = job.limits.engine == "deepspeed" and zero_stage >= 1 and layout.stages == 1
-    return (False, True) if job.limits.offload and possible and job.cluster.copies else (False,)
+    asked = job.limits.fixed.get("offload", job.limits.offload and not job.on_cpu)
+    return (False, True) if asked and possible and job.cluster.copies else (False,)

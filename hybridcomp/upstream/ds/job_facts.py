@@ -66,6 +66,7 @@ def layout(engine: Any) -> dict[str, int | None]:
         "zero_stage": int(engine.zero_optimization_stage()),
         "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
         "accumulation": int(engine.gradient_accumulation_steps()),
+        "offload": int(engine.zero_use_cpu_optimizer()),
     }
 
 

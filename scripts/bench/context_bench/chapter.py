@@ -21,7 +21,10 @@ One causal attention, forward and backward, over nodes that are network namespac
 (`scripts/netlab.py`), one rank to a node. There are fewer cores than ranks, so every rank plays one
 on a slower processor: whatever its main thread computes takes the given times as long, and threads
 that move bytes find a core as on machines of their own (`scripts/lab/slow_processors.py`). It is
-then as fast beside the others as it is alone.
+then as fast beside the others as it is alone. The cores change between speeds that lie more than
+half apart, each for itself, and a ring waits at every hop for the slowest rank: so blocks are timed
+before, and then each lasts, on every rank, one and a half times as long as on the slowest one
+(`--steady`, `scripts/bench/context_bench/steady.py`); codecs and messages take what they take.
 For every length the links are set so that the bytes of the native ring need r times as long as its
 computing does. All methods and codecs take turns, over links without limit and at every rate.
 
@@ -132,6 +135,7 @@ def commands(context: Mapping[str, Any], slices: Mapping[str, Any]) -> str:
     """What makes this page anew."""
     lengths = " ".join(map(str, context["lengths"]))
     codecs = " ".join(f'"{name}"' if " " in name else name for name in context["codecs"])
+    steady = " --steady" if context.get("steady") else ""
     slower, own = (f" --slower {options['slower']:g}" for options in (context, slices))
     return f"""
 ## Commands
@@ -139,7 +143,7 @@ def commands(context: Mapping[str, Any], slices: Mapping[str, Any]) -> str:
 ```
 scripts/bench/bench_context.py --lengths {lengths} --heads {context["heads"]} \\
     --kept {context["kept"]} --width {context["width"]} --codecs {codecs} \\
-    --rounds {context["rounds"]}{slower} --out runs/context/context.json
+    --rounds {context["rounds"]}{slower}{steady} --out runs/context/context.json
 scripts/bench/bench_slices.py --length {slices["length"]} --width {slices["width"]} \\
     --heads {slices["heads"]} --layers {slices["layers"]} --granule {slices["granule"]} \\
     --repeats {slices["repeats"]}{own} --out runs/context/slices.json

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,15 @@ from torch import Tensor
 
 from bench.context_bench import methods, report
 from bench.context_bench.links import Links
+from bench.context_bench.steady import SteadyBlocks
 from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 
 #: passes over links without limit that the rate of the links is taken from
 LOOKS = 3
+#: passes of each method that steady blocks are timed in
+TIMED = 6
 #: a rate that stands for links without limit
 FREE = 0
 
@@ -67,7 +70,11 @@ class Way:
 
 
 def rows_of(
-    length: int, codecs: Mapping[str, Any], args: argparse.Namespace, links: Links
+    length: int,
+    codecs: Mapping[str, Any],
+    args: argparse.Namespace,
+    links: Links,
+    steady: SteadyBlocks | None,
 ) -> list[dict[str, Any]]:
     """The rows of one length. Collective; rank 0 has the links changed."""
     size = methods.Size(length, args.heads, args.kept, args.width)
@@ -79,6 +86,8 @@ def rows_of(
         for channels in [_channels(setting)]
     ]
     _shape(links, FREE)
+    if steady is not None:
+        _settle(steady, [way for way in ways if way.codec == ways[0].codec])
     exact: dict[str, list[Tensor]] = {}
     for way in ways:
         found = way.look(exact.get(way.method))
@@ -90,15 +99,26 @@ def rows_of(
             for way in ways[:: 1 if turn % 2 == 0 else -1]:
                 way.seconds.setdefault(rate, []).append(way.once())
     process.use(None)
+    late = 0.0 if steady is None else steady.late_share()
     return [
         {
             "length": length, "method": way.method, "codec": way.codec, "ratio": ratio,
             "rate": rate, "nbytes": way.nbytes, "error": way.error,
+            "late": late,
             "free": way.seconds[FREE], "seconds": way.seconds[rate],
         }
         for ratio, rate in zip(args.ratio, rates[1:], strict=True)
         for way in ways
     ]  # fmt: skip
+
+
+def _settle(steady: SteadyBlocks, ways: Sequence[Way]) -> None:
+    """Time the blocks of some ways, so that they last as long from now on."""
+    steady.learn()
+    for _ in range(TIMED):
+        for way in ways:
+            way.once()
+    steady.settle()
 
 
 def _channels(setting: Any) -> Channels:

@@ -113,7 +113,16 @@ def said(kept: Mapping[str, Any]) -> str:
         f"{options['layout']} nodes{slower}; {options['heads']} heads of {options['width']}, "
         f"{options['kept']} of keys, {options['dtype']}, causal, forward and backward; medians of "
         f"{options['rounds']} rounds; load of the machine before: {kept['load']:.2f}."
+        + _steady(kept)
     )
+
+
+def _steady(kept: Mapping[str, Any]) -> str:
+    """Whether blocks were made to last equally long, and how many lasted longer."""
+    if not kept["options"].get("steady"):
+        return ""
+    late = {row["length"]: f"{row['late']:.1%} at {row['length']}" for row in kept["rows"]}
+    return f" Blocks that took longer than they were given: {', '.join(late.values())}."
 
 
 def tables(kept: Mapping[str, Any]) -> str:

@@ -1,4 +1,9 @@
-"""At which speed the machine ran while trainings had their turns, by a block between them."""
+"""At which speed the machine ran while trainings had their turns, by a block between them.
+
+Others share the machine's cores, and make all that runs on them slower for seconds, never faster.
+So of whatever is timed again and again the fastest half counts (``fast``), and of several
+measurements the one whose block was fastest (``fastest``).
+"""
 
 from __future__ import annotations
 
@@ -35,15 +40,8 @@ class Probe:
 
     def slowdown(self, cluster: Cluster, first: int) -> float:
         """How much longer than in ``cluster`` the block took from turn ``first`` on: all ranks."""
-        # medians, as the measured ones are: of all that is timed here the mean is some percent more
-        now = sum(
-            statistics.median(turn["seconds"] for turn in said[first:]) for said in self.turns.said
-        )
-        then = sum(
-            row.seconds.value for row in cluster.kernels
-            if row.kind in KINDS and row.dtype == self.dtype
-        )  # fmt: skip
-        return now / then
+        now = sum(fast([turn["seconds"] for turn in said[first:]]) for said in self.turns.said)
+        return now / block_seconds(cluster, self.dtype)
 
 
 def at_speed(job: Job, slowdown: float) -> Job:
@@ -55,8 +53,19 @@ def at_speed(job: Job, slowdown: float) -> Job:
     return replace(job, cluster=replace(job.cluster, kernels=kernels), hosts=hosts, _seconds={})
 
 
-def middle(values: Sequence[float]) -> float:
-    """The mean without the largest and the smallest fifth, in which others had the machine."""
+def block_seconds(cluster: Cluster, dtype: str = "fp32") -> float:
+    """Both passes of the block that ``cluster`` was measured with, of all ranks together."""
+    return sum(
+        row.seconds.value for row in cluster.kernels if row.kind in KINDS and row.dtype == dtype
+    )
+
+
+def fastest(clusters: Sequence[Cluster]) -> Cluster:
+    """The measurement that ran while the machine was at its fastest."""
+    return min(clusters, key=block_seconds)
+
+
+def fast(values: Sequence[float]) -> float:
+    """The mean of the fastest half."""
     ordered = sorted(values)
-    cut = len(ordered) // 5
-    return statistics.fmean(ordered[cut : len(ordered) - cut])
+    return statistics.fmean(ordered[: (len(ordered) + 1) // 2])

@@ -68,6 +68,17 @@ def test_a_plan_from_the_command_line(
     assert slower.prediction.seconds > plan.prediction.seconds
 
 
+def test_what_the_cluster_lacks_is_said(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 0
+    assert "note: " not in capsys.readouterr().out.replace("note: ds_config.json", "")
+    assert cli.main([*words, "--offload"]) == 0
+    said = capsys.readouterr().out
+    assert "cluster.json says nothing about codecs on the hosts" in said
+    assert 'write "host_codecs" into it' in said
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

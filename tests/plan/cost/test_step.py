@@ -64,6 +64,7 @@ def random_times(
             tuple(durations() for _ in range(layout.virtual)),
             seconds() if micro else Seconds(0.0, 0.0), seconds(), draw.random(), seconds(),
             draw.choice([0.0, 0.3]), draw.choice([0.0, 2.0]), micro, meets,
+            landed=0.5 * layout.offload, uploaded=draw.random() * layout.offload,
         )
         for _ in range(layout.stages)
     )  # fmt: skip
@@ -75,7 +76,9 @@ def test_recurrence_is_the_event_simulation() -> None:
         stages, virtual = draw.randrange(1, 5), draw.choice([1, 1, 2])
         virtual = virtual if stages > 1 else 1
         count = stages * draw.randrange(1, 4)
-        layout = Layout(stages=stages, virtual=virtual, accumulation=count)
+        layout = Layout(
+            stages=stages, virtual=virtual, accumulation=count, offload=index % 2 == 0
+        )  # fmt: skip
         times = random_times(draw, layout, micro=index % 3 == 0)
         work = Work(layout, ())
         whole = simulate(tasks_of(work, times, count)[0]).seconds

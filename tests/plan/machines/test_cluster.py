@@ -206,6 +206,14 @@ def test_the_overhead_of_messages_is_found_again(operation: Operation, ranks: in
     assert found.value == pytest.approx(row(1 << 22, 7e-3, "expcode()").seconds.value)
 
 
+@pytest.mark.parametrize(("device", "is_cpu"), [
+    ("a CPU", True), ("AMD EPYC 7B13, 2 threads", True), ("AMD EPYC 7B13, 1 thread", True),
+    ("NVIDIA H100 80GB HBM3", False),
+])  # fmt: skip
+def test_a_cpu_is_known_by_its_threads(device: str, is_cpu: bool) -> None:
+    assert Cluster((Rank(0, device),)).on_cpu == is_cpu
+
+
 def test_every_rank_codes_what_it_sends_and_gets() -> None:
     """What a collective of more ranks codes for others and for itself adds up."""
     for ranks in (2, 3, 8):

@@ -1,4 +1,4 @@
-"""The bench of plans: measurements as one, the speed of the machine, what counts of the turns."""
+"""The bench of plans: which measurement counts, the speed of the machine, which turns count."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from bench.bench_plan import check_rising
-from bench.plan_bench.merged import merged
-from bench.plan_bench.speed import Probe, at_speed, middle
+from bench.plan_bench.speed import Probe, at_speed, fast, fastest
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.host import Host, Line
 from hybridcomp.plan.cost.job import Job
@@ -20,21 +19,26 @@ from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
-from hybridcomp.plan.machines.rows import Kernel, Kind, Rank, Timing
+from hybridcomp.plan.machines.rows import Kernel, Kind
 from hybridcomp.plan.request import Batch, Limits
 from lab.layout import LabError
 from tests.plan.clusters import cluster, small
 
 
-def test_the_mean_of_what_several_measurements_have() -> None:
-    def measured(seconds: float, *more: Timing) -> Cluster:
-        rows = (Timing("send", 2, 2, 4096, Figure.exact(seconds)), *more)
-        return Cluster((Rank(0, "CPU"),), rows)
+def timed_blocks(forward: float, backward: float) -> Cluster:
+    """Two ranks whose block took so many seconds each."""
+    took: dict[Kind, float] = {"block_forward": forward, "block_backward": backward}
+    rows = [
+        Kernel(rank, kind, "fp32", 1e6, Figure.exact(seconds), "")
+        for rank in (0, 1)
+        for kind, seconds in took.items()
+    ]
+    return Cluster((), kernels=tuple(rows))
 
-    rare = Timing("send", 2, 2, 65536, Figure.exact(9.0), returned=Figure.exact(1.0))
-    found = {row.nbytes: row for row in merged([measured(1.0), measured(3.0, rare)]).links}
-    assert found[4096].seconds == Figure.exact(2.0) and found[4096].returned is None
-    assert found[65536] == rare
+
+def test_the_measurement_of_the_fastest_moment_counts() -> None:
+    slow, quick = timed_blocks(1.0, 2.0), timed_blocks(1.5, 1.0)
+    assert fastest([slow, quick, slow]) is quick
 
 
 def test_slower_blocks_make_compute_slower_and_no_message() -> None:
@@ -59,22 +63,16 @@ def test_slower_blocks_make_compute_slower_and_no_message() -> None:
 
 
 def test_the_block_between_steps_against_the_measured_one() -> None:
-    took: dict[Kind, float] = {"block_forward": 1.0, "block_backward": 2.0}
-    rows = [
-        Kernel(rank, kind, "fp32", 1e6, Figure.exact(seconds), "")
-        for rank in (0, 1)
-        for kind, seconds in took.items()
-    ]
-    said = [[{"seconds": seconds} for seconds in (99.0, 4.0, 4.5, 60.0)] for _ in range(2)]
+    said = [[{"seconds": seconds} for seconds in (1.0, 4.0, 5.0, 60.0)] for _ in range(2)]
     turns: Any = SimpleNamespace(said=said)
-    assert Probe(turns).slowdown(Cluster((), kernels=tuple(rows)), 1) == pytest.approx(1.5)
+    assert Probe(turns).slowdown(timed_blocks(1.0, 2.0), 1) == pytest.approx(1.5)
     assert Probe(turns).count == 4
 
 
-def test_the_middle_of_the_turns() -> None:
-    assert middle([1.0, 100.0, 2.0, 3.0, 0.0]) == pytest.approx(2.0)
-    assert middle([1.0, 3.0]) == pytest.approx(2.0)
-    assert middle([0.0, 0.1, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 80.0, 90.0]) == pytest.approx(6.5)
+def test_the_fastest_half_of_the_turns() -> None:
+    assert fast([1.0, 100.0, 2.0, 3.0, 0.0]) == pytest.approx(1.0)
+    assert fast([1.0, 3.0]) == pytest.approx(1.0)
+    assert fast([7.0]) == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize("rates", [["2gbit", "600mbit"], ["1gbit", "1000mbit"], ["none", "1gbit"]])

@@ -1,0 +1,265 @@
+"""Messages of tp, pp, ep and cp through the channels of their dimensions, as the seams send them.
+
+What data parallel messages cost in an engine, its small trainings tell (``trainings``). The other
+dimensions need layers and stages that a measurement does not build; but their messages go through
+the same wrappers and channels here: choice, records, headers, waiting and all. Each is sent by
+torch.distributed alone, through a channel that leaves it native, and through channels with codecs,
+in turns: alone, and in all groups of the shape at once, as a dimension does it.
+
+tp  the sum behind a layer, and with sequence parallelism a gather and a reduce-scatter
+pp  an activation to the next stage and the gradient back, blocking, as DeepSpeed's pipeline
+ep  the all-to-all of experts; sequence parallelism of Ulysses (cp) takes the same way
+cp  a hop of ring attention: both ranks of a pair send and receive
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product as every
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import Channels
+from hybridcomp.codecs import make_codec
+from hybridcomp.collectives.wire.transport import all_gather_single
+from hybridcomp.config import CompressionConfig
+from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, Clock, Run
+from hybridcomp.measure.kernels import DTYPES
+from hybridcomp.measure.links import Key, reduce_scatter_single
+from hybridcomp.measure.messages import CODECS, payload_nbytes
+from hybridcomp.measure.team import Part, Shape, Team
+from hybridcomp.plan.machines.figures import Figure, summary
+from hybridcomp.plan.machines.rows import NATIVE, Carried, Operation
+from hybridcomp.policy import Direction
+from hybridcomp.routing.collective_wrappers import (
+    make_all_gather_into_tensor,
+    make_all_reduce,
+    make_all_to_all_single,
+    make_reduce_scatter_tensor,
+)
+from hybridcomp.routing.routes import Layers
+
+Name = Literal["tp", "pp", "ep", "cp"]
+#: messages of each dimension; those from rank to rank in pairs alone
+MESSAGES: tuple[tuple[Name, Operation], ...] = (
+    ("tp", "all_reduce"), ("tp", "all_gather"), ("tp", "reduce_scatter"), ("pp", "send"),
+    ("ep", "all_to_all"), ("cp", "send"),
+)  # fmt: skip
+#: values of the two messages: what a small model's activations have, or a large one's
+NUMELS = {"cpu": (1 << 15, 1 << 20), "cuda": (1 << 15, 1 << 22)}
+#: the longer one is left out if all of its turns may take this many times the allowance
+PATIENCE = 6.0
+#: without a channel
+DIRECT = ""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A message of ``numel`` values, in one group or in all of a shape."""
+
+    name: Name
+    numel: int
+    key: Key
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        shape = self.key.shape
+        return self.name, self.key.operation, shape.ranks, shape.nodes, self.key.beside
+
+
+def channel_rows(
+    team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: str
+) -> list[Carried]:
+    """The same rows on all ranks; a collective over the job."""
+    codecs = {make_codec(name, **more).spec: (name, more) for name, more in CODECS}
+    blocks: dict[str, tuple[str, Mapping[str, Any]]] = {NATIVE: (NATIVE, {}), **codecs}
+    channels = {setting: channels_of(*block) for setting, block in blocks.items()}
+    cases, rows = list(_cases(shapes, NUMELS[team.device.type])), []
+    rates: dict[tuple[object, ...], float] = {}  # seconds a value of all turns
+    for case, allowance in zip(cases, part.allowances(len(cases)), strict=True):
+        if rates.get(case.kind, 0.0) * case.numel * (2 + LEAST) > PATIENCE * allowance:
+            continue
+        runs = {}
+        if case.key.active(team):
+            values = _values(case, DTYPES[dtype], team)
+            runs = {name: runner(case.name, case.key, values, found, team)
+                    for name, found in {DIRECT: None, **channels}.items()}  # fmt: skip
+        taken = in_turns(team, clock, [DIRECT, *channels], runs, allowance)
+        rates[case.kind] = sum(one.value for one in taken.values()) / case.numel
+        half = 0.5 if case.name == "pp" else 1.0  # there and back
+        width = DTYPES[dtype].itemsize
+        for setting in channels:
+            nbytes = width * case.numel
+            if setting != NATIVE:
+                name, more = codecs[setting]
+                nbytes = payload_nbytes(make_codec(name, **more), case.numel, DTYPES[dtype])
+            shape = case.key.shape
+            rows.append(Carried(
+                case.name, case.key.operation, setting, dtype, shape.ranks, shape.nodes,
+                case.numel, nbytes, taken[setting].times(half), taken[DIRECT].times(half),
+                "alone" if case.key.beside == "alone" else "groups",
+            ))  # fmt: skip
+    for one in channels.values():
+        one.close_step(False, team.device)  # headers that nobody has looked at yet
+    return rows
+
+
+def _cases(shapes: list[Shape], numels: tuple[int, int]) -> Iterator[_Case]:
+    """Shorter messages first, as they tell how long the others take."""
+    for numel, (name, operation), shape in every(numels, MESSAGES, shapes):
+        if operation == "send" and shape.ranks > 2:
+            continue
+        yield _Case(name, _divisible(numel, shape.ranks), Key(operation, shape, "alone"))
+        if len(shape.groups) > 1:
+            yield _Case(name, _divisible(numel, shape.ranks), Key(operation, shape, "groups"))
+
+
+def _divisible(numel: int, ranks: int) -> int:
+    return -(-numel // ranks) * ranks
+
+
+def channels_of(codec: str, settings: Mapping[str, Any]) -> Channels:
+    """The channels of an engine whose block gives all of these dimensions one codec."""
+    block: dict[str, Any] = {"min_bytes": 0, "ledger": {"sample_every": 0}}
+    for name, _ in MESSAGES:
+        block[name] = {"codec": codec, **settings}
+    return Channels(CompressionConfig.parse(block))
+
+
+def _values(case: _Case, dtype: torch.dtype, team: Team) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(case.numel, generator=generator).to(team.device, dtype)
+
+
+def in_turns(
+    team: Team, clock: Clock, names: list[str], runs: Mapping[str, Run], allowance_s: float
+) -> dict[str, Figure]:
+    """Seconds of every run, one after the other in rounds; a collective over the job.
+
+    ``runs``: of this rank, by name; none where it only waits for others.
+    """
+    once = dict.fromkeys(names, 0.0)
+    for name in [*names, *names]:
+        team.barrier()
+        once[name] = clock.seconds(runs[name]) if runs else 0.0
+    slowest = dict(zip(names, team.most([once[name] for name in names]), strict=True))
+    inner = {name: min(MOST_INNER, max(1, round(SHORT_S / max(one, 1e-9))))
+             for name, one in slowest.items()}  # fmt: skip
+    whole = max(1e-9, sum(slowest[name] * inner[name] for name in names))
+    count = max(LEAST, min(MOST, int(allowance_s / whole) - 2))
+    seconds: dict[str, list[float]] = {name: [0.0] * count for name in names}
+    for index in range(count):
+        for name in names if index % 2 == 0 else reversed(names):
+            team.barrier()
+            if runs:
+                seconds[name][index] = clock.seconds(runs[name], inner[name])
+    return {name: summary(team.most(own)) for name, own in seconds.items()}
+
+
+def runner(name: Name, key: Key, values: Tensor, channels: Channels | None, team: Team) -> Run:
+    """One message of a dimension through ``channels``; None: by torch.distributed alone."""
+    if name == "pp":
+        return _there_and_back(key.shape, values, channels, team)
+    if name == "cp":
+        return _hop(key.shape, values, channels, team)
+    return _collective(name, key, values, channels)
+
+
+def _collective(name: Name, key: Key, values: Tensor, channels: Channels | None) -> Run:
+    """What layers call: upstream's function, or the wrapper that stands for it in a seam."""
+    group, out = key.shape.group, torch.zeros_like(values)
+    part = values[: values.numel() // key.shape.ranks]
+    own = torch.zeros_like(part)
+    layers = Layers(lambda group: name, lambda: "forward", lambda: channels)
+
+    def wrapped(make: Callable[[Layers], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = original if channels is None else make(layers)(original)
+        return found
+
+    if key.operation == "all_reduce":
+        reduce = wrapped(make_all_reduce, dist.all_reduce)
+
+        def all_reduce() -> None:
+            out.copy_(values)  # sums of sums would overflow
+            reduce(out, group=group)
+
+        return all_reduce
+    if key.operation == "all_gather":
+        gather = wrapped(make_all_gather_into_tensor, all_gather_single)
+        return lambda: gather(out, part, group=group)
+    if key.operation == "reduce_scatter":
+        scatter = wrapped(make_reduce_scatter_tensor, reduce_scatter_single)
+        return lambda: scatter(own, values, group=group)
+    exchange = wrapped(make_all_to_all_single, dist.all_to_all_single)
+    return lambda: exchange(out, values, group=group)
+
+
+def _there_and_back(shape: Shape, values: Tensor, channels: Channels | None, team: Team) -> Run:
+    """An activation to the other rank of a pair, and a gradient back."""
+    one, two = shape.own
+    first, other = team.rank == one, two if team.rank == one else one
+    out, group = torch.zeros_like(values), shape.group
+    channel = None if channels is None else channels["pp"]
+
+    def move(direction: Direction, sends: bool) -> None:
+        codec = None
+        if channel is not None:
+            ends = (team.rank, other) if sends else (other, team.rank)
+            codec = channel.codec(values.numel(), values.dtype, group, direction, ends)
+        if channel is not None and codec is not None:
+            if sends:
+                channel.send(
+                    values, other, codec, group, raw_nbytes=values.nbytes, direction=direction
+                )
+            else:
+                channel.recv(out, other, codec, group, direction=direction)
+            return
+        if channel is not None and sends:
+            channel.native(values.nbytes, direction)
+        if sends:
+            dist.send(values, other, group=group)
+        else:
+            dist.recv(out, other, group=group)
+
+    def run() -> None:
+        move("forward", first)
+        move("backward", not first)
+
+    return run
+
+
+def _hop(shape: Shape, values: Tensor, channels: Channels | None, team: Team) -> Run:
+    """Keys and values to the next rank of a ring of two, while those of the other one come."""
+    out, group = torch.zeros_like(values), shape.group
+    one, two = shape.own
+    other = two if team.rank == one else one
+
+    def direct() -> None:
+        work = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, values, other, group),
+            dist.P2POp(dist.irecv, out, other, group),
+        ])  # fmt: skip
+        for each in work:
+            each.wait()
+
+    if channels is None:
+        return direct
+    channel = channels["cp"]
+
+    def hop() -> None:
+        codec = channel.codec(values.numel(), values.dtype, group, "forward")
+        if codec is not None:
+            (codec,) = codec.hops(1, 1, result=values.dtype)
+        ring = channel.ring(codec, group, values.device)
+        parcel = ring.pack([values])
+        came = ring.shift(parcel, 1, parcel.contents).wait()
+        assert came is not None
+        ring.open(came, 0, out)
+        came.release()
+        channel.circled(ring, values.nbytes)
+
+    return hop

@@ -1,0 +1,168 @@
+"""The optimizer on the host: taken where memory is short, natively or encoded, and written so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp.channels.host_landing import LONG_NUMEL
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import HybridcompError
+from hybridcomp.plan.answer import files
+from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying
+from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.memory import kept_by_codecs
+from hybridcomp.plan.cost.predict import predicted
+from hybridcomp.plan.cost.prices import Prices
+from hybridcomp.plan.cost.work import Stage, work_of
+from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.plan import Plan
+from hybridcomp.plan.request import Batch, Found, Limits
+from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.search.search import search
+from tests.plan.clusters import cluster, small
+from tests.plan.search.test_planning import best_of_all
+
+EIGHT = {"codec": "blockint", "bits": 8}
+BUDGET = Budget.parse({"offload": EIGHT})
+BATCH = Batch(32, 128)
+FAST = {"blockint": {"gbytes_per_second": 100.0}, "expcode": {"gbytes_per_second": 100.0}}
+
+
+def machines(bus: float = 0.5, memory_gb: float = 10.0, **more: Any) -> Cluster:
+    """Two GPUs beside one host, whose codecs are known unless ``more`` says otherwise."""
+    found = {"device": "a GPU", "host": {"gbytes_per_second": bus}, "host_codecs": FAST, **more}
+    return cluster(1, 2, gbits=100.0, memory_gb=memory_gb, **found)
+
+
+def planned(memory_gb: float, bus: float = 0.5, budget: Budget = BUDGET, **more: Any) -> Found:
+    limits = Limits(offload=True, recompute=False, keep=3, fixed={"tensor": 1, "stages": 1})
+    return search(small(blocks=8), machines(bus, memory_gb, **more), budget, BATCH, limits)
+
+
+def tight() -> float:
+    """GB in which only a layout with its optimizer on the host fits."""
+    limits = Limits(recompute=False, keep=20, fixed={"tensor": 1, "stages": 1})
+    roomy = search(small(blocks=8), machines(), BUDGET, BATCH, limits)
+    least = min(plan.prediction.device_nbytes for plan in roomy.plans)
+    return 0.9 * least / 0.92e9
+
+
+def test_too_little_memory_puts_the_optimizer_on_the_host() -> None:
+    plenty = planned(10.0)
+    assert not plenty.plans[0].layout.offload
+    short = tight()
+    plan = planned(short).plans[0]
+    assert plan.layout.offload and plan.prediction.memory["host"] > 0
+    assert plan.prediction.device_nbytes <= 0.92e9 * short
+    told = plan.prediction
+    assert not plan.choices["offload", "backward"].native  # a bus of 0.5 GB/s is worth 8 bits
+    assert not plan.choices["offload", "forward"].native
+    assert told.nbytes["offload"] < 0.6 * told.native_nbytes["offload"]
+    native = planned(short, budget=Budget.parse("native")).plans[0]
+    assert native.layout.offload and "offload" not in native.block
+    assert native.prediction.seconds > told.seconds
+    assert native.prediction.nbytes["offload"] == native.prediction.native_nbytes["offload"]
+
+
+@pytest.mark.parametrize("bus", [0.1, 5.0])
+@pytest.mark.parametrize("share", [0.7, 2.0])
+def test_the_best_of_all_is_found_among_them(bus: float, share: float) -> None:
+    """Bounds are right beside hosts that copy and code, with and without room for anything else."""
+    budget = Budget.parse({"offload": [EIGHT, {"codec": "expcode"}], "dp": EIGHT})
+    limits = Limits(offload=True, recompute=False, keep=3, most_micro_batch=4)
+    memory = share * tight() / 0.9
+    few = machines(bus, memory, host_codecs={
+        "blockint": {"gbytes_per_second": 5.0}, "expcode": {"gbytes_per_second": 0.5},
+    })  # fmt: skip
+    found = search(small(blocks=8), few, budget, BATCH, limits)
+    best = best_of_all(Job(small(blocks=8), few, BATCH, limits), budget)
+    assert found.plans[0].prediction.seconds == pytest.approx(best, rel=1e-9)
+
+
+def test_hosts_that_code_slowly_leave_the_bus_native() -> None:
+    slow = {"blockint": {"gbytes_per_second": 0.001}}
+    plan = planned(tight(), bus=50.0, host_codecs=slow).plans[0]
+    assert plan.layout.offload and plan.choices == Choices()
+
+
+def test_unknown_hosts_leave_the_bus_native() -> None:
+    """A cluster of GPUs that was measured before hosts were, or described without them."""
+    plan = planned(tight(), host_codecs={}).plans[0]
+    assert plan.layout.offload and plan.choices["offload", "backward"].native
+    with pytest.raises(HybridcompError, match=r"no figure for blockint\(bits=8\) of bf16 \(decode"):
+        choice = Choices.of_block({"offload": EIGHT})["offload", "backward"]
+        copying = Copying("to_host", 1e6, 4e6)
+        Prices(machines(host_codecs={})).of(copying, choice, torch.bfloat16)
+
+
+def test_a_cpu_is_its_own_host() -> None:
+    limits = Limits(offload=True, keep=50, recompute=False)
+    found = search(small(), cluster(1, 2), BUDGET, BATCH, limits)
+    assert not any(plan.layout.offload for plan in found.plans)
+    decided = Limits(fixed={"offload": True}, keep=1)
+    assert search(small(), cluster(1, 2), BUDGET, BATCH, decided).plans[0].layout.offload
+
+
+def test_files_hold_the_blocks_offload(tmp_path: Path) -> None:
+    plan = planned(tight()).plans[0]
+    files.write(plan, machines(), tmp_path)
+    config = json.loads((tmp_path / "ds_config.json").read_text())
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    written = CompressionConfig.parse(config["compression"])
+    codecs = written.codecs()
+    assert str(codecs["offload", "backward"]) == str(codecs["offload", "forward"])
+    assert written.offload.codec_of("backward") is not None
+    some = plan.layout.replace(accumulation=4)
+    for layout, sums in ((some, "device"), (some.replace(accumulation=1), "auto")):
+        again = Plan(layout, plan.choices, *list(vars(plan).values())[2:])
+        assert CompressionConfig.parse(again.block).offload.sums == sums
+        assert Choices.of_block(again.block) == plan.choices
+
+
+def stage_and_job(accumulation: int, bus: float) -> tuple[Job, Layout, Stage]:
+    layout = Layout(data=2, micro_batch=2, accumulation=accumulation, cuts=(10,), zero_stage=2,
+                    offload=True)  # fmt: skip
+    job = Job(small(blocks=8), machines(bus), Batch(4 * accumulation, 128), Limits())
+    return job, layout, work_of(job, layout).stages[0]
+
+
+def test_gradients_land_behind_the_last_pass() -> None:
+    job, layout, _ = stage_and_job(4, 0.5)
+    work = work_of(job, layout)
+    told = predicted(job, work, Choices.of_block({"offload": EIGHT}))
+    native = predicted(job, work, Choices())
+    assert native.hidden["offload"] < 1e-9 < told.hidden["offload"]
+    assert told.low <= told.seconds <= told.high and told.exposed["offload"] > 0
+    # the bus is a resource of its own: gradients before the optimizer, parameters behind it
+    bus, device = (
+        [span for span in native.spans if span.resource == name] for name in ("bus 0", "stage 0")
+    )
+    there, back = bus
+    (adam,) = (span for span in device if span.name == "adam")
+    assert (there.name, back.name) == ("to_host", "to_device")
+    assert there.end == adam.start < adam.end == back.start
+
+
+def test_payloads_are_no_longer_than_what_crosses_at_once() -> None:
+    assert MOST_NUMEL == LONG_NUMEL
+    job, layout, stage = stage_and_job(1, 0.5)
+    encoded = Choices.of_block({"offload": EIGHT})
+    longest = max(item.call.numel for item in stage.copies)
+    kept = kept_by_codecs(job, layout, stage, encoded)["payloads"]
+    assert kept == pytest.approx(2 * longest * 1.03, rel=0.02)
+
+
+def test_the_optimizer_of_the_host_has_its_own_speed() -> None:
+    one, two = (
+        Job(small(), machines(host_memory_gbytes_per_second=speed), BATCH, Limits())
+        for speed in (1.0, 2.0)
+    )
+    assert one.adam(1e6, 0, on_host=True).value == 2 * two.adam(1e6, 0, on_host=True).value
+    assert one.adam(1e6, 0).value == two.adam(1e6, 0).value
