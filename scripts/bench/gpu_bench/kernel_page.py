@@ -47,8 +47,9 @@ def document(rows: Sequence[Row], facts: dict[str, Any], missing: Sequence[str] 
     lines = list(_lines(rows))
     images = len({row[:3] for row in rows})
     problems = spilled(rows)
-    told = "Spilled, or in local memory for another reason:\n\n" + "\n".join(
-        f"* {problem}" for problem in problems
+    told = (
+        "In local memory, which caches hold, are values of these kernels, and of no other:\n\n"
+        + "\n".join(f"* {problem}" for problem in problems)
     )
     head = HEAD.format(
         nvrtc=facts["nvrtc"], count=len(rows), images=images,
