@@ -19,12 +19,12 @@ one that is two and a half times slower, so that each is as fast beside the othe
 cores are left for what moves bytes (`scripts/lab/slow_processors.py`). The example GPT has 4 layers
 of width 256, a step 16 samples of 128 tokens. Every configuration was trained with the planner's
 own files, all of them side by side, of which one at a time makes a step. At each rate `hybridcomp
-measure` ran twice between the turns. Others share the cores of this machine, which makes all that
+measure` ran between the turns. Others share the cores of this machine, which makes all that
 runs on them up to one and a half times slower for seconds: so a block of a transformer ran between
-any two steps, and what a rank computes is predicted at the speed that this block had. Of the two
-measurements the one counts whose block was faster, of steps and blocks the mean of the fastest
-half. That block and the measurement are all that predictions come from; nothing is fitted to the
-trainings. Measured: the steps of the slowest rank.
+any two steps, and what a rank computes is predicted at the speed that this block had. Of several
+measurements the one counts whose block was fastest, of steps, and of blocks (the mean over the
+ranks), the mean of the fastest half. That block and the measurement are all that predictions come
+from; nothing is fitted to the trainings. Measured: the steps of the slowest rank.
 """
 COMMANDS = """\
 ## Commands

@@ -2,7 +2,8 @@
 
 Others share the machine's cores, and make all that runs on them slower for seconds, never faster.
 So of whatever is timed again and again the fastest half counts (``fast``), and of several
-measurements the one whose block was fastest (``fastest``).
+measurements the one whose block was fastest (``fastest``). A step needs all ranks: of the block the
+mean over them in the same turn is what is timed, not each rank's own fast moments.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Probe:
 
     def slowdown(self, cluster: Cluster, first: int) -> float:
         """How much longer than in ``cluster`` the block took from turn ``first`` on: all ranks."""
-        now = sum(fast([turn["seconds"] for turn in said[first:]]) for said in self.turns.said)
+        turns = zip(*(said[first:] for said in self.turns.said), strict=True)
+        now = fast([sum(rank["seconds"] for rank in turn) for turn in turns])
         return now / block_seconds(cluster, self.dtype)
 
 

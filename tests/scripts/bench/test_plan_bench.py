@@ -63,9 +63,13 @@ def test_slower_blocks_make_compute_slower_and_no_message() -> None:
 
 
 def test_the_block_between_steps_against_the_measured_one() -> None:
-    said = [[{"seconds": seconds} for seconds in (1.0, 4.0, 5.0, 60.0)] for _ in range(2)]
+    # of the turns but the first, the last is a fast one of the second rank alone
+    said = [
+        [{"seconds": seconds} for seconds in each]
+        for each in ((1.0, 4.0, 5.0, 60.0), (1.0, 3.0, 5.0, 2.0))
+    ]
     turns: Any = SimpleNamespace(said=said)
-    assert Probe(turns).slowdown(timed_blocks(1.0, 2.0), 1) == pytest.approx(1.5)
+    assert Probe(turns).slowdown(timed_blocks(1.0, 2.0), 1) == pytest.approx(8.5 / 6)
     assert Probe(turns).count == 4
 
 
