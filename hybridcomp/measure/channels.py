@@ -99,9 +99,9 @@ def channel_rows(
                 nbytes = payload_nbytes(make_codec(name, **more), case.numel, DTYPES[dtype])
             shape = case.key.shape
             rows.append(Carried(
-                case.name, case.key.operation, setting, dtype, shape.ranks, shape.nodes,
-                case.numel, nbytes, taken[setting].times(half), taken[DIRECT].times(half),
-                "alone" if case.key.beside == "alone" else "groups",
+                case.key.operation, setting, dtype, shape.ranks, shape.nodes, case.numel, nbytes,
+                taken[setting].times(half), dimension=case.name, direct=taken[DIRECT].times(half),
+                beside="alone" if case.key.beside == "alone" else "groups",
             ))  # fmt: skip
     for one in channels.values():
         one.close_step(False, team.device)  # headers that nobody has looked at yet

@@ -113,14 +113,19 @@ static int is_slow_main(void) {
   return times && *times > 1 && pthread_equal(pthread_self(), thread);
 }
 
-/* Before the thread waits it sleeps, without the lock, and returns as if it had been woken: all that
- * wait for a condition look again. Returns whether it slept. */
-static int slept_before_waiting(pthread_mutex_t *mutex) {
+/* Whether the thread should sleep before it goes on. */
+static int owes_a_sleep(void) {
   if (!is_slow_main()) return 0;
   settling = 1;
   double due = account();
   settling = 0;
-  if (due < LEAST_SLEEP_NS) return 0;
+  return due >= LEAST_SLEEP_NS;
+}
+
+/* Before the thread waits it sleeps, without the lock, and returns as if it had been woken: all that
+ * wait for a condition look again. Returns whether it slept. */
+static int slept_before_waiting(pthread_mutex_t *mutex) {
+  if (!owes_a_sleep()) return 0;
   pthread_mutex_unlock(mutex);
   settle();
   pthread_mutex_lock(mutex);
@@ -130,12 +135,7 @@ static int slept_before_waiting(pthread_mutex_t *mutex) {
 /* Times that a thread takes of its own work begin and end where it owes nothing: behind a wait a
  * stretch shorter than QUANTUM_NS would else seem as fast as on the core. */
 int clock_gettime(clockid_t clock, struct timespec *now) {
-  if (!settling && is_slow_main()) {
-    settling = 1;
-    double due = account();
-    settling = 0;
-    if (due >= LEAST_SLEEP_NS) settle();
-  }
+  if (!settling && owes_a_sleep()) settle();
   return read_clock(clock, now);
 }
 

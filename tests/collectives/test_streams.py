@@ -30,7 +30,7 @@ from tests.collectives.calls import (
 from tests.stand_ins.gpu.common import NUMEL, QUIET, RANK, RANKS, channels, cuda, gpu, values_of
 from tests.stand_ins.gpu.machine import DEVICE, Gpu
 from tests.stand_ins.gpu.memory import Race
-from tests.stand_ins.gpu.pretended import group_of
+from tests.stand_ins.process_groups import fake_group
 
 __all__ = ["gpu"]  # a fixture
 
@@ -88,7 +88,7 @@ def test_a_host_that_waits_is_noticed(gpu: Gpu) -> None:
 
 def reductions(codec: Codec, dtype: torch.dtype, feedback: bool, cuts: Sequence[int]) -> None:
     """Every reduction of two steps, with the residuals of the first in the second."""
-    chunks, group = chunk_ranges(NUMEL, RANKS), Group.of(group_of(RANKS, RANK))
+    chunks, group = chunk_ranges(NUMEL, RANKS), Group.of(fake_group(RANKS, RANK))
     lengths = [stop - start for start, stop in chunks]
     ranges = [OwnedRange(*chunk, (rank,)) for rank, chunk in enumerate(chunks)]
     held = [values_of(NUMEL, torch.float32) for _ in range(3)] if feedback else [None] * 3
@@ -115,7 +115,7 @@ def reductions(codec: Codec, dtype: torch.dtype, feedback: bool, cuts: Sequence[
 
 def moves(codec: Codec, dtype: torch.dtype) -> None:
     """Every message that adds nothing up."""
-    group, meter = Group.of(group_of(RANKS, RANK)), Meter()
+    group, meter = Group.of(fake_group(RANKS, RANK)), Meter()
     values, gathered = values_of(dtype=dtype), values_of(RANKS * NUMEL, dtype)
     all_gather(values, gathered, codec, group, meter=meter, async_op=True).wait()
     gathered.add_(1)
@@ -149,7 +149,7 @@ def test_collectives(gpu: Gpu, codec: Codec, dtype: torch.dtype, feedback: bool)
 @pytest.mark.parametrize("codec", [FIXED[0], *VARIABLE], ids=str)
 def test_on_a_side_stream(gpu: Gpu, codec: Codec) -> None:
     """As an engine does that reduces beside its backward pass."""
-    side, group = cuda.Stream(), Group.of(group_of(RANKS, RANK))
+    side, group = cuda.Stream(), Group.of(fake_group(RANKS, RANK))
     for _ in range(2):
         values = values_of()
         side.wait_stream(cuda.current_stream())
@@ -162,7 +162,7 @@ def test_on_a_side_stream(gpu: Gpu, codec: Codec) -> None:
 @pytest.mark.parametrize("codec", [FIXED[0], make_codec("zfp", rate=8), *VARIABLE], ids=str)
 def test_waited_for_on_another_stream(gpu: Gpu, codec: Codec) -> None:
     """As ZeRO 3 does with what was fetched ahead and not used."""
-    side, group = cuda.Stream(), Group.of(group_of(RANKS, RANK))
+    side, group = cuda.Stream(), Group.of(fake_group(RANKS, RANK))
     for _ in range(2):
         values, gathered = values_of(), values_of(RANKS * NUMEL)
         side.wait_stream(cuda.current_stream())
@@ -198,9 +198,9 @@ def test_a_message_in_a_graph_is_refused(gpu: Gpu) -> None:
     (codec,) = FIXED[2:3]
     gpu.capturing = True
     with pytest.raises(ConfigError, match="CUDA graph"):
-        channel.all_reduce(values, codec, group_of(RANKS, RANK), raw_nbytes=1)
+        channel.all_reduce(values, codec, fake_group(RANKS, RANK), raw_nbytes=1)
     gpu.capturing = False
-    channel.all_reduce(values, codec, group_of(RANKS, RANK), raw_nbytes=1)
+    channel.all_reduce(values, codec, fake_group(RANKS, RANK), raw_nbytes=1)
 
 
 def test_a_step_that_is_timed_waits_for_nothing(gpu: Gpu) -> None:
@@ -208,6 +208,6 @@ def test_a_step_that_is_timed_waits_for_nothing(gpu: Gpu) -> None:
     state.step = 5
     assert state.timing and not state.sampling
     values = values_of()
-    state["dp"].all_reduce(values, FIXED[2], group_of(RANKS, RANK), raw_nbytes=1)
+    state["dp"].all_reduce(values, FIXED[2], fake_group(RANKS, RANK), raw_nbytes=1)
     state.ledger.drain()
     assert not gpu.waits

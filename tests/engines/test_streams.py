@@ -16,7 +16,7 @@ from hybridcomp.engines.ddp import Reducer
 from hybridcomp.engines.fsdp2_comms import EncodedReduceScatter
 from tests.stand_ins.gpu.common import QUIET, RANK, RANKS, channels, cuda, gpu, values_of
 from tests.stand_ins.gpu.machine import Gpu
-from tests.stand_ins.gpu.pretended import group_of
+from tests.stand_ins.process_groups import fake_group
 
 __all__ = ["gpu"]  # a fixture
 pytestmark = QUIET
@@ -38,7 +38,7 @@ def test_buckets_of_ddp(gpu: Gpu, name: str) -> None:
         for index, numel in enumerate(each):
             state.factors.learn(f"{place}.{index}", (8, numel // 8) if numel % 8 == 0 else (numel,))
     model: Any = SimpleNamespace(
-        process_group=group_of(RANKS, RANK), _has_rebuilt_buckets=True,
+        process_group=fake_group(RANKS, RANK), _has_rebuilt_buckets=True,
         _join_config=SimpleNamespace(enable=False),
     )  # fmt: skip
     attached: Any = SimpleNamespace(channels=state, reduced=lambda: None)
@@ -87,7 +87,7 @@ def test_gradients_of_fsdp2(gpu: Gpu, name: str) -> None:
         side.wait_stream(cuda.current_stream())
         with cuda.stream(side):
             out = values_of(numel // RANKS)
-            scatter(out, given, group_of(RANKS, RANK), torch.distributed.ReduceOp.AVG)
+            scatter(out, given, fake_group(RANKS, RANK), torch.distributed.ReduceOp.AVG)
             done = side.record_event()
         cuda.current_stream().wait_event(done)
         held.append(out.add_(1))

@@ -14,7 +14,7 @@ from hybridcomp.nn.tp2d.mesh import Mesh
 from hybridcomp.nn.tp2d.products import LinearFunction, LookUpFunction
 from tests.stand_ins.gpu.common import QUIET, RANK, RANKS, channels, gpu, values_of
 from tests.stand_ins.gpu.machine import DEVICE, Gpu
-from tests.stand_ins.gpu.pretended import group_of
+from tests.stand_ins.process_groups import fake_group
 
 __all__ = ["gpu"]  # a fixture
 pytestmark = QUIET
@@ -25,7 +25,7 @@ pytestmark = QUIET
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
 def test_attention_around_a_ring(gpu: Gpu, cp: Any, dtype: torch.dtype, documents: bool) -> None:
     """Both passes on the stream that is current, beside the messages; the host never waits."""
-    traffic = RingTraffic(channels(cp=cp), group_of(RANKS, RANK), RANK, RANKS)
+    traffic = RingTraffic(channels(cp=cp), fake_group(RANKS, RANK), RANK, RANKS)
     held = [values_of(32, torch.int64).view(1, 32) for _ in range(RANKS)] if documents else None
     call = RingCall(traffic, True, 0.25, "zigzag", held)
     q, k, v = (torch.zeros(2, heads, 32, 20, dtype=dtype, device=DEVICE) for heads in (4, 2, 2))
@@ -47,7 +47,7 @@ def test_layers_on_a_mesh(gpu: Gpu, tp2d: Any) -> None:
     state, mesh = channels(tp2d=tp2d), Mesh.__new__(Mesh)
     mesh.q, mesh.row, mesh.column, mesh._known = 2, 1, 1, {}
     mesh._channels = lambda: state
-    mesh._groups = {"row": group_of(2, 1), "column": group_of(2, 1)}
+    mesh._groups = {"row": fake_group(2, 1), "column": fake_group(2, 1)}
     values, weight = values_of(32 * 64).view(32, 64), values_of(48 * 64).view(48, 64)
     tokens = values_of(32, torch.int64)
     for function, first in ((LinearFunction, values), (LookUpFunction, tokens)):

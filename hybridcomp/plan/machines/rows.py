@@ -69,10 +69,10 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Seconds of one encoded collective of hybridcomp, from the call to the decoded result.
+class Sent:
+    """Seconds of a message of hybridcomp, from the call to the result.
 
-    numel: values of ``dtype`` of the message; nbytes: of their payload.
+    setting: of its codec. numel: values of ``dtype`` of the message; nbytes: of their payload.
     """
 
     __pydantic_config__ = STRICT
@@ -85,32 +85,28 @@ class Encoded:
     numel: Positive
     nbytes: Count
     seconds: Stored
-    beside: Beside = "alone"
 
 
 @dataclass(frozen=True)
-class Carried:
-    """Seconds of a message through the channel of its dimension, from the call to the result.
+class Encoded(Sent):
+    """One encoded collective."""
+
+    beside: Beside = "alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried(Sent):
+    """A message through the channel of its dimension.
 
     What a channel takes beside codec and wire (its choice, its records, headers, the order of its
     calls) is in these seconds.
 
-    setting: of the codec, or ``NATIVE`` where the channel left the message to upstream. direct: the
-    same message by torch.distributed alone, in turns with it. beside: alone, or as the dimension
-    sends, in all groups of that shape at once.
+    setting: ``NATIVE`` where the channel left the message to upstream. direct: the same message by
+    torch.distributed alone, in turns with it. beside: alone, or as the dimension sends, in all
+    groups of that shape at once.
     """
 
-    __pydantic_config__ = STRICT
-
     dimension: Literal["tp", "pp", "ep", "cp"]
-    operation: Operation
-    setting: str
-    dtype: str
-    ranks: Positive
-    nodes: Positive
-    numel: Positive
-    nbytes: Count
-    seconds: Stored
     direct: Stored
     beside: Literal["alone", "groups"] = "alone"
 

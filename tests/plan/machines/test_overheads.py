@@ -30,7 +30,8 @@ def through(dimension: Any, operation: Operation, beside: Any, more: float) -> l
             (NATIVE, direct.plus(figure(more / 10))),
         ):
             found.append(Carried(
-                dimension, operation, setting, "bf16", 2, 2, numel, numel, seconds, direct, beside
+                operation, setting, "bf16", 2, 2, numel, numel, seconds,
+                dimension=dimension, direct=direct, beside=beside,
             ))  # fmt: skip
     return found
 

@@ -136,24 +136,6 @@ def pretended(ranks: int = 4, rank: int = 1) -> Iterator[Gpu]:
         gpu.sweep()
 
 
-class ProcessGroup:
-    """What ``Group.of`` asks of torch's."""
-
-    def __init__(self, ranks: int, rank: int) -> None:
-        self._ranks, self._rank = ranks, rank
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._ranks
-
-
-def group_of(ranks: int = 4, rank: int = 1) -> Any:
-    """A process group."""
-    return ProcessGroup(ranks, rank)
-
-
 class Sizes(payload_sizes.Sizes):
     """The sizes that travel are 64 bytes, once the host has waited for them."""
 
