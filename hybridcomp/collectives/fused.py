@@ -1,4 +1,4 @@
-"""Collectives of codecs that take all chunks in one launch, as on a GPU.
+"""Collectives of codecs that take all chunks, or several tensors, in one launch, as on a GPU.
 
 An all_reduce takes three launches, the others two, whatever their sizes. Messages of tensor
 parallelism are so short that the host's time counts: what all messages of one size have in common
@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, Fused
+from hybridcomp.codecs.base import Codec, Each, Fused
 from hybridcomp.codecs.launches import NO_CHUNK
 from hybridcomp.collectives.wire import (
     POOL,
@@ -171,6 +171,35 @@ def fused_all_to_all(out: Tensor, values: Tensor, fused: Fused, via: Transfer) -
     # 3
     with meter.coding():
         fused.decode(received, plan.chunk, plan.slot, out, me)
+    POOL.give(room)
+
+
+def each_to_all(
+    places: Sequence[Tensor], sources: Sequence[Tensor], each: Each, via: Transfer
+) -> Steps[None]:
+    """Exchange parts of any lengths, by rank: bytes and bits of ``moves.all_to_all``.
+
+    1 encode every part but my own, which is copied, 2 all-to-all, 3 decode.
+    """
+    codec, group, meter, own = via.codec, via.group, via.meter, sources[via.group.rank]
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    gives, takes = [0] * group.size, [0] * group.size
+    for rank in others:
+        gives[rank] = codec.wire_nbytes(sources[rank].numel(), own.dtype)
+        takes[rank] = codec.wire_nbytes(places[rank].numel(), own.dtype)
+    layout = _places(sum(gives), sum(takes))
+    room = POOL.take(sum(layout), own.device)
+    sent, _, received, _ = first(room, sum(layout)).unsafe_split_with_sizes(layout)
+    slots, arrived = (b.unsafe_split_with_sizes(n) for b, n in ((sent, gives), (received, takes)))
+    # 1
+    places[group.rank].copy_(own)
+    with meter.coding():
+        each.encode([sources[rank] for rank in others], [slots[rank] for rank in others])
+    # 2
+    yield transport.all_to_all(received, sent, takes, gives, group, meter)
+    # 3
+    with meter.coding():
+        each.decode([arrived[rank] for rank in others], [places[rank] for rank in others])
     POOL.give(room)
 
 

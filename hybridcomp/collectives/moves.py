@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.collectives.fused import fused_all_gather, fused_all_to_all
+from hybridcomp.collectives.fused import each_to_all, fused_all_gather, fused_all_to_all
 from hybridcomp.collectives.hierarchical.inside import gather_inside
 from hybridcomp.collectives.wire import (
     POOL,
@@ -189,15 +189,21 @@ def _splits(name: str, splits: Sequence[int] | None, numel: int, world_size: int
 def _all_to_all(
     out: Tensor, values: Tensor, takes: list[int], gives: list[int], via: Transfer
 ) -> Steps[None]:
-    """In two launches where all parts are equally long and the codec has that; else one by one."""
+    """In two launches where the codec has that; else part by part."""
     (codec,) = via.codec.hops(1, 1, result=values.dtype)
     only, even = Transfer(codec, via.group, via.meter), [gives[0]] * len(gives)
-    if len(gives) > 1:
-        via.meter.use(codec.spec)
-        fused = codec.fused(values.device) if takes == even == gives and gives[0] else None
-        if fused is not None:
-            return fused_all_to_all(out, values, fused, only)
-    return _parts_to_all(torch.split(out, takes), torch.split(values, gives), only)
+    if len(gives) == 1:
+        out.copy_(values)
+        return given(None)
+    via.meter.use(codec.spec)
+    fused = codec.fused(values.device) if takes == even == gives and gives[0] else None
+    if fused is not None:
+        return fused_all_to_all(out, values, fused, only)
+    places, sources = torch.split(out, takes), torch.split(values, gives)
+    each = codec.each(values.device) if codec.fixed_size else None
+    if each is not None:
+        return each_to_all(places, sources, each, only)
+    return _parts_to_all(places, sources, only)
 
 
 def _parts_to_all(
@@ -206,8 +212,6 @@ def _parts_to_all(
     """1 encode and exchange, 2 decode; by group rank."""
     me, own = via.group.rank, sources[via.group.rank]
     places[me].copy_(own)
-    if len(places) == 1:
-        return
     # 1
     payloads = yield from exchange(
         [[Job(s)] if s.numel() and rank != me else [] for rank, s in enumerate(sources)],

@@ -75,6 +75,9 @@ class Messages:
         channels = Channels(CompressionConfig.parse(BLOCK))
         self.tp, self.dp = channels["tp"], channels["dp"]
         self.out, self.shard = torch.empty_like(values), values[: values.numel() // RANKS].clone()
+        each = values.numel() // RANKS // 64 * 64
+        self.splits = [each, each - 64, each + 64] + [each] * (RANKS - 4)
+        self.splits.append(values.numel() - sum(self.splits))
         self.pieces = [Piece("weight", 0, values.numel())]
 
     def _chosen(self) -> Codec:
@@ -113,6 +116,13 @@ class Messages:
             self.out, self.values, self._chosen(), None, raw_nbytes=self.values.nbytes
         ).wait()
 
+    def experts(self) -> None:
+        """Of tokens to experts, a different number to each rank."""
+        self.tp.all_to_all(
+            self.out, self.values, self._chosen(), None, raw_nbytes=self.values.nbytes,
+            out_splits=self.splits, in_splits=self.splits,
+        ).wait()  # fmt: skip
+
     def kinds(self) -> dict[str, Callable[[], None]]:
         """All of them, by name."""
         return {
@@ -121,4 +131,5 @@ class Messages:
             "all_gather": self.all_gather,
             "reduce_scatter": self.reduce_scatter,
             "all_to_all": self.all_to_all,
+            "all_to_all uneven": self.experts,
         }

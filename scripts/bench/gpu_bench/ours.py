@@ -165,6 +165,7 @@ class AllReduce:
             "all_gather": share + self.slot + decode,
             "reduce_scatter": encode + reduce - self.slot + 4 * self.own.numel(),
             "all_to_all": encode + decode + share - self.slot,
+            "all_to_all uneven": encode + decode + share - self.slot,
         }
         with group_without_wire():
             for kind, run in Messages(self.codec, self.values).kinds().items():

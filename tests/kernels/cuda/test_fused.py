@@ -286,27 +286,44 @@ def test_what_is_only_moved_takes_two_launches() -> None:
             assert launches == [["encode", "decode"]] * 2, case
 
 
-def uneven(_: None) -> list[bool]:
-    """Parts of different lengths, and cuts, go one by one: what the tables of kernels are for."""
-    rank, codec, fused = dist.get_rank(), make_codec("blockint", bits=8), []
-    gives, takes = [[100, 200], [300, 400]][rank], [[100, 300], [200, 400]][rank]
-    values, out = torch.randn(sum(gives)), torch.empty(sum(takes))
-    moves = "hybridcomp.collectives.moves.fused_all_"
-    with kernels_replaced(CudaKernels(EmulatedLauncher())):
-        with mock.patch(f"{moves}to_all") as called:
+def exchanged(dtype: torch.dtype) -> list[Any]:
+    """Parts of any length, also of none: whether bits and bytes are the same, and the launches."""
+    rank, codec, launcher = dist.get_rank(), make_codec("blockint", bits=4), Counting()
+    table = [[100, 0, 2000], [300, 33, 7], [0, 1025, 64]]
+    gives, takes = table[rank], [row[rank] for row in table]
+    values, found, meters = arrays.make("normal", sum(gives), rank, dtype), [], [Meter(), Meter()]
+    for meter, kernels in zip(meters, (None, CudaKernels(launcher)), strict=True):
+        out = values.new_full((sum(takes),), 9)
+        with kernels_replaced(kernels) if kernels else nullcontext():
             all_to_all(
-                out, values, codec, None, meter=Meter(), in_splits=gives, out_splits=takes
+                out, values, codec, None, meter=meter, in_splits=gives, out_splits=takes
             ).wait()
-        fused.append(called.called)
-        with mock.patch(f"{moves}gather") as called:
-            out = torch.empty(2 * 64)
-            all_gather(values[:64].clone(), out, codec, None, meter=Meter(), cuts=[32]).wait()
-        fused.append(called.called)
-    return [*fused, bool(out.isfinite().all())]
+        found.append(arrays.bits_of(out))
+    first, second = ((m.messages, m.wire_nbytes, m.used) for m in meters)
+    return [torch.equal(*found), first == second, launcher.kernels]
 
 
-def test_uneven_parts_and_cuts_are_not_taken_for_chunks() -> None:
-    assert run_ranks(2, uneven, None) == [[False, False, True]] * 2
+def test_parts_of_any_length_take_two_launches() -> None:
+    for macros in (f"HC_DTYPE={code}" for code in range(3)):
+        emulated("blockint_table.cu", "HC_BITS=4", macros)
+    for dtype in VALUE_DTYPES:
+        launches = ["blockint_table_encode", "blockint_table_decode"]
+        assert run_ranks(3, exchanged, dtype) == [[True, True, launches]] * 3
+
+
+def with_cuts(_: None) -> bool:
+    """Whether shards with cuts are taken for whole chunks."""
+    with (
+        kernels_replaced(CudaKernels(EmulatedLauncher())),
+        mock.patch("hybridcomp.collectives.moves.fused_all_gather") as fused,
+    ):
+        out, codec = torch.empty(2 * 64), make_codec("blockint", bits=8)
+        all_gather(torch.randn(64), out, codec, None, meter=Meter(), cuts=[32]).wait()
+    return fused.called or not bool(out.isfinite().all())
+
+
+def test_shards_with_cuts_go_step_by_step() -> None:
+    assert run_ranks(2, with_cuts, None) == [False, False]
 
 
 def test_messages_with_cuts_go_step_by_step() -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.paths import SCRIPTS
 
 KINDS = ["all_reduce", "all_reduce feedback", "all_gather", "reduce_scatter", "all_to_all"]
+KINDS.append("all_to_all uneven")
 
 
 @pytest.fixture
