@@ -27,6 +27,20 @@ def missing(cluster: Cluster, offload: bool = True) -> Iterator[str]:
             "nothing about codecs on the hosts: copies between device and host are planned "
             f"natively; {todo}"
         )
+    if offload and not _steps_on_host(cluster):
+        todo = AGAIN
+        if cluster.by_hand:
+            todo = 'write "host_memory_gbytes_per_second" into it'
+        yield (
+            "nothing about the optimizer on the hosts: its steps there are planned as fast as on "
+            f"the devices; {todo}"
+        )
+
+
+def _steps_on_host(cluster: Cluster) -> bool:
+    """Whether it is known how fast the optimizer steps on the host of every rank."""
+    known = {row.rank for row in cluster.kernels if (row.kind, row.dtype) == ("host_adam", "fp32")}
+    return cluster.on_cpu or len(known) == cluster.world_size
 
 
 def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
