@@ -12,7 +12,7 @@ import torch
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Choices, Key
-from hybridcomp.plan.cost.copies import Copying, copyings
+from hybridcomp.plan.cost.copies import Copying, Whole, copyings
 from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
 from hybridcomp.plan.cost.prices import NOTHING, Calibration, Call, Coded, Prices
 from hybridcomp.plan.layout import Group, Layout
@@ -269,12 +269,12 @@ class Job:
         call = Call(operation, values / buckets, ranks, nodes, encoded, layout.hierarchy)
         return [Item(("dp", "forward"), call, self.gradient_dtype, buckets)]
 
-    def copy_items(self, layout: Layout, values: float, layers: int) -> list[Item]:
+    def copy_items(self, layout: Layout, values: float, layers: int, whole: Whole) -> list[Item]:
         """Gradients of ``values`` to the host and parameters back, about as many as ``layers``."""
         # at stage 3 a rank has a part of every layer, else layers of its own
         shards = 1 if layout.zero_stage == 3 else layout.size("replicas")
         count = max(1.0, layers / shards)
-        there, back = copyings(layout, values, self.dtype.itemsize, count)
+        there, back = copyings(layout, values, self.dtype.itemsize, count, whole)
         return [
             Item(("offload", "backward"), there, self.dtype, count),
             Item(("offload", "forward"), back, self.dtype, count),

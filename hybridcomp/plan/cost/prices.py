@@ -215,9 +215,10 @@ class Prices:
         native = call.nbytes + call.back_nbytes
         to_host = call.direction == "to_host"
         if codec is None or call.numel * dtype.itemsize < MIN_BYTES:
-            bus = cluster.copy(call.direction, call.nbytes)
-            if call.back_nbytes:
-                bus = bus.plus(cluster.copy("to_device", call.back_nbytes))
+            there, back = call.busiest or (call.nbytes, call.back_nbytes)
+            bus = cluster.copy(call.direction, there)
+            if back:
+                bus = bus.plus(cluster.copy("to_device", back))
             return Price(inside=bus, nbytes=native, native_nbytes=native)
         payload, name = call.numel * choice.bits(dtype) / 8, NAMES[dtype]
         # master weights are encoded as they are, in fp32, where sizes are fixed

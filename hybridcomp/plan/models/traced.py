@@ -134,7 +134,7 @@ def _layer(one: Traced, two: Traced, index: int, shape: Shape) -> Layer:
         one.name, "module", at("flops"), at("backward_flops"), moved_nbytes=2 * kept,
         parameters=one.parameters, expert_parameters=0.0, kept_nbytes=kept,
         input_nbytes=at("input_nbytes"), work_nbytes=2 * at("widest_nbytes"),
-        output=at("output"), inputs=one.inputs,
+        output=at("output"), inputs=one.inputs, tensors=one.tensors,
     )  # fmt: skip
 
 

@@ -54,6 +54,15 @@ def test_published_sizes(parameters: int, config: dict[str, Any], tmp_path: Path
     assert read_model(tmp_path).parameters == parameters
 
 
+@pytest.mark.parametrize(("parameters", "config"), PUBLISHED)
+def test_tensors_are_all_of_the_parameters(parameters: int, config: dict[str, Any]) -> None:
+    found = decoder(config, "model")
+    for shape in (Shape(1, 1), Shape(2, 32, tensor=2), Shape(2, 32, mesh=2)):
+        for layer in found.layers(shape):
+            assert sum(layer.tensors) == pytest.approx(layer.parameters)
+            assert sum(layer.expert_tensors) == pytest.approx(layer.expert_parameters)
+
+
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("width", [4, 2])
 def test_closed_forms_are_what_torch_traces(norm: Any, width: int) -> None:
@@ -67,6 +76,8 @@ def test_closed_forms_are_what_torch_traces(norm: Any, width: int) -> None:
     # the example's norm is a layer of its own, and its loss is no part of the module
     assert [layer.parameters for layer in seen[:3]] == [layer.parameters for layer in said[:3]]
     block, form = seen[2], said[2]
+    assert sorted(block.tensors)[-2:] == sorted(form.tensors)[-2:]  # both feed forward
+    assert sum(block.tensors) == sum(form.tensors) == block.parameters
     assert block.flops == form.flops
     assert block.backward_flops == pytest.approx(form.backward_flops, rel=0.01)
     assert block.kept_nbytes == pytest.approx(form.kept_nbytes, rel=0.01)
