@@ -62,13 +62,13 @@ struct Fetches {
         levels = payloads + (u64)blockIdx.x * (SUM_WARPS * LEVELS);
         scales = payloads + layout.scales;
         level = threadIdx.x / WARP * LEVELS + CHUNK * lane;
-        other = lane ? tile * TILE_BLOCKS + 4 * lane - 4 : base & ~3u;
+        other = anew(lane ? tile * TILE_BLOCKS + 4 * lane - 4 : base & ~3u);
         levels_to = shared_at(ring->levels) +
                     CHUNK * swizzled<LEVELS_EACH>(lane / LEVELS_EACH, lane % LEVELS_EACH);
         other_to = shared_at(&ring->base) + 4 * lane;
         chunks = (blocks * 4 * HC_BITS + CHUNK - 1) / CHUNK;
-        others = 1 + (blocks + 3) / 4;
-        base_at = base & 3;
+        others = anew(1 + (blocks + 3) / 4);
+        base_at = anew(base & 3);
     }
     HC_INLINE_MEMBER void next(u32 stage) {
         u32 at = stage * (u32)sizeof(Stage);
