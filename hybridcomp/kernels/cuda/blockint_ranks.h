@@ -178,8 +178,7 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         if (residual && span.whole) room.wide.fetch(residual + span.tile_first());
         close_fetch();
     }
-    // A compiler that knew it would load it for each value: an instruction has room for one constant.
-    u32 magic = LEVEL_MAGIC | span.block >> 31;
+    Magic magic(span.block >> 31);
 #pragma unroll 1
     for (u32 p = 0;; ++p) {  // of the others; this rank's turn is before that of the next
         if (p == (u32)me) add_own<E, FEEDBACK>(held, room, own, residual, span.again());

@@ -146,30 +146,51 @@ struct Table {
     }
 };
 
-// The words of a block -> a word for the levels of values k, k + 8, k + 16 and k + 24.
+// Numbers that the loop over ranks has in registers, as an instruction has room for one constant: a
+// compiler that knew them would load them for each value. `zero` is 0, which it does not know. Levels of
+// 4 bits stay where they are in their word, and become the middle of a mantissa.
+constexpr bool NIBBLES = HC_BITS == 4 && !GAUSSIAN;
+struct Magic {
+    u32 bits[NIBBLES ? 4 : 1];
+    HC_INLINE constexpr u32 of(int nibble) { return LEVEL_MAGIC - (nibble << 25); }  // 2^23 / 16^nibble
+    HC_INLINE_MEMBER explicit Magic(u32 zero) {
+        for (int i = 0; i < (NIBBLES ? 4 : 1); ++i) bits[i] = of(i) | zero;
+    }
+};
+
+// The words of a block -> a word for the levels of values k, k + 8, k + 16 and k + 24; of 4 bits, the
+// words and their upper halves.
 HC_INLINE void unpack_block(const u32* words, u32* levels) {
     if constexpr (GAUSSIAN && HC_TABLE) {  // each times four: where it is in the table
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             levels[k] = words[k] << 2 & 0x3c3c3c3cu, levels[k + 4] = words[k] >> 2 & 0x3c3c3c3cu;
         }
+    } else if constexpr (NIBBLES) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) levels[k] = words[k], levels[k + 4] = words[k] >> 16;
     } else {
         unpack_levels<HC_BITS>(words, levels);
     }
 }
 
 template <int K>
-HC_INLINE float value_of(const u32* levels, float step, const Table& table, u32 magic) {
+HC_INLINE float value_of(const u32* levels, float step, const Table& table, const Magic& magic) {
     if constexpr (GAUSSIAN && HC_TABLE) {
         u32 at = __byte_perm(levels[K % 8], 0, 0x4440 | K / 8);
         return *(const float*)((const u8*)table.values + at) * step;
+    } else if constexpr (NIBBLES) {
+        constexpr int nibble = K / 8 % 2 * 2 + K % 8 / 4;
+        u32 shifted = (levels[K % 4 + K / 16 * 4] & 15u << 4 * nibble) | magic.bits[nibble];
+        return (bits_float(shifted) - (8388608.0f / (float)(1 << 4 * nibble) + 8.0f)) * step;
     } else {
-        return level_value<K / 8>(levels[K % 8], magic) * step;
+        return level_value<K / 8>(levels[K % 8], magic.bits[0]) * step;
     }
 }
 
 template <int K = 0>
-HC_INLINE void values_of(const u32* levels, float step, const Table& table, u32 magic, float* out) {
+HC_INLINE void values_of(const u32* levels, float step, const Table& table, const Magic& magic,
+                         float* out) {
     if constexpr (K < BLOCK) {
         out[K] = value_of<K>(levels, step, table, magic);
         values_of<K + 1>(levels, step, table, magic, out);
@@ -197,7 +218,8 @@ HC_INLINE float sum_apart(float a, float b) {
 }
 
 template <int K = 0>
-HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, u32 magic, float* held) {
+HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, const Magic& magic,
+                             float* held) {
     if constexpr (K < BLOCK) {
         held[K] = held[K] + value_of<K>(levels, step, table, magic);
         add_values_of<K + 1>(levels, step, table, magic, held);
@@ -205,8 +227,8 @@ HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, 
 }
 
 template <int K = 0>
-HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, u32 magic, float* held,
-                             Care care) {
+HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, const Magic& magic,
+                             float* held, Care care) {
     if constexpr (K < BLOCK) {
         held[K] = sum_apart(held[K], care(value_of<K>(levels, step, table, magic)));
         add_values_of<K + 1>(levels, step, table, magic, held, care);
@@ -216,7 +238,7 @@ HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, 
 // held += one rank's block. A tile with one that is NaN or may overflow, and the last one, take a branch
 // of their own. `whole`: the group of 64 values is.
 HC_INLINE void add_stage(float* held, const Stage& stage, const Table& table, u32 base, u32 blocks,
-                         bool whole, u32 magic) {
+                         bool whole, const Magic& magic) {
     bool there = lane_id() < blocks;
     u32 code = ((const u8*)stage.scales)[lane_id()], top = 16 * base + 15 - code;
     u32 words[BLOCK_WORDS], levels[WORDS];
