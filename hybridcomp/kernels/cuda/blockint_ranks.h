@@ -178,7 +178,7 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         if (residual && span.whole) room.wide.fetch(residual + span.tile_first());
         close_fetch();
     }
-    Magic magic(span.block >> 31);
+    Magic magic(room.table, span.block >> 31);
 #pragma unroll 1
     for (u32 p = 0;; ++p) {  // of the others; this rank's turn is before that of the next
         if (p == (u32)me) add_own<E, FEEDBACK>(held, room, own, residual, span.again());
@@ -192,12 +192,20 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
     }
 }
 
+constexpr u32 HALF_OVERFLOW = 0x477ff000u;  // 65520 is the smallest number that rounds to Inf
 // What is left of a sum that overflows fp16: Inf, as it comes out natively, where loss scaling sees it.
 HC_INLINE float show_half(float value) {
     u32 bits = float_bits(value), magnitude = bits & MAGNITUDE;
-    // 65520 is the smallest number that rounds to Inf
-    return magnitude >= 0x477ff000u && magnitude < INF_BITS ? bits_float((bits & ~MAGNITUDE) | INF_BITS)
+    return magnitude >= HALF_OVERFLOW && magnitude < INF_BITS ? bits_float((bits & ~MAGNITUDE) | INF_BITS)
                                                             : value;
+}
+
+// The largest magnitude of a block as a float, NaN if one is NaN.
+HC_INLINE float largest_magnitude(const float* values) {
+    float top = larger_magnitude(values[0], values[1]);
+#pragma unroll
+    for (int k = 2; k < BLOCK; ++k) top = larger_magnitude(top, values[k]);
+    return top;
 }
 
 // The levels of a block -> its words.

@@ -8,13 +8,10 @@
 // permuted within 128 bytes so that eight lanes meet eight different ones.
 #pragma once
 
-#include "blockint_tile.h"
+#include "blockint_levels.h"
 
 #ifndef HC_STAGES
 #define HC_STAGES 4
-#endif
-#ifndef HC_TABLE
-#define HC_TABLE 1
 #endif
 #ifndef HC_SUM_THREADS
 #define HC_SUM_THREADS 64
@@ -133,69 +130,6 @@ HC_INLINE void read_eight(Shared<float>& shared, u32 at, EightFp32& eight) {
 
 template <class E>
 HC_INLINE void read_eight(Shared<u16>& shared, u32 at, E& eight) { eight.load((const u16*)&shared.mine(at)); }
-
-// What the levels of a block stand for, without the step: Gaussian levels from a table in shared memory,
-// where each of sixteen has a bank of its own (four instructions less a value than the polynomial).
-struct Table {
-    float values[GAUSSIAN && HC_TABLE ? 16 : 1];
-
-    HC_INLINE_MEMBER void fill() {
-        if (!(GAUSSIAN && HC_TABLE)) return;
-        if (lane_id() < 16) values[lane_id()] = gaussian_value(2.0f * (float)(i32)lane_id() - 15.0f);
-        __syncwarp();
-    }
-};
-
-// Numbers that the loop over ranks has in registers, as an instruction has room for one constant: a
-// compiler that knew them would load them for each value. `zero` is 0, which it does not know. Levels of
-// 4 bits stay where they are in their word, and become the middle of a mantissa.
-constexpr bool NIBBLES = HC_BITS == 4 && !GAUSSIAN;
-struct Magic {
-    u32 bits[NIBBLES ? 4 : 1];
-    HC_INLINE constexpr u32 of(int nibble) { return LEVEL_MAGIC - (nibble << 25); }  // 2^23 / 16^nibble
-    HC_INLINE_MEMBER explicit Magic(u32 zero) {
-        for (int i = 0; i < (NIBBLES ? 4 : 1); ++i) bits[i] = of(i) | zero;
-    }
-};
-
-// The words of a block -> a word for the levels of values k, k + 8, k + 16 and k + 24; of 4 bits, the
-// words and their upper halves.
-HC_INLINE void unpack_block(const u32* words, u32* levels) {
-    if constexpr (GAUSSIAN && HC_TABLE) {  // each times four: where it is in the table
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            levels[k] = words[k] << 2 & 0x3c3c3c3cu, levels[k + 4] = words[k] >> 2 & 0x3c3c3c3cu;
-        }
-    } else if constexpr (NIBBLES) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) levels[k] = words[k], levels[k + 4] = words[k] >> 16;
-    } else {
-        unpack_levels<HC_BITS>(words, levels);
-    }
-}
-
-template <int K>
-HC_INLINE float value_of(const u32* levels, float step, const Table& table, const Magic& magic) {
-    if constexpr (GAUSSIAN && HC_TABLE) {
-        u32 at = __byte_perm(levels[K % 8], 0, 0x4440 | K / 8);
-        return *(const float*)((const u8*)table.values + at) * step;
-    } else if constexpr (NIBBLES) {
-        constexpr int nibble = K / 8 % 2 * 2 + K % 8 / 4;
-        u32 shifted = (levels[K % 4 + K / 16 * 4] & 15u << 4 * nibble) | magic.bits[nibble];
-        return (bits_float(shifted) - (8388608.0f / (float)(1 << 4 * nibble) + 8.0f)) * step;
-    } else {
-        return level_value<K / 8>(levels[K % 8], magic.bits[0]) * step;
-    }
-}
-
-template <int K = 0>
-HC_INLINE void values_of(const u32* levels, float step, const Table& table, const Magic& magic,
-                         float* out) {
-    if constexpr (K < BLOCK) {
-        out[K] = value_of<K>(levels, step, table, magic);
-        values_of<K + 1>(levels, step, table, magic, out);
-    }
-}
 
 // A value of a block that is NaN, may overflow or is not there.
 struct Care {

@@ -45,9 +45,11 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     for (int k = 0; k < BLOCK; ++k) held[k] = 0.0f;
     add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, span);
     span = span.again();
+    float top = largest_magnitude(held);
+    if (HALF && any_in_warp(magnitude_bits(top) >= HALF_OVERFLOW)) {
 #pragma unroll
-    for (int k = 0; k < BLOCK; ++k) {
-        if (HALF) held[k] = show_half(held[k]);
+        for (int k = 0; k < BLOCK; ++k) held[k] = show_half(held[k]);
+        top = largest_magnitude(held);
     }
     if constexpr (ROTATE && FEEDBACK) {  // they wait there, also where the tile is not whole
         __syncwarp();
@@ -57,10 +59,10 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
                                            float_bits(held[4 * i + 2]), float_bits(held[4 * i + 3]));
         }
     }
-    if constexpr (ROTATE) rotate_block(held, in_group(span.first(), numel));
-    float top = larger_magnitude(held[0], held[1]);
-#pragma unroll
-    for (int k = 2; k < BLOCK; ++k) top = larger_magnitude(top, held[k]);
+    if constexpr (ROTATE) {
+        rotate_block(held, in_group(span.first(), numel));
+        top = largest_magnitude(held);
+    }
     u32 absmax = magnitude_bits(top), base = base_of(largest_in_warp(absmax < INF_BITS ? absmax : 0));
     u32 code = scale_code<GAUSSIAN>(absmax, base);
     float inverse = code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, GAUSSIAN>(code, base);
@@ -78,9 +80,10 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 }  // namespace blockint
 }  // namespace hybridcomp
 
-// Blocks a multiprocessor: on an H100 ten were as fast as eight or twelve, or faster. No compiler spills.
+// Blocks a multiprocessor: on an H100 ten were as fast as eight or twelve, or faster. Before sm_80, where
+// shared memory has no room for so many, the compiler needs more registers for rotations.
 #ifndef HC_SUM_BLOCKS
-#define HC_SUM_BLOCKS 10
+#define HC_SUM_BLOCKS (HC_ARCH > 0 && HC_ARCH < 800 && HC_ROTATE ? 8 : 10)
 #endif
 
 #define HC_SUM_ARGUMENTS                                                              \
