@@ -13,15 +13,30 @@ namespace blockint {
 
 // What the levels of a block stand for, without the step: Gaussian ones from a table in shared memory,
 // where each of sixteen has a bank of its own (four instructions less a value than the polynomial). It
-// begins at a multiple of 256 bytes: a level times four is the low byte of its address.
+// begins at a multiple of TABLE_ALIGN: a level times four is the low byte of its address.
 constexpr bool TABLE = GAUSSIAN && HC_TABLE;
-struct alignas(TABLE ? 256 : 16) Table {
-    float values[TABLE ? 16 : 1];
+constexpr int TABLE_ALIGN = TABLE ? 256 : 16;
+template <bool THERE>
+struct TableOf {  // none: it takes no room
+    HC_INLINE_MEMBER void fill() {}
+    HC_INLINE_MEMBER u32 place() const { return 0; }
+    template <int BYTE>
+    HC_INLINE_MEMBER float value(u32, u32) const { return 0.0f; }
+};
+template <>
+struct TableOf<true> {
+    float values[16];
 
     HC_INLINE_MEMBER void fill() {
-        if (!TABLE) return;
         if (lane_id() < 16) values[lane_id()] = gaussian_value(2.0f * (float)(i32)lane_id() - 15.0f);
         __syncwarp();
+    }
+    HC_INLINE_MEMBER u32 place() const {
+#if HC_ARCH
+        return (u32)__cvta_generic_to_shared(values);
+#else
+        return 0;
+#endif
     }
     // Of byte BYTE of `levels`; `at` is where the table is.
     template <int BYTE>
@@ -34,14 +49,8 @@ struct alignas(TABLE ? 256 : 16) Table {
         return *(const float*)((const u8*)values + __byte_perm(levels, at, 0x4440 | BYTE));
 #endif
     }
-    HC_INLINE_MEMBER u32 place() const {
-#if HC_ARCH
-        return (u32)__cvta_generic_to_shared(values);
-#else
-        return 0;
-#endif
-    }
 };
+typedef TableOf<TABLE> Table;
 
 // Numbers that the loop over ranks has in registers, as an instruction has room for one constant: a
 // compiler that knew them would load them for each value. `zero` is 0, which it does not know. Levels of

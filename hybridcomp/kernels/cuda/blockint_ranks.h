@@ -15,16 +15,14 @@ constexpr int SUM_WARPS = HC_SUM_THREADS / WARP;
 // What a warp has in shared memory. Feedback has a second tile of fp32: the owner's residual, then that
 // of the values, then what is written.
 template <class E, bool WIDE>
-struct Room {
+struct alignas(TABLE_ALIGN) Room : Table {
     Stage ring[HC_STAGES];
-    Table table;
     Shared<typename E::Stored> own;
     Shared<float> wide;
 };
 template <class E>
-struct Room<E, false> {
+struct alignas(TABLE_ALIGN) Room<E, false> : Table {
     Stage ring[HC_STAGES];
-    Table table;
     Shared<typename E::Stored> own;
 };
 
@@ -153,7 +151,7 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         }
     }
     close_fetch();
-    room.table.fill();
+    room.fill();  // the table
     Fetches fetches(room.ring, payloads, slot, layout, span, blocks);
 #pragma unroll
     for (u32 s = 0; s < HC_STAGES; ++s) {
@@ -178,14 +176,14 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         if (residual && span.whole) room.wide.fetch(residual + span.tile_first());
         close_fetch();
     }
-    Magic magic(room.table, span.block >> 31);
+    Magic magic(room, span.block >> 31);
 #pragma unroll 1
     for (u32 p = 0;; ++p) {  // of the others; this rank's turn is before that of the next
         if (p == (u32)me) add_own<E, FEEDBACK>(held, room, own, residual, span.again());
         if (p == others) break;
         await_fetch<HC_STAGES - 1>();
         const Stage& come = room.ring[p % HC_STAGES];
-        add_stage(held, come, room.table, ((const u8*)&come.base)[fetches.base_at], blocks, group, magic);
+        add_stage(held, come, room, ((const u8*)&come.base)[fetches.base_at], blocks, group, magic);
         __syncwarp();  // the stage was read
         if (p + HC_STAGES < others) fetches.next(p % HC_STAGES);
         close_fetch();

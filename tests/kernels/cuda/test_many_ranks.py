@@ -1,4 +1,4 @@
-"""Sums over more ranks than wait in a kernel's ring at once, in rank order, for any place of the own."""
+"""Sums over more ranks than wait in a kernel's ring at once are those of the CPU, in rank order."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from tests.codecs import arrays
 from tests.kernels.cuda.emulated import EmulatedLauncher
 
 NUMEL = 2 * 1024 + 1000  # the last tile is not whole, nor is the last group of 64 values
-KINDS = ("normal", "outliers", "sparse", "wide", "near max", "subnormal")
+KINDS = ("normal", "outliers", "sparse", "subnormal", "normal")
+#: once each: sums of several would be Inf or NaN wherever one looks
+RARE = {1: "wide", 2: "nonfinite", 3: "near max"}
 
 
 def payload_of(codec: BlockInt, values: Tensor) -> Tensor:
+    """What ``codec`` makes of the values."""
     room = torch.zeros(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
     assert codec.encode(values, room) == room.numel()
     return room
 
 
 def contributions(codec: BlockInt, ranks: int, me: int, own: Tensor) -> tuple[Tensor, Tensor]:
-    """The payloads of the others, and the fp32 sum in rank order that starts with ``own`` in place."""
+    """The payloads of the others, and the fp32 sum in rank order with ``own`` in its place."""
     payloads, total = [], torch.full((NUMEL,), -0.0)
     for rank in range(ranks):
         if rank == me:
             total = total + own
             continue
-        kind = "nonfinite" if rank == 2 else KINDS[rank % len(KINDS)]
+        kind = RARE.get(rank, KINDS[rank % len(KINDS)])
         payloads.append(payload_of(codec, arrays.make(kind, NUMEL, rank)))
         decoded = torch.empty(NUMEL)
         codec.decode(payloads[-1], decoded)
@@ -52,11 +55,12 @@ def test_sums_are_the_cpus(
 ) -> None:
     codec = make_codec("blockint", **settings)
     assert isinstance(codec, BlockInt)
-    fused = FusedBlockInt(EmulatedLauncher(), codec._setting)  # type: ignore[arg-type]
+    fused = FusedBlockInt(EmulatedLauncher(), codec._setting)
     own, residual = arrays.make("normal", NUMEL, 99, dtype), arrays.make("normal", NUMEL, 98)
     payloads, total = contributions(codec, ranks, me, own.float())
     _, with_residual = contributions(codec, ranks, me, residual + own.float())
     found, found_with, encoded = torch.empty(NUMEL), torch.empty(NUMEL), payload_of(codec, total)
+    assert total.isfinite().float().mean() > 0.5
     fused.sum(payloads, own, ranks, me, found)
     left = residual.clone()
     fused.sum(payloads, own, ranks, me, found_with, left)
