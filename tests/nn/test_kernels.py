@@ -108,7 +108,7 @@ def test_the_efficient_kernel_gets_the_heads_of_a_token_side_by_side(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
 
     name = "_scaled_dot_product_efficient_attention_backward"
-    monkeypatch.setattr(kernels.torch.ops.aten, name, backward)
+    monkeypatch.setattr(torch.ops.aten, name, backward)
     shape = (2, 12, 3, width) if by_tokens else (2, 3, 12, width)
     whole = drawn(shape, torch.bfloat16, "cpu", 0)
     out = (whole.transpose(1, 2) if by_tokens else whole)[:, :, 4:]

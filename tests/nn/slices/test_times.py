@@ -142,7 +142,7 @@ def test_posting_a_message_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch)
         return Message()
 
     monkeypatch.setattr(timing, "now", now)
-    monkeypatch.setattr(timing.dist, "isend", isend)
+    monkeypatch.setattr(dist, "isend", isend)
     pipeline: Any = SimpleNamespace(
         is_first=True, is_last=False, dtype=torch.bfloat16, device=torch.device("cpu"), group=None,
         channels=lambda: None, neighbour=lambda ahead, way: 1,
