@@ -33,7 +33,7 @@ from hybridcomp.measure.links import Key, reduce_scatter_single
 from hybridcomp.measure.messages import CODECS, payload_nbytes
 from hybridcomp.measure.team import Part, Shape, Team
 from hybridcomp.plan.machines.figures import Figure, summary
-from hybridcomp.plan.machines.rows import NATIVE, Carried, Operation
+from hybridcomp.plan.machines.rows import NATIVE, Carried, LeftOut, Operation
 from hybridcomp.policy import Direction
 from hybridcomp.routing.collective_wrappers import (
     make_all_gather_into_tensor,
@@ -73,15 +73,18 @@ class _Case:
 
 def channel_rows(
     team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: str
-) -> list[Carried]:
-    """The same rows on all ranks; a collective over the job."""
+) -> tuple[list[Carried], list[LeftOut]]:
+    """The same rows on all ranks, and what was not timed; a collective over the job."""
     codecs = {make_codec(name, **more).spec: (name, more) for name, more in CODECS}
     blocks: dict[str, tuple[str, Mapping[str, Any]]] = {NATIVE: (NATIVE, {}), **codecs}
     channels = {setting: channels_of(*block) for setting, block in blocks.items()}
     cases, rows = list(_cases(shapes, NUMELS[team.device.type])), []
+    left_out: list[LeftOut] = []
+    timed: dict[tuple[object, ...], int] = {}  # values of the message that was
     rates: dict[tuple[object, ...], float] = {}  # seconds a value of all turns
     for case, allowance in zip(cases, part.allowances(len(cases)), strict=True):
         if rates.get(case.kind, 0.0) * case.numel * (2 + LEAST) > PATIENCE * allowance:
+            left_out.append(_left_out(case, dtype, timed[case.kind]))
             continue
         runs = {}
         if case.key.active(team):
@@ -90,6 +93,7 @@ def channel_rows(
                     for name, found in {DIRECT: None, **channels}.items()}  # fmt: skip
         taken = in_turns(team, clock, [DIRECT, *channels], runs, allowance)
         rates[case.kind] = sum(one.value for one in taken.values()) / case.numel
+        timed[case.kind] = case.numel
         half = 0.5 if case.name == "pp" else 1.0  # there and back
         width = DTYPES[dtype].itemsize
         for setting in channels:
@@ -105,7 +109,7 @@ def channel_rows(
             ))  # fmt: skip
     for one in channels.values():
         one.close_step(False, team.device)  # headers that nobody has looked at yet
-    return rows
+    return rows, left_out
 
 
 def _cases(shapes: list[Shape], numels: tuple[int, int]) -> Iterator[_Case]:
@@ -116,6 +120,14 @@ def _cases(shapes: list[Shape], numels: tuple[int, int]) -> Iterator[_Case]:
         yield _Case(name, _divisible(numel, shape.ranks), Key(operation, shape, "alone"))
         if len(shape.groups) > 1:
             yield _Case(name, _divisible(numel, shape.ranks), Key(operation, shape, "groups"))
+
+
+def _left_out(case: _Case, dtype: str, timed: int) -> LeftOut:
+    shape = case.key.shape
+    return LeftOut(
+        case.key.operation, dtype, shape.ranks, shape.nodes, case.numel, timed, case.name,
+        beside="alone" if case.key.beside == "alone" else "groups",
+    )  # fmt: skip
 
 
 def _divisible(numel: int, ranks: int) -> int:

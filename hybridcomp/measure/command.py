@@ -17,6 +17,7 @@ from hybridcomp.measure.options import HOW, add_arguments
 from hybridcomp.measure.report import lines
 from hybridcomp.measure.run import measure
 from hybridcomp.plan.machines import cluster_file
+from hybridcomp.plan.machines.missing import missing
 from hybridcomp.topology import Hierarchy
 
 #: exit status where nothing was measured
@@ -61,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
                 cluster_file.write(cluster, options.out)
             except OSError as error:
                 raise ConfigError("--out", str(options.out), f"cannot write it: {error}") from error
-            say(*lines(cluster), f"wrote {options.out}")
+            say(*lines(cluster), *(f"it says {line}" for line in missing(cluster)),
+                f"wrote {options.out}")  # fmt: skip
     finally:
         if mine:
             dist.destroy_process_group()

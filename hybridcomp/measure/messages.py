@@ -19,7 +19,7 @@ from hybridcomp.measure.coders import product_beside
 from hybridcomp.measure.kernels import DTYPES
 from hybridcomp.measure.links import Key, timed
 from hybridcomp.measure.team import Part, Shape, Team
-from hybridcomp.plan.machines.rows import Encoded, Operation
+from hybridcomp.plan.machines.rows import Encoded, LeftOut, Operation
 
 #: one of fixed and one of variable size, whose sizes have to be exchanged first
 CODECS: tuple[tuple[str, dict[str, int]], ...] = (("blockint", {"bits": 8}), ("expcode", {}))
@@ -33,8 +33,8 @@ OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather
 
 def message_rows(
     team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: str
-) -> list[Encoded]:
-    """The same rows on all ranks; a collective over the job."""
+) -> tuple[list[Encoded], list[LeftOut]]:
+    """The same rows on all ranks, and what was not timed; a collective over the job."""
     codecs = [make_codec(name, **settings) for name, settings in CODECS]
     cases = [
         (numel, codec, Key(operation, shape, "alone"))
@@ -42,16 +42,21 @@ def message_rows(
         for operation in (*OPERATIONS, *(("send",) if shape.ranks == 2 else ()))
     ]  # fmt: skip
     product, rows = product_beside(clock, team.device), []
-    rates: dict[tuple[str, Operation, int, int], float] = {}  # seconds a value
+    left_out: list[LeftOut] = []
+    # seconds a value, and values of the message that was timed
+    rates: dict[tuple[str, Operation, int, int], tuple[float, int]] = {}
     for (numel, codec, key), allowance in zip(cases, part.allowances(len(cases)), strict=True):
         kind = (codec.spec, key.operation, key.shape.ranks, key.shape.nodes)
-        if rates.get(kind, 0.0) * numel * (2 + LEAST) > PATIENCE * allowance:
+        rate, known = rates.get(kind, (0.0, 0))
+        if rate * numel * (2 + LEAST) > PATIENCE * allowance:
+            size = key.shape.ranks, key.shape.nodes
+            left_out.append(LeftOut(key.operation, dtype, *size, numel, known, setting=codec.spec))
             continue
         run = None
         if key.active(team):
             run = runner(key.operation, codec, key.shape, numel, DTYPES[dtype], team)
         found = timed(team, clock, run, key, allowance, product)
-        rates[kind] = found.seconds.value / numel
+        rates[kind] = found.seconds.value / numel, numel
         half = 0.5 if key.operation == "send" else 1.0  # there and back
         shape = key.shape
         rows.append(
@@ -60,7 +65,7 @@ def message_rows(
                 payload_nbytes(codec, numel, DTYPES[dtype]), found.seconds.times(half),
             )
         )  # fmt: skip
-    return rows
+    return rows, left_out
 
 
 def payload_nbytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:

@@ -78,11 +78,11 @@ def _linked(team: Team, clock: Clock, budget: Budget, cluster: Cluster, dtype: s
     """The cluster with what ranks send each other; a collective over the job."""
     shapes = connected(shapes_of(team.nodes.of_rank), team)
     groups = ", ".join(shape.told() for shape in shapes)
-    encoded = message_rows(
+    encoded, left_out = message_rows(
         team, clock, budget.part(UNTIL["messages"], f"encoded messages ({groups})"),
         shapes, dtype,
     )  # fmt: skip
-    channels = channel_rows(
+    channels, more = channel_rows(
         team, clock, budget.part(UNTIL["channels"], "tp, pp, ep and cp through channels"),
         shapes, dtype,
     )  # fmt: skip
@@ -90,7 +90,10 @@ def _linked(team: Team, clock: Clock, budget: Budget, cluster: Cluster, dtype: s
         team, clock, budget.part(UNTIL["links"], "links, alone and with others at work"),
         shapes, DTYPES[dtype],
     )  # fmt: skip
-    return replace(cluster, links=tuple(links), encoded=tuple(encoded), channels=tuple(channels))
+    return replace(
+        cluster, links=tuple(links), encoded=tuple(encoded), channels=tuple(channels),
+        left_out=(*left_out, *more),
+    )  # fmt: skip
 
 
 def _trained(

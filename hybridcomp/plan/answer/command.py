@@ -45,7 +45,8 @@ def run(options: argparse.Namespace) -> int:
     every.write_text(json.dumps([plan.to_json() for plan in found.plans], indent=1) + "\n")
     print(f"start it with {options.out / files.START_FILE}; written: "
           f"{', '.join(str(path.name) for path in [*written, every])}")  # fmt: skip
-    for line in missing(cluster, options.offload):
+    offload = options.offload or any(plan.layout.offload for plan in found.plans)
+    for line in missing(cluster, offload):
         print(f"note: {options.cluster} says {line}")
     if left := files.left_to_script(best, options.command):
         print(f"note: {left}")

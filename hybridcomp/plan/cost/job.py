@@ -12,9 +12,9 @@ import torch
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Choices, Key
-from hybridcomp.plan.cost.copies import Copying, copyings
+from hybridcomp.plan.cost.copies import Copying, Whole, copyings
 from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
-from hybridcomp.plan.cost.prices import NOTHING, Calibration, Call, Prices
+from hybridcomp.plan.cost.prices import NOTHING, Calibration, Call, Coded, Prices
 from hybridcomp.plan.layout import Group, Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
@@ -23,8 +23,11 @@ from hybridcomp.plan.models.model import Layer, Messages, Model, Shape
 from hybridcomp.plan.request import Batch, Limits
 from hybridcomp.policy import Direction
 
-#: share of the gradients of keys and values that a causal ring sends, on average over its ranks
-GRADIENTS_SENT = 0.75
+#: of keys and values the share that another rank computes with under a causal mask, and of which
+#: it has gradients for their owner: a half of those from before its own, on average over the ranks
+SEEN = 0.75
+#: calls of a codec for keys and values, in halves, and for gradients of both
+KEYS_PARTS, GRADIENTS_PARTS = 4, 2
 #: what sequence parallelism makes of a sum
 GATHER_AND_SCATTER: tuple[Operation, Operation] = ("all_gather", "reduce_scatter")
 
@@ -215,15 +218,22 @@ class Job:
     ) -> Iterator[Item]:
         """Keys and values go around in both passes; their gradients straight to their owner.
 
-        Under a causal mask a quarter of the gradients is zero and stays where it is.
+        A hop is one message of both. Their owner encodes them once, in the forward pass, and keeps
+        the bytes; the others hand on what came, and decode what they see of it in each pass.
+        Gradients are encoded for every owner, who adds them up.
         """
         if not keys:
             return
         nodes, hops = min(2, self.nodes(layout, "context", stage)), layout.context - 1
-        for numel in keys:
-            yield Item(("cp", "forward"), Call("send", numel, 2, nodes), self.dtype, hops)
+        opened = Coded("decode", SEEN * KEYS_PARTS, 1 / KEYS_PARTS)
+        packed = Coded("encode", KEYS_PARTS / hops, 1 / KEYS_PARTS)
+        coded = (packed, opened) if way == "forward" else (opened,)
+        call = Call("send", sum(keys), 2, nodes, coded=coded)
+        yield Item(("cp", "forward"), call, self.dtype, hops)
         if way == "backward":
-            call = Call("send", GRADIENTS_SENT * sum(keys), 2, nodes)
+            one = 1 / GRADIENTS_PARTS
+            sums = Coded("encode", GRADIENTS_PARTS, one), Coded("decode_add", GRADIENTS_PARTS, one)
+            call = Call("send", SEEN * sum(keys), 2, nodes, coded=sums)
             yield Item(("cp", "backward"), call, self.dtype, hops)
 
     def sends(self, layout: Layout, stage: int, values: float, way: Direction) -> list[Item]:
@@ -259,12 +269,12 @@ class Job:
         call = Call(operation, values / buckets, ranks, nodes, encoded, layout.hierarchy)
         return [Item(("dp", "forward"), call, self.gradient_dtype, buckets)]
 
-    def copy_items(self, layout: Layout, values: float, layers: int) -> list[Item]:
+    def copy_items(self, layout: Layout, values: float, layers: int, whole: Whole) -> list[Item]:
         """Gradients of ``values`` to the host and parameters back, about as many as ``layers``."""
         # at stage 3 a rank has a part of every layer, else layers of its own
         shards = 1 if layout.zero_stage == 3 else layout.size("replicas")
         count = max(1.0, layers / shards)
-        there, back = copyings(layout, values, self.dtype.itemsize, count)
+        there, back = copyings(layout, values, self.dtype.itemsize, count, whole)
         return [
             Item(("offload", "backward"), there, self.dtype, count),
             Item(("offload", "forward"), back, self.dtype, count),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -76,13 +77,22 @@ class Price:
 FREE = Price()
 
 
+class Coded(NamedTuple):
+    """Calls of a codec for a message, on average; each has this share of the message's values."""
+
+    direction: Direction
+    calls: float
+    share: float
+
+
 @dataclass(frozen=True)
 class Call:
     """A message as upstream hands it over.
 
     operation: upstream's. encoded_as: what hybridcomp makes of it (a bucket of which every rank
     keeps its part is only scattered). numel: values, counted as ``rows`` does. ranks, nodes: of its
-    group. two_levels: whether ``hierarchy`` applies.
+    group. two_levels: whether ``hierarchy`` applies. coded: what a rank codes for it, where that is
+    not what its collective codes.
     """
 
     operation: Operation
@@ -91,6 +101,7 @@ class Call:
     nodes: int
     encoded_as: Operation | None = None
     two_levels: bool = False
+    coded: tuple[Coded, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -173,11 +184,12 @@ class Prices:
         assert codec is not None
         payload = call.numel * choice.bits(dtype) / 8
         shape = rings.encoded_shape(operation, call.ranks)
+        coded = call.coded or tuple(Coded(way, 1.0, share) for way, share in shape.coded)
         # 1.
         coding = Figure.total(
-            self.cluster.coding(codec.spec, NAMES[dtype], share * call.numel, direction)
-            for direction, share in shape.coded
-        ).times(self.calibration.coding)
+            self.cluster.coding(codec.spec, NAMES[dtype], one.share * call.numel, one.direction)
+            .times(one.calls) for one in coded
+        ).times(self.calibration.coding)  # fmt: skip
         # 2.
         wire = Figure.total(
             self._seconds(part, share * payload, call.ranks, call.nodes)
@@ -203,9 +215,10 @@ class Prices:
         native = call.nbytes + call.back_nbytes
         to_host = call.direction == "to_host"
         if codec is None or call.numel * dtype.itemsize < MIN_BYTES:
-            bus = cluster.copy(call.direction, call.nbytes)
-            if call.back_nbytes:
-                bus = bus.plus(cluster.copy("to_device", call.back_nbytes))
+            there, back = call.busiest or (call.nbytes, call.back_nbytes)
+            bus = cluster.copy(call.direction, there)
+            if back:
+                bus = bus.plus(cluster.copy("to_device", back))
             return Price(inside=bus, nbytes=native, native_nbytes=native)
         payload, name = call.numel * choice.bits(dtype) / 8, NAMES[dtype]
         # master weights are encoded as they are, in fp32, where sizes are fixed

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 from hybridcomp.plan.choices import NATIVE, Choices
+from hybridcomp.plan.cost.copies import Whole, whole_of
 from hybridcomp.plan.cost.job import Item, Job
 from hybridcomp.plan.cost.prices import FREE, NOTHING, Call, Price
 from hybridcomp.plan.layout import Layout
@@ -173,11 +175,29 @@ def _with_step(job: Job, layout: Layout, index: int, stage: Stage) -> Stage:
         micro, reduce = reduce, []
     shards = layout.size("replicas") if job.sharded(layout) else 1
     own = (dense + experts) / shards
-    copies = job.copy_items(layout, own, len(stage.layers)) if layout.offload else []
+    copies: list[Item] = []
+    if layout.offload:
+        copies = job.copy_items(layout, own, len(stage.layers), _whole(job, layout, stage))
     return replace(
         stage, micro=merged(micro), reduce=merged(reduce), gather=merged(gather),
         adam=job.adam(own, stage.rank, layout.offload), copies=merged(copies),
     )  # fmt: skip
+
+
+def _whole(job: Job, layout: Layout, stage: Stage) -> Whole:
+    """What a rank has of parameters that it shares: all of them in one group of the optimizer."""
+    if layout.zero_stage != 2 or layout.accumulation == 1:
+        return Whole()
+    layers = [layer for _, layer in stage.layers]
+    tensors = [layer.tensors or (layer.parameters,) for layer in layers]
+    if layout.stages == 1 and job.model.shared(job.shape(layout)):
+        tensors[-1] = tuple(sorted(tensors[-1])[:-1])  # the embedding's, which counts there
+    experts = (layer.expert_tensors or (layer.expert_parameters,) for layer in layers)
+    replicas = layout.size("replicas")
+    return whole_of((
+        (tuple(chain.from_iterable(tensors)), replicas),
+        (tuple(chain.from_iterable(experts)), max(1, replicas // layout.expert)),
+    ))  # fmt: skip
 
 
 def _in_parts(item: Item, parts: float) -> Item:

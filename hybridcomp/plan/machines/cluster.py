@@ -28,6 +28,7 @@ from hybridcomp.plan.machines.rows import (
     Encoded,
     Kernel,
     Kind,
+    LeftOut,
     Operation,
     Rank,
     Timing,
@@ -42,7 +43,8 @@ class Cluster:
 
     encoded, channels: messages of collectives alone, and through the channels of their dimensions.
     host_codecs: codecs on the hosts of GPUs, with the cores that copies between device and host
-    use; of CPUs ``codecs`` are those. made: versions and back end that it was measured with.
+    use; of CPUs ``codecs`` are those. left_out: messages of both kinds that were not timed.
+    made: versions and back end that it was measured with.
     """
 
     __pydantic_config__ = STRICT
@@ -56,6 +58,7 @@ class Cluster:
     trainings: tuple[Training, ...] = ()
     channels: tuple[Carried, ...] = ()
     host_codecs: tuple[Coding, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
     by_hand: bool = False
     made: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,10 +1,11 @@
-"""What the file of a cluster does not say, mostly because an earlier hybridcomp measured it."""
+"""What the file of a cluster does not say, and what a plan takes in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.rows import LeftOut
 
 AGAIN = "run `hybridcomp measure` again"
 
@@ -19,9 +20,54 @@ def missing(cluster: Cluster, offload: bool = True) -> Iterator[str]:
             "no messages of tp, pp, ep and cp through their channels: those of collectives alone "
             f"stand for them; {AGAIN}"
         )
+    yield from _left_out(cluster.left_out)
     if offload and not cluster.codes_on_host:
         todo = 'write "host_codecs" into it' if cluster.by_hand else AGAIN
         yield (
             "nothing about codecs on the hosts: copies between device and host are planned "
             f"natively; {todo}"
         )
+    if offload and not _steps_on_host(cluster):
+        todo = AGAIN
+        if cluster.by_hand:
+            todo = 'write "host_memory_gbytes_per_second" into it'
+        yield (
+            "nothing about the optimizer on the hosts: its steps there are planned as fast as on "
+            f"the devices; {todo}"
+        )
+
+
+def _steps_on_host(cluster: Cluster) -> bool:
+    """Whether it is known how fast the optimizer steps on the host of every rank."""
+    known = {row.rank for row in cluster.kernels if (row.kind, row.dtype) == ("host_adam", "fp32")}
+    return cluster.on_cpu or len(known) == cluster.world_size
+
+
+def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
+    """Messages whose longer size was left out, a sentence for each size."""
+    sizes: dict[tuple[int, int, str, float], list[LeftOut]] = {}
+    for row in rows:
+        sizes.setdefault((row.numel, row.timed, row.dtype, row.factor), []).append(row)
+    for (numel, timed, dtype, factor), own in sizes.items():
+        groups: dict[str, list[str]] = {}
+        for row in own:
+            groups.setdefault(_named(row), []).append(_group(row))
+        listed = "; ".join(f"{name} ({', '.join(told)})" for name, told in groups.items())
+        yield (
+            f"nothing about messages of {numel} values in {dtype}, which would have taken too "
+            f"long, of {listed}: long ones are planned with {factor:g} times what their coding and "
+            f"their wire take apart, and with what {timed} values took beside these; give "
+            "`hybridcomp measure` more --seconds"
+        )
+
+
+def _named(row: LeftOut) -> str:
+    """The message without its group: ``tp all_reduce``, ``all_reduce by expcode()``."""
+    codec = f" by {row.setting}" if row.setting else ""
+    return f"{row.dimension} {row.operation}{codec}".strip()
+
+
+def _group(row: LeftOut) -> str:
+    place = "inside a node" if row.nodes == 1 else f"on {row.nodes} nodes"
+    others = " beside others" if row.beside == "groups" else ""
+    return f"{row.ranks} ranks {place}{others}"

@@ -112,6 +112,29 @@ class Carried(Sent):
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A message of two sizes whose longer one was not timed: its turns would have taken too long.
+
+    dimension: whose channel it goes through; empty: of none, a collective alone. setting: of its
+    codec; empty: of every one. numel: values of the longer message. timed: of the one that was.
+    factor: that coding and wire of longer messages are taken to need, which two sizes would tell.
+    """
+
+    __pydantic_config__ = STRICT
+
+    operation: Operation
+    dtype: str
+    ranks: Positive
+    nodes: Positive
+    numel: Positive
+    timed: Positive
+    dimension: Literal["", "tp", "pp", "ep", "cp"] = ""
+    setting: str = ""
+    beside: Literal["alone", "groups"] = "alone"
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Coding:
     """Seconds in which a device encodes, decodes or decodes and adds ``numel`` values.
 

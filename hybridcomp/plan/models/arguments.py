@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.models.decoder import Decoder, padded
-from hybridcomp.plan.models.huggingface import number
+from hybridcomp.plan.models.huggingface import given, head_width, key_heads, number
 
 #: Megatron's own default of --make-vocab-size-divisible-by
 MULTIPLE = 128
@@ -45,8 +45,8 @@ def megatron(arguments: str | Sequence[str]) -> Decoder:
     sizes, name = numbers(options), "Megatron arguments"
     hidden = number(sizes, name, "hidden_size")
     heads = number(sizes, name, "num_attention_heads")
-    tensor = sizes.get("tensor_model_parallel_size", 1)
-    multiple = sizes.get("make_vocab_size_divisible_by", MULTIPLE) * tensor
+    tensor = given(sizes, name, "tensor_model_parallel_size", 1)
+    multiple = given(sizes, name, "make_vocab_size_divisible_by", MULTIPLE) * tensor
     vocabulary = number(sizes, name, "padded_vocab_size", "vocab_size")
     if "padded_vocab_size" not in sizes:
         vocabulary = padded(vocabulary, multiple)
@@ -59,8 +59,13 @@ def megatron(arguments: str | Sequence[str]) -> Decoder:
     experts = sizes.get("num_experts", 0)
     return Decoder(
         name, hidden, number(sizes, name, "num_layers"), heads,
-        number(sizes, name, "num_query_groups") if grouped else heads,
-        sizes.get("kv_channels", hidden // heads), width, vocabulary, gated=gated,
+        key_heads(
+            number(sizes, name, "num_query_groups") if grouped else heads, heads,
+            f"{name}: num_query_groups",
+        ),
+        given(sizes, name, "kv_channels", 0)
+        or head_width(hidden, heads, f"{name}: num_attention_heads"),
+        width, vocabulary, gated=gated,
         norm="rmsnorm" if options.get("normalization") == "RMSNorm" else "layernorm",
         qkv_bias=biased or "add_qkv_bias" in options, out_bias=biased, mlp_bias=biased,
         tied="untie_embeddings_and_output_weights" not in options,
@@ -79,7 +84,8 @@ def train_gpt(arguments: str | Sequence[str]) -> Decoder:
     """
     options = parsed(arguments)
     sizes = {"layers": 4, "width": 128, "heads": 4, **numbers(options)}
-    hidden, heads = sizes["width"], sizes["heads"]
+    name = "train_gpt arguments"
+    hidden, heads = number(sizes, name, "width"), number(sizes, name, "heads")
     if "vocabulary" not in sizes:
         raise ConfigError(
             "train_gpt arguments: --vocabulary", None,
@@ -87,8 +93,9 @@ def train_gpt(arguments: str | Sequence[str]) -> Decoder:
         )  # fmt: skip
     rms = options.get("norm", "rmsnorm") == "rmsnorm"
     return Decoder(
-        "train_gpt", hidden, sizes["layers"], heads, heads, hidden // heads, 4 * hidden,
-        sizes["vocabulary"], norm="rmsnorm" if rms else "layernorm",
+        "train_gpt", hidden, number(sizes, name, "layers"), heads, heads,
+        head_width(hidden, heads, f"{name}: heads"), 4 * hidden,
+        number(sizes, name, "vocabulary"), norm="rmsnorm" if rms else "layernorm",
         tied="tie_embeddings" in options, rotary_copies=True, composed_norm=True,
         attention_copies=2, held_logits=True,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from hybridcomp.plan.models import mesh
+from hybridcomp.plan.models import mesh, weights
 from hybridcomp.plan.models.model import Layer, Messages, Shape
 
 #: backward of a fused attention: five products where forward has two
@@ -227,7 +227,8 @@ def _mlp(
 def _block(model: Decoder, shape: Shape, sparse: bool) -> Layer:
     cut, whole, flops, backward, kept = _attention(model, shape)
     stream = _stream(model, shape)
-    n, experts = shape.tokens, 0.0
+    n, experts, always = shape.tokens, 0.0, model.intermediate
+    of_experts: tuple[float, ...] = ()
     parameters = cut + whole + 2 * model.norm_parameters / shape.mesh**2
     parameters += 2 * model.head_width if model.head_norms else 0
     if sparse:
@@ -235,6 +236,8 @@ def _block(model: Decoder, shape: Shape, sparse: bool) -> Layer:
         routed = n * model.per_token
         own, bias, more, held = _mlp(model, shape, width, routed)
         experts = model.experts * (own + bias) / shape.expert
+        of_experts = weights.experts(model, shape, width, model.experts / shape.expert, experts)
+        always = model.shared_intermediate
         parameters += model.hidden * model.experts
         router = 2 * n * model.hidden * model.experts
         flops, backward = flops + more + router, backward + 2 * (more + router)
@@ -254,7 +257,8 @@ def _block(model: Decoder, shape: Shape, sparse: bool) -> Layer:
         "block with experts" if sparse else "block", "block", flops, backward,
         moved_nbytes=2 * kept, parameters=parameters, expert_parameters=experts, kept_nbytes=kept,
         input_nbytes=shape.width * stream, work_nbytes=_block_work(model, shape),
-        output=stream, forward=forward, backward=back,
+        output=stream, forward=forward, backward=back, expert_tensors=of_experts,
+        tensors=weights.block(model, shape, always, parameters),
     )  # fmt: skip
 
 
@@ -288,7 +292,8 @@ def _messages(model: Decoder, shape: Shape, sparse: bool) -> tuple[Messages, Mes
 def _embedding(model: Decoder, shape: Shape) -> Layer:
     stream = _stream(model, shape)
     table = _table(model, shape)
-    parameters = table + model.positions * model.hidden / shape.mesh**2
+    places = model.positions * model.hidden / shape.mesh**2
+    parameters = table + places
     tokens = 8 * shape.tokens
     sums = (shape.tokens * model.hidden,) if shape.tensor > 1 else ()
     forward, backward = Messages(sums), Messages()
@@ -298,6 +303,7 @@ def _embedding(model: Decoder, shape: Shape) -> Layer:
         "embedding", "embedding", 0.0, 0.0, moved_nbytes=2 * shape.width * stream,
         parameters=parameters, expert_parameters=0.0, kept_nbytes=tokens, input_nbytes=tokens,
         work_nbytes=shape.width * stream, output=stream, forward=forward, backward=backward,
+        tensors=(table, places) if places else (table,),
     )  # fmt: skip
 
 
@@ -316,15 +322,16 @@ def _head(model: Decoder, shape: Shape) -> Layer:
     # at the worst: the gradient of the loss and of its logarithms in fp32, and the logits
     held = shape.width * logits if model.held_logits else 0.0
     sums = (shape.tokens * model.hidden,) if shape.tensor > 1 else ()
+    table, norm = _table(model, shape), model.norm_parameters / shape.mesh**2
     forward, backward = Messages(), Messages(sums)
     if shape.mesh > 1:
         words = padded(model.vocabulary, shape.mesh)
         forward, backward = mesh.output(shape, model.hidden, words, model.tied)
     return Layer(
         "head", "head", flops, 2 * flops, moved_nbytes=(12 + 2 * shape.width) * logits,
-        parameters=_table(model, shape) + model.norm_parameters / shape.mesh**2,
-        expert_parameters=0.0, kept_nbytes=kept, input_nbytes=shape.width * stream,
-        work_nbytes=8 * logits + held, output=1.0, forward=forward, backward=backward,
+        parameters=table + norm, expert_parameters=0.0, kept_nbytes=kept,
+        input_nbytes=shape.width * stream, work_nbytes=8 * logits + held, output=1.0,
+        forward=forward, backward=backward, tensors=(norm, table),
     )  # fmt: skip
 
 

@@ -28,13 +28,35 @@ def decoder(config: Mapping[str, Any], name: str) -> Decoder:
 
 
 def number(config: Mapping[str, Any], name: str, *keys: str) -> int:
-    """The first of ``keys`` that stands in ``config``. Raises ConfigError."""
+    """The first of ``keys`` that stands in ``config``, a whole number. Raises ConfigError."""
     for key in keys:
         found = config.get(key)
         if isinstance(found, int | float) and not isinstance(found, bool) and found > 0:
-            return int(found)
+            if float(found).is_integer():
+                return int(found)
+            raise ConfigError(f"{name}: {key}", found, "expected a whole number; correct it")
     found = next((config[key] for key in keys if key in config), None)
-    raise ConfigError(f"{name}: {keys[0]}", found, "expected a number above 0; add it")
+    todo = "add it" if found is None else "correct it"
+    raise ConfigError(f"{name}: {keys[0]}", found, f"expected a number above 0; {todo}")
+
+
+def given(config: Mapping[str, Any], name: str, key: str, default: int) -> int:
+    """The whole number at ``key``, or ``default`` where it says nothing. Raises ConfigError."""
+    return number(config, name, key) if config.get(key) else default
+
+
+def head_width(hidden: int, heads: int, where: str) -> int:
+    """Of heads that share the hidden width evenly. Raises ConfigError."""
+    if hidden % heads:
+        raise ConfigError(where, heads, f"expected a divisor of the hidden width {hidden}")
+    return hidden // heads
+
+
+def key_heads(found: int, heads: int, where: str) -> int:
+    """Heads of keys, each for as many of queries. Raises ConfigError."""
+    if heads % found:
+        raise ConfigError(where, found, f"expected a divisor of the {heads} heads of queries")
+    return found
 
 
 def _llama(config: Mapping[str, Any], name: str) -> Decoder:
@@ -43,7 +65,8 @@ def _llama(config: Mapping[str, Any], name: str) -> Decoder:
     heads = number(config, name, "num_attention_heads")
     hidden = number(config, name, "hidden_size")
     blocks = number(config, name, "num_hidden_layers")
-    head_width = config.get("head_dim") or hidden // heads
+    where = f"{name}: num_attention_heads"
+    width = config.get("head_dim") and number(config, name, "head_dim")
     mixture: dict[str, Any] = {}
     if family == "mixtral":
         mixture = {
@@ -56,7 +79,7 @@ def _llama(config: Mapping[str, Any], name: str) -> Decoder:
             "experts": number(config, name, "num_experts"),
             "per_token": number(config, name, "num_experts_per_tok"),
             "expert_intermediate": number(config, name, "moe_intermediate_size"),
-            "shared_intermediate": int(config.get("shared_expert_intermediate_size") or 0),
+            "shared_intermediate": given(config, name, "shared_expert_intermediate_size", 0),
             "dense_blocks": len(config.get("mlp_only_layers") or ()),
         }
         if config.get("decoder_sparse_step", 1) != 1:
@@ -66,7 +89,11 @@ def _llama(config: Mapping[str, Any], name: str) -> Decoder:
             )  # fmt: skip
     return Decoder(
         name, hidden, blocks, heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads), head_width=int(head_width),
+        kv_heads=key_heads(
+            given(config, name, "num_key_value_heads", heads), heads,
+            f"{name}: num_key_value_heads",
+        ),
+        head_width=width or head_width(hidden, heads, where),
         intermediate=number(config, name, "intermediate_size"),
         vocabulary=number(config, name, "vocab_size"), gated=True, norm="rmsnorm",
         qkv_bias=bool(config.get("attention_bias", family in ("qwen2", "qwen2_moe"))),
@@ -82,10 +109,11 @@ def _gpt(config: Mapping[str, Any], name: str) -> Decoder:
     neox = config["model_type"] == "gpt_neox"
     hidden = number(config, name, "hidden_size", "n_embd")
     heads = number(config, name, "num_attention_heads", "n_head")
-    given = config.get("intermediate_size") or config.get("n_inner")
+    inner = given(config, name, "n_inner", 4 * hidden)
     return Decoder(
         name, hidden, number(config, name, "num_hidden_layers", "n_layer"), heads, heads,
-        hidden // heads, int(given or 4 * hidden), number(config, name, "vocab_size"),
+        head_width(hidden, heads, f"{name}: num_attention_heads"),
+        given(config, name, "intermediate_size", inner), number(config, name, "vocab_size"),
         qkv_bias=True, out_bias=True, mlp_bias=True,
         tied=bool(config.get("tie_word_embeddings", not neox)),
         positions=0 if neox else number(config, name, "max_position_embeddings", "n_positions"),

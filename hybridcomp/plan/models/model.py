@@ -83,7 +83,8 @@ class Layer:
     parameters: values that every replica holds on this rank; expert_parameters: values of experts,
     which ``expert`` ranks share. kept_nbytes: what backward needs, its input included.
     input_nbytes: its input alone. work_nbytes: what it takes at its worst moment beside that.
-    output: values of its output on this rank.
+    output: values of its output on this rank. tensors, expert_tensors: values of every one of its
+    parameters, in their order; empty where nobody knows them.
     """
 
     name: str
@@ -100,6 +101,8 @@ class Layer:
     forward: Messages = Messages()
     backward: Messages = Messages()
     inputs: tuple[int, ...] = ()  # of a model that is no chain: layers whose output it reads
+    tensors: tuple[float, ...] = ()
+    expert_tensors: tuple[float, ...] = ()
 
 
 class Model(Protocol):

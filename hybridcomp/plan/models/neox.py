@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.models.decoder import Decoder, padded
-from hybridcomp.plan.models.huggingface import number
+from hybridcomp.plan.models.huggingface import given, head_width, key_heads, number
 
 #: tokens of GPT-NeoX's own tokenizer, which the files do not state
 TOKENS = 50277
@@ -34,20 +34,22 @@ def read(path: Path) -> Decoder:
 
 def decoder(config: Mapping[str, Any], name: str) -> Decoder:
     """The decoder of a parsed file; ``-`` and ``_`` in its keys are one. Raises ConfigError."""
-    keys = {key.replace("-", "_"): value for key, value in config.items()}
+    keys = {str(key).replace("-", "_"): value for key, value in config.items()}
     hidden = number(keys, name, "hidden_size")
     heads = number(keys, name, "num_attention_heads")
-    tensor = int(keys.get("model_parallel_size", 1))
-    multiple = int(keys.get("make_vocab_size_divisible_by", 128)) * tensor
+    tensor = given(keys, name, "model_parallel_size", 1)
+    multiple = given(keys, name, "make_vocab_size_divisible_by", 128) * tensor
     rotary = keys.get("pos_emb", "learned") == "rotary"
     gated = str(keys.get("activation", "gelu")) in ("swiglu", "geglu")
     biased = bool(keys.get("use_bias_in_attn_linear", True))
     norm = "rmsnorm" if keys.get("norm") == "rmsnorm" else "layernorm"
-    width = keys.get("intermediate_size") or 4 * hidden
+    width = given(keys, name, "intermediate_size", 4 * hidden)
+    of_keys = given(keys, name, "num_kv_heads", heads)
     return Decoder(
         name, hidden, number(keys, name, "num_layers"), heads,
-        int(keys.get("num_kv_heads") or heads), hidden // heads, int(width),
-        padded(int(keys.get("vocab_size") or TOKENS), multiple), gated=gated,
+        key_heads(of_keys, heads, f"{name}: num_kv_heads"),
+        head_width(hidden, heads, f"{name}: num_attention_heads"), width,
+        padded(given(keys, name, "vocab_size", TOKENS), multiple), gated=gated,
         norm="rmsnorm" if norm == "rmsnorm" else "layernorm", qkv_bias=biased, out_bias=biased,
         mlp_bias=bool(keys.get("use_bias_in_mlp", not gated)),
         tied=not keys.get("no_weight_tying", False),

@@ -27,9 +27,9 @@ def read_model(source: str | Path | Sequence[str]) -> Model:
     if isinstance(source, str) and re.fullmatch(r"[\w.]+:[\w.]+", source):
         return named(source)
     path = Path(source)
-    if path.is_dir():
+    if path.is_dir() and str(source):
         path /= "config.json"
-    if not path.is_file():
+    if not str(source) or not path.is_file():
         raise ConfigError(
             "model", str(source),
             "expected config.json, a GPT-NeoX .yml, Megatron arguments or package:callable, and "

@@ -80,13 +80,13 @@ def peak_nbytes(
 class Traced:
     """What was seen of one unit: a submodule that stays whole.
 
-    parameters: values. flops, backward_flops: of the pass. kept_nbytes: storages that autograd kept
+    flops, backward_flops: of the pass. kept_nbytes: storages that autograd kept
     for it, weights apart; widest_nbytes: the largest of them. output: values. input_nbytes.
-    inputs: units whose outputs it reads.
+    inputs: units whose outputs it reads. tensors: values of every one of its parameters.
     """
 
     name: str
-    parameters: int
+    tensors: tuple[int, ...]
     flops: float = 0.0
     backward_flops: float = 0.0
     kept_nbytes: int = 0
@@ -94,6 +94,11 @@ class Traced:
     input_nbytes: int = 0
     output: int = 0
     inputs: tuple[int, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Values of all of them."""
+        return sum(self.tensors)
 
 
 @dataclass
@@ -134,8 +139,9 @@ def trace(
     for name, unit in units:
         fresh = {id(p): p for p in unit.parameters() if id(p) not in own}
         own |= set(fresh)
-        watch.traced.append(Traced(name, sum(p.numel() for p in fresh.values())))
-    watch.traced[0].parameters += sum(p.numel() for p in owner.parameters() if id(p) not in own)
+        watch.traced.append(Traced(name, tuple(p.numel() for p in fresh.values())))
+    rest = tuple(p.numel() for p in owner.parameters() if id(p) not in own)
+    watch.traced[0].tensors = rest + watch.traced[0].tensors
     watch.weights = {p.untyped_storage()._cdata for p in owner.parameters()}
     counter = flop_counter()
     with contextlib.ExitStack() as stack:

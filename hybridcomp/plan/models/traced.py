@@ -56,6 +56,8 @@ class TracedModel:
                     raise TypeError(f"expected an nn.Module, found {type(module).__name__}")
                 _cast(module, WIDTHS[width])
                 cut = list(units(module))
+                if not cut:
+                    raise TypeError("the module is empty")
                 arguments = [
                     one.to(WIDTHS[width])
                     if isinstance(one, Tensor) and one.is_floating_point() else one
@@ -65,11 +67,9 @@ class TracedModel:
         except HybridcompError:
             raise
         except Exception as error:
-            said = str(error).strip().splitlines()
             raise HybridcompError(
-                f"{self.name} cannot be traced: {type(error).__name__}: "
-                f"{said[0] if said else 'no message'}; expected a module that runs forward and "
-                "backward on its inputs without looking at their values"
+                f"{self.name} cannot be traced: {_said(error)}; expected a module that runs "
+                "forward and backward on its inputs without looking at their values"
             ) from error
 
     @property
@@ -124,6 +124,12 @@ class TracedModel:
         return next(iter(self._seen.values())) if self._seen else self.traced(1, 128)
 
 
+def _said(error: Exception) -> str:
+    """The first line of what an error says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
 def _layer(one: Traced, two: Traced, index: int, shape: Shape) -> Layer:
     def at(name: str) -> float:
         first, second = getattr(one, name), getattr(two, name)
@@ -134,7 +140,7 @@ def _layer(one: Traced, two: Traced, index: int, shape: Shape) -> Layer:
         one.name, "module", at("flops"), at("backward_flops"), moved_nbytes=2 * kept,
         parameters=one.parameters, expert_parameters=0.0, kept_nbytes=kept,
         input_nbytes=at("input_nbytes"), work_nbytes=2 * at("widest_nbytes"),
-        output=at("output"), inputs=one.inputs,
+        output=at("output"), inputs=one.inputs, tensors=one.tensors,
     )  # fmt: skip
 
 
@@ -173,17 +179,24 @@ def named(path: str) -> TracedModel:
         found = importlib.import_module(package)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # importing runs whatever stands in the module
         raise HybridcompError(
-            f"{path}: {error}; expected package:callable that can be imported from here"
-        ) from None
+            f"{path}: {_said(error)}; expected package:callable that can be imported from here"
+        ) from error
     if not callable(found):
         raise HybridcompError(f"{path}: expected a callable, found {type(found).__name__}")
     make = found
     inputs: Inputs = tokens
-    with fake_mode(), torch.device("cpu"):
-        made = make()
+    try:
+        with fake_mode(), torch.device("cpu"):
+            made = make()
+    except Exception as error:
+        raise HybridcompError(
+            f"{path} builds no model: {_said(error)}; expected a callable that takes nothing"
+        ) from error
     if isinstance(made, tuple):
+        if len(made) != 2 or not callable(made[1]):
+            raise HybridcompError(f"{path}: expected a module and a callable for its inputs")
         inputs = made[1]
 
         def build() -> nn.Module:

@@ -77,6 +77,16 @@ def test_what_the_cluster_lacks_is_said(
     said = capsys.readouterr().out
     assert "cluster.json says nothing about codecs on the hosts" in said
     assert 'write "host_codecs" into it' in said
+    assert "steps there are planned as fast as on the devices" in said
+    assert 'write "host_memory_gbytes_per_second" into it' in said
+    # decided by the user, offload needs no --offload
+    fixed = ["--fix", "offload=true", "--fix", "zero_stage=2", "--fix", "stages=1"]
+    assert cli.main([*words, *fixed]) == 0
+    assert "nothing about the optimizer on the hosts" in capsys.readouterr().out
+    known = {**CLUSTER, "host_memory_gbytes_per_second": 50}
+    (tmp_path / "cluster.json").write_text(json.dumps(known))
+    assert cli.main([*words, "--offload"]) == 0
+    assert "optimizer on the hosts" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hybridcomp.plan.cost.prices import Call, Prices
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.machines.missing import missing
-from hybridcomp.plan.machines.rows import NATIVE, Carried, Operation, Rank
+from hybridcomp.plan.machines.rows import NATIVE, Carried, Kernel, Operation, Rank
 from tests.plan.machines.test_cluster import SENDS, coded, figure, machine
 
 
@@ -37,6 +37,9 @@ def through(dimension: Any, operation: Operation, beside: Any, more: float) -> l
 
 
 CODED = Cluster(machine().ranks, SENDS, codecs=tuple(coded("blockint(bits=8)", 1e-9)))
+
+
+SENT = tuple(through("pp", "send", "alone", 1.0))
 
 
 def test_channels_have_costs_of_their_own() -> None:
@@ -72,10 +75,18 @@ def test_prices_know_whose_message_it_is() -> None:
 def test_a_file_from_before_says_what_it_lacks() -> None:
     (said,) = missing(CODED)
     assert said.startswith("no messages of tp, pp, ep and cp through their channels")
-    assert not list(missing(replace(CODED, channels=tuple(through("pp", "send", "alone", 1.0)))))
+    assert not list(missing(replace(CODED, channels=SENT)))
     gpus = replace(CODED, ranks=(Rank(0, "a GPU"),))
     assert [line.partition(":")[0] for line in missing(gpus)] == [
-        "nothing about codecs on the hosts"
-    ]
+        "nothing about codecs on the hosts", "nothing about the optimizer on the hosts"
+    ]  # fmt: skip
     assert not list(missing(gpus, offload=False))
-    assert not list(missing(replace(gpus, host_codecs=gpus.codecs)))
+    known = replace(gpus, host_codecs=gpus.codecs)
+    (said,) = missing(known)
+    assert "optimizer on the hosts: its steps there are planned as fast as on the devices" in said
+    steps = Kernel(0, "host_adam", "fp32", 1e6, figure(1e-3))
+    assert not list(missing(replace(known, kernels=(steps,))))
+    one_of_two = replace(known, ranks=known.ranks * 2, kernels=(steps,), channels=SENT)
+    assert [line.partition(":")[0] for line in missing(one_of_two)] == [
+        "nothing about the optimizer on the hosts"
+    ]

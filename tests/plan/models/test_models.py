@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gpt.model import GPT
 from gpt.weights import ModelConfig
 from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.plan.models import neox
 from hybridcomp.plan.models.arguments import train_gpt
 from hybridcomp.plan.models.decoder import Decoder
 from hybridcomp.plan.models.huggingface import decoder
@@ -54,6 +55,15 @@ def test_published_sizes(parameters: int, config: dict[str, Any], tmp_path: Path
     assert read_model(tmp_path).parameters == parameters
 
 
+@pytest.mark.parametrize(("parameters", "config"), PUBLISHED)
+def test_tensors_are_all_of_the_parameters(parameters: int, config: dict[str, Any]) -> None:
+    found = decoder(config, "model")
+    for shape in (Shape(1, 1), Shape(2, 32, tensor=2), Shape(2, 32, mesh=2)):
+        for layer in found.layers(shape):
+            assert sum(layer.tensors) == pytest.approx(layer.parameters)
+            assert sum(layer.expert_tensors) == pytest.approx(layer.expert_parameters)
+
+
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("width", [4, 2])
 def test_closed_forms_are_what_torch_traces(norm: Any, width: int) -> None:
@@ -67,6 +77,8 @@ def test_closed_forms_are_what_torch_traces(norm: Any, width: int) -> None:
     # the example's norm is a layer of its own, and its loss is no part of the module
     assert [layer.parameters for layer in seen[:3]] == [layer.parameters for layer in said[:3]]
     block, form = seen[2], said[2]
+    assert sorted(block.tensors)[-2:] == sorted(form.tensors)[-2:]  # both feed forward
+    assert sum(block.tensors) == sum(form.tensors) == block.parameters
     assert block.flops == form.flops
     assert block.backward_flops == pytest.approx(form.backward_flops, rel=0.01)
     assert block.kept_nbytes == pytest.approx(form.kept_nbytes, rel=0.01)
@@ -150,6 +162,22 @@ def peeking() -> nn.Module:
     return Peeking(4, 4)
 
 
+def failing() -> nn.Module:
+    raise RuntimeError("no such weights\nlook elsewhere")
+
+
+def needing(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+def empty() -> nn.Module:
+    return nn.Sequential()
+
+
+def pair() -> Any:
+    return nn.Linear(4, 4), (1, 4)
+
+
 def test_any_module_is_traced_without_storage() -> None:
     model = read_model(f"{__name__}:towers")
     layers = model.layers(Shape(3, 1, 4))
@@ -164,6 +192,22 @@ def test_any_module_is_traced_without_storage() -> None:
     [
         (f"{__name__}:peeking", "cannot be traced"),
         (f"{__name__}:nothing", "expected package:callable"),
+        (f"{__name__}:failing", "builds no model: RuntimeError: no such weights; expected"),
+        (f"{__name__}:needing", "builds no model: TypeError: .*missing 1 required"),
+        (f"{__name__}:empty", "cannot be traced: TypeError: the module is empty"),
+        (f"{__name__}:pair", "expected a module and a callable for its inputs"),
+        ("", "found no such file"),
+        (
+            "--num-layers 2 --hidden-size 64 --num-attention-heads 7 --vocab-size 9",
+            "num_attention_heads: found 7; expected a divisor of the hidden width 64",
+        ),
+        (
+            "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --vocab-size 9 --swiglu "
+            "--group-query-attention --num-query-groups 3",
+            "num_query_groups: found 3; expected a divisor of the 8 heads",
+        ),
+        ("train_gpt.py --layers 2 --vocabulary 9 --width 100 --heads 3", "divisor of the hidden"),
+        ("train_gpt.py --layers -2 --vocabulary 9", "layers: found -2"),
         ("no/such/file.json", "found no such file"),
         ("--hidden 3", "expected Megatron's arguments"),
         ("--num-layers 2", "hidden_size: found None; expected a number above 0"),
@@ -173,6 +217,47 @@ def test_any_module_is_traced_without_storage() -> None:
 def test_what_cannot_be_read_is_told(source: str, said: str) -> None:
     with pytest.raises(HybridcompError, match=said):
         read_model(source).layers(Shape(1, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"hidden_size": 4096.5}, "hidden_size: found 4096.5; expected a whole number"),
+        ({"hidden_size": float("nan")}, "hidden_size: found nan; expected a number above 0"),
+        ({"hidden_size": "4096"}, "hidden_size: found '4096'; expected a number above 0; correct"),
+        ({"num_attention_heads": 15}, "num_attention_heads: found 15; expected a divisor of the"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads: found 5; expected a divisor of the 32"),
+        ({"num_key_value_heads": "x"}, "num_key_value_heads: found 'x'; expected a number"),
+        ({"head_dim": "x"}, "head_dim: found 'x'; expected a number"),
+        ({"model_type": "gpt_neox", "num_attention_heads": 15}, "num_attention_heads: found 15"),
+        ({"model_type": "gpt2", "intermediate_size": [1]}, "intermediate_size: found \\[1\\]"),
+    ],
+)
+def test_sizes_that_are_none_are_told(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        decoder({**LLAMA, **changed}, "model")
+
+
+def test_heads_may_be_wider_than_their_share() -> None:
+    """What ``head_dim`` says holds, whatever the hidden width is."""
+    config = {**LLAMA, "hidden_size": 100, "num_attention_heads": 3, "head_dim": 64}
+    assert decoder(config, "model").head_width == 64
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ({"num-kv-heads": 3}, "num_kv_heads: found 3; expected a divisor of the 4 heads"),
+        ({"intermediate_size": "wide"}, "intermediate_size: found 'wide'; expected a number"),
+        ({"model-parallel-size": "two"}, "model_parallel_size: found 'two'"),
+        ({"num-attention-heads": 5}, "num_attention_heads: found 5; expected a divisor"),
+    ],
+)
+def test_sizes_of_a_yaml_that_are_none_are_told(lines: dict[str, Any], said: str) -> None:
+    known = {"hidden-size": 64, "num-layers": 2, "num-attention-heads": 4, "pos-emb": "rotary"}
+    assert neox.decoder(known, "file").heads == 4
+    with pytest.raises(ConfigError, match=said):
+        neox.decoder({**known, **lines}, "file")
 
 
 def test_unknown_families_are_told() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,12 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.answer import files
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying
+from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying, Whole, whole_of
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.memory import kept_by_codecs
 from hybridcomp.plan.cost.predict import predicted
-from hybridcomp.plan.cost.prices import Prices
-from hybridcomp.plan.cost.work import Stage, work_of
+from hybridcomp.plan.cost.prices import Price, Prices
+from hybridcomp.plan.cost.work import Stage, price, work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
@@ -148,6 +150,51 @@ def test_gradients_land_behind_the_last_pass() -> None:
     (adam,) = (span for span in device if span.name == "adam")
     assert (there.name, back.name) == ("to_host", "to_device")
     assert there.end == adam.start < adam.end == back.start
+
+
+def test_parameters_on_a_cut_are_whole_on_both_sides() -> None:
+    equal = (8.0,) * 4
+    assert whole_of([(equal, 4)]) == whole_of([(equal, 2)]) == whole_of([((0.0,), 2)]) == Whole()
+    assert whole_of([(equal, 8)]) == Whole(2.0, 2.0)
+    # a part of 3: one has 2 + 4, the others 4 and 4 + 1 + 2 and 2
+    assert whole_of([((2.0, 4.0, 1.0, 2.0), 3)]) == Whole((6 + 4 + 3) / 9, 6 / 3)
+    # digits that floating point loses are no part of a parameter
+    assert whole_of([((0.1,) * 30, 3)]).most == pytest.approx(1.0)
+    assert whole_of([(equal, 4), ((6.0,), 2)]) == Whole(14 / 11, 14 / 11)
+
+
+def test_sums_of_micro_batches_are_those_of_whole_parameters() -> None:
+    """At ZeRO 2 alone; the rank that moves most is the one that others wait for."""
+    job, layout, stage = stage_and_job(3, 0.5)
+    tensors = tuple(chain.from_iterable(layer.tensors for _, layer in stage.layers))
+    whole = whole_of([(tensors, 2)])
+    assert 1.01 < whole.mean < whole.most
+
+    def moved(layout: Layout) -> Price:
+        (there,) = [item for item in work_of(job, layout).stages[0].copies
+                    if item.key == ("offload", "backward")]  # fmt: skip
+        return price(job, there, Choices())
+
+    owned, width = sum(tensors) / 2, 2
+    assert moved(layout).nbytes == pytest.approx(owned * (4 + 5 * width * whole.mean))
+    seconds = owned * (4 + 5 * width * whole.most) / 0.5e9
+    assert moved(layout).inside.value == pytest.approx(seconds, rel=0.01)
+    for other, each in ((1, 4.0), (3, 4 + 6 * width)):
+        assert moved(layout.replace(zero_stage=other)).nbytes == pytest.approx(owned * each)
+    assert moved(layout.replace(accumulation=1)).nbytes == pytest.approx(owned * 4)
+
+
+def test_tied_weights_are_summed_once() -> None:
+    model = replace(small(blocks=1, vocabulary=4000), tied=True)
+    for more in (False, True):
+        job = Job(replace(model, tied=more), machines(), Batch(4, 128), Limits())
+        layout = Layout(data=2, accumulation=2, cuts=(3,), zero_stage=2, offload=True)
+        stage = work_of(job, layout).stages[0]
+        sizes = [size for _, layer in stage.layers for size in layer.tensors]
+        whole = whole_of([(tuple(sizes[:-1] if more else sizes), 2)])
+        assert sum(sizes) - (sizes[-1] if more else 0) == stage.dense
+        copied = sum(price(job, item, Choices()).nbytes for item in stage.copies)
+        assert copied == pytest.approx(stage.dense / 2 * (4 + 6 * whole.mean + 2))
 
 
 def test_payloads_are_no_longer_than_what_crosses_at_once() -> None:
