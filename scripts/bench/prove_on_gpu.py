@@ -239,7 +239,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                   f"{step.name:22} {mark:8} {step.shows}")  # fmt: skip
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    return _prove(todo, record, out, time.monotonic() + 60 * asked.minutes)
+    # a step is ended with the call, whoever ends it
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return _prove(todo, record, out, time.monotonic() + 60 * asked.minutes)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _prove(todo: Sequence[Step], record: Record, out: Path, deadline: float) -> int:

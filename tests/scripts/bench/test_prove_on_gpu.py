@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +125,29 @@ def test_a_call_of_some_minutes_does_what_fits(
     said = capsys.readouterr()
     assert "[2/2] pages" in said.out and "    MISSED 0.7\n" in said.out
     assert prove_on_gpu.main(words) == 0 and not capsys.readouterr().out
+
+
+def test_a_step_is_ended_with_the_call(tmp_path: Path) -> None:
+    """By SIGTERM, as ``timeout`` sends: what would live on would keep the GPU's memory."""
+    code = f"""if True:
+        import sys
+        sys.path.insert(0, {str(ROOT / "scripts")!r})
+        from bench import prove_on_gpu as prove
+        told = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
+        step = prove.Step("forever", "", 1, (sys.executable, "-c", told))
+        prove.steps = lambda out: iter([step])
+        prove.main(["--out", {str(tmp_path)!r}])
+    """
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    log, found = tmp_path / "forever.log", None
+    while found is None and process.poll() is None:
+        time.sleep(0.05)
+        found = re.search(r"^pid (\d+)$", log.read_text() if log.is_file() else "", re.M)
+    assert found is not None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(found[1]), 0)
 
 
 def test_another_command_of_that_name_is_run(
