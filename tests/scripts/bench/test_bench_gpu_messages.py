@@ -32,6 +32,15 @@ def test_messages_wait_for_nothing(name: str, dtype: torch.dtype) -> None:
         assert len(kinds) == 6 and not gpu.waits
 
 
+def test_groups_without_a_wire_leave_nothing_behind() -> None:
+    """A run makes 120 of them, and an error of it would have as many prefixes in every line."""
+    before = sys.excepthook
+    for _ in range(2):
+        with messages.group_without_wire():
+            assert torch.distributed.get_world_size() == messages.RANKS
+    assert sys.excepthook is before and not torch.distributed.is_initialized()
+
+
 def test_the_device_is_busy_until_the_host_has_queued_what_is_timed() -> None:
     """A collective takes a host longer than a flush takes a GPU; some peers wait for the GPU."""
     assert [measure.flushes(host * 1e-6, 90e-6) for host in (5, 50, 130, 10**6)] == [1, 1, 3, 16]
