@@ -51,9 +51,10 @@ TESTS = {
     "zero": ("tests/nccl/test_zero.py",),
     "mcore": ("tests/nccl/test_mcore.py",),
     "pipe": ("tests/nccl/test_pipe.py",),
+    "example": ("tests/nccl/test_example.py",),
     "nccl": (
         "tests/nccl", "--ignore=tests/nccl/test_zero.py", "--ignore=tests/nccl/test_mcore.py",
-        "--ignore=tests/nccl/test_pipe.py",
+        "--ignore=tests/nccl/test_pipe.py", "--ignore=tests/nccl/test_example.py",
     ),
 }  # fmt: skip
 #: exit status of a step that stopped in time and has more to do, as the benches have it
