@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"start it with {options.out / files.START_FILE}; written: "
           f"{', '.join(str(path.name) for path in [*written, every])}")  # fmt: skip
     offload = options.offload or any(plan.layout.offload for plan in found.plans)
-    for line in missing(cluster, offload):
+    for line in missing(cluster, offload, options.engine):
         print(f"note: {options.cluster} says {line}")
     if left := files.left_to_script(best, options.command):
         print(f"note: {left}")

@@ -15,7 +15,8 @@ def nothing(job: Job, placer: Placer, every: list[Layout], found: Found) -> Foun
     """``found`` with a reason in one sentence, and the nearest plan."""
     if not every:
         reasons = Counter(found.refused).most_common(1)
-        why = reasons[0][0] if reasons else "no layout has the degrees that were decided"
+        decided = ", ".join(f"{name}={value}" for name, value in job.limits.fixed.items())
+        why = reasons[0][0] if reasons else f"none has {decided}, as was decided"
         reason = f"no layout of {world(job)} ranks is possible: {why}"
         return Found((), found.considered, found.simulated, 1.0, found.refused, reason)
     needs = [(placer.least_nbytes(layout), index) for index, layout in enumerate(every)]
