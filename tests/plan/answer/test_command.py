@@ -134,6 +134,23 @@ def test_what_the_cluster_lacks_is_said(
         (["--ranks", "64"], "64 ranks are wanted, and the cluster has 4"),
         (["--memory", "0.001"], "no plan: "),
         (["--try", "2"], "expected -- and the command of a training"),
+        (["--try", "-1", "--", "train"], "--try: found -1"),
+        (
+            ["--try", "1", "--", "/no/such/train", "{config}{tensor}{stages}{cuts}"],
+            "/no/such/train",
+        ),
+        (["--plan", "plan.json"], "goes with --check RUN"),
+        (["--base", "nowhere.json"], "nowhere.json"),
+        (["--out", "/proc/none/plans"], "/proc/none"),
+        (["--budget", '{"dp": null}'], "budget.dp: found None; expected recommended"),
+        (["--budget", '{"dp": [1]}'], "budget.dp: found [1]"),
+        (["--budget", '{"dp": true}'], "budget.dp: found True"),
+        (
+            ["--dtype", "fp16"],
+            "block_forward in fp16 on rank 0: measure it again, or describe it; "
+            "it has matrix products in: bf16",
+        ),
+        (["--budget", '{"dp": {"codec": "zfp", "rate": 8}}'], "leave that codec out of the budget"),
         (["--cluster", "nowhere.json"], "nowhere.json"),
     ],
 )
@@ -143,6 +160,20 @@ def test_bad_input_is_one_sentence(
     assert cli.main([*words, *more]) == cli.BAD_INPUT
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_plan_that_is_nowhere_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--check", ".", "--plan", str(tmp_path / "none.json")]) == 2
+    assert "none.json: No such file or directory" in capsys.readouterr().err
+
+
+def test_files_in_the_way_are_seen_before_the_search(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plans").write_text("")
+    assert cli.main(words) == cli.BAD_INPUT
+    shown = capsys.readouterr()
+    assert "--out: found" in shown.err and "it is a file" in shown.err and not shown.out
 
 
 def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
