@@ -16,6 +16,7 @@ import torch
 
 from hybridcomp import cli, doctor
 from hybridcomp.codecs import make_codec
+from hybridcomp.errors import ConfigError
 from hybridcomp.measure import (
     channels,
     coders,
@@ -273,7 +274,39 @@ def test_alone_it_says_how_it_is_started(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert cli.main(["measure"]) == command.NOT_STARTED
     assert capsys.readouterr().out == options.HOW
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    assert cli.main(["measure", "--seconds", "0"]) == 2
-    assert "--seconds: found 0.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--seconds", "0"], "--seconds: found 0.0; expected a number above 0"),
+        (["--seconds", "inf"], "--seconds: found inf"),
+        (["--seconds", "nan"], "--seconds: found nan"),
+        (["--ranks-per-node", "0"], "--ranks-per-node: found 0; expected 1 or more"),
+        (["--block", "8x128"], "--block: found '8x128'"),
+        (["--out", "."], "--out: found '.'; expected a file, and it is a folder"),
+        (["--out", "none/cluster.json"], "none is no folder to write into"),
+        ([], "the ranks cannot meet: "),
+    ],
+)
+def test_what_it_cannot_do_is_said_before_it_measures(
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("DS_ACCELERATOR", "cpu")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert cli.main(["measure", *more]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def too_large() -> str:
+    with pytest.raises(ConfigError) as caught:
+        measure(torch.device("cpu"), 1.0, blocks=[BlockSize(1, 8, 1 << 24)])
+    return str(caught.value)
+
+
+def test_a_block_that_no_rank_has_room_for_is_refused(on_ranks: RunRanks) -> None:
+    assert all("take 2.7e+07 GB, more than a rank has" in said for said in on_ranks(2, too_large))
