@@ -16,7 +16,7 @@ from hybridcomp.plan.layout import Layout
 #: what memory of a rank goes to
 MEMORY_KINDS = (
     "weights", "gradients", "optimizer", "gathered", "activations", "residuals", "references",
-    "payloads", "host",
+    "payloads", "keys", "host",
 )  # fmt: skip
 
 
