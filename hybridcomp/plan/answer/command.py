@@ -130,7 +130,8 @@ def _draw(options: argparse.Namespace, found: Found, cluster: Cluster) -> None:
     """The picture, where matplotlib is there; a plan is none the worse without."""
     from hybridcomp.plan.answer.picture import draw
 
-    limit = options.memory * min(rank.nbytes for rank in cluster.ranks)
+    known = [rank.nbytes for rank in cluster.ranks if rank.nbytes]
+    limit = options.memory * min(known, default=0)
     title = f"{found.plans[0].model} on {cluster.world_size} ranks, budget {found.plans[0].budget}"
     try:
         draw(found.plans[:SHOWN], limit, options.out / PICTURE, title)

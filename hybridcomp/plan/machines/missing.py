@@ -33,6 +33,11 @@ def _of_messages(cluster: Cluster) -> Iterator[str]:
 
 
 def _of_devices(cluster: Cluster, engine: str) -> Iterator[str]:
+    if not all(rank.nbytes for rank in cluster.ranks):
+        yield (
+            "nothing about the memory of some ranks: no plan is refused for what it needs there; "
+            f"{AGAIN}, or write it into the ranks"
+        )
     kinds = {row.kind for row in cluster.kernels}
     if "elementwise" not in kinds:
         todo = 'write "memory_gbytes_per_second" into it' if cluster.by_hand else AGAIN

@@ -10,10 +10,13 @@ from hybridcomp.plan.request import Found, Nearest
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.space import world
 
+#: why a layout has no plan although engine and model allow it
+NO_ROOM = "the memory of a rank is too small"
+
 
 def nothing(job: Job, placer: Placer, every: list[Layout], found: Found) -> Found:
     """``found`` with a reason in one sentence, and the nearest plan."""
-    if not every:
+    if not every or NO_ROOM not in found.refused:  # memory is not what stands in the way
         reasons = Counter(found.refused).most_common(1)
         decided = ", ".join(f"{name}={value}" for name, value in job.limits.fixed.items())
         why = reasons[0][0] if reasons else f"none has {decided}, as was decided"

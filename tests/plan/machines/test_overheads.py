@@ -13,7 +13,7 @@ from hybridcomp.plan.cost.prices import Call, Prices
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.machines.missing import missing
-from hybridcomp.plan.machines.rows import NATIVE, Carried, Copy, Kernel, Operation, Training
+from hybridcomp.plan.machines.rows import NATIVE, Carried, Copy, Kernel, Operation, Rank, Training
 from tests.plan.machines.test_cluster import SENDS, coded, figure, machine
 
 
@@ -74,6 +74,7 @@ def test_prices_know_whose_message_it_is() -> None:
 
 COMPLETE = replace(
     CODED,
+    ranks=tuple(replace(rank, nbytes=1 << 30) for rank in CODED.ranks),
     channels=SENT,
     copies=(Copy("to_host", 1 << 20, figure(1e-3)),),
     kernels=tuple(
@@ -88,6 +89,10 @@ COMPLETE = replace(
 @pytest.mark.parametrize(
     ("without", "said"),
     [
+        (
+            {"ranks": tuple(Rank(n, "a GPU") for n in range(CODED.world_size))},
+            "nothing about the memory of some ranks: no plan is refused",
+        ),
         ({"channels": ()}, "no messages of tp, pp, ep and cp through their channels"),
         ({"copies": ()}, "nothing about copies between device and host"),
         ({"host_codecs": ()}, "nothing about codecs on the hosts"),
