@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -45,9 +45,8 @@ def directions_of(dimension: Dimension) -> tuple[Direction, ...]:
     return KINDS if dimension == "tp2d" else DIRECTIONS
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """One message, as every rank of its group sees it."""
+class Traffic(NamedTuple):
+    """One message, as every rank of its group sees it. A tuple, as every message makes one."""
 
     dimension: Dimension
     direction: Direction

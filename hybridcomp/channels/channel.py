@@ -98,16 +98,30 @@ class Channel(Rooted):
             via, factors = Transfer(codec, known, meter), self._low_rank(direction)
             handle = low_rank.all_reduce(tensor, via, factors, pieces, async_op)
         else:
-            cuts = self._cuts(codec, pieces, known)
-            codecs = all_reduce_codecs(codec, tensor.dtype, known.encoders, tensor.device, cuts)
-            left = self._residuals(pieces, known, tensor, len(codecs))
-            probe = self._probe(codecs[0], direction) if self.sampling else None
-            how = Reduction(codec, known, meter, cuts, *left, probe)
+            how = Reduction(codec, known, meter)
+            if pieces is not None or self.sampling:
+                self._watch(how, tensor, pieces, direction)
             handle = collectives.all_reduce(tensor, how, async_op)
         if exact is not None:
             exact.count(meter)
             handle.then(lambda: exact.put(tensor))
         return self._recorded(handle, meter, raw_nbytes, direction, known.ring)
+
+    def _watch(
+        self,
+        how: Reduction,
+        tensor: Tensor,
+        pieces: Sequence[Piece] | None,
+        direction: Direction,
+    ) -> None:
+        """Add to an all-reduce of ``tensor`` what pieces and samples of its error ask for."""
+        how.cuts = self._cuts(how.codec, pieces, how.group)
+        codecs = all_reduce_codecs(
+            how.codec, tensor.dtype, how.group.encoders, tensor.device, how.cuts
+        )
+        how.residual, how.owner_residual = self._residuals(pieces, how.group, tensor, len(codecs))
+        if self.sampling:
+            how.probe = self._probe(codecs[0], direction)
 
     def reduce_scatter(
         self,

@@ -104,7 +104,7 @@ class BlockInt(FixedCodec):
     def ladder(cls) -> tuple[BlockInt, ...]:
         return tuple(cls(bits) for bits in range(2, 9))
 
-    @property
+    @cached_property
     def _setting(self) -> int:
         return self.bits + 16 * self.rotate + 32 * (self.levels == "gaussian")
 

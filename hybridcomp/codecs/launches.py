@@ -7,12 +7,16 @@ from typing import Protocol
 
 from torch import Tensor
 
+#: no chunk is left out
+NO_CHUNK = -1
+
 
 class Fused(Protocol):
     """Kernels that take all chunks of a reduction at once; payloads are those of the codec.
 
     Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``; the payloads of the chunks, without
-    that of ``skip``, follow each other ``slot`` bytes apart, the size of a whole chunk's.
+    that of ``skip`` if there is one, follow each other ``slot`` bytes apart, the size of a whole
+    chunk's.
     """
 
     def encode(
@@ -58,8 +62,10 @@ class Fused(Protocol):
     ) -> None:
         """The fp32 sum, in rank order, into ``out``; ``own`` and ``residual`` as in ``reduce``."""
 
-    def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:
-        """All chunks into ``out``."""
+    def decode(
+        self, payloads: Tensor, chunk: int, slot: int, out: Tensor, skip: int = NO_CHUNK
+    ) -> None:
+        """All chunks but ``skip`` into ``out``."""
 
 
 class Each(Protocol):

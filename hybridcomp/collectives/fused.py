@@ -1,41 +1,83 @@
-"""all_reduce with three launches on a GPU, reduce_scatter with two, whatever their sizes."""
+"""Collectives of codecs that take all chunks, or several tensors, in one launch, as on a GPU.
+
+An all_reduce takes three launches, the others two, whatever their sizes. Messages of tensor
+parallelism are so short that the host's time counts: what all messages of one size have in common
+is planned once, and each takes one allocation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, Fused
-from hybridcomp.collectives.wire import POOL, Reduction, Steps, chunk_ranges, first, transport
+from hybridcomp.codecs.base import Codec, Each, Fused
+from hybridcomp.codecs.launches import NO_CHUNK
+from hybridcomp.collectives.wire import (
+    POOL,
+    Reduction,
+    Steps,
+    Transfer,
+    chunk_ranges,
+    first,
+    transport,
+)
+
+#: where buffers that share an allocation begin: a warp loads that many bytes at once
+PLACE = 512
 
 
 @dataclass(frozen=True)
 class _Plan:
     """What all messages of one size have in common."""
 
-    gives: tuple[int, ...]  # bytes of the first hop, by rank
-    takes: tuple[int, ...]
     chunk: int  # elements of every chunk but the last ones
     slot: int  # bytes of its payload
-    given: int  # bytes of the first hop
-    taken: int
+    mine: slice  # this rank's elements
+    gives: tuple[int, ...]  # bytes of an exchange, by rank
+    takes: tuple[int, ...]
+    places: tuple[int, ...]  # bytes of each buffer, and of the gap behind it
+    nbytes: int  # of all buffers
+
+    def room(self, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        """``(buffer to give back, the buffers in it)``."""
+        buffer = POOL.take(self.nbytes, device)
+        return buffer, first(buffer, self.nbytes).unsafe_split_with_sizes(self.places)[::2]
 
 
 @lru_cache(maxsize=4096)
-def _planned(codec: Codec, dtype: torch.dtype, numels: tuple[int, ...], me: int) -> _Plan:
+def _planned(
+    codec: Codec, dtype: torch.dtype, numels: tuple[int, ...], me: int, gathers: bool
+) -> _Plan:
+    """Plan an exchange of chunks, ``numels`` by rank; ``gathers``: sums of them are gathered."""
     sizes = [codec.wire_nbytes(numel, dtype) for numel in numels]
     gives = tuple(0 if rank == me else size for rank, size in enumerate(sizes))
     takes = tuple(0 if rank == me else sizes[me] for rank in range(len(sizes)))
-    return _Plan(gives, takes, numels[0], sizes[0], sum(gives), sum(takes))
+    slot, start = sizes[0], me * numels[0]
+    places = _places(sum(gives), sum(takes), *((slot, len(sizes) * slot) if gathers else ()))
+    mine = slice(start, start + numels[me])
+    return _Plan(numels[0], slot, mine, gives, takes, places, sum(places))
+
+
+@lru_cache(maxsize=4096)
+def _planned_gather(codec: Codec, dtype: torch.dtype, numel: int, ranks: int) -> _Plan:
+    """Plan an all-gather of shards of ``numel`` elements."""
+    slot = codec.wire_nbytes(numel, dtype)
+    places = _places(slot, ranks * slot)
+    return _Plan(numel, slot, slice(0, 0), (), (), places, sum(places))
 
 
 @lru_cache(maxsize=4096)
 def _chunks(numel: int, world_size: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in chunk_ranges(numel, world_size))
+
+
+def _places(*nbytes: int) -> tuple[int, ...]:
+    return tuple(chain.from_iterable((size, -size % PLACE) for size in nbytes))
 
 
 def fused_all_reduce(tensor: Tensor, codec: Codec, fused: Fused, how: Reduction) -> Steps[None]:
@@ -45,64 +87,120 @@ def fused_all_reduce(tensor: Tensor, codec: Codec, fused: Fused, how: Reduction)
     the sum through memory, 4 all-gather, 5 decode all chunks.
     """
     group, meter, residual = how.group, how.meter, how.residual
-    me, world_size = group.rank, group.size
-    numels = _chunks(tensor.numel(), world_size)
-    plan = _planned(codec, tensor.dtype, numels, me)
-    # 1, 2
-    sent, arrived, received = yield from _scatter(tensor, plan, fused, how)
-    # 3
-    payload = POOL.take(plan.slot, tensor.device)
-    start, stop = me * plan.chunk, me * plan.chunk + numels[me]
-    left = None if residual is None else residual[start:stop]
+    me, ranks = group.rank, group.size
+    plan = _planned(codec, tensor.dtype, _chunks(tensor.numel(), ranks), me, True)
+    room, (sent, received, payload, gathered) = plan.room(tensor.device)
+    # 1
     with meter.coding():
-        fused.reduce(
-            received, tensor[start:stop], world_size, me, payload, left, how.owner_residual
-        )
+        fused.encode(tensor, plan.chunk, plan.slot, me, sent, residual)
+    # 2
+    yield transport.all_to_all(received, sent, plan.takes, plan.gives, group, meter)
+    # 3
+    left = None if residual is None else residual[plan.mine]
+    with meter.coding():
+        fused.reduce(received, tensor[plan.mine], ranks, me, payload, left, how.owner_residual)
     # 4
-    gathered = POOL.take(world_size * plan.slot, tensor.device)
-    wire = first(gathered, world_size * plan.slot)
-    yield from transport.all_gather(wire, first(payload, plan.slot), group, meter)
+    yield transport.all_gather(gathered, payload, group, meter)
     # 5
     with meter.coding():
         fused.decode(gathered, plan.chunk, plan.slot, tensor)
-    POOL.give(sent, arrived, payload, gathered)
+    POOL.give(room)
 
 
 def fused_reduce_scatter(
-    flat: Tensor, lengths: Sequence[int], total: Tensor, fused: Fused, how: Reduction
-) -> Steps[None]:
+    flat: Tensor, lengths: tuple[int, ...], total: Tensor, fused: Fused, how: Reduction
+) -> Steps[Tensor]:
     """Sum my shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
 
     ``flat`` and the residual: the shards of all ranks one after the other (``adjacent``).
 
     1 encode every shard but my own, 2 all-to-all, 3 sum in rank order.
     """
-    me, residual = how.group.rank, how.residual
-    plan = _planned(how.codec, flat.dtype, tuple(lengths), me)
-    # 1, 2
-    sent, arrived, received = yield from _scatter(flat, plan, fused, how)
-    # 3
-    start, stop = me * plan.chunk, me * plan.chunk + lengths[me]
-    left = None if residual is None else residual[start:stop]
-    with how.meter.coding():
-        fused.sum(received, flat[start:stop], len(lengths), me, total, left)
-    POOL.give(sent, arrived)
-
-
-def _scatter(
-    flat: Tensor, plan: _Plan, fused: Fused, how: Reduction
-) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-    """1 encode, 2 all-to-all: ``(two buffers to give back, the payloads for this rank)``."""
+    group, meter, residual = how.group, how.meter, how.residual
+    me, ranks = group.rank, group.size
+    plan = _planned(how.codec, flat.dtype, lengths, me, False)
+    room, (sent, received) = plan.room(flat.device)
     # 1
-    group, given, taken = how.group, plan.given, plan.taken
-    sent = POOL.take(given, flat.device)
-    with how.meter.coding():
-        fused.encode(flat, plan.chunk, plan.slot, group.rank, sent, how.residual)
+    with meter.coding():
+        fused.encode(flat, plan.chunk, plan.slot, me, sent, residual)
     # 2
-    arrived = POOL.take(taken, flat.device)
-    received, source = first(arrived, taken), first(sent, given)
-    yield from transport.all_to_all(received, source, plan.takes, plan.gives, group, how.meter)
-    return sent, arrived, received
+    yield transport.all_to_all(received, sent, plan.takes, plan.gives, group, meter)
+    # 3
+    left = None if residual is None else residual[plan.mine]
+    with meter.coding():
+        fused.sum(received, flat[plan.mine], ranks, me, total, left)
+    POOL.give(room)
+    return total
+
+
+def fused_all_gather(shard: Tensor, out: Tensor, fused: Fused, via: Transfer) -> Steps[None]:
+    """Gather equally long shards into ``out``: bytes and bits of ``moves.all_gather``.
+
+    1 encode my shard, 2 all-gather, 3 decode all of them.
+    """
+    group, meter, numel = via.group, via.meter, shard.numel()
+    plan = _planned_gather(via.codec, shard.dtype, numel, group.size)
+    room, (payload, gathered) = plan.room(shard.device)
+    # 1
+    with meter.coding():
+        fused.encode(shard, numel, plan.slot, NO_CHUNK, payload)
+    # 2
+    yield transport.all_gather(gathered, payload, group, meter)
+    # 3
+    with meter.coding():
+        fused.decode(gathered, numel, plan.slot, out)
+    POOL.give(room)
+
+
+def fused_all_to_all(out: Tensor, values: Tensor, fused: Fused, via: Transfer) -> Steps[None]:
+    """Exchange equally long parts: bytes and bits of ``moves.all_to_all``.
+
+    1 encode every part but my own, which is copied, 2 all-to-all, 3 decode.
+    """
+    group, meter = via.group, via.meter
+    me, ranks = group.rank, group.size
+    numels = (values.numel() // ranks,) * ranks
+    plan = _planned(via.codec, values.dtype, numels, me, False)
+    room, (sent, received) = plan.room(values.device)
+    # 1
+    out[plan.mine].copy_(values[plan.mine])
+    with meter.coding():
+        fused.encode(values, plan.chunk, plan.slot, me, sent)
+    # 2
+    yield transport.all_to_all(received, sent, plan.takes, plan.gives, group, meter)
+    # 3
+    with meter.coding():
+        fused.decode(received, plan.chunk, plan.slot, out, me)
+    POOL.give(room)
+
+
+def each_to_all(
+    places: Sequence[Tensor], sources: Sequence[Tensor], each: Each, via: Transfer
+) -> Steps[None]:
+    """Exchange parts of any lengths, by rank: bytes and bits of ``moves.all_to_all``.
+
+    1 encode every part but my own, which is copied, 2 all-to-all, 3 decode.
+    """
+    codec, group, meter, own = via.codec, via.group, via.meter, sources[via.group.rank]
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    gives, takes = [0] * group.size, [0] * group.size
+    for rank in others:
+        gives[rank] = codec.wire_nbytes(sources[rank].numel(), own.dtype)
+        takes[rank] = codec.wire_nbytes(places[rank].numel(), own.dtype)
+    layout = _places(sum(gives), sum(takes))
+    room = POOL.take(sum(layout), own.device)
+    sent, _, received, _ = first(room, sum(layout)).unsafe_split_with_sizes(layout)
+    slots, arrived = (b.unsafe_split_with_sizes(n) for b, n in ((sent, gives), (received, takes)))
+    # 1
+    places[group.rank].copy_(own)
+    with meter.coding():
+        each.encode([sources[rank] for rank in others], [slots[rank] for rank in others])
+    # 2
+    yield transport.all_to_all(received, sent, takes, gives, group, meter)
+    # 3
+    with meter.coding():
+        each.decode([arrived[rank] for rank in others], [places[rank] for rank in others])
+    POOL.give(room)
 
 
 def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
@@ -110,13 +208,17 @@ def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
 
     Chunks are equally long, but for the last that is not empty.
     """
-    first, length = shards[0], shards[0].numel()
-    storage, position, full = first.untyped_storage().data_ptr(), first.storage_offset(), True
+    start, length, size = shards[0].data_ptr(), shards[0].numel(), shards[0].itemsize
+    total, full, last = 0, True, shards[0]
     for shard in shards:
-        if shard.untyped_storage().data_ptr() != storage or shard.storage_offset() != position:
+        numel = shard.numel()
+        if not numel:  # the address of nothing may be 0
+            full = False
+            continue
+        if shard.data_ptr() != start + total * size or numel > length or not full:
             return None
-        if shard.numel() > length or (shard.numel() and not full):
-            return None
-        full = shard.numel() == length
-        position += shard.numel()
-    return first.as_strided((position - first.storage_offset(),), (1,))
+        full, last = numel == length, shard
+        total += numel
+    if last.untyped_storage().data_ptr() != shards[0].untyped_storage().data_ptr():
+        return None  # neighbours by chance
+    return shards[0].as_strided((total,), (1,))

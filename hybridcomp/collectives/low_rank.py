@@ -119,7 +119,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
         sent_sq = _squared(total) if factoring.measure else 0.0
         # 2
         lefts, first = _left_factors(total, factoring, rest)
-    yield from transport.all_reduce(first, how.group, meter)
+    yield transport.all_reduce(first, how.group, meter)
     # 3
     with meter.coding():
         *lefts_flat, outside = _split(first, [left.numel() for left in lefts])
@@ -132,7 +132,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
         if factoring.measure:
             factoring.measure(_squared(residual), sent_sq, _squared(values))
     if matrices:
-        yield from transport.all_reduce(second, how.group, meter)
+        yield transport.all_reduce(second, how.group, meter)
     # 4
     with meter.coding():
         *flat, _ = _split(second, [right.numel() for right in rights])

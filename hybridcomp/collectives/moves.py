@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from hybridcomp.collectives.fused import each_to_all, fused_all_gather, fused_all_to_all
 from hybridcomp.collectives.hierarchical.inside import gather_inside
 from hybridcomp.collectives.wire import (
     POOL,
@@ -18,12 +19,14 @@ from hybridcomp.collectives.wire import (
     Range,
     Steps,
     Transfer,
+    alone,
     check_values,
     decode_all,
     encode_all,
     exchange,
     gather,
     gather_room,
+    given,
     overlapped,
     rounds,
     stretches,
@@ -86,17 +89,23 @@ def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
 
 
 def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
-    """Cut into rounds, then all of them side by side; all are encoded before the first wait."""
+    """The steps on one level: in two launches, or in rounds, all of them side by side.
+
+    All is encoded before the first wait.
+    """
     group, numel = via.group, shard.numel()
     if group.size == 1 or numel == 0:
         out.copy_(shard)
-        return
+        return given(None)
     (codec,) = via.codec.hops(1, 1, result=shard.dtype)
     via.meter.use(codec.spec)
     only = Transfer(codec, group, via.meter)
+    fused = None if via.cuts else codec.fused(shard.device)
+    if fused is not None:
+        return fused_all_gather(shard, out, fused, only)
     places = torch.split(out, numel)
     cut = rounds([stretches(0, numel, via.cuts)], (codec,), shard.device, group)
-    yield from overlapped(_gather_round(shard, places, row, only) for (row,) in cut if row)
+    return overlapped(_gather_round(shard, places, row, only) for (row,) in cut if row)
 
 
 def _gather_round(
@@ -122,7 +131,8 @@ def _gather_round(
 def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:
     """The int64 ``words`` (1-D, equally many) of all ranks, by group rank; waits for them."""
     out = words.new_empty(group.size * words.numel())
-    Handle(transport.all_gather(out, words, group, meter), meter, async_op=False)
+    steps = alone(lambda: transport.all_gather(out, words, group, meter))
+    Handle(steps, meter, async_op=False)
     rows: list[list[int]] = out.view(group.size, -1).tolist()
     return rows
 
@@ -159,8 +169,7 @@ def all_to_all(
     gives = _splits("in_splits", in_splits, values.numel(), world_size)
     if takes[me] != gives[me]:
         raise CodecError(f"splits of rank {me} to itself: sends {gives[me]}, takes {takes[me]}")
-    places, sources = torch.split(out, takes), torch.split(values, gives)
-    return Handle(_all_to_all(places, sources, via), via.meter, async_op)
+    return Handle(_all_to_all(out, values, takes, gives, via), via.meter, async_op)
 
 
 def _splits(name: str, splits: Sequence[int] | None, numel: int, world_size: int) -> list[int]:
@@ -177,24 +186,42 @@ def _splits(name: str, splits: Sequence[int] | None, numel: int, world_size: int
     return list(splits)
 
 
-def _all_to_all(places: Sequence[Tensor], sources: Sequence[Tensor], via: Transfer) -> Steps[None]:
+def _all_to_all(
+    out: Tensor, values: Tensor, takes: list[int], gives: list[int], via: Transfer
+) -> Steps[None]:
+    """In two launches where the codec has that; else part by part."""
+    (codec,) = via.codec.hops(1, 1, result=values.dtype)
+    only, even = Transfer(codec, via.group, via.meter), [gives[0]] * len(gives)
+    if len(gives) == 1:
+        out.copy_(values)
+        return given(None)
+    via.meter.use(codec.spec)
+    fused = codec.fused(values.device) if takes == even == gives and gives[0] else None
+    if fused is not None:
+        return fused_all_to_all(out, values, fused, only)
+    places, sources = torch.split(out, takes), torch.split(values, gives)
+    each = codec.each(values.device) if codec.fixed_size else None
+    if each is not None:
+        return each_to_all(places, sources, each, only)
+    return _parts_to_all(places, sources, only)
+
+
+def _parts_to_all(
+    places: Sequence[Tensor], sources: Sequence[Tensor], via: Transfer
+) -> Steps[None]:
     """1 encode and exchange, 2 decode; by group rank."""
     me, own = via.group.rank, sources[via.group.rank]
     places[me].copy_(own)
-    if len(places) == 1:
-        return
     # 1
-    (codec,) = via.codec.hops(1, 1, result=own.dtype)
-    via.meter.use(codec.spec)
     payloads = yield from exchange(
         [[Job(s)] if s.numel() and rank != me else [] for rank, s in enumerate(sources)],
         [[p.numel()] if p.numel() and rank != me else [] for rank, p in enumerate(places)],
         own.dtype,
         own.device,
-        Transfer(codec, via.group, via.meter),
+        via,
     )
     # 2
     with via.meter.coding():
         others = [place for place, row in zip(places, payloads.received, strict=True) if row]
-        decode_all(codec, list(chain(*payloads.received)), others)
+        decode_all(via.codec, list(chain(*payloads.received)), others)
     payloads.release()

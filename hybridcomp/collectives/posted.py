@@ -21,6 +21,7 @@ from hybridcomp.collectives.wire import (
     Meter,
     Pending,
     Transfer,
+    alone,
     check_match,
     gather,
     gather_room,
@@ -112,7 +113,9 @@ class Posting:
         assert self.holders is not None
         if self.codec is None:
             out = own.new_empty(self.parts * own.numel())
-            Pending(transport.all_gather(out, own, self.holders, meter), meter, async_op=False)
+            holders = self.holders
+            sent = alone(lambda: transport.all_gather(out, own, holders, meter))
+            Pending(sent, meter, async_op=False)
             return out.chunk(self.parts)
         numels = [[values.numel() // self.parts]] * self.parts
         via = Transfer(self.codec, self.holders, meter)

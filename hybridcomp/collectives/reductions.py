@@ -29,6 +29,7 @@ from hybridcomp.collectives.wire import (
     exchange,
     gather,
     gather_room,
+    given,
     overlapped,
     rounds,
     sent_dtype,
@@ -46,19 +47,20 @@ def all_reduce_codecs(
     One where each of two ranks sends all values to the other (``_pair``), two everywhere else.
     Where a GPU has the two hops in three launches it takes these: they read memory half as often.
     """
+    return _codecs(codec, dtype, world_size, device, cuts)[0]
+
+
+def _codecs(
+    codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
+) -> tuple[tuple[Codec, ...], Fused | None]:
+    """``all_reduce_codecs``, and what takes both hops in three launches, where there is that."""
     twice = codec.hops(2, world_size, result=dtype, exact=1)
-    if world_size != 2 or _both_fused(twice, device, cuts) is not None:
-        return twice
-    return codec.hops(1, world_size, result=dtype)
-
-
-def _both_fused(
-    codecs: tuple[Codec, ...], device: torch.device, cuts: Sequence[int]
-) -> tuple[Codec, Fused] | None:
-    """The codec and its kernels for both hops in three launches; None where it has none."""
-    first, second = codecs
-    fused = first.fused(device) if first == second and not cuts else None
-    return None if fused is None else (first, fused)
+    first, second = twice
+    together = not cuts and (first is second or first == second)
+    fused = first.fused(device) if together else None
+    if world_size != 2 or fused is not None:
+        return twice, fused
+    return codec.hops(1, world_size, result=dtype), None
 
 
 def all_reduce(tensor: Tensor, how: Reduction, async_op: bool = False) -> Handle:
@@ -117,32 +119,38 @@ def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
 
 
 def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
-    """Let two ranks swap; else sum in rounds, all of them side by side (``_round``)."""
+    """The steps on one level: in three launches, or two ranks swap, or in rounds.
+
+    Not a generator itself, which every message would go through at each of its steps.
+    """
     group, device = how.group, tensor.device
     if group.size == 1 or tensor.numel() == 0:
-        return
+        return given(None)
     if how.probe is not None:
         how.probe(tensor, how.cuts, how.residual)
-    codecs = all_reduce_codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
+    codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
     how.meter.use(*(each.spec for each in codecs))
+    if fused is not None:
+        return fused_all_reduce(tensor, codecs[0], fused, how)
     if len(codecs) == 1:
         via = Transfer(codecs[0], group, how.meter)
         rows = [stretches(0, tensor.numel(), how.cuts)]
-        yield from overlapped(
+        return overlapped(
             _pair(tensor, row, how.residual, via) for (row,) in rounds(rows, codecs, device, group)
         )
-        return
-    fused = _both_fused(codecs, device, how.cuts)
-    if fused is not None:
-        yield from fused_all_reduce(tensor, *fused, how)
-        return
+    return _in_rounds(tensor, codecs, how)
+
+
+def _in_rounds(tensor: Tensor, codecs: Sequence[Codec], how: Reduction) -> Steps[None]:
+    """Sum in rounds, all of them side by side (``_round``)."""
+    group, (first, second) = how.group, codecs
     chunks = chunk_ranges(tensor.numel(), group.size)
     own = tensor[slice(*chunks[group.rank])]
     scratch, total = _accumulator(own, how)
     whole = _WholeSum(tensor, own, total, chunks[group.rank][0], how)
     rows = [stretches(*chunk, how.cuts) for chunk in chunks]
     yield from overlapped(
-        _round(whole, share, *codecs) for share in rounds(rows, codecs, device, group)
+        _round(whole, share, first, second) for share in rounds(rows, codecs, tensor.device, group)
     )
     POOL.give(scratch)
 

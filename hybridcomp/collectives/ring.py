@@ -152,7 +152,7 @@ class Ring:
         room = None if expected is None else self._room(expected, told)
         message = None if parcel is None else parcel.message
         into = None if room is None else room.message
-        yield from transport.shift(into, message, src, dst, group, self.meter)
+        yield transport.shift(into, message, src, dst, group, self.meter)
         # 3
         if room is not None and room.head:
             self._check(room, src)
@@ -167,8 +167,7 @@ class Ring:
             mine = torch.tensor(parcel.nbytes, dtype=torch.int64, device=self.device)
         if expected is not None:
             out = torch.empty(len(expected.numels), dtype=torch.int64, device=self.device)
-        for work in transport.shift(out, mine, src, dst, self.group, self.meter):
-            work.wait()
+        transport.shift(out, mine, src, dst, self.group, self.meter).wait()
         return [] if out is None else [int(size) for size in out.tolist()]
 
     def _room(self, expected: Contents, told: list[int] | None) -> Parcel:

@@ -162,12 +162,12 @@ def broadcast_native(
     values: Tensor, root: int, group: Group, meter: Meter, async_op: bool = False
 ) -> Handle:
     """Fill ``values`` (1-D, contiguous) of all ranks with those of group rank ``root``."""
-    steps = transport.broadcast(values.detach(), root, group, meter)
-    return Handle(steps if group.size > 1 else _nothing(), meter, async_op)
+    return Handle(_broadcast_native(values.detach(), root, group, meter), meter, async_op)
 
 
-def _nothing() -> Steps[None]:
-    yield from ()
+def _broadcast_native(values: Tensor, root: int, group: Group, meter: Meter) -> Steps[None]:
+    if group.size > 1:
+        yield transport.broadcast(values, root, group, meter)
 
 
 def reduce_native(
@@ -200,12 +200,12 @@ def _reduce_native(
     none, numel = [0] * group.size, values.numel()
     if out is None:
         gives = [numel if rank == root else 0 for rank in range(group.size)]
-        yield from transport.all_to_all(values.new_empty(0), values, none, gives, group, meter)
+        yield transport.all_to_all(values.new_empty(0), values, none, gives, group, meter)
         return
     takes = [0 if rank == root else numel for rank in range(group.size)]
     buffer = POOL.take(sum(takes) * values.itemsize, values.device)
     room = buffer[: sum(takes) * values.itemsize].view(values.dtype)
-    yield from transport.all_to_all(room, values[:0], takes, none, group, meter)
+    yield transport.all_to_all(room, values[:0], takes, none, group, meter)
     # 2
     others = iter(torch.split(room, numel))
     rows = [values if rank == root else next(others) for rank in range(group.size)]

@@ -19,6 +19,7 @@ from hybridcomp.collectives.wire import (
     Transfer,
     check_residual,
     check_values,
+    given,
     overlapped,
     rounds,
     stretches,
@@ -61,8 +62,8 @@ def reduce_scatter(
             f"{[str(shard.dtype) for shard in shards]}"
         )
     for rank, shard in enumerate(shards):
-        check_values(f"shards[{rank}]", shard)
-    flat = [shard.detach() for shard in shards]
+        check_values("shards", shard, rank)
+    flat = [shard.detach() if shard.requires_grad else shard for shard in shards]
     steps = _flat if group.levels is None else _in_two_levels
     return ReduceScatterHandle(steps(flat, how, residuals, cuts), how.meter, async_op)
 
@@ -94,8 +95,8 @@ def _in_two_levels(
 def _flat(
     shards: Sequence[Tensor], how: Reduction, residuals: Residuals, cuts: Cuts
 ) -> Steps[Tensor]:
-    """Reduce in one launch where a GPU has that; else in rounds, all of them side by side."""
-    group, me = how.group, how.group.rank
+    """The steps on one level: in two launches, or in rounds, all of them side by side."""
+    me = how.group.rank
     if residuals is not None:
         _check_residuals(shards, residuals)
     if how.probe is not None:
@@ -103,28 +104,33 @@ def _flat(
         held = None if residuals is None else residuals[longest]
         how.probe(shards[longest], cuts[longest] if cuts else (), held)
     if len(shards) == 1:
-        return shards[0].to(torch.float32, copy=True)
-    total = shards[me].new_empty(shards[me].numel(), dtype=torch.float32)
-    if not any(shard.numel() for shard in shards):
-        return total
+        return given(shards[0].to(torch.float32, copy=True))
+    lengths = tuple(shard.numel() for shard in shards)
+    total = shards[me].new_empty(lengths[me], dtype=torch.float32)
+    if not any(lengths):
+        return given(total)
     (codec,) = how.codec.hops(1, len(shards), exact=1)
     how.meter.use(codec.spec)
-    via = Transfer(codec, group, how.meter)
-    flat = None if cuts and any(cuts) else adjacent(shards)
+    fused = None if cuts and any(cuts) else codec.fused(total.device)
+    flat = None if fused is None else adjacent(shards)
     left = None if residuals is None else adjacent(residuals)
-    fused = codec.fused(total.device) if flat is not None else None
-    if flat is not None and fused is not None and (residuals is None or left is not None):
-        lengths = [shard.numel() for shard in shards]
-        yield from fused_reduce_scatter(flat, lengths, total, fused, Reduction(
-            codec, group, how.meter, residual=left
-        ))  # fmt: skip
-        return total
+    if fused is not None and flat is not None and (residuals is None or left is not None):
+        only = Reduction(codec, how.group, how.meter, residual=left)
+        return fused_reduce_scatter(flat, lengths, total, fused, only)
+    return _in_rounds(shards, total, residuals, cuts, Transfer(codec, how.group, how.meter))
+
+
+def _in_rounds(
+    shards: Sequence[Tensor], total: Tensor, residuals: Residuals, cuts: Cuts, via: Transfer
+) -> Steps[Tensor]:
+    """Sum what goes to this rank into ``total``, in rounds (``sum_parts``)."""
+    group = via.group
     rows = [
         stretches(0, shard.numel(), cuts[rank] if cuts else ()) for rank, shard in enumerate(shards)
     ]
     yield from overlapped(
-        sum_parts(_parts(shards, share, residuals, total, me), via)
-        for share in rounds(rows, (codec,), total.device, group)
+        sum_parts(_parts(shards, share, residuals, total, group.rank), via)
+        for share in rounds(rows, (via.codec,), total.device, group)
     )
     return total
 

@@ -72,12 +72,12 @@ def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
     if own.words is not None and used:
         packed, arrival = packed.clone(), payload_sizes.SIZES.copied(own.words)
         packed[_SIZE_AT].copy_(own.words.view(torch.uint8))
-    yield from transport.send(packed, dst, group, meter)
+    yield transport.send(packed, dst, group, meter)
     if arrival is not None:  # the receiver has its header already
         yield arrival
         (used,) = arrival.sizes()
     if used:
-        yield from transport.send(payload[:used], dst, group, meter)
+        yield transport.send(payload[:used], dst, group, meter)
     POOL.give(payload)
 
 
@@ -105,7 +105,7 @@ def recv(tensor: Tensor, src: int, via: Transfer) -> None:
 def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
     codec, group, meter = via.codec, via.group, via.meter
     packed = torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=tensor.device)
-    yield from transport.recv(packed, src, group)
+    yield transport.recv(packed, src, group)
     kind = (src, tensor.numel(), tensor.dtype, codec.spec)
     later = UNREAD.looks_later(kind, tensor.device)
     header = expected = _expected(codec, tensor)
@@ -116,7 +116,7 @@ def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
     meter.use(codec.spec)
     payload = POOL.take(header.nbytes, tensor.device)
     if header.nbytes:
-        yield from transport.recv(payload[: header.nbytes], src, group)
+        yield transport.recv(payload[: header.nbytes], src, group)
     if later:
         UNREAD.add(packed, partial(_compare, codec, src, expected))
     else:

@@ -51,7 +51,7 @@ def node_sum(
     mine, size = lengths[levels.local], values.dtype.itemsize
     wire = POOL.take(levels.width * mine * size, values.device)
     received = wire[: levels.width * mine * size]
-    yield from transport.all_to_all(
+    yield transport.all_to_all(
         received,
         values.view(torch.uint8),
         [mine * size] * levels.width,
@@ -82,7 +82,7 @@ def gather_inside(
         padded = torch.cat([shard, shard.new_zeros(slot - shard.numel())])
     wire = POOL.take(levels.width * slot * size, shard.device)
     gathered = wire[: levels.width * slot * size]
-    yield from transport.all_gather(gathered, padded.view(torch.uint8), levels.inner, meter)
+    yield transport.all_gather(gathered, padded.view(torch.uint8), levels.inner, meter)
     rows = gathered.view(shard.dtype).view(levels.width, slot)
     return wire, [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
@@ -159,7 +159,7 @@ def _exchange_inside(
     parts = [part for i, row in enumerate(rows) for part in row if i != me]
     sent = torch.cat(parts) if parts else torch.empty(0, device=device)
     received = torch.empty(sum(takes), dtype=torch.float32, device=device)
-    yield from transport.all_to_all(
+    yield transport.all_to_all(
         received.view(torch.uint8),
         sent.view(torch.uint8),
         [4 * n for n in takes],

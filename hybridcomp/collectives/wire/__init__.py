@@ -40,6 +40,8 @@ from hybridcomp.collectives.wire.handle import (
     Pending,
     ReduceScatterHandle,
     Steps,
+    alone,
+    given,
     overlapped,
 )
 from hybridcomp.collectives.wire.headers import (
@@ -74,6 +76,7 @@ __all__ = [
     "Transfer",
     "UNREAD",
     "add_values",
+    "alone",
     "check_headers",
     "check_match",
     "check_residual",
@@ -87,6 +90,7 @@ __all__ = [
     "first",
     "gather",
     "gather_room",
+    "given",
     "overlapped",
     "payload_sizes",
     "poll_headers",

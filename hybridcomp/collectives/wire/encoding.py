@@ -9,6 +9,7 @@ taken: where a handle is waited for on another one, that has to be told of.
 from __future__ import annotations
 
 import threading
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,17 +68,16 @@ class Pool:
 
     def give(self, *buffers: Tensor | None) -> None:
         """Give buffers back; nothing may read or write them any more. None is skipped."""
-        for b in buffers:
-            if b is not None and b.is_cuda:
-                here = current_stream(b.device.index)
-                if getattr(b, STREAM, here) != here:
-                    b.record_stream(torch.cuda.current_stream(b.device))
-        kept = [b for b in buffers if b is not None and not b.is_cuda and b.device.type == "cpu"]
-        if not kept:
-            return
-        with self._lock:
-            self._free.extend(kept)
-            self._free.sort(key=Tensor.numel)
+        for buffer in buffers:
+            if buffer is None:
+                continue
+            if buffer.is_cuda:
+                here = current_stream(buffer.device.index)
+                if getattr(buffer, STREAM, here) != here:
+                    buffer.record_stream(torch.cuda.current_stream(buffer.device))
+            elif buffer.is_cpu:
+                with self._lock:
+                    insort(self._free, buffer, key=Tensor.numel)
 
     def clear(self) -> None:
         """Free every buffer that is not in use."""
@@ -108,9 +108,13 @@ class Job:
     decoded: Tensor | None = None
 
 
-def check_values(name: str, tensor: Tensor) -> None:
-    """Raise CodecError unless ``tensor`` is 1-D, contiguous and of a dtype that travels encoded."""
+def check_values(name: str, tensor: Tensor, index: int | None = None) -> None:
+    """Raise CodecError unless ``tensor`` is 1-D, contiguous and of a dtype that travels encoded.
+
+    ``index``: which of several of that name it is.
+    """
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in VALUE_DTYPES:
+        name = name if index is None else f"{name}[{index}]"
         raise CodecError(
             f"{name}: expected a 1-D contiguous tensor of {VALUE_DTYPES}, found "
             f"shape {tuple(tensor.shape)}, {tensor.dtype}, contiguous={tensor.is_contiguous()}"

@@ -129,12 +129,10 @@ def exchange(
     wire, source = recv_buffer[: sum(out_splits)], sent.buffers[-1][: sum(in_splits)]
     message = transport.all_to_all(wire, source, out_splits, in_splits, group, meter)
     if device.type == "cpu":
-        work = next(message)
         yield UNDER_WAY  # on every rank, whatever it sends: they go on in one order
         with meter.coding():
             sent.settle(codec, dtype)
-        yield work
-    yield from message
+    yield message
     received = cut_payloads(wire, out_splits, heads[1], arriving)
     return Payloads(received, sent.encoded, [*sent.buffers, recv_buffer])
 
@@ -232,7 +230,7 @@ class _Outgoing:
         if self.words is None:
             mine = torch.tensor(list(chain(*self.sizes)), dtype=torch.int64, device=device)
             theirs = torch.empty(sum(self.counts), dtype=torch.int64, device=device)
-            yield from transport.all_to_all(theirs, mine, self.counts, gives, group, meter)
+            yield transport.all_to_all(theirs, mine, self.counts, gives, group, meter)
             flat = theirs.tolist()
         else:
             known = len(self.encoded)

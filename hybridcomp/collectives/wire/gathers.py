@@ -103,7 +103,7 @@ def gather(
         torch.cat([part[:size] for part, size in parts], out=payload[: sum(found[me])])
     buffer = POOL.take(world_size * slot, payload.device)
     wire = first(buffer, world_size * slot)
-    yield from transport.all_gather(wire, first(payload, slot), group, via.meter)
+    yield transport.all_gather(wire, first(payload, slot), group, via.meter)
     POOL.give(together)
     return cut_payloads(wire, [slot] * world_size, heads, found), buffer
 
@@ -119,7 +119,7 @@ def _gather_uneven(
     rooms[me] = used
     buffer = POOL.take(sum(rooms), own.buffer.device)
     wire = buffer[: sum(rooms)]
-    yield from transport.all_gather_uneven(wire, own.buffer[:used], rooms, via.group, via.meter)
+    yield transport.all_gather_uneven(wire, own.buffer[:used], rooms, via.group, via.meter)
     return cut_payloads(wire, rooms, heads, most), buffer
 
 
@@ -133,7 +133,7 @@ def _gather_sizes(
     missing = [0] * (most - len(own.nbytes))
     if own.words is None:
         mine = torch.tensor([*own.nbytes, *missing], dtype=torch.int64, device=device)
-        yield from transport.all_gather(theirs, mine, via.group, via.meter)
+        yield transport.all_gather(theirs, mine, via.group, via.meter)
         flat = theirs.tolist()
     else:
         mine = torch.cat([own.words, own.words.new_zeros(len(missing))]) if missing else own.words

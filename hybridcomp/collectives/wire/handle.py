@@ -141,7 +141,7 @@ class _UnderWay(Work):
 UNDER_WAY = _UnderWay()
 
 
-@dataclass
+@dataclass(slots=True)
 class Meter:
     """Mutable counters of one collective call on this rank.
 
@@ -266,6 +266,17 @@ class Handle(Pending[None]):
 
 class ReduceScatterHandle(Pending[Tensor]):
     """The handle of ``reduce_scatter``; ``wait()`` returns the sum."""
+
+
+def given(result: T) -> Steps[T]:
+    """The steps of a collective whose ``result`` is there without a message."""
+    yield from ()
+    return result
+
+
+def alone(post: Callable[[], Work]) -> Steps[None]:
+    """The steps of a collective that is one message and nothing else: ``post`` it, wait for it."""
+    yield post()
 
 
 def overlapped(messages: Iterable[Steps[None]]) -> Steps[None]:

@@ -64,29 +64,27 @@ class Sizes:
         event.record(cuda.current_stream(words.device))
         return Arrival(host, event)
 
-    def fetch(self, words: Tensor, message: Steps[None], group: Group) -> Steps[list[int]]:
+    def fetch(self, words: Tensor, message: Work, group: Group) -> Steps[list[int]]:
         """``words`` on the host, a part of which ``message`` fills in; yields what to wait for."""
         if words.is_cuda and not transport.STAGING.needed(words, group):
             arrival = self._copied_beside(words, message)
         else:
-            yield from message
+            yield message
             arrival = self.copied(words)
         yield arrival
         return arrival.sizes()
 
-    def _copied_beside(self, words: Tensor, message: Steps[None]) -> Arrival:
+    def _copied_beside(self, words: Tensor, message: Work) -> Arrival:
         """Copy as ``copied`` does, behind ``message`` on a stream of its own.
 
         So the caller's stream waits neither for the message nor for the copy, and both are under
         way before anybody waits for them.
         """
-        works = list(message)  # posted behind the encoders, on the caller's stream
         if words.device not in self._streams:
             self._streams[words.device] = cuda.Stream(words.device)
         stream = self._streams[words.device]
         with cuda.stream(stream):
-            for work in works:
-                work.wait()  # orders the stream; the host goes on
+            message.wait()  # orders the stream; the host goes on
             arrival = self.copied(words)
         words.record_stream(stream)
         return arrival

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from hybridcomp.kernels.cuda.functions import CudaFunctions
+from hybridcomp.kernels.cuda.functions import CudaFunctions, DamageFlag
 from hybridcomp.kernels.cuda.fused import FusedBlockInt, blockint_image
-from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, WHOLE, ceil_div
+from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, WHOLE, Launcher, ceil_div
 from hybridcomp.kernels.cuda.table import EachBlockInt
 
 
 class BlockIntOnCuda(CudaFunctions):
     """``FixedKernels``, and what takes several chunks or tensors at once."""
+
+    def __init__(self, launcher: Launcher, damage: DamageFlag) -> None:
+        super().__init__(launcher, damage)
+        self._fused: dict[int, FusedBlockInt] = {}  # by setting: every message asks
 
     def encode(
         self, setting: int, dtype: int, values: int, numel: int, out: int, nbytes: int,
@@ -33,8 +37,11 @@ class BlockIntOnCuda(CudaFunctions):
         )  # fmt: skip
 
     def fused(self, setting: int) -> FusedBlockInt:
-        """Kernels for all chunks of an all_reduce."""
-        return FusedBlockInt(self._launcher, setting)
+        """Kernels for all chunks of a collective."""
+        found = self._fused.get(setting)
+        if found is None:
+            found = self._fused[setting] = FusedBlockInt(self._launcher, setting)
+        return found
 
     def each(self, setting: int) -> EachBlockInt:
         """Kernels for several tensors with a payload each."""

@@ -7,8 +7,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hybridcomp.kernels.cuda.launcher import DTYPES, THREADS, WARPS, WHOLE, Launcher, ceil_div
+from hybridcomp.kernels import DTYPE_CODES
+from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher
 
+TILES = 1024 * WARPS  # elements of a block of blockint.cu
 SUM_THREADS = 64  # of a block of blockint_sum.cu: what it has in shared memory is a warp's
 
 
@@ -30,20 +32,20 @@ class FusedBlockInt:
 
     def __init__(self, launcher: Launcher, setting: int) -> None:
         self._launcher = launcher
-        self._defines = blockint_macros(setting)
+        self._setting = setting
 
     def encode(
         self, values: Tensor, chunk: int, slot: int, skip: int, out: Tensor,
         residual: Tensor | None = None,
     ) -> None:  # fmt: skip
         """A row of blocks for each chunk."""
-        chunks = ceil_div(values.numel(), chunk)
-        rows = chunks - 1 if 0 <= skip < chunks else chunks
-        words = (values.data_ptr(), values.numel(), chunk, slot, skip, out.data_ptr())
+        numel = values.numel()
+        words = (values.data_ptr(), numel, chunk, slot, skip, out.data_ptr())
         if residual is None:
-            self._rows("encode", values, chunk, rows, *words)
+            self._rows("encode", values.dtype, numel, chunk, skip, *words)
         else:
-            self._rows("encode_feedback", values, chunk, rows, *words, residual.data_ptr())
+            left = residual.data_ptr()
+            self._rows("encode_feedback", values.dtype, numel, chunk, skip, *words, left)
 
     def reduce(
         self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
@@ -76,33 +78,35 @@ class FusedBlockInt:
             payloads.data_ptr(), own.data_ptr(), own.numel(), ranks, me, slot, out.data_ptr()
         )  # fmt: skip
 
-    def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor) -> None:
+    def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor, skip: int = -1) -> None:
         """A row of blocks for each chunk."""
-        rows = ceil_div(out.numel(), chunk)
-        words = (payloads.data_ptr(), out.numel(), chunk, slot, WHOLE, out.data_ptr())
-        self._rows("decode", out, chunk, rows, *words)
+        numel = out.numel()
+        words = (payloads.data_ptr(), numel, chunk, slot, skip, out.data_ptr())
+        self._rows("decode", out.dtype, numel, chunk, skip, *words)
 
-    def _rows(self, kernel: str, values: Tensor, chunk: int, rows: int, *words: int) -> None:
-        """A warp a tile, a row of the grid for each chunk."""
-        grid = (ceil_div(chunk, 1024 * WARPS), rows)
-        self._launch("blockint.cu", kernel, values, grid, THREADS, *words)
+    def _rows(
+        self, kernel: str, dtype: torch.dtype, numel: int, chunk: int, skip: int, *words: int
+    ) -> None:
+        """A warp a tile, a row of the grid for each chunk but ``skip``."""
+        rows = -(-numel // chunk)
+        rows -= 0 <= skip < rows
+        if rows:
+            image, name = _kernel(self._setting, kernel, dtype)
+            grid = (-(-chunk // TILES), rows)
+            self._launcher.launch("blockint.cu", image, name, grid, *words)
 
     def _add(self, kernel: str, own: Tensor, *words: int) -> None:
         """A warp a tile."""
-        grid = (ceil_div(own.numel(), 32 * SUM_THREADS), 1)
-        self._launch("blockint_sum.cu", kernel, own, grid, SUM_THREADS, *words)
-
-    def _launch(
-        self, source: str, kernel: str, values: Tensor, grid: tuple[int, int], threads: int,
-        *words: int,
-    ) -> None:  # fmt: skip
-        if grid[0] and grid[1]:
-            dtype = _code(values)
+        blocks = -(-own.numel() // (32 * SUM_THREADS))
+        if blocks:
+            image, name = _kernel(self._setting, kernel, own.dtype)
             self._launcher.launch(
-                source, (*self._defines, f"HC_DTYPE={dtype}"),
-                f"blockint_{kernel}_{DTYPES[dtype]}", grid, *words, threads=threads,
-            )  # fmt: skip
+                "blockint_sum.cu", image, name, (blocks, 1), *words, threads=SUM_THREADS
+            )
 
 
-def _code(values: Tensor) -> int:
-    return (torch.float32, torch.bfloat16, torch.float16).index(values.dtype)
+@cache
+def _kernel(setting: int, kernel: str, dtype: torch.dtype) -> tuple[tuple[str, ...], str]:
+    """The macros of an image, and the name of the kernel in it: every launch asks."""
+    code = DTYPE_CODES[dtype]
+    return blockint_image(setting, code), f"blockint_{kernel}_{DTYPES[code]}"

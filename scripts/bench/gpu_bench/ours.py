@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bench.gpu_bench.measure import Work, cuda
+from bench.gpu_bench.messages import ME, RANKS, Messages, group_without_wire
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import Fused
-from hybridcomp.collectives import Group, Meter, Reduction, all_reduce
-from hybridcomp.collectives.wire import transport
 
-#: ranks of the all_reduce whose kernels are timed; this one is in their middle
-RANKS, ME = 8, 3
 #: of a message that consists of the parameters of a group
 TENSORS = 64
 
@@ -94,36 +88,6 @@ def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]
     return lambda: codec.encode_into(values, room, size)
 
 
-class _Done(dist.Work):
-    """A message that has arrived."""
-
-    def wait(self, timeout: object = None) -> bool:
-        """At once."""
-        return True
-
-
-@contextmanager
-def group_without_wire() -> Iterator[None]:
-    """RANKS ranks, of which only this one is there, and calls of torch.distributed that do nothing.
-
-    The group is torch's stand-in for tests, which would copy what is gathered.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def done(*_: object, **__: object) -> _Done:
-        return _Done()
-
-    dist.init_process_group("fake", rank=ME, world_size=RANKS, store=FakeStore())
-    try:
-        with (
-            mock.patch.object(dist, "all_to_all_single", done),
-            mock.patch.object(transport, "all_gather_single", done),
-        ):
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
 class AllReduce:
     """The three launches of an all_reduce of ``values`` over RANKS ranks, without the messages.
 
@@ -166,20 +130,6 @@ class AllReduce:
         self.gathered.view(RANKS, self.slot)[ME].copy_(self.payload)
         self.decode()
 
-    def path(self) -> None:
-        """The collective as channels call it: what the host does for a message, checks included.
-
-        Its group moves nothing: buffers hold what was there before, which decodes as fast.
-        """
-        how = Reduction(
-            self.codec,
-            Group.of(None),
-            Meter(),
-            residual=self.residual,
-            owner_residual=self.owner_residual,
-        )
-        all_reduce(self.out, how).wait()
-
     def works(self) -> Iterator[Work]:
         """Each launch and all of them, the latter also as a replayed CUDA graph."""
         self.all()
@@ -206,5 +156,19 @@ class AllReduce:
             with cuda.graph(graph):
                 self.all()
             yield Work(name, f"all_reduce{feedback} graph", everything, graph.replay, bits, note)
+        yield from self._paths(encode, reduce, decode, bits)
+
+    def _paths(self, encode: int, reduce: int, decode: int, bits: float) -> Iterator[Work]:
+        """Whole messages as channels send them; bytes of each launch are given."""
+        share, note = self.own.nbytes, f"{RANKS} ranks"
+        moved = {
+            "all_gather": share + self.slot + decode,
+            "reduce_scatter": encode + reduce - self.slot + 4 * self.own.numel(),
+            "all_to_all": encode + decode + share - self.slot,
+            "all_to_all uneven": encode + decode + share - self.slot,
+        }
         with group_without_wire():
-            yield Work(name, f"all_reduce{feedback} path", everything, self.path, bits, note)
+            for kind, run in Messages(self.codec, self.values).kinds().items():
+                if (self.residual is not None) == kind.endswith("feedback"):
+                    nbytes = moved.get(kind, encode + reduce + decode)
+                    yield Work(self.name, f"{kind} path", nbytes, run, bits, note)

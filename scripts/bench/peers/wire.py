@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives.wire import Group, Meter, Steps, transport
+from hybridcomp.collectives.wire import Group, Meter, transport
 
 #: what FSDP2 calls, in this and in earlier versions of torch
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
@@ -42,8 +42,8 @@ class Wire:
         members = len(rows)
         splits = [rows[0].numel()] * members
         known = Group.of(group)
-        message = transport.all_to_all(out.view(-1), rows.view(-1), splits, splits, known, Meter())
-        wait_for(message)
+        sent = rows.view(-1), splits, splits, known, Meter()
+        transport.all_to_all(out.view(-1), *sent).wait()
         self.count(rows.nbytes * (members - 1) / members)
         return out
 
@@ -54,7 +54,7 @@ class Wire:
             torch.empty(members, len(row), dtype=row.dtype, device=row.device),
             row.contiguous(),
         )
-        wait_for(transport.all_gather(out.view(-1), row, Group.of(group), Meter()))
+        transport.all_gather(out.view(-1), row, Group.of(group), Meter()).wait()
         self.count(row.nbytes * (members - 1))
         return out
 
@@ -131,9 +131,3 @@ class Nodes:
             dist.new_group([n * per_node + i for n in range(self.count)]) for i in range(per_node)
         ]
         self.intra, self.inter = inside[node], across[local]
-
-
-def wait_for(message: Steps[None]) -> None:
-    """Send and receive to the end."""
-    for work in message:
-        work.wait()

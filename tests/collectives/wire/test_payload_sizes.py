@@ -176,9 +176,9 @@ class Recorder(payload_sizes.Sizes):
         event = SimpleNamespace(synchronize=lambda: self.note("host waits"))
         return payload_sizes.Arrival(torch.tensor([7]), event)
 
-    def message(self) -> Iterator[Any]:
+    def message(self) -> Any:
         self.note("post")
-        yield SimpleNamespace(wait=lambda: self.note("message arrives"))
+        return SimpleNamespace(wait=lambda: self.note("message arrives"))
 
 
 def test_on_a_gpu_sizes_travel_beside_the_callers_stream() -> None:

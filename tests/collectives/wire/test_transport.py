@@ -32,7 +32,7 @@ def _uneven(_: None) -> bool:
     group = Group.of(None)
     outs = [torch.full_like(expected, 255) for _ in ranks]
     works = [
-        next(transport.all_to_all(out, values.add(n), takes, SPLITS[me], group, Meter()))
+        transport.all_to_all(out, values.add(n), takes, SPLITS[me], group, Meter())
         for n, out in enumerate(outs)
     ]
     for work in reversed(works):
@@ -51,7 +51,7 @@ def _gathered(_: None) -> list[int]:
         return []
     out = torch.zeros(4, dtype=torch.int64)
     mine = torch.tensor([10 * dist.get_rank(), 7])
-    next(transport.all_gather(out, mine, Group.of(group), Meter())).wait()
+    transport.all_gather(out, mine, Group.of(group), Meter()).wait()
     dist.destroy_process_group(group)
     return out.tolist()
 
@@ -75,7 +75,7 @@ def _posted(_: None) -> list[str]:
     out, values = torch.zeros(300, dtype=torch.uint8), torch.ones(300, dtype=torch.uint8)
     group = Group.of(None)
     with noting("irecv"), noting("isend"):
-        next(transport.all_to_all(out, values, [100] * 3, [100] * 3, group, Meter())).wait()
+        transport.all_to_all(out, values, [100] * 3, [100] * 3, group, Meter()).wait()
     assert out.equal(values)
     return posted
 

@@ -15,7 +15,7 @@ from hybridcomp.collectives.fused import adjacent
 from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.fused import blockint_macros
 from tests.codecs import arrays
-from tests.collectives.calls import all_reduce, reduce_scatter
+from tests.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher, emulated
 from tests.ranks import run_ranks
@@ -240,6 +240,90 @@ def test_which_shards_follow_each_other() -> None:
         assert adjacent(torch.split(flat, wrong)) is None
     assert adjacent([flat[:50], flat[50:].clone()]) is None
     assert adjacent([flat[:40], flat[50:90]]) is None
+
+
+def moved(numel: int, settings: dict[str, Any], kind: str, dtype: torch.dtype) -> list[Any]:
+    """What differs when shards are gathered and swapped by CPU kernels, and the launches."""
+    codec, rank, launcher = make_codec("blockint", **settings), dist.get_rank(), Counting()
+    world, found = dist.get_world_size(), list[Any]()
+    values = arrays.make(kind, world * numel, rank, dtype)
+    for name in ("all_gather", "all_to_all"):
+        results, meters, launcher.kernels = [], [Meter(), Meter()], []
+        for meter, kernels in zip(meters, (None, CudaKernels(launcher)), strict=True):
+            out = torch.full_like(values, 9)
+            with kernels_replaced(kernels) if kernels else nullcontext():
+                if name == "all_gather":
+                    all_gather(values[:numel], out, codec, None, meter=meter).wait()
+                else:
+                    all_to_all(out, values, codec, None, meter=meter).wait()
+            results.append(arrays.bits_of(out))
+        first, second = ((m.messages, m.wire_nbytes, m.used) for m in meters)
+        if first != second or not torch.equal(*results):
+            found.append((name, first, second))
+        found.append([kernel.removeprefix("blockint_") for kernel in launcher.kernels])
+    return found
+
+
+def many_moved(cases: list[tuple[int, dict[str, Any], str, torch.dtype]]) -> list[list[Any]]:
+    torch.set_num_threads(1)
+    return [moved(*case) for case in cases]
+
+
+def test_what_is_only_moved_takes_two_launches() -> None:
+    cases = [
+        (numel, settings, kind, dtype)
+        for numel, settings, kind in (
+            (2500, {"bits": 8}, "normal"), (1025, {"bits": 4}, "nonfinite"),
+            (33, {"bits": 4, "levels": "gaussian"}, "normal"),
+            (1101, {"bits": 3, "rotate": True}, "outliers"),
+        )
+        for dtype in VALUE_DTYPES
+    ]  # fmt: skip
+    for macros in {blockint_macros(BlockInt(**case[1])._setting) for case in cases}:
+        built(macros)
+    for found in run_ranks(3, many_moved, cases):
+        for case, launches in zip(cases, found, strict=True):
+            assert launches == [["encode", "decode"]] * 2, case
+
+
+def exchanged(dtype: torch.dtype) -> list[Any]:
+    """Parts of any length, also of none: whether bits and bytes are the same, and the launches."""
+    rank, codec, launcher = dist.get_rank(), make_codec("blockint", bits=4), Counting()
+    table = [[100, 0, 2000], [300, 33, 7], [0, 1025, 64]]
+    gives, takes = table[rank], [row[rank] for row in table]
+    values, found, meters = arrays.make("normal", sum(gives), rank, dtype), [], [Meter(), Meter()]
+    for meter, kernels in zip(meters, (None, CudaKernels(launcher)), strict=True):
+        out = values.new_full((sum(takes),), 9)
+        with kernels_replaced(kernels) if kernels else nullcontext():
+            all_to_all(
+                out, values, codec, None, meter=meter, in_splits=gives, out_splits=takes
+            ).wait()
+        found.append(arrays.bits_of(out))
+    first, second = ((m.messages, m.wire_nbytes, m.used) for m in meters)
+    return [torch.equal(*found), first == second, launcher.kernels]
+
+
+def test_parts_of_any_length_take_two_launches() -> None:
+    for macros in (f"HC_DTYPE={code}" for code in range(3)):
+        emulated("blockint_table.cu", "HC_BITS=4", macros)
+    for dtype in VALUE_DTYPES:
+        launches = ["blockint_table_encode", "blockint_table_decode"]
+        assert run_ranks(3, exchanged, dtype) == [[True, True, launches]] * 3
+
+
+def with_cuts(_: None) -> bool:
+    """Whether shards with cuts are taken for whole chunks."""
+    with (
+        kernels_replaced(CudaKernels(EmulatedLauncher())),
+        mock.patch("hybridcomp.collectives.moves.fused_all_gather") as fused,
+    ):
+        out, codec = torch.empty(2 * 64), make_codec("blockint", bits=8)
+        all_gather(torch.randn(64), out, codec, None, meter=Meter(), cuts=[32]).wait()
+    return fused.called or not bool(out.isfinite().all())
+
+
+def test_shards_with_cuts_go_step_by_step() -> None:
+    assert run_ranks(2, with_cuts, None) == [False, False]
 
 
 def test_messages_with_cuts_go_step_by_step() -> None:

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""What a message on a GPU costs the host, without a GPU.
+
+    python scripts/bench/bench_host.py
+    python scripts/bench/bench_host.py --megabytes 1 --dtype bf16 --profile all_gather
+
+Messages of tensor parallelism are so short that a training waits for what the host does for each:
+choose the codec, check, plan, allocate, launch, post, write down. All of that runs here as on a
+GPU, in a group whose messages arrive at once, with kernels whose launches do nothing. So it leaves
+out what the driver takes for a launch, torch for memory of a GPU, and NCCL for a message; the first
+two are in the rows `path` of `bench_gpu.py`.
+
+Microseconds are medians of rounds, each beside a round of `Tensor.copy_` of four values, whose
+time in the same run is printed: figures of two runs compare as multiples of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from bench.gpu_bench.messages import Messages, group_without_wire
+from hybridcomp.channels import codec_choice
+from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.collectives.wire.device_clock import SILENT
+from hybridcomp.kernels.cuda import CudaKernels
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ROUNDS, CALLS = 200, 20
+
+
+class Nowhere:
+    """A launcher of kernels that are not run."""
+
+    def launch(self, *_: object, **__: object) -> None:
+        """Nothing."""
+
+    def zeros(self, words: int) -> torch.Tensor:
+        """Zeros of the host."""
+        return torch.zeros(words, dtype=torch.int64)
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Codecs take the functions that launch, and no step is timed by the host's clock."""
+    kernels = CudaKernels(Nowhere())
+    with (
+        mock.patch("hybridcomp.kernels.kernels_of", lambda device: kernels),
+        mock.patch.object(codec_choice, "HOST", SILENT),
+        group_without_wire(),
+    ):
+        yield
+
+
+def measure(run: Callable[[], object], reference: Callable[[], object]) -> tuple[float, float]:
+    """``(microseconds of a call, how many times the reference that is)``; both medians."""
+    run()
+    found, ratios = [], []
+    for _ in range(ROUNDS):
+        times = []
+        for call in (reference, run):
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            times.append((time.perf_counter() - start) / CALLS)
+        found.append(times[1] * 1e6)
+        ratios.append(times[1] / times[0])
+    return statistics.median(found), statistics.median(ratios)
+
+
+def table(codec: Codec, numel: int, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Microseconds and multiples of a copy, by kind of message."""
+    values = torch.randn(numel).to(dtype)
+    target, source = torch.empty(4), torch.empty(4)
+    with as_on_a_gpu():
+        return {
+            name: measure(run, lambda: target.copy_(source))
+            for name, run in Messages(codec, values).kinds().items()
+        }
+
+
+def profile(codec: Codec, numel: int, dtype: torch.dtype, name: str) -> None:
+    """Print where the time of one kind of message goes."""
+    with as_on_a_gpu():
+        run = Messages(codec, torch.randn(numel).to(dtype)).kinds()[name]
+        with cProfile.Profile() as found:
+            for _ in range(100 * CALLS):
+                run()
+    pstats.Stats(found).sort_stats("tottime").print_stats(30)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=float, default=0.5, help="of a message (default 0.5)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--bits", type=int, default=4, help="of blockint (default 4)")
+    parser.add_argument("--json", type=Path, help="write the figures there as well")
+    parser.add_argument("--profile", metavar="KIND", help="profile one kind of message instead")
+    asked = parser.parse_args(argv)
+    dtype, codec = DTYPES[asked.dtype], make_codec("blockint", bits=asked.bits)
+    numel = int(asked.megabytes * (1 << 20)) // dtype.itemsize // 256 * 256
+    torch.set_num_threads(1)
+    if asked.profile:
+        profile(codec, numel, dtype, asked.profile)
+        return 0
+    found = table(codec, numel, dtype)
+    print(f"{codec}, {asked.megabytes:g} MB of {asked.dtype}, 8 ranks")
+    for name, (microseconds, times) in found.items():
+        print(f"{name:22} {microseconds:6.1f} us {times:7.1f} times copy_ of four values")
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""Messages as the patches send them: a codec is chosen, values are encoded, the ledger is written.
+
+In a group of RANKS of which only this rank is there, whose messages arrive at once: what is left is
+the work of this rank, on a GPU the host's to submit it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import Channels
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.codecs import Codec
+from hybridcomp.collectives.wire import transport
+from hybridcomp.config import CompressionConfig
+
+#: ranks of the group; this one is in their middle
+RANKS, ME = 8, 3
+#: dp keeps what it leaves out, tp does not; nothing is sampled, as in most steps
+BLOCK = {
+    "tp": {"codec": "blockint"},
+    "dp": {"codec": "blockint", "error_feedback": True},
+    "min_bytes": 0,
+    "ledger": {"sample_every": 0},
+}
+
+
+class _Done(dist.Work):
+    """A message that has arrived."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """At once."""
+        return True
+
+
+@contextmanager
+def group_without_wire() -> Iterator[None]:
+    """A default group of RANKS, and calls of torch.distributed that do nothing.
+
+    The group is torch's stand-in for tests, which would copy what is gathered.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    work = _Done()
+
+    def done(*_: object, **__: object) -> dist.Work:
+        return work
+
+    dist.init_process_group("fake", rank=ME, world_size=RANKS, store=FakeStore())
+    try:
+        with (
+            mock.patch.object(dist, "all_to_all_single", done),
+            mock.patch.object(transport, "all_gather_single", done),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Messages:
+    """A message of every kind with ``codec``; ``values`` (1-D) is what this rank holds.
+
+    Only inside of ``group_without_wire``. Buffers hold what was there before, which decodes as
+    fast.
+    """
+
+    def __init__(self, codec: Codec, values: Tensor) -> None:
+        self.codec, self.values = codec, values
+        channels = Channels(CompressionConfig.parse(BLOCK))
+        self.tp, self.dp = channels["tp"], channels["dp"]
+        self.out, self.shard = torch.empty_like(values), values[: values.numel() // RANKS].clone()
+        each = values.numel() // RANKS // 64 * 64
+        self.splits = [each, each - 64, each + 64] + [each] * (RANKS - 4)
+        self.splits.append(values.numel() - sum(self.splits))
+        self.pieces = [Piece("weight", 0, values.numel())]
+
+    def _chosen(self) -> Codec:
+        """What the policy takes time for; its answer is one codec for all."""
+        self.tp.codec(self.values.numel(), self.values.dtype, None)
+        return self.codec
+
+    def all_reduce(self) -> None:
+        """Of an activation."""
+        self.tp.all_reduce(
+            self.out, self._chosen(), None, raw_nbytes=self.values.nbytes
+        ).wait()  # fmt: skip
+
+    def all_reduce_feedback(self) -> None:
+        """Of a gradient, with error feedback."""
+        self.dp.all_reduce(
+            self.out, self._chosen(), None, raw_nbytes=self.values.nbytes, pieces=self.pieces
+        ).wait()
+
+    def all_gather(self) -> None:
+        """Of a sequence that was cut."""
+        self.tp.all_gather(
+            self.shard, self.out, self._chosen(), None, raw_nbytes=self.values.nbytes
+        ).wait()
+
+    def reduce_scatter(self) -> None:
+        """Of an activation whose sequence is cut behind it."""
+        shards = self.values.chunk(RANKS)
+        self.tp.reduce_scatter(
+            shards, self._chosen(), None, raw_nbytes=self.values.nbytes
+        ).wait()  # fmt: skip
+
+    def all_to_all(self) -> None:
+        """Of heads against tokens."""
+        self.tp.all_to_all(
+            self.out, self.values, self._chosen(), None, raw_nbytes=self.values.nbytes
+        ).wait()
+
+    def experts(self) -> None:
+        """Of tokens to experts, a different number to each rank."""
+        self.tp.all_to_all(
+            self.out, self.values, self._chosen(), None, raw_nbytes=self.values.nbytes,
+            out_splits=self.splits, in_splits=self.splits,
+        ).wait()  # fmt: skip
+
+    def kinds(self) -> dict[str, Callable[[], None]]:
+        """All of them, by name."""
+        return {
+            "all_reduce": self.all_reduce,
+            "all_reduce feedback": self.all_reduce_feedback,
+            "all_gather": self.all_gather,
+            "reduce_scatter": self.reduce_scatter,
+            "all_to_all": self.all_to_all,
+            "all_to_all uneven": self.experts,
+        }

@@ -1,0 +1,54 @@
+"""bench_host.py: what a message costs the host on a GPU, without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.paths import SCRIPTS
+
+KINDS = ["all_reduce", "all_reduce feedback", "all_gather", "reduce_scatter", "all_to_all"]
+KINDS.append("all_to_all uneven")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = importlib.import_module("bench.bench_host")
+    monkeypatch.setattr(module, "ROUNDS", 2)
+    monkeypatch.setattr(module, "CALLS", 2)
+    return module
+
+
+def test_every_kind_of_message_is_measured(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["--megabytes", "0.01", "--json", str(tmp_path / "host.json")]) == 0
+    found = json.loads((tmp_path / "host.json").read_text())
+    assert list(found) == KINDS
+    assert all(microseconds > 0 and times > 0 for microseconds, times in found.values())
+    out = capsys.readouterr().out
+    assert all(kind in out for kind in KINDS)
+
+
+def test_messages_take_as_many_launches_as_on_a_gpu(bench: Any) -> None:
+    """What is measured is the way of a GPU: three launches of an all-reduce, two of the others."""
+    counts = {}
+    for kind in KINDS:
+        with mock.patch.object(bench.Nowhere, "launch") as launch:
+            with bench.as_on_a_gpu():
+                codec = bench.make_codec("blockint", bits=4)
+                messages = bench.Messages(codec, bench.torch.randn(8192))
+                messages.kinds()[kind]()
+            counts[kind] = launch.call_count
+    assert counts == {kind: 3 if kind.startswith("all_reduce") else 2 for kind in KINDS}
+
+
+def test_a_profile(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--megabytes", "0.01", "--profile", "all_gather"]) == 0
+    assert "fused_all_gather" in capsys.readouterr().out
