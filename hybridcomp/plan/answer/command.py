@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridcomp.errors import ConfigError, HybridcompError
@@ -58,12 +58,23 @@ def _run(options: argparse.Namespace) -> int:
     offload = options.offload or any(plan.layout.offload for plan in found.plans)
     for line in missing(cluster, offload, options.engine):
         print(f"note: {options.cluster} says {line}")
-    for note in (files.left_to_script(best, options.command),
+    for note in (*without_effect(options, cluster),
+                 files.left_to_script(best, options.command),
                  files.unknown_places(best, options.command, cluster)):  # fmt: skip
         if note:
             print(f"note: {note}")
     _draw(options, found, cluster)
     return 0
+
+
+def without_effect(options: argparse.Namespace, cluster: Cluster) -> Iterator[str]:
+    """Options that change nothing about these plans, a sentence each."""
+    if options.offload and options.engine != "deepspeed":
+        yield f"--offload has no effect: plans of {options.engine} have no optimizer on the host"
+    elif options.offload and cluster.on_cpu:
+        yield "--offload has no effect: a CPU is its own host, and --fix offload=true insists"
+    if options.own_cuts and options.engine != "deepspeed":
+        yield f"--own-cuts has no effect: {options.engine} builds none of them"
 
 
 def _look(options: argparse.Namespace) -> None:

@@ -162,6 +162,20 @@ def test_bad_input_is_one_sentence(
     assert said in error and error.count("\n") == 1
 
 
+def test_options_without_effect_are_said(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--engine", "megatron", "--offload", "--own-cuts", "ring"]) == 0
+    said = capsys.readouterr().out
+    assert "note: --offload has no effect: plans of megatron have no optimizer" in said
+    assert "note: --own-cuts has no effect: megatron builds none of them" in said
+    assert cli.main([*words, "--offload"]) == 0
+    assert "no effect" not in capsys.readouterr().out
+    (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "device": "a CPU"}))
+    assert cli.main([*words, "--offload"]) == 0
+    assert "note: --offload has no effect: a CPU is its own host" in capsys.readouterr().out
+
+
 def test_a_plan_that_is_nowhere_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--check", ".", "--plan", str(tmp_path / "none.json")]) == 2
     assert "none.json: No such file or directory" in capsys.readouterr().err
