@@ -39,6 +39,11 @@ class BlockSize:
         return cls(batch, length, width, width // count)
 
     @property
+    def parameters(self) -> int:
+        """Values of its matrices."""
+        return 12 * self.width**2
+
+    @property
     def flops(self) -> float:
         """FLOP of forward, as torch's FlopCounter has them: a masked product counts as a whole."""
         tokens = self.batch * self.length

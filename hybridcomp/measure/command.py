@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -44,13 +45,10 @@ def run(options: argparse.Namespace) -> int:
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         print(HOW, end="")
         return NOT_STARTED
-    if not options.seconds > 0:
-        raise ConfigError("--seconds", options.seconds, "expected a number above 0")
-    blocks = [BlockSize.parse(text) for text in options.block]
-    device = _device(options)
+    device, blocks = _device(options), _looked_at(options)
     mine = not dist.is_initialized()
     if mine:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        _meet(device)
     try:
         given: int | None = options.ranks_per_node
         hierarchy: Hierarchy = "auto" if given is None else given
@@ -68,6 +66,30 @@ def run(options: argparse.Namespace) -> int:
         if mine:
             dist.destroy_process_group()
     return 0
+
+
+def _looked_at(options: argparse.Namespace) -> list[BlockSize]:
+    """The blocks; what would be seen only behind the measurement is refused. Raises ConfigError."""
+    if not 0 < options.seconds < math.inf:
+        raise ConfigError("--seconds", options.seconds, "expected a number above 0")
+    if options.ranks_per_node is not None and options.ranks_per_node < 1:
+        raise ConfigError("--ranks-per-node", options.ranks_per_node, "expected 1 or more")
+    folder = options.out.absolute().parent
+    if os.environ["RANK"] == "0":  # which writes it
+        if options.out.is_dir():
+            raise ConfigError("--out", str(options.out), "expected a file, and it is a folder")
+        if not os.access(folder, os.W_OK):
+            raise ConfigError("--out", str(options.out), f"{folder} is no folder to write into")
+    return [BlockSize.parse(text) for text in options.block]
+
+
+def _meet(device: torch.device) -> None:
+    """Start torch.distributed. Raises HybridcompError where the launcher did not say how."""
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    except (ValueError, RuntimeError) as error:  # torch's own are RuntimeErrors
+        said = str(error).partition("\n")[0]
+        raise HybridcompError(f"the ranks cannot meet: {said}; start it by a launcher") from error
 
 
 def _device(options: argparse.Namespace) -> torch.device:

@@ -54,7 +54,8 @@ def _links(cluster: Cluster) -> Iterator[str]:
                 rows = [r for r in cluster.links if (r.operation, r.ranks, r.nodes) ==
                         (operation, ranks, nodes)]  # fmt: skip
                 if rows:
-                    cells.append(f"{operation} {_rate(cluster, operation, ranks, nodes)}")
+                    cells.append(f"{operation} {_rate(cluster, operation, ranks, nodes)}"
+                                 f"{_reach(max(row.nbytes for row in rows))}")  # fmt: skip
         yield f"{ranks} ranks {place}, {MESSAGE >> 20} MiB: {', '.join(cells)}"
 
 
@@ -62,6 +63,13 @@ def _rate(cluster: Cluster, operation: Operation, ranks: int, nodes: int) -> str
     alone = cluster.seconds(operation, MESSAGE, ranks, nodes)
     busy = cluster.seconds(operation, MESSAGE, ranks, nodes, computing=True)
     return f"{milliseconds(alone)} ms (others at work: {milliseconds(busy)})"
+
+
+def _reach(longest: int) -> str:
+    """What is said where a message of the stated size was left out; ``longest``: that was not."""
+    if longest >= MESSAGE:
+        return ""
+    return f" (from messages of up to {longest} bytes; longer ones would have taken too long)"
 
 
 def milliseconds(figure: Figure) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from hybridcomp.devices import device_name
+from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
 from hybridcomp.measure.block import BlockSize
 from hybridcomp.measure.channels import channel_rows
@@ -29,6 +30,8 @@ UNTIL = {
     "kernels": 0.12, "codecs": 0.24, "hosts": 0.26, "copies": 0.27, "messages": 0.34,
     "channels": 0.42, "links": 0.64, "trainings": 1.0,
 }  # fmt: skip
+#: of a block's value at least: its weight and its gradient, in fp32
+BLOCK_NBYTES = 8.0
 Row = TypeVar("Row", Coding, Copy)
 
 
@@ -51,6 +54,7 @@ def measure(
     """
     with on_device(device):
         team = Team(device, discover(hierarchy))
+        _check_room(team, blocks)
         clock, budget = clock_for(device), Budget(seconds, team)
         kernels = kernel_rows(
             team, clock, budget.part(UNTIL["kernels"], "what each rank computes"), blocks
@@ -72,6 +76,17 @@ def measure(
         spent = budget.spent()
         say(f"{spent:5.1f} s: done")
         return replace(cluster, made=made(team, spent, dtype))
+
+
+def _check_room(team: Team, blocks: Sequence[BlockSize]) -> None:
+    """Raise ConfigError, on all ranks, where one has not the memory for a block; a collective."""
+    of_rank = team.nodes.of_rank
+    own = memory_nbytes(team.device, of_rank.count(of_rank[team.rank]))
+    for block in blocks:
+        needed = BLOCK_NBYTES * block.parameters
+        if team.most([float(0 < own < needed)])[0]:
+            todo = f"its weights and gradients take {needed / 1e9:.3g} GB, more than a rank has"
+            raise ConfigError("--block", block.told(), todo)
 
 
 def _linked(team: Team, clock: Clock, budget: Budget, cluster: Cluster, dtype: str) -> Cluster:

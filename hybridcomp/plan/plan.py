@@ -16,7 +16,7 @@ from hybridcomp.plan.layout import Layout
 #: what memory of a rank goes to
 MEMORY_KINDS = (
     "weights", "gradients", "optimizer", "gathered", "activations", "residuals", "references",
-    "payloads", "host",
+    "payloads", "keys", "host",
 )  # fmt: skip
 
 
@@ -146,6 +146,10 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """What ``to_json`` wrote. Raises HybridcompError for another version or a missing key."""
+        if not isinstance(data, Mapping):
+            raise HybridcompError(
+                f"plan: {type(data).__name__}; expected what hybridcomp plan wrote"
+            )
         if data.get(FORMAT) != VERSION:
             raise HybridcompError(
                 f"plan: version {data.get(FORMAT)!r}; expected {VERSION}; run hybridcomp plan "
@@ -163,8 +167,9 @@ class Plan:
                 blocks=tuple(data["blocks"]) if "blocks" in data else None,
                 machines=tuple((node, device) for node, device in data.get("machines", ())),
             )
-        except (KeyError, TypeError) as error:
-            raise HybridcompError(f"plan: {error}; expected what hybridcomp plan wrote") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise HybridcompError(f"plan: {said}; expected what hybridcomp plan wrote") from None
 
     def write(self, path: Path) -> None:
         """Write ``plan.json``."""
@@ -177,7 +182,10 @@ class Plan:
             data = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise HybridcompError(f"{path}: {error}; expected what hybridcomp plan wrote") from None
-        return cls.from_json(data)
+        try:
+            return cls.from_json(data)
+        except HybridcompError as error:
+            raise HybridcompError(f"{path}: {error}") from None
 
 
 _NAMES = ("model", "cluster", "budget", "length", "dtype", "engine")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from hybridcomp.errors import ConfigError
+from hybridcomp.plan import decided
 from hybridcomp.plan.engines import OWN_CUTS
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.plan import Plan
@@ -69,12 +70,12 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Refuse what names nothing. Raises ConfigError."""
-        known = set(Layout.__dataclass_fields__)
         for name, value in self.fixed.items():
-            if name not in known:
-                raise ConfigError(
-                    f"fixed.{name}", value, f"expected one of {', '.join(sorted(known))}"
-                )
+            decided.check(name, value)
+        for name, least in (("ranks", 1), ("most_micro_batch", 1), ("keep", 1)):
+            found = getattr(self, name)
+            if found is not None and found < least:
+                raise ConfigError(name, found, f"expected {least} or more")
         for name in self.own:
             if name not in OWN_CUTS:
                 raise ConfigError("own", name, f"expected some of {', '.join(OWN_CUTS)}")

@@ -8,6 +8,8 @@ Each rank is a host of its own for NCCL, so they talk over sockets, at about 14 
 layout run side by side and take turns, a few steps each: every turn is held against native bf16's
 of the same round. "compute" is native training whose messages are cut to a few elements: what a
 step takes without a wire. Records are appended to --out as they come; several calls may share it.
+With --resume a call makes only the rounds that are missing there, and ends with status 75 where
+--budget was over before all of them were made: the same command goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ from bench.training_bench.gpu_session import Book, Plan, Session
 
 #: a layout, which of its parts, and the arms that run side by side
 Part = tuple[str, int, list[Arm]]
-EVERY = ["dp2", "zero1", "zero2", "zero3", "tp2", "pp2", "dp2pp2", "tp2pp2", "asymmetric", "3d"]
+#: exit status where --resume has more to do, sysexits.h's "try again later"
+TIME_IS_UP = 75
+#: seconds that a part takes to start, and to make its first round
+START_S = 100.0
+EVERY = list(gpu_cells.MEASURED)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,6 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--beside", type=int, metavar="N",
         help="arms at once, two of them native; default: what 80 GB hold at 85M")  # fmt: skip
     add("--budget", type=float, default=3600.0, metavar="S", help="no round begins after this")
+    add("--resume", action="store_true", help="only rounds that --out does not have")
     add("--timeout", type=float, default=120.0, metavar="S", help="of a start or a turn")
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
     add("--out", type=Path, default=Path("runs/gpu/speed.jsonl"), metavar="FILE")
@@ -122,12 +129,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 built.wait(asked.timeout)
             built.kill()
-        for layout, number, arms in asked.plan:
-            if time.monotonic() > deadline:
-                _say(f"{layout}, part {number}: no time left")
+        return _measure(asked, session, book, deadline)
+
+
+def _measure(asked: argparse.Namespace, session: Session, book: Book, deadline: float) -> int:
+    """All parts, one after the other; the exit status."""
+    over = True
+    for layout, number, arms in asked.plan:
+        first = 0
+        if asked.resume:
+            first = book.rounds(asked.size, layout, [arm.name for arm in arms])
+            if first >= asked.rounds:
+                _say(f"{layout}, part {number}: is there")
                 continue
-            session.run(layout, arms, number)
-    return 0
+        if time.monotonic() + START_S * asked.resume > deadline:
+            _say(f"{layout}, part {number}: no time left")
+            over = False
+            continue
+        over = session.run(layout, arms, number, first) and over
+    return 0 if over or not asked.resume else TIME_IS_UP
 
 
 def _build(arms: list[Arm], cpu: bool, folder: Path) -> subprocess.Popen[bytes] | None:

@@ -28,6 +28,8 @@ import one_gpu
 from bench.training_bench import forked, gpu_losses
 from bench.training_bench.forked import Job, JobError
 
+#: exit status where --budget was over first: the same command goes on with what is not over
+TIME_IS_UP = 75
 #: seconds of --budget that are kept for what comes after the last step
 RESERVE_S = 25.0
 
@@ -66,14 +68,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where a training failed."""
+    """Returns the exit status: 1 where a training failed, TIME_IS_UP where some are not over."""
     asked = parse(arguments)
     began = time.monotonic()
     os.environ.update(forked.environment(not asked.cpu))
     context = forked.server(asked.timeout, _say)
     cases = [case for case in gpu_losses.cases_of(asked) if not case.finished(asked.out)]
     running: dict[gpu_losses.Case, Job] = {}
-    failed = 0
+    failed, time_is_up = 0, False
     try:
         while cases or running:
             while cases and len(running) < asked.beside:
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             left = began + asked.budget - time.monotonic()
             if left <= 0:
                 _say(f"time is up: {len(running)} trainings are ended, {len(cases)} never began")
+                time_is_up = True
                 break
             for case in _heard(running, min(left, 5.0)):
                 if case in running:
@@ -93,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gpu_losses.keep(case, asked, finished=False)
             job.close()
     _say(f"over after {time.monotonic() - began:.1f} s")
-    return int(failed > 0)
+    return 1 if failed else TIME_IS_UP if time_is_up else 0
 
 
 def _too_slow(

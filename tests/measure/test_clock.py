@@ -57,6 +57,7 @@ def test_events_time_what_the_device_does() -> None:
     device = torch.device("cuda", 0)
     values = torch.randn(4096, 4096, device=device)
     clock = DeviceClock(device)
+    clock.seconds(lambda: values @ values)  # loads cuBLAS, for longer than a product takes
     one, ten = clock.seconds(lambda: values @ values), clock.seconds(lambda: values @ values, 10)
     assert 0.2 < one / ten < 5
     seconds, left = clock.beside(lambda: values @ values, lambda: values @ values, ten, ten)

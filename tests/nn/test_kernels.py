@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hybridcomp.nn.context import blocks, kernels
 from hybridcomp.nn.context.blocks import Mask
 
 LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
@@ -20,20 +22,26 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize(
+    "dtype, kind",
+    [*((dtype, "efficient") for dtype in LIMITS), *((dtype, "flash") for dtype in HALVES)],
+)
 @pytest.mark.parametrize("heads, kept, width", [(4, 4, 64), (6, 2, 20), (2, 1, 128)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernels_are_plain_torch(
-    dtype: torch.dtype, heads: int, kept: int, width: int, causal: bool
+    dtype: torch.dtype, kind: kernels.Kind, heads: int, kept: int, width: int, causal: bool
 ) -> None:
-    """Two blocks put together, and their gradients by the logarithms of both."""
+    """Two blocks put together, and their gradients by the logarithms of both.
+
+    The efficient kernel in 16 bits too, which GPUs before Ampere and wide heads take.
+    """
     length, scale, device = 70, width**-0.5, "cuda"
     q = drawn((2, heads, length, width), dtype, device, 0)
     k = drawn((2, kept, 2 * length, width), dtype, device, 1)
     v = drawn((2, kept, 2 * length, width), dtype, device, 2)
     grad = drawn((2, heads, length, width), dtype, device, 3)
-    kind = kernels.kind_of(q, v, masked=False)
-    assert kind == ("efficient" if dtype == torch.float32 else "flash")
+    if kind == "flash" and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("no flash kernel before Ampere")
     parts = [(slice(0, length), Mask(causal)), (slice(length, 2 * length), Mask(False))]
 
     def both(wide: torch.dtype, kind: kernels.Kind) -> list[Tensor]:
@@ -81,6 +89,37 @@ def test_which_kernel_a_gpu_has(
 def test_a_cpu_computes_plainly() -> None:
     q = torch.zeros(1, 1, 4, 8, dtype=torch.bfloat16)
     assert kernels.kind_of(q, q, masked=False) == "plain"
+
+
+@pytest.mark.parametrize("width", [16, 20])
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_the_efficient_kernel_gets_the_heads_of_a_token_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, width: int, by_tokens: bool
+) -> None:
+    """It computes where a row of the context lies, and takes no stride: a stretch of the rows too,
+    and one whose heads were filled up.
+    """
+    seen: list[Tensor] = []
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object, **_: object) -> Any:
+        out = rest[1]
+        assert isinstance(out, Tensor)
+        seen.append(out)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
+
+    name = "_scaled_dot_product_efficient_attention_backward"
+    monkeypatch.setattr(torch.ops.aten, name, backward)
+    shape = (2, 12, 3, width) if by_tokens else (2, 3, 12, width)
+    whole = drawn(shape, torch.bfloat16, "cpu", 0)
+    out = (whole.transpose(1, 2) if by_tokens else whole)[:, :, 4:]
+    q = drawn((2, 3, 8, width), torch.bfloat16, "cpu", 1)
+    logs = torch.zeros(2, 3, 8)
+    found = kernels.backward(q, q, q, q, out, logs, logs, Mask(True), 1.0, "efficient")
+    assert [one.shape for one in found] == [q.shape] * 3
+    (given,) = seen
+    filled = given.shape[3]
+    assert filled % kernels.STEP == 0 and given.stride()[1:] == (filled, 3 * filled, 1)
+    assert torch.equal(given[..., :width], out) and not given[..., width:].any()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])

@@ -93,6 +93,7 @@ def backward(
         )  # fmt: skip
     else:
         k, v = (_expanded(values, heads) for values in (k, v))
+        out = _by_tokens(out)
         padded = F.pad(logs, (0, -logs.shape[2] % ROWS), value=torch.inf).contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
@@ -115,6 +116,19 @@ def _padded(values: Tensor) -> Tensor:
     if missing:
         return F.pad(values, (0, missing))
     return values if values.stride(-1) == 1 else values.contiguous()
+
+
+def _by_tokens(out: Tensor) -> Tensor:
+    """A context (B, H, S, D) in whose memory the heads of a token lie side by side.
+
+    The efficient kernel for 16-bit values takes that for granted (``o_strideM`` in torch's
+    ``mem_eff_attention/kernel_backward.h``): of any other context it reads the rows of other heads.
+    Its own forward pass gives such a one, which ``_padded`` does not keep.
+    """
+    heads, width = out.shape[1], out.shape[3]
+    if out.stride()[1:] == (width, heads * width, 1):
+        return out
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _expanded(values: Tensor, heads: int) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.plan.answer import files
+from hybridcomp.plan.answer.base import Base, base_of
 from hybridcomp.plan.answer.report import answer, duration, size
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
@@ -24,12 +25,22 @@ PICTURE, FOUND = "plan.png", "plans.json"
 
 def run(options: argparse.Namespace) -> int:
     """Plan, or check; returns the exit status: 1 where a check missed. Raises HybridcompError."""
+    try:
+        return _run(options)
+    except OSError as error:  # of files that are read or written anywhere below
+        where = error.filename or "a file"
+        raise HybridcompError(f"{where}: {error.strerror or error}; name another one") from error
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.check is not None:
         return _check(options)
     for name in ("model", "samples", "length"):
         if getattr(options, name) is None:
             shown = "MODEL" if name == "model" else f"--{name}"
             raise ConfigError(shown, None, "needed; see hybridcomp plan --help")
+    _look(options)
+    base = base_of(options.base, options.engine)
     cluster = cluster_file.read(options.cluster)
     found = _search(options, cluster)
     if not found.plans:
@@ -38,20 +49,46 @@ def run(options: argparse.Namespace) -> int:
         print(line)
     best = found.plans[0]
     if options.tries:
-        best = _tried(options, found, cluster)
-    base = files.base_of(options.base, options.engine)
+        best = _tried(options, found, cluster, base)
     written = files.write(best, cluster, options.out, base, options.command)
     every = options.out / FOUND
     every.write_text(json.dumps([plan.to_json() for plan in found.plans], indent=1) + "\n")
     print(f"start it with {options.out / files.START_FILE}; written: "
           f"{', '.join(str(path.name) for path in [*written, every])}")  # fmt: skip
     offload = options.offload or any(plan.layout.offload for plan in found.plans)
-    for line in missing(cluster, offload):
+    for line in missing(cluster, offload, options.engine):
         print(f"note: {options.cluster} says {line}")
-    if left := files.left_to_script(best, options.command):
-        print(f"note: {left}")
+    for note in (*without_effect(options, cluster),
+                 files.left_to_script(best, options.command),
+                 files.unknown_places(best, options.command, cluster)):  # fmt: skip
+        if note:
+            print(f"note: {note}")
     _draw(options, found, cluster)
     return 0
+
+
+def without_effect(options: argparse.Namespace, cluster: Cluster) -> Iterator[str]:
+    """Options that change nothing about these plans, a sentence each."""
+    if options.offload and options.engine != "deepspeed":
+        yield f"--offload has no effect: plans of {options.engine} have no optimizer on the host"
+    elif options.offload and cluster.on_cpu:
+        yield "--offload has no effect: a CPU is its own host, and --fix offload=true insists"
+    if options.own_cuts and options.engine != "deepspeed":
+        yield f"--own-cuts has no effect: {options.engine} builds none of them"
+
+
+def _look(options: argparse.Namespace) -> None:
+    """Refuse what would be seen only behind the search. Raises ConfigError."""
+    from hybridcomp.plan.answer.trial import NO_COMMAND
+
+    if options.tries < 0:
+        raise ConfigError("--try", options.tries, "expected 1 or more, or leave it out")
+    if options.tries and not options.command:
+        raise ConfigError("--try", "no command", NO_COMMAND)
+    if options.plan is not None:
+        raise ConfigError("--plan", str(options.plan), "goes with --check RUN")
+    if options.out.exists() and not options.out.is_dir():
+        raise ConfigError("--out", str(options.out), "expected a folder, and it is a file")
 
 
 def _search(options: argparse.Namespace, cluster: Cluster) -> Found:
@@ -78,12 +115,12 @@ def _search(options: argparse.Namespace, cluster: Cluster) -> Found:
     )  # fmt: skip
 
 
-def _tried(options: argparse.Namespace, found: Found, cluster: Cluster) -> Plan:
+def _tried(options: argparse.Namespace, found: Found, cluster: Cluster, base: Base) -> Plan:
     """The fastest of the best plans, on the machines."""
     from hybridcomp.plan.answer.trial import tried
 
     plans = found.plans[: options.tries]
-    done = tried(plans, cluster, options.command, options.out, options.base)
+    done = tried(plans, cluster, options.command, options.out, base)
     best = done[0]
     number = plans.index(best.plan) + 1
     print(f"plan {number} is the fastest of those that ran: {duration(best.seconds)} a step")
@@ -104,7 +141,8 @@ def _draw(options: argparse.Namespace, found: Found, cluster: Cluster) -> None:
     """The picture, where matplotlib is there; a plan is none the worse without."""
     from hybridcomp.plan.answer.picture import draw
 
-    limit = options.memory * min(rank.nbytes for rank in cluster.ranks)
+    known = [rank.nbytes for rank in cluster.ranks if rank.nbytes]
+    limit = options.memory * min(known, default=0)
     title = f"{found.plans[0].model} on {cluster.world_size} ranks, budget {found.plans[0].budget}"
     try:
         draw(found.plans[:SHOWN], limit, options.out / PICTURE, title)

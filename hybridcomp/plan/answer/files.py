@@ -12,15 +12,17 @@ Beside each of them ``plan.json``, which the block names, and ``start.sh``.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridcomp.compare.launch import fill
-from hybridcomp.config import BLOCK, read_source
+from hybridcomp.config import BLOCK
 from hybridcomp.config.planned import PLANNED
-from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.errors import HybridcompError
+from hybridcomp.plan.answer.base import Base
 from hybridcomp.plan.engines import (
     RECOMPUTE_REASONS,
     block_chunks,
@@ -35,10 +37,10 @@ from hybridcomp.rules.neox import EXTRA
 PLAN_FILE, START_FILE = "plan.json", "start.sh"
 CONFIGS = {"deepspeed": "ds_config.json", "megatron": "megatron_args.txt", "neox": "neox.yml"}
 BLOCK_FILE = "compression.json"
+#: of a launcher, where nobody looks for a free one: torch's own default
+PORT = "29500"
 #: what stands where the user has not said what to start
 SCRIPT = "SCRIPT"
-#: the user's own configuration of an engine
-Base = Mapping[str, Any]
 
 
 def write(
@@ -73,7 +75,9 @@ def write(
         (folder / BLOCK_FILE).write_text(json.dumps(block, indent=2) + "\n")
         written.append(folder / BLOCK_FILE)
     start = folder / START_FILE
-    words = filled(command, plan, cluster, folder) if command else general(plan, cluster, folder)
+    words = general(plan, cluster, folder)
+    if command:
+        words = filled(command, plan, cluster, folder)
     start.write_text(f"#!/bin/sh\n# {plan.layout}, planned for {plan.model}\nexec {words}\n")
     start.chmod(0o755)
     return [*written, start]
@@ -270,21 +274,15 @@ def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
 
 def filled(command: Sequence[str], plan: Plan, cluster: Cluster, folder: Path) -> str:
     """``command`` for this plan, ``{tensor}``, ``{config}`` and so on filled in (``places``)."""
-    return " ".join(shlex.quote(word) for word in fill(command, places(plan, cluster, folder)))
+    values = {**places(plan, cluster, folder), "{folder}": str(folder.resolve()), "{port}": PORT}
+    return " ".join(shlex.quote(word) for word in fill(command, values))
 
 
-def base_of(path: Path | None, engine: str) -> Base:
-    """The user's own configuration. Raises ConfigError where it is none for ``engine``."""
-    if path is None:
-        return {}
-    if engine == "megatron":
-        raise ConfigError("--base", str(path), "Megatron takes arguments, not a file; leave it out")
-    if path.suffix in (".yml", ".yaml"):
-        import yaml  # comes with GPT-NeoX, whose files these are
-
-        try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError("--base", str(path), " ".join(str(error).split())) from None
-        return {str(key).replace("-", "_"): value for key, value in dict(found or {}).items()}
-    return read_source(path)
+def unknown_places(plan: Plan, command: Sequence[str], cluster: Cluster) -> str:
+    """What looks like a place in ``command`` and is none, in a sentence; "" for nothing."""
+    known = [*places(plan, cluster, Path()), "{folder}", "{port}"]
+    found = dict.fromkeys(re.findall(r"\{[a-z_]+\}", " ".join(command)))
+    left = [place for place in found if place not in known]
+    if not left:
+        return ""
+    return f"{', '.join(left)} in the command is left as it is; filled in are {', '.join(known)}"

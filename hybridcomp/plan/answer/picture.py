@@ -11,7 +11,8 @@ from hybridcomp.plan.answer.report import codecs
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Span
 
 #: distinct for colour-blind readers too (Okabe and Ito)
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000",
+           "#F0E442")  # fmt: skip
 #: rows of the timeline that can still be read
 ROWS = 24
 #: inches

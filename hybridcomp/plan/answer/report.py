@@ -138,8 +138,9 @@ def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Memory by kind, and bytes by dimension beside what native sends, of one plan."""
     told = plan.prediction
     kinds = [f"{kind} {size(told.memory[kind])}" for kind in MEMORY_KINDS if told.memory.get(kind)]
-    limit = min(rank.nbytes for rank in cluster.ranks) if cluster.ranks else 0
-    yield f"memory of the fullest rank: {', '.join(kinds)} (its device has {size(limit)})"
+    known = [rank.nbytes for rank in cluster.ranks if rank.nbytes]
+    has = f"its device has {size(min(known))}" if known else "nobody knows what its device has"
+    yield f"memory of the fullest rank: {', '.join(kinds)} ({has})"
     for name, sent in told.nbytes.items():
         native = told.native_nbytes.get(name, sent)
         if sent:

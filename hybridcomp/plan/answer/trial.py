@@ -13,6 +13,7 @@ from hybridcomp.compare.reading import read_runs
 from hybridcomp.compare.runs import WARM_UP, CompareError
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.answer import files
+from hybridcomp.plan.answer.base import Base
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
 
@@ -28,6 +29,7 @@ DECIDED = {
     "slices": ("{slices}",),
     "context_way": ("{context_way}",),
 }
+NO_COMMAND = "expected -- and the command of a training behind it, such as -- deepspeed ..."
 RECORD = "HYBRIDCOMP_RECORD"
 LOG, LEDGER = "loss.jsonl", "ledger.jsonl"
 
@@ -49,8 +51,7 @@ class Tried:
 def check_command(command: Sequence[str], plans: Sequence[Plan]) -> None:
     """Raise ConfigError where the plans differ in what ``command`` does not take from them."""
     if not command:
-        todo = "expected -- and the command of a training behind it, such as -- deepspeed ..."
-        raise ConfigError("--try", "no command", todo)
+        raise ConfigError("--try", "no command", NO_COMMAND)
     text = " ".join(command)
     engine = plans[0].engine
     place = "{block}" if engine == "megatron" else "{config}"
@@ -79,7 +80,7 @@ def tried(
     cluster: Cluster,
     command: Sequence[str],
     out: Path,
-    base: Path | None,
+    base: Base,
     say: Callable[[str], object] = print,
 ) -> list[Tried]:
     """Run ``command`` for each plan, one after the other; the fastest first.
@@ -94,7 +95,7 @@ def tried(
         folder = (out / f"try{number}").resolve()
         say(f"trying {number} of {len(plans)}: {plan.layout}")
         try:
-            seconds = _run(plan, cluster, command, folder, files.base_of(base, plan.engine))
+            seconds = _run(plan, cluster, command, folder, base)
         except CompareError as error:
             failed.append(f"plan {number} ({plan.layout}): {error}")
             say(f"  failed: {str(error).splitlines()[-1]}")
@@ -107,9 +108,7 @@ def tried(
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _run(
-    plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, base: files.Base
-) -> float:
+def _run(plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, base: Base) -> float:
     """Median seconds a step of one training. Raises CompareError."""
     files.write(plan, cluster, folder, base, command, folder / LEDGER)
     values = files.places(plan, cluster, folder)

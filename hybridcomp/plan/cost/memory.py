@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.prices import MIN_BYTES
 from hybridcomp.plan.cost.schedule import in_flight
 from hybridcomp.plan.cost.work import LIVE, Stage, Work
 from hybridcomp.plan.layout import Layout
@@ -75,9 +76,9 @@ def _kept(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
 
 
 def kept_by_codecs(job: Job, layout: Layout, stage: Stage, choices: Choices) -> dict[str, float]:
-    """Residuals of error feedback, references of deltas, and buffers of payloads."""
+    """Residuals of error feedback, references of deltas, buffers of payloads, keys of a ring."""
     values = stage.dense + stage.experts
-    found = {"residuals": 0.0, "references": 0.0}
+    found = {"residuals": 0.0, "references": 0.0, "keys": _sealed(job, layout, stage, choices)}
     gradients, parameters = choices["dp", "forward"], choices["zero", "forward"]
     if gradients.error_feedback and stage.reduce + stage.micro:
         local = job.nodes(layout, "replicas")
@@ -98,6 +99,26 @@ def kept_by_codecs(job: Job, layout: Layout, stage: Stage, choices: Choices) -> 
                 largest = max(largest, 2 * numel * choice.bits(item.dtype) / 8)
     found["payloads"] = largest
     return found
+
+
+def _sealed(job: Job, layout: Layout, stage: Stage, choices: Choices) -> float:
+    """Encoded keys and values that their owner keeps for the backward pass of a ring.
+
+    Native ones are there anyway; layers that run forward twice encode theirs again.
+    """
+    choice = choices["cp", "forward"]
+    if choice.native or layout.context == 1 or layout.context_way != "ring":
+        return 0.0
+    held = [
+        sum(layer.forward.ring) for number, layer in stage.layers
+        if number not in layout.recomputed
+    ]  # fmt: skip
+    values = sum(numel for numel in held if numel * job.dtype.itemsize >= MIN_BYTES)
+    index = stage.rank // layout.ranks_per_stage
+    flying = in_flight(
+        index, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
+    )
+    return values * choice.bits(job.dtype) / 8 * flying / layout.virtual
 
 
 def _grows(job: Job, layout: Layout) -> bool:

@@ -212,9 +212,10 @@ class Cluster:
                 return curve.at(size)
         rate = self.ranks[rank].flops.get(dtype) if by_flops else None
         if rate is None:
+            listed = ", ".join(sorted(self.ranks[rank].flops)) or "none"
             raise HybridcompError(
                 f"the cluster has no figure for {kind} in {dtype} on rank {rank}: measure it "
-                "again, or describe it"
+                f"again, or describe it; it has matrix products in: {listed}"
             )
         return rate.inverse(size)
 
@@ -295,5 +296,6 @@ def _coding(
                 return found
     listed = ", ".join(sorted({key[0] for key in table})) or "none"
     raise HybridcompError(
-        f"the cluster has no figure for {setting} of {dtype} ({direction}); it has: {listed}"
+        f"the cluster has no figure for {setting} of {dtype} ({direction}); it has: {listed}; "
+        "measure it again, describe it, or leave that codec out of the budget"
     )

@@ -10,27 +10,66 @@ from hybridcomp.plan.machines.rows import LeftOut
 AGAIN = "run `hybridcomp measure` again"
 
 
-def missing(cluster: Cluster, offload: bool = True) -> Iterator[str]:
+def missing(cluster: Cluster, offload: bool = True, engine: str = "deepspeed") -> Iterator[str]:
     """What is not in the file, and what stands for it, in a sentence each.
 
-    ``offload``: whether copies between device and host matter.
+    Args:
+        offload: whether copies between device and host matter.
+        engine: whose small trainings matter.
     """
+    yield from _of_messages(cluster)
+    yield from _of_devices(cluster, engine)
+    if offload:
+        yield from _of_hosts(cluster)
+
+
+def _of_messages(cluster: Cluster) -> Iterator[str]:
     if cluster.world_size > 1 and not cluster.channels and not cluster.by_hand:
         yield (
             "no messages of tp, pp, ep and cp through their channels: those of collectives alone "
             f"stand for them; {AGAIN}"
         )
     yield from _left_out(cluster.left_out)
-    if offload and not cluster.codes_on_host:
+
+
+def _of_devices(cluster: Cluster, engine: str) -> Iterator[str]:
+    if not all(rank.nbytes for rank in cluster.ranks):
+        yield (
+            "nothing about the memory of some ranks: no plan is refused for what it needs there; "
+            f"{AGAIN}, or write it into the ranks"
+        )
+    kinds = {row.kind for row in cluster.kernels}
+    if "elementwise" not in kinds:
+        todo = 'write "memory_gbytes_per_second" into it' if cluster.by_hand else AGAIN
+        adam = "" if "adam" in kinds else ", and the optimizer's step,"
+        yield (
+            f"nothing about the devices' memory: what is no matrix product{adam} is planned as if "
+            f"it took no time; {todo}"
+        )
+    if not cluster.by_hand and not any(row.engine == engine for row in cluster.trainings):
+        todo = f"; {AGAIN} with DeepSpeed" if engine == "deepspeed" else ""
+        yield (
+            f"nothing about small trainings by {engine}: what its step costs beside layers and "
+            f"messages is in no plan{todo}"
+        )
+
+
+def _of_hosts(cluster: Cluster) -> Iterator[str]:
+    if not cluster.copies:
+        todo = 'write "host" into it' if cluster.by_hand else AGAIN
+        yield (
+            "nothing about copies between device and host: no plan has its optimizer on the host; "
+            f"{todo}"
+        )
+        return
+    if not cluster.codes_on_host:
         todo = 'write "host_codecs" into it' if cluster.by_hand else AGAIN
         yield (
             "nothing about codecs on the hosts: copies between device and host are planned "
             f"natively; {todo}"
         )
-    if offload and not _steps_on_host(cluster):
-        todo = AGAIN
-        if cluster.by_hand:
-            todo = 'write "host_memory_gbytes_per_second" into it'
+    if not _steps_on_host(cluster):
+        todo = 'write "host_memory_gbytes_per_second" into it' if cluster.by_hand else AGAIN
         yield (
             "nothing about the optimizer on the hosts: its steps there are planned as fast as on "
             f"the devices; {todo}"

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.models.decoder import Decoder, padded
+from hybridcomp.plan.models.decoder import Decoder
 from hybridcomp.plan.models.huggingface import given, head_width, key_heads, number
+from hybridcomp.plan.models.sizes import padded
 
 #: Megatron's own default of --make-vocab-size-divisible-by
 MULTIPLE = 128

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.models.decoder import Decoder, padded
+from hybridcomp.plan.models.decoder import Decoder
 from hybridcomp.plan.models.huggingface import given, head_width, key_heads, number
+from hybridcomp.plan.models.sizes import padded
 
 #: tokens of GPT-NeoX's own tokenizer, which the files do not state
 TOKENS = 50277

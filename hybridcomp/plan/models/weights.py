@@ -6,15 +6,11 @@ as they are small. Of a model that fuses some, a tensor is larger.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hybridcomp.plan.models.model import Shape
-
-if TYPE_CHECKING:
-    from hybridcomp.plan.models.decoder import Decoder
+from hybridcomp.plan.models.sizes import Sizes
 
 
-def block(model: Decoder, shape: Shape, feed_forward: int, parameters: float) -> tuple[float, ...]:
+def block(model: Sizes, shape: Shape, feed_forward: int, parameters: float) -> tuple[float, ...]:
     """Of a block, whose feed-forward layer (0: none that every replica has) is so wide."""
     cut = shape.cut * shape.mesh
     keys = max(model.keys, shape.cut * model.head_width if shape.cut > model.kv_heads else 0)
@@ -23,7 +19,7 @@ def block(model: Decoder, shape: Shape, feed_forward: int, parameters: float) ->
                        *feed_forwards(model, shape, feed_forward, 1)), parameters)  # fmt: skip
 
 
-def feed_forwards(model: Decoder, shape: Shape, width: int, count: float) -> tuple[float, ...]:
+def feed_forwards(model: Sizes, shape: Shape, width: int, count: float) -> tuple[float, ...]:
     """The matrices of ``count`` feed-forward layers, or experts."""
     if not width:
         return ()
@@ -32,7 +28,7 @@ def feed_forwards(model: Decoder, shape: Shape, width: int, count: float) -> tup
 
 
 def experts(
-    model: Decoder, shape: Shape, width: int, count: float, parameters: float
+    model: Sizes, shape: Shape, width: int, count: float, parameters: float
 ) -> tuple[float, ...]:
     """Of the experts of a block that a rank holds."""
     return _with_rest(feed_forwards(model, shape, width, count), parameters)

@@ -86,9 +86,13 @@ def _allowed(dimension: Dimension, value: Allowed) -> tuple[Choice, ...]:
                 f"expected {', '.join(NAMES)}, an error bound or settings as a block writes them",
             )  # fmt: skip
         return _named(dimension, value)
-    if isinstance(value, float | int):
+    if isinstance(value, float | int) and not isinstance(value, bool):
         return (*_named(dimension, "lossless"), *_bounded(dimension, float(value)))
-    settings = [value] if isinstance(value, Mapping) else list(value)
+    settings: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    for setting in settings:
+        if not isinstance(setting, Mapping):
+            todo = f"expected {', '.join(NAMES)}, an error bound, settings or a list of settings"
+            raise ConfigError(f"budget.{dimension}", value, todo)
     return tuple(_usable(dimension, setting) for setting in settings)
 
 

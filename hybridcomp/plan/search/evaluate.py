@@ -183,13 +183,13 @@ class Evaluator:
     def _roomy(self, work: Work, keys: Sequence[Key]) -> bool:
         """Whether bytes do not matter: what keeps most fits on every dimension at once."""
         zero_stage = work.layout.zero_stage
-        most = {"residuals": 0.0, "references": 0.0, "payloads": 0.0}
+        most: dict[str, float] = {}
         for key in keys:
             for choice in options_of(self.job, self.budget, key, zero_stage):
                 for stage in work.stages:
                     found = kept_by_codecs(self.job, work.layout, stage, Choices.of({key: choice}))
                     for name, nbytes in found.items():
-                        most[name] = max(most[name], nbytes)
+                        most[name] = max(most.get(name, 0.0), nbytes)
         return self.need(work, Choices()) + sum(most.values()) <= self.job.capacity
 
 

@@ -24,7 +24,7 @@ from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.request import Found
 from hybridcomp.plan.search.budget import Budget
 from hybridcomp.plan.search.evaluate import Evaluator, options_of
-from hybridcomp.plan.search.nearest import nothing
+from hybridcomp.plan.search.nearest import NO_ROOM, nothing
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.space import layouts
 
@@ -124,7 +124,7 @@ def walk_of(job: Job, budget: Budget) -> tuple[Walk, Counter[str], list[Layout]]
         if placed:
             works.append(placed[-1])
         else:
-            refused["the memory of a rank is too small"] += 1
+            refused[placer.unable.get(layout, NO_ROOM)] += 1
     return Walk(job, budget, works), refused, every
 
 

@@ -10,12 +10,16 @@ from hybridcomp.plan.request import Found, Nearest
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.space import world
 
+#: why a layout has no plan although engine and model allow it
+NO_ROOM = "the memory of a rank is too small"
+
 
 def nothing(job: Job, placer: Placer, every: list[Layout], found: Found) -> Found:
     """``found`` with a reason in one sentence, and the nearest plan."""
-    if not every:
+    if not every or NO_ROOM not in found.refused:  # memory is not what stands in the way
         reasons = Counter(found.refused).most_common(1)
-        why = reasons[0][0] if reasons else "no layout has the degrees that were decided"
+        decided = ", ".join(f"{name}={value}" for name, value in job.limits.fixed.items())
+        why = reasons[0][0] if reasons else f"none has {decided}, as was decided"
         reason = f"no layout of {world(job)} ranks is possible: {why}"
         return Found((), found.considered, found.simulated, 1.0, found.refused, reason)
     needs = [(placer.least_nbytes(layout), index) for index, layout in enumerate(every)]

@@ -15,7 +15,7 @@ from hybridcomp.plan.cost.memory import FP32, device_nbytes, memory_of, states
 from hybridcomp.plan.cost.prices import Call
 from hybridcomp.plan.cost.schedule import in_flight
 from hybridcomp.plan.cost.work import Stage, Work, price, work_of
-from hybridcomp.plan.engines import can_recompute, recomputations
+from hybridcomp.plan.engines import RECOMPUTE_REASONS, can_recompute, recomputations
 from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.models.model import Layer
@@ -35,8 +35,8 @@ class Placer:
     """Places layouts; equal questions are answered once."""
 
     job: Job
-    #: layouts that the engine cannot recompute as the user has decided
-    unable: set[Layout] = field(default_factory=set)
+    #: layouts that cannot be placed whatever memory there is, and why
+    unable: dict[Layout, str] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], cuts.Cuts | None] = field(default_factory=dict)
     _segments: dict[tuple[object, ...], tuple[tuple[int, int], ...] | None] = field(
         default_factory=dict
@@ -94,7 +94,7 @@ class Placer:
             given = tuple(map(tuple, self.job.limits.fixed["recompute"]))
             cut = cut.replace(recompute=given)
             if not can_recompute(self.job.limits.engine, cut, self.job.model.repeated):
-                self.unable.add(layout)
+                self.unable[layout] = RECOMPUTE_REASONS[self.job.limits.engine]
                 return None
             work = work_of(self.job, cut)
             return work if self._fits(work, reserve) else None
@@ -226,8 +226,9 @@ class Placer:
         ]
         try:
             found = ideals.graph_split(nodes, self._devices(layout, reserve))
-        except HybridcompError:
-            return None  # too wide to be split exactly
+        except HybridcompError as error:  # too wide to be split exactly
+            self.unable[layout] = str(error)
+            return None
         if found is None or not all(found.stages):
             return None
         return layout.replace(

@@ -18,7 +18,6 @@ from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.predict import plan_of
 from hybridcomp.plan.cost.prices import Calibration
 from hybridcomp.plan.cost.work import Work
-from hybridcomp.plan.engines import RECOMPUTE_REASONS
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.models.model import Model
@@ -26,15 +25,13 @@ from hybridcomp.plan.request import Batch, Found, Limits, Nearest
 from hybridcomp.plan.search.budget import Budget
 from hybridcomp.plan.search.evaluate import Evaluator
 from hybridcomp.plan.search.mcmc import annealed
-from hybridcomp.plan.search.nearest import nothing
+from hybridcomp.plan.search.nearest import NO_ROOM, nothing
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.space import layouts, world
 
 DEFAULT, UNFITTED = Limits(), Calibration()
 #: what waits in the heap: not placed, placed, and judged with its best choices
 Waiting = Layout | Work | tuple[Work, Choices]
-#: why a layout has no plan although engine and model allow it
-NO_ROOM = "the memory of a rank is too small"
 
 
 def search(
@@ -107,8 +104,7 @@ class _Search:
         feedback = any(choice.error_feedback for _, some in self.budget.allowed for choice in some)
         works = list(self.placer.places(layout, feedback and layout.size("replicas") > 1))
         if not works:
-            unable = layout in self.placer.unable
-            self.refused[RECOMPUTE_REASONS[self.job.limits.engine] if unable else NO_ROOM] += 1
+            self.refused[self.placer.unable.get(layout, NO_ROOM)] += 1
         for work in works:
             self._push(self.evaluator.bound(work), work)
 

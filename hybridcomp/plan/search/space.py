@@ -29,7 +29,21 @@ def world(job: Job) -> int:
 
 
 def layouts(job: Job, refused: Counter[str]) -> Iterator[Layout]:
-    """Every layout of the space, without cuts. Counts in ``refused`` what each rule ruled out."""
+    """Every layout of the space, without cuts. Counts in ``refused`` what each rule ruled out.
+
+    Where nothing is left but what the user has decided otherwise, that is counted, too.
+    """
+    others: Counter[str] = Counter()
+    found = False
+    for layout in _every(job, refused, others):
+        found = True
+        yield layout
+    if not found:
+        refused.update(others)
+
+
+def _every(job: Job, refused: Counter[str], others: Counter[str]) -> Iterator[Layout]:
+    """The same; ``others``: counts what is not as the user has decided."""
     ranks = world(job)
     mixture = any(layer.expert_parameters for layer in job.layers(Layout()))
     for tensor in divisors(ranks):
@@ -40,26 +54,30 @@ def layouts(job: Job, refused: Counter[str]) -> Iterator[Layout]:
                     for way in _ways(job, context):
                         base = Layout(tensor=tensor, stages=stages, context=context, data=data,
                                       expert=expert, context_way=way)  # fmt: skip
-                        yield from _decided(job, base, refused)
+                        yield from _decided(job, base, refused, others)
     if job.limits.owns("tp2d"):
         for mesh in range(2, math.isqrt(ranks) + 1):
             if ranks % mesh**2 == 0:
                 base = Layout(mesh=mesh, data=ranks // mesh**2, context_way=_ways(job, 1)[0])
-                yield from _decided(job, base, refused)
+                yield from _decided(job, base, refused, others)
 
 
-def _decided(job: Job, base: Layout, refused: Counter[str]) -> Iterator[Layout]:
+def _decided(
+    job: Job, base: Layout, refused: Counter[str], others: Counter[str]
+) -> Iterator[Layout]:
     """What there is of ``base``, unless the user has decided otherwise."""
     if _fixed(job, base, ("tensor", "stages", "context", "data", "expert", "mesh")):
-        yield from _refined(job, base, refused)
+        yield from _refined(job, base, refused, others)
 
 
 def _ways(job: Job, context: int) -> tuple[ContextWay, ...]:
     """Of context parallelism: Megatron has a ring, a script of DeepSpeed may have ours."""
-    if job.limits.engine == "megatron":
-        return ("ring",)
     found: tuple[ContextWay, ...] = ("ulysses", "ring")
-    if context == 1 or not job.limits.owns("ring"):
+    if job.limits.engine == "megatron":
+        found = ("ring",)
+    elif not job.limits.owns("ring"):
+        found = ("ulysses",)
+    if context == 1:
         return found[:1]
     return tuple(way for way in found if job.limits.fixed.get("context_way", way) == way)
 
@@ -70,7 +88,9 @@ def _fixed(job: Job, layout: Layout, names: tuple[str, ...]) -> bool:
     return all(getattr(layout, name) == fixed[name] for name in names if name in fixed)
 
 
-def _refined(job: Job, base: Layout, refused: Counter[str]) -> Iterator[Layout]:
+def _refined(
+    job: Job, base: Layout, refused: Counter[str], others: Counter[str]
+) -> Iterator[Layout]:
     """``base`` with everything that does not change who holds what."""
     reason = _unfit(job, base)
     if reason is not None:
@@ -94,9 +114,45 @@ def _refined(job: Job, base: Layout, refused: Counter[str]) -> Iterator[Layout]:
                 if reason := job.model.refuses(job.shape(cut)):
                     refused[UNCUT + reason] += 1
                     continue
+                if reason := _undecided(job, cut):
+                    refused[reason] += 1
+                    continue
                 for found in _whole(job, cut):
                     if _fixed(job, found, names):
                         yield found
+                    else:
+                        others[_other(job, found, names)] += 1
+
+
+def _undecided(job: Job, layout: Layout) -> str | None:
+    """Why what the user has decided is nothing that ``layout`` can have."""
+    fixed, depth = job.limits.fixed, job.model.depth
+    last = max((stop for _, stop in fixed.get("recompute", ())), default=0)
+    if last > depth:
+        return f"recompute ends at layer {last}, and the model has {depth}"
+    tokens = sum(fixed.get("slices", ()))
+    if tokens and tokens != job.batch.length:
+        return f"slices hold {tokens} tokens, and a sample has {job.batch.length}"
+    if fixed.get("offload") and not job.cluster.copies:
+        return "offload was decided, and the cluster has no figure for copies to the host"
+    cuts, chunks = fixed.get("cuts", ()), layout.stages * layout.virtual
+    if cuts and sum(cuts) != depth:
+        return f"cuts {list(cuts)} hold {sum(cuts)} layers, and the model has {depth}"
+    if cuts and len(cuts) != chunks:
+        return f"cuts {list(cuts)} are {len(cuts)} chunks, and {chunks} are wanted"
+    stage = fixed.get("zero_stage", 0)
+    if stage > 1 and job.limits.engine == "megatron":
+        return f"Megatron's distributed optimizer is ZeRO 1, and {stage} was decided"
+    if stage > 1 and layout.stages > 1:
+        return f"DeepSpeed's pipelines have ZeRO 0 and 1, and {stage} was decided"
+    return None
+
+
+def _other(job: Job, layout: Layout, names: tuple[str, ...]) -> str:
+    """What the user has decided, and ``layout`` has otherwise."""
+    missed = [name for name in names if not _fixed(job, layout, (name,))]
+    shown = ", ".join(f"{name}={job.limits.fixed[name]}" for name in missed)
+    return f"none that is possible has {shown}, as was decided"
 
 
 def _whole(job: Job, cut: Layout) -> Iterator[Layout]:

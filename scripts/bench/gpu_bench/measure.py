@@ -13,6 +13,7 @@ import torch
 cuda: Any = torch.cuda  # parts of it are untyped
 #: larger than the second-level cache of any GPU of today (B200: 126 MB)
 FLUSH_NBYTES = 256 << 20
+MOST_FLUSHES = 16
 #: the queue of a stream takes 1024 launches before it makes the host wait
 HOST_ROUNDS, HOST_CALLS = 7, 20
 
@@ -58,28 +59,36 @@ class Stopwatch(Protocol):
 class DeviceStopwatch:
     """Times with events on the current stream, with cold caches.
 
-    The flush before each repeat keeps the GPU busy while the host queues what is timed, so that
+    The flushes before each repeat keep the GPU busy while the host queues what is timed, so that
     the figure is the device's unless ``run`` waits for the device.
     """
 
     def __init__(self, repeats: int) -> None:
         self._repeats = repeats
         self._flush = torch.empty(FLUSH_NBYTES, dtype=torch.uint8, device="cuda")
+        # the least of some: clocks of a GPU that was idle have to rise first
+        self._flush_s = min(self._once(self._flush.zero_, 1) for _ in range(20))
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Median of the repeats, after two that warm up (and compile)."""
+        """Median of the repeats, after three that warm up (and compile)."""
         for _ in range(2):
             run()
-        found: list[float] = []
-        for _ in range(self._repeats):
+        cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        count = flushes(time.perf_counter() - start, self._flush_s)
+        return statistics.median(self._once(run, count) for _ in range(self._repeats))
+
+    def _once(self, run: Callable[[], object], count: int) -> float:
+        """Seconds of the device for ``run`` behind ``count`` flushes."""
+        for _ in range(count):
             self._flush.zero_()
-            start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            found.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(found)
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def host_seconds(self, run: Callable[[], object]) -> float:
         """Median of rounds of calls that follow each other; what they queue fits into the queue."""
@@ -92,6 +101,14 @@ class DeviceStopwatch:
             found.append((time.perf_counter() - start) / HOST_CALLS)
         cuda.synchronize()
         return statistics.median(found)
+
+
+def flushes(host_s: float, flush_s: float) -> int:
+    """How many flushes last until the host, which takes ``host_s``, has queued what is timed.
+
+    One at least, for cold caches, and not without end for what waits for the device.
+    """
+    return min(MOST_FLUSHES, 1 + int(1.5 * host_s / flush_s))
 
 
 class Bench:

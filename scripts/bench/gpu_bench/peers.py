@@ -104,8 +104,24 @@ DEEPSPEED_RANKS = 8
 
 
 @cache
+def _deepspeed_built() -> Any:
+    """``deepspeed_kernels``, or why there are none: a build that failed would fail at every message
+    again, after a minute each."""
+    try:
+        return _build_deepspeed()
+    except Exception as error:  # a compiler, a header, a lock: each fails in its own way
+        return error
+
+
 def deepspeed_kernels() -> Any:
     """DeepSpeed's extension, built for this GPU where it is not there yet (about a minute)."""
+    found = _deepspeed_built()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _build_deepspeed() -> Any:
     builders: Any = importlib.import_module("deepspeed.ops.op_builder")
     # its builder cannot read 9.0a, which images of NVIDIA have in their list
     one = "{}.{}".format(*cuda.get_device_capability())

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.training_bench import gpu_losses, gpu_picture, gpu_report
 from bench.training_bench.cells import LAYOUTS
-from bench.training_bench.gpu_cells import SIZES
+from bench.training_bench.gpu_cells import MEASURED, SIZES
 
 HEAD = """\
 One H100 80GB, all ranks on it, each a host of its own for NCCL: they talk over NCCL's sockets
@@ -92,7 +92,7 @@ def missing(rows: Sequence[dict[str, Any]], trained: Sequence[str]) -> str:
     found = []
     for size in ("85M", "350M"):
         there = {row["layout"] for row in rows if row["size"] == size and "failed" not in row}
-        left = [name for name in LAYOUTS if name not in there]
+        left = [name for name in MEASURED if name not in there]
         if left:
             found.append(f"speed at {size}: {', '.join(left) if there else 'all layouts'}")
     left = [name for name in gpu_losses.BLOCKS if name not in trained]
@@ -137,8 +137,10 @@ def identity(source: Path) -> str:
     """How far the losses of runs through memory are those of the same runs over NCCL."""
     told = []
     for log in sorted((source / "losses_nccl" / gpu_losses.LAYOUT).glob("*/seed*/loss.jsonl")):
-        nccl = _curve(log)
-        own = _curve(source / "losses" / log.relative_to(source / "losses_nccl"))[: len(nccl)]
+        nccl, same = _curve(log), source / "losses" / log.relative_to(source / "losses_nccl")
+        if not same.is_file():  # its turn had not come when time was up
+            continue
+        own = _curve(same)[: len(nccl)]
         equal = sum(ours == theirs for ours, theirs in zip(own, nccl, strict=False))
         told.append(f"`{log.parents[1].name}` in {equal} of {len(nccl)} steps")
     if not told:

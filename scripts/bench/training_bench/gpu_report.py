@@ -70,6 +70,8 @@ def _layout(size: str, layout: str, records: Sequence[Record]) -> list[Record]:
     turns: dict[str, dict[Round, Record]] = defaultdict(dict)
     failed, ended = {}, {}
     for record in records:
+        if record["kind"] == "round":
+            continue
         arm = record["arm"]
         if record["kind"] == "turn":
             turns.setdefault(arm, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -37,7 +37,7 @@ class Plan:
 
 
 class Book:
-    """Records as JSON lines, each written at once."""
+    """Records as JSON lines, each written at once; a file may hold those of earlier calls."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -47,6 +47,17 @@ class Book:
         """Append."""
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+    def rounds(self, size: str, layout: str, arms: Sequence[str]) -> int:
+        """How many rounds these arms have had side by side, in this call or before."""
+        if not self._path.is_file():
+            return 0
+        records = (json.loads(text) for text in self._path.read_text().splitlines())
+        mine = ("round", size, layout, list(arms))
+        return sum(
+            mine == tuple(record.get(name) for name in ("kind", "size", "layout", "arms"))
+            for record in records
+        )
 
 
 class Session:
@@ -59,23 +70,30 @@ class Session:
         self._context, self._options, self._plan = context, options, plan
         self._book, self._say, self._deadline = book, say, deadline
         self._head: dict[str, Any] = {}
+        self._first = 0
         self._jobs: dict[str, Job] = {}
 
-    def run(self, layout: str, arms: list[Arm], part: int) -> None:
-        """All rounds of these arms; what fails is written down and left out from then on."""
+    def run(self, layout: str, arms: list[Arm], part: int, first: int = 0) -> bool:
+        """The rounds of these arms from ``first`` on; False: time was up before the last one.
+
+        What fails is written down and left out from then on.
+        """
         self._head = {"size": self._options.size, "layout": layout, "part": part}
-        began = time.monotonic()
+        self._first, names = first, [arm.name for arm in arms]
+        began, over = time.monotonic(), True
         try:
             self._start(layout, arms)
             self._say(f"{layout}: {len(self._jobs)} started in {time.monotonic() - began:.1f} s")
-            self._warm([arm.name for arm in arms])
+            self._warm(names)
             self._say(f"{layout}: warm after {time.monotonic() - began:.1f} s")
-            for number in range(self._plan.rounds):
+            for number in range(first, self._plan.rounds):
                 if time.monotonic() > self._deadline:
                     self._say(f"{layout}: time is up after {number} rounds")
+                    over = False
                     break
                 for arm in arms[:: 1 if number % 2 == 0 else -1]:
                     self._turn(arm.name, number, self._plan.timed + 1)
+                self._book.add({"kind": "round", **self._head, "round": number, "arms": names})
             for name in list(self._jobs):
                 self._end(name)
         finally:
@@ -83,6 +101,7 @@ class Session:
                 job.close()
             self._jobs.clear()
         self._say(f"{layout}: over after {time.monotonic() - began:.1f} s")
+        return over
 
     def _start(self, layout: str, arms: list[Arm]) -> None:
         """All at once, but those that measure something before their first step: one by one."""
@@ -163,7 +182,7 @@ class Session:
                 "loss": ranks[0][-1]["loss"], "samples": ranks[0][-1]["samples"],
             }
         )  # fmt: skip
-        if number <= 0:
+        if number <= self._first:
             shown = " ".join(f"{value * 1e3:.0f}" for value in seconds)
             self._say(f"  {name}: {shown} ms, {sent / 1e6:.1f} MB, loss {ranks[0][-1]['loss']:.3f}")
 

@@ -151,8 +151,10 @@ def collectives(dtype: torch.dtype, held: bool) -> list[torch.Tensor]:
         OwnedRange(2600, 6000, (2,)),
     ]
     sums = reduce_to_owners(values, ranges, codec, None, meter=Meter(), cuts=CUTS)
-    moved = torch.empty_like(values)
-    all_to_all(moved, values, codec, None, meter=Meter()).wait()
+    gives = [1900, 2000, 2100]
+    takes = [gives[rank]] * world
+    moved = values.new_empty(sum(takes))
+    all_to_all(moved, values, codec, None, meter=Meter(), in_splits=gives, out_splits=takes).wait()
     return [out, total, residual, mine, *(kept or []), *sums, moved]
 
 

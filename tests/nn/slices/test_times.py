@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -119,3 +121,31 @@ def test_chosen_slices_are_the_best_by_what_was_timed(on_ranks: RunRanks) -> Non
     assert slices.stops == best.stops
     assert slices.seconds(STAGES) == pytest.approx(best.seconds(STAGES), rel=1e-4)
     assert len(slices.stops) > 1
+
+
+def test_posting_a_message_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is waited for has done what was posted, which a stage does not wait for."""
+    under_way: list[str] = []
+
+    class Message:
+        def wait(self) -> None:
+            time.sleep(0.05)
+            under_way.clear()
+
+    def now(device: torch.device) -> float:
+        if under_way:
+            time.sleep(0.05)
+        return time.perf_counter()
+
+    def isend(*_: object, **__: object) -> Message:
+        under_way.append("a message")
+        return Message()
+
+    monkeypatch.setattr(timing, "now", now)
+    monkeypatch.setattr(dist, "isend", isend)
+    pipeline: Any = SimpleNamespace(
+        is_first=True, is_last=False, dtype=torch.bfloat16, device=torch.device("cpu"), group=None,
+        channels=lambda: None, neighbour=lambda ahead, way: 1,
+    )  # fmt: skip
+    post, arrive = timing._exchange(pipeline, 8, "forward")
+    assert post < 0.04 and arrive >= 0.05

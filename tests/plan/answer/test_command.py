@@ -87,6 +87,15 @@ def test_what_the_cluster_lacks_is_said(
     (tmp_path / "cluster.json").write_text(json.dumps(known))
     assert cli.main([*words, "--offload"]) == 0
     assert "optimizer on the hosts" not in capsys.readouterr().out
+    for field, said in (
+        ("memory_gbytes_per_second", "no matrix product, and the optimizer's step, is planned as"),
+        ("host", "no plan has its optimizer on the host"),
+    ):
+        few = {name: value for name, value in CLUSTER.items() if name != field}
+        (tmp_path / "cluster.json").write_text(json.dumps(few))
+        assert cli.main([*words, "--offload"]) == 0
+        shown = capsys.readouterr().out
+        assert said in shown and f'write "{field}" into it' in shown
 
 
 @pytest.mark.parametrize(
@@ -95,10 +104,53 @@ def test_what_the_cluster_lacks_is_said(
         (["--budget", "medium"], "budget"),
         (["--budget", '{"dp": '], "expected JSON"),
         (["--fix", "tensors=2"], "fixed.tensors"),
+        (["--fix", "nodes=[[1]]"], "fixed.nodes: found"),
+        (["--fix", "tensor=0"], "fixed.tensor: found 0; expected a whole number of 1 or more"),
+        (["--fix", 'tensor="2"'], "fixed.tensor: found '2'"),
+        (["--fix", "tensor=true"], "fixed.tensor: found True"),
+        (["--fix", "tensor=3"], "none has tensor=3, as was decided"),
+        (["--fix", "zero_stage=4"], "expected 0, 1, 2 or 3"),
+        (["--fix", "zero_stage=2", "--fix", "stages=2"], "pipelines have ZeRO 0 and 1"),
+        (["--fix", "zero_stage=2", "--engine", "megatron"], "optimizer is ZeRO 1"),
+        (["--fix", "offload=2"], "expected true or false"),
+        (["--fix", "offload=true", "--fix", "stages=2"], "none that is possible has offload=True"),
+        (["--fix", "recompute=true"], "expected segments of layers"),
+        (["--fix", "recompute=[[1, 99]]"], "ends at layer 99, and the model has 10"),
+        (["--fix", "recompute=[[3, 1]]"], "expected segments of layers"),
+        (["--fix", "cuts=10"], "expected numbers of 0 or more"),
+        (["--fix", "cuts=[1, 2]"], "cuts [1, 2] hold 3 layers, and the model has 10"),
+        (["--fix", "cuts=[5, 5]", "--fix", "stages=4"], "are 2 chunks, and 4 are wanted"),
+        (["--fix", "slices=5"], "expected numbers of 1 or more"),
+        (["--fix", "slices=[3, 4]"], "slices hold 7 tokens, and a sample has 512"),
+        (["--fix", 'context_way="star"'], 'expected "ulysses" or "ring"'),
+        (
+            ["--fix", 'context_way="ulysses"', "--fix", "context=2", "--engine", "megatron"],
+            "as was decided",
+        ),
+        (["--fix", "micro_batch=5"], "none that is possible has micro_batch=5, as was decided"),
+        (["--ranks", "0"], "ranks: found 0; expected 1 or more"),
+        (["--most-micro-batch", "0"], "most_micro_batch: found 0"),
         (["--fix", "tensor"], "expected NAME=VALUE"),
         (["--ranks", "64"], "64 ranks are wanted, and the cluster has 4"),
         (["--memory", "0.001"], "no plan: "),
         (["--try", "2"], "expected -- and the command of a training"),
+        (["--try", "-1", "--", "train"], "--try: found -1"),
+        (
+            ["--try", "1", "--", "/no/such/train", "{config}{tensor}{stages}{cuts}"],
+            "/no/such/train",
+        ),
+        (["--plan", "plan.json"], "goes with --check RUN"),
+        (["--base", "nowhere.json"], "nowhere.json"),
+        (["--out", "/proc/none/plans"], "/proc/none"),
+        (["--budget", '{"dp": null}'], "budget.dp: found None; expected recommended"),
+        (["--budget", '{"dp": [1]}'], "budget.dp: found [1]"),
+        (["--budget", '{"dp": true}'], "budget.dp: found True"),
+        (
+            ["--dtype", "fp16"],
+            "block_forward in fp16 on rank 0: measure it again, or describe it; "
+            "it has matrix products in: bf16",
+        ),
+        (["--budget", '{"dp": {"codec": "zfp", "rate": 8}}'], "leave that codec out of the budget"),
         (["--cluster", "nowhere.json"], "nowhere.json"),
     ],
 )
@@ -108,6 +160,34 @@ def test_bad_input_is_one_sentence(
     assert cli.main([*words, *more]) == cli.BAD_INPUT
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_options_without_effect_are_said(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--engine", "megatron", "--offload", "--own-cuts", "ring"]) == 0
+    said = capsys.readouterr().out
+    assert "note: --offload has no effect: plans of megatron have no optimizer" in said
+    assert "note: --own-cuts has no effect: megatron builds none of them" in said
+    assert cli.main([*words, "--offload"]) == 0
+    assert "no effect" not in capsys.readouterr().out
+    (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "device": "a CPU"}))
+    assert cli.main([*words, "--offload"]) == 0
+    assert "note: --offload has no effect: a CPU is its own host" in capsys.readouterr().out
+
+
+def test_a_plan_that_is_nowhere_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--check", ".", "--plan", str(tmp_path / "none.json")]) == 2
+    assert "none.json: No such file or directory" in capsys.readouterr().err
+
+
+def test_files_in_the_way_are_seen_before_the_search(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plans").write_text("")
+    assert cli.main(words) == cli.BAD_INPUT
+    shown = capsys.readouterr()
+    assert "--out: found" in shown.err and "it is a file" in shown.err and not shown.out
 
 
 def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from hybridcomp.codecs import BlockInt
 from hybridcomp.config import load_config
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.plan.answer import files
+from hybridcomp.plan.answer.base import base_of
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.plan import Plan
@@ -112,7 +113,7 @@ def test_neoxs_file_is_the_users_with_what_the_plan_decides(tmp_path: Path) -> N
     base = tmp_path / "mine.yml"
     base.write_text('{"num-layers": 4, "deepspeed_extra_args": {"steps_per_print": 3}}')
     pytest.importorskip("yaml")
-    settings = files.base_of(base, "neox")
+    settings = base_of(base, "neox")
     files.write(plan(engine="neox"), CLUSTER, tmp_path, settings)
     found = json.loads((tmp_path / "neox.yml").read_text())
     assert found["num_layers"] == 4 and found["pipe_parallel_size"] == 2
@@ -122,23 +123,63 @@ def test_neoxs_file_is_the_users_with_what_the_plan_decides(tmp_path: Path) -> N
 
 
 def test_the_users_command_is_filled_in_and_runs(tmp_path: Path) -> None:
-    command = [
-        "echo",
-        "--pp",
-        "{stages}",
-        "--cuts={cuts}",
-        "{layers}",
-        "{recompute}",
-        "a b",
-        "{config}",
-    ]
+    command = ["echo", "--pp", "{stages}", "--cuts={cuts}", "{layers}", "{recompute}", "a b",
+               "{config}", "{folder}/log", "--port={port}"]  # fmt: skip
     files.write(plan(), CLUSTER, tmp_path, command=command)
     said = subprocess.run(
         [tmp_path / "start.sh"], capture_output=True, text=True, check=True
     ).stdout
     assert said.split() == [
         "--pp", "2", "--cuts=1,1", "2,2", "none", "a", "b", str(tmp_path / "ds_config.json"),
+        str(tmp_path / "log"), f"--port={files.PORT}",
     ]  # fmt: skip
+
+
+def test_places_that_nobody_fills_in_are_said() -> None:
+    known = ["train", "{stages}", "{folder}", "{port}", "${HOME}", '{"a": 1}']
+    assert files.unknown_places(plan(), known, CLUSTER) == ""
+    said = files.unknown_places(plan(), [*known, "--pp={stage}"], CLUSTER)
+    assert said.startswith("{stage} in the command is left as it is; filled in are {tensor}")
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"bf16": True}, "bf16: found True; expected an object"),
+        ({"zero_optimization": 3}, "zero_optimization: found 3"),
+        ({"deepspeed_extra_args": {"compression": "none"}}, "compression: found 'none'"),
+    ],
+)
+@pytest.mark.parametrize("name", ["mine.json", "mine.yml"])
+def test_files_that_a_plan_cannot_write_into(
+    tmp_path: Path, written: object, said: str, name: str
+) -> None:
+    if name.endswith("yml"):
+        pytest.importorskip("yaml")
+    (tmp_path / name).write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=said):
+        base_of(tmp_path / name, "neox")
+
+
+def test_a_yaml_of_a_list_is_no_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "mine.yml").write_text("- 1\n- 2\n")
+    with pytest.raises(ConfigError, match="found 'list'"):
+        base_of(tmp_path / "mine.yml", "neox")
+    (tmp_path / "mine.yml").write_text("")
+    assert base_of(tmp_path / "mine.yml", "neox") == {}
+
+
+@pytest.mark.parametrize("written", ["[1]", "{}", '{"hybridcomp plan": 1}', "x", '"a"'])
+def test_what_is_no_plan_is_told_with_its_file(tmp_path: Path, written: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(written)
+    with pytest.raises(HybridcompError, match=r"mine\.json: .*hybridcomp plan"):
+        Plan.read(path)
+    whole = plan().to_json()
+    path.write_text(json.dumps({**whole, "choices": [["dp"]]}))
+    with pytest.raises(HybridcompError, match="expected what hybridcomp plan wrote"):
+        Plan.read(path)
 
 
 def test_what_no_file_decides_is_said() -> None:
@@ -151,6 +192,6 @@ def test_what_no_file_decides_is_said() -> None:
 
 
 def test_megatron_takes_no_file(tmp_path: Path) -> None:
-    assert files.base_of(None, "megatron") == {}
+    assert base_of(None, "megatron") == {}
     with pytest.raises(ConfigError, match="Megatron takes arguments"):
-        files.base_of(tmp_path / "x.json", "megatron")
+        base_of(tmp_path / "x.json", "megatron")

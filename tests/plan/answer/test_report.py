@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hybridcomp.plan.answer import picture
 from hybridcomp.plan.answer.report import answer, duration, reasons, size, table
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.layout import Layout
+from hybridcomp.plan.plan import MEMORY_KINDS
 from hybridcomp.plan.request import Found
 from tests.plan.answer.made import CLUSTER, plan, prediction
 
@@ -59,6 +61,16 @@ def test_the_whole_answer() -> None:
     assert "dp: 1 MB a step instead of 8 MB; 100 ms seen, 100 ms behind compute" in text
     assert "12 looked at, 5 simulated" in text and "3 by memory" in text
     assert "Why" not in "\n".join(answer(Found((plan(),)), CLUSTER)), "nothing to compare with"
+
+
+def test_memory_that_nobody_knows_is_no_device_without() -> None:
+    ranks = tuple(replace(rank, nbytes=0) for rank in CLUSTER.ranks)
+    text = "\n".join(answer(Found((plan(),)), replace(CLUSTER, ranks=ranks)))
+    assert "(nobody knows what its device has)" in text
+
+
+def test_every_kind_of_memory_has_a_colour() -> None:
+    assert len(set(picture.COLOURS)) >= len(set(MEMORY_KINDS) - {"host"})
 
 
 def test_figures_for_people() -> None:

@@ -49,16 +49,16 @@ def test_the_fastest_that_ran_is_kept_and_a_failure_is_told(
     tmp_path: Path, command: list[str]
 ) -> None:
     said: list[str] = []
-    found = tried([TWO, ONE, FOUR], CLUSTER, command, tmp_path / "out", None, said.append)
+    found = tried([TWO, ONE, FOUR], CLUSTER, command, tmp_path / "out", {}, said.append)
     assert [one.plan for one in found] == [ONE, TWO]
     assert found[0].seconds == pytest.approx(0.3)
     assert found[1].miss == pytest.approx(0.4 / 0.35 - 1)
     assert any("failed" in text for text in said)
     (tmp_path / "train.py").write_text("raise SystemExit('must not run again')")
-    again = tried([TWO], CLUSTER, command, tmp_path / "out", None, said.append)
+    again = tried([TWO], CLUSTER, command, tmp_path / "out", {}, said.append)
     assert again[0].seconds == pytest.approx(0.4)
     with pytest.raises(CompareError, match="no plan ran"):
-        tried([FOUR], CLUSTER, command, tmp_path / "other", None, said.append)
+        tried([FOUR], CLUSTER, command, tmp_path / "other", {}, said.append)
 
 
 def test_a_command_that_does_not_take_what_plans_differ_in(tmp_path: Path) -> None:

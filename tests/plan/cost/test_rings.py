@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +19,9 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.nn import ring_attention
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.job import Item, Job
+from hybridcomp.plan.cost.memory import memory_of
 from hybridcomp.plan.cost.prices import Call
-from hybridcomp.plan.cost.work import priced
+from hybridcomp.plan.cost.work import priced, work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.models.model import Messages
 from hybridcomp.plan.request import Batch, Limits
@@ -65,6 +67,23 @@ def done() -> Counts:
     return {key: (calls[key], values[key]) for key in calls}
 
 
+def kept() -> int:
+    """Bytes of messages that one call keeps between its passes."""
+    nbytes = 0
+    process.use(Channels(CompressionConfig.parse({"cp": EIGHT, "min_bytes": 0})))
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal nbytes
+        nbytes += tensor.nbytes if tensor.dtype == torch.uint8 else 0
+        return tensor
+
+    q, k, v = (torch.randn(1, HEADS, LENGTH, WIDTH, requires_grad=True) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        ring_attention(q, k, v)
+    process.use(None)
+    return nbytes
+
+
 def items(ranks: int, way: Direction) -> list[Item]:
     job = Job(small(), cluster(ranks, 1), Batch(4, 128), Limits(dtype="fp32", own=("ring",)))
     layout = Layout(context=ranks, context_way="ring", cuts=(6,))
@@ -98,6 +117,28 @@ def test_keys_are_encoded_once_and_decoded_at_every_hop(on_ranks: RunRanks, rank
         assert calls == pytest.approx(sum(one[key][0] for one in real) / ranks), key
         assert values == pytest.approx(sum(one[key][1] for one in real) / ranks), key
     assert all(set(one) == set(plan) for one in real)
+
+
+def test_encoded_keys_are_kept_between_passes(on_ranks: RunRanks) -> None:
+    """By their owner, of every layer that does not run forward twice, in every pass in flight."""
+    (nbytes, _) = on_ranks(2, kept)
+    job = Job(small(), cluster(2, 1), Batch(8, 256), Limits(dtype="fp32", own=("ring",)))
+    layout = Layout(context=2, context_way="ring", cuts=(6,), micro_batch=1, accumulation=8)
+    encoded = Choices.of_block({"cp": EIGHT})
+
+    def planned(layout: Layout, choices: Choices, stage: int = 0) -> float:
+        return memory_of(job, work_of(job, layout), stage, choices)["keys"]
+
+    whole = planned(layout, encoded)
+    # 4 blocks of 128 tokens of a rank, 256 wide, against the 128 of one call
+    assert nbytes == pytest.approx(whole / 4 * KEYS / (128 * 256), rel=0.01)
+    assert planned(layout, Choices()) == planned(layout.replace(context=1, data=2), encoded) == 0
+    assert planned(layout.replace(recompute=((1, 4),)), encoded) == pytest.approx(whole / 4)
+    assert planned(layout.replace(context_way="ulysses"), encoded) == 0
+    job = replace(job, cluster=cluster(4, 1))
+    piped = layout.replace(stages=2, cuts=(3, 3))
+    assert planned(piped, encoded) == pytest.approx(2 * whole / 2)  # two passes in flight
+    assert planned(piped, encoded, 1) == pytest.approx(whole / 2)
 
 
 def test_a_longer_ring_encodes_its_keys_no_more_often() -> None:

@@ -13,7 +13,7 @@ from hybridcomp.plan.cost.prices import Call, Prices
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.machines.missing import missing
-from hybridcomp.plan.machines.rows import NATIVE, Carried, Kernel, Operation, Rank
+from hybridcomp.plan.machines.rows import NATIVE, Carried, Copy, Kernel, Operation, Rank, Training
 from tests.plan.machines.test_cluster import SENDS, coded, figure, machine
 
 
@@ -72,21 +72,60 @@ def test_prices_know_whose_message_it_is() -> None:
         assert known - bare == pytest.approx(more, rel=1e-6)
 
 
-def test_a_file_from_before_says_what_it_lacks() -> None:
-    (said,) = missing(CODED)
-    assert said.startswith("no messages of tp, pp, ep and cp through their channels")
-    assert not list(missing(replace(CODED, channels=SENT)))
-    gpus = replace(CODED, ranks=(Rank(0, "a GPU"),))
-    assert [line.partition(":")[0] for line in missing(gpus)] == [
-        "nothing about codecs on the hosts", "nothing about the optimizer on the hosts"
-    ]  # fmt: skip
-    assert not list(missing(gpus, offload=False))
-    known = replace(gpus, host_codecs=gpus.codecs)
-    (said,) = missing(known)
-    assert "optimizer on the hosts: its steps there are planned as fast as on the devices" in said
-    steps = Kernel(0, "host_adam", "fp32", 1e6, figure(1e-3))
-    assert not list(missing(replace(known, kernels=(steps,))))
-    one_of_two = replace(known, ranks=known.ranks * 2, kernels=(steps,), channels=SENT)
-    assert [line.partition(":")[0] for line in missing(one_of_two)] == [
-        "nothing about the optimizer on the hosts"
-    ]
+COMPLETE = replace(
+    CODED,
+    ranks=tuple(replace(rank, nbytes=1 << 30) for rank in CODED.ranks),
+    channels=SENT,
+    copies=(Copy("to_host", 1 << 20, figure(1e-3)),),
+    kernels=tuple(
+        Kernel(rank, kind, "fp32", 1e6, figure(1e-3))
+        for rank in range(CODED.world_size)
+        for kind in ("elementwise", "adam", "host_adam")
+    ),
+    trainings=(Training("deepspeed", 0, "fp32", 1, 1e6, 1000, 1, 8, figure(1e-3), figure(1e-3)),),
+)
+
+
+@pytest.mark.parametrize(
+    ("without", "said"),
+    [
+        (
+            {"ranks": tuple(Rank(n, "a GPU") for n in range(CODED.world_size))},
+            "nothing about the memory of some ranks: no plan is refused",
+        ),
+        ({"channels": ()}, "no messages of tp, pp, ep and cp through their channels"),
+        ({"copies": ()}, "nothing about copies between device and host"),
+        ({"host_codecs": ()}, "nothing about codecs on the hosts"),
+        ({"trainings": ()}, "nothing about small trainings by deepspeed"),
+        ({"kernels": COMPLETE.kernels[1:]}, ""),
+        ({"kernels": COMPLETE.kernels[:-1]}, "nothing about the optimizer on the hosts"),
+        (
+            {"kernels": [one for one in COMPLETE.kernels if one.kind != "elementwise"]},
+            "nothing about the devices' memory: what is no matrix product is planned",
+        ),
+        (
+            {"kernels": [one for one in COMPLETE.kernels if one.kind == "host_adam"]},
+            "nothing about the devices' memory: what is no matrix product, and the optimizer's",
+        ),
+    ],
+)
+def test_what_a_file_lacks_is_said(without: dict[str, Any], said: str) -> None:
+    """Each in a sentence of its own, with what a plan takes in its place."""
+    on_gpus = tuple(replace(rank, device="a GPU") for rank in COMPLETE.ranks)
+    gpus = replace(COMPLETE, ranks=on_gpus, host_codecs=CODED.codecs)
+    assert not list(missing(gpus))
+    lines = list(missing(replace(gpus, **without)))
+    assert len(lines) == bool(said) and all(line.startswith(said) for line in lines)
+    of_hosts = said.endswith(("hosts", "host"))
+    assert len(list(missing(replace(gpus, **without), offload=False))) == bool(said) - of_hosts
+
+
+def test_trainings_are_those_of_the_engine() -> None:
+    (said,) = missing(COMPLETE, engine="megatron")
+    assert said.startswith("nothing about small trainings by megatron")
+    assert "measure" not in said  # it trains by DeepSpeed alone
+
+
+def test_a_cpu_is_its_own_host() -> None:
+    steps = tuple(one for one in COMPLETE.kernels if one.kind != "host_adam")
+    assert not list(missing(replace(COMPLETE, kernels=steps)))

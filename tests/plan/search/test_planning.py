@@ -11,12 +11,14 @@ import pytest
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
+from hybridcomp.plan.algorithms import ideals
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.step import step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.models.traced import named
 from hybridcomp.plan.request import Batch, Found, Limits
 from hybridcomp.plan.search.budget import Budget
 from hybridcomp.plan.search.evaluate import Evaluator
@@ -93,6 +95,19 @@ def test_what_the_user_has_decided_stays() -> None:
     assert (found.layout.tensor, found.layout.stages, found.layout.cuts) == (2, 2, (3, 3))
     with pytest.raises(ConfigError, match=r"fixed.tensors: found 2; expected one of accumulation"):
         Limits(fixed={"tensors": 2})
+
+
+@pytest.mark.parametrize("method", ["enumerate", "mcmc"])
+def test_a_graph_too_wide_to_be_split_is_no_lack_of_memory(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ideals, "MOST_IDEALS", 4)
+    model = named("tests.plan.models.test_models:towers")
+    limits = Limits(dtype="fp32", fixed={"stages": 2}, method=method)
+    found = search(model, cluster(2, 1), RECOMMENDED, Batch(4, 8), limits)
+    assert not found.plans and found.nearest is None
+    assert "no layout of 2 ranks is possible: a graph of 5 nodes" in found.reason
+    assert "too wide to be split exactly" in found.reason
 
 
 def test_a_rank_half_as_fast_gets_fewer_layers() -> None:

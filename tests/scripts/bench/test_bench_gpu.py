@@ -345,9 +345,27 @@ def test_libraries_that_no_loader_finds_and_builders_that_cannot_read(
     assert peers.nvcomp_library.__wrapped__() == "nvcomp" and loaded == [str(library)]
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a")
     monkeypatch.setattr(peers.cuda, "get_device_capability", lambda: (9, 0))
-    assert peers.deepspeed_kernels.__wrapped__() == "9.0"
+    assert peers._build_deepspeed() == "9.0"
     with peers.prepared(["Triton int8"]):
         pass
+
+
+def test_a_build_that_fails_is_tried_once(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fifteen messages would wait for the compiler a minute each."""
+    peers, tries = modules["peers"], mock.Mock(side_effect=RuntimeError("Error building extension"))
+    monkeypatch.setattr(peers, "_build_deepspeed", tries)
+    peers._deepspeed_built.cache_clear()
+    try:
+        with peers.prepared(["DeepSpeed"]):
+            pass
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="Error building"):
+                list(peers.deepspeed(torch.zeros(4096)))
+    finally:
+        peers._deepspeed_built.cache_clear()
+    assert tries.call_count == 1
 
 
 def test_slower_kernels_may_never_be_worth_it(modules: dict[str, Any]) -> None:

@@ -260,6 +260,10 @@ def test_losses_through_memory_are_held_against_nccls(tmp_path: Path) -> None:
         steps = [{"step": n, "loss": loss} for n, loss in ((1, 3.0), (2, last), *further)]
         records = [{"run": {}}, *steps]
         (run / "loss.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    # time was up before this one was trained through memory
+    (tmp_path / "losses" / losses.LAYOUT / "recommended").rename(tmp_path / "aside")
+    assert "recommended" not in gpu_chapter.identity(tmp_path)
+    (tmp_path / "aside").rename(tmp_path / "losses" / losses.LAYOUT / "recommended")
     found = gpu_chapter.identity(tmp_path)
     assert "`recommended` in 2 of 2 steps" in found and "`baseline` in 1 of 2 steps" in found
 
@@ -323,7 +327,12 @@ def test_a_bench_on_cpus(
         "--out",
         str(out),
     ]
+    late = [*words, *more, "--resume", "--budget", "0"]
+    assert bench_gpu_training.main(late) == bench_gpu_training.TIME_IS_UP and not out.is_file()
     assert bench_gpu_training.main([*words, *more]) == 0, capsys.readouterr().out
+    before = out.read_bytes()
+    assert bench_gpu_training.main([*words, *more, "--resume"]) == 0  # every round is there
+    assert out.read_bytes() == before and "part 0: is there" in capsys.readouterr().out
     rows = {row["arm"]: row for row in gpu_chapter.speed_rows(tmp_path)}
     assert set(rows) == {cells.REFERENCE, gpu_cells.COMPUTE, "recommended"}
     own = rows["recommended"]
@@ -336,6 +345,8 @@ def test_losses_on_cpus(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     out = tmp_path / "losses"
     words = ["--cpu", "--tiny", "--steps", "4", "--seeds", "0", "--data", str(data), "--out"]
     arms = ["--nccl-steps", "3", "--arms", "baseline", "lossless"]
+    late = [*words, str(out), *arms, "--budget", "0"]
+    assert gpu_losses.main(late) == gpu_losses.TIME_IS_UP
     assert gpu_losses.main([*words, str(out), *arms]) == 0, capsys.readouterr().out
     folder = out / losses.LAYOUT
     curves = [

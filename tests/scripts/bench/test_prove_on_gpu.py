@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +60,94 @@ def test_it_goes_on_where_it_was(
     assert capsys.readouterr().out.count("done") == 3
     assert prove_on_gpu.main([*out, "--again", "--only", "da", "--dry-run"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_every_test_for_a_gpu_is_in_one_step() -> None:
+    """Those that are marked, and all of tests/nccl."""
+    marked = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.gpu" in file.read_text() or file.parent.name == "nccl"
+        if "scripts" not in file.parts and "plan" not in file.parts
+    }
+    assert "tests/nccl/test_zero.py" in marked and "tests/test_doctor.py" in marked
+    for file in marked:
+        steps = [
+            name
+            for name, words in prove_on_gpu.TESTS.items()
+            if any(file == word or file.startswith(f"{word}/") for word in words)
+            if f"--ignore={file}" not in words
+        ]
+        assert len(steps) == 1, (file, steps)
+
+
+def limited(folder: Path) -> list[Step]:
+    """One that takes long, one that stops in time, one that never ends, one that is short."""
+    python, tell = sys.executable, "import sys; print('told', *sys.argv[1:])"
+    forever = "import time; print('begun', flush=True); time.sleep(600)"
+    return [
+        Step("first", "", 0.001, (python, "-c", tell)),
+        Step("long", "", 500, (python, "-c", tell)),
+        Step("speed", "", 500, (python, "-c", f"{tell}; sys.exit(75)"), "--budget", ("--few",)),
+        Step("hangs", "", 0.001, (python, "-c", forever)),
+        Step("late", "", 0.01, (python, "-c", tell)),
+        Step("pages", "", 0.0, (python, "-c", tell), renewed=True),
+    ]
+
+
+def test_a_call_of_some_minutes_does_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter(limited(tmp_path)))
+    monkeypatch.setattr(prove_on_gpu, "LEAST_S", 1.0)
+    monkeypatch.setattr(prove_on_gpu, "FAREWELL_S", 0.5)
+    out = tmp_path / "out"
+    words = ["--out", str(out), "--minutes", str(4 / 60)]
+    assert prove_on_gpu.main(words) == 1
+    said = capsys.readouterr()
+    assert "hangs still runs, and its time is over" in said.out and "begun" in said.out
+    assert said.err.splitlines()[0].endswith(": hangs")
+    assert said.err.splitlines()[1].endswith(": long, speed, late, pages")
+    assert re.search(r"^told --few --budget [12]$", (out / "speed.log").read_text(), re.M)
+    assert "told\n" in (out / "first.log").read_text() and not (out / "late.log").exists()
+    # a step that is longer than a call begins one; what is made of others is made again
+    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter(limited(tmp_path)[:2]))
+    assert prove_on_gpu.main(words) == 0
+    assert "[1/1] long" in capsys.readouterr().out
+    pages = limited(tmp_path)[-1]
+    assert pages.renewed
+    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter([pages]))
+    assert prove_on_gpu.main(words) == 0
+    again = [Step("more", "", 0.001, (sys.executable, "-c", "print('MISSED 0.7')")), pages]
+    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter(again))
+    capsys.readouterr()
+    assert prove_on_gpu.main(words) == 0
+    said = capsys.readouterr()
+    assert "[2/2] pages" in said.out and "    MISSED 0.7\n" in said.out
+    assert prove_on_gpu.main(words) == 0 and not capsys.readouterr().out
+
+
+def test_a_step_is_ended_with_the_call(tmp_path: Path) -> None:
+    """By SIGTERM, as ``timeout`` sends: what would live on would keep the GPU's memory."""
+    code = f"""if True:
+        import sys
+        sys.path.insert(0, {str(ROOT / "scripts")!r})
+        from bench import prove_on_gpu as prove
+        told = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
+        step = prove.Step("forever", "", 1, (sys.executable, "-c", told))
+        prove.steps = lambda out: iter([step])
+        prove.main(["--out", {str(tmp_path)!r}])
+    """
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    log, found = tmp_path / "forever.log", None
+    while found is None and process.poll() is None:
+        time.sleep(0.05)
+        found = re.search(r"^pid (\d+)$", log.read_text() if log.is_file() else "", re.M)
+    assert found is not None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(found[1]), 0)
 
 
 def test_another_command_of_that_name_is_run(

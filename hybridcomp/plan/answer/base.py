@@ -1,0 +1,49 @@
+"""The user's own configuration of an engine, over which a plan writes what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.config import BLOCK, read_source
+from hybridcomp.errors import ConfigError
+from hybridcomp.rules.neox import EXTRA
+
+Base = Mapping[str, Any]
+#: parts of it that plans write into
+SECTIONS = ("zero_optimization", "bf16", "fp16", BLOCK, EXTRA)
+
+
+def base_of(path: Path | None, engine: str) -> Base:
+    """The user's own configuration. Raises ConfigError where it is none for ``engine``."""
+    if path is None:
+        return {}
+    if engine == "megatron":
+        raise ConfigError("--base", str(path), "Megatron takes arguments, not a file; leave it out")
+    if path.suffix in (".yml", ".yaml"):
+        try:
+            import yaml  # comes with GPT-NeoX, whose files these are
+        except ImportError:
+            raise ConfigError("--base", str(path), "reading it needs pyyaml") from None
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError("--base", str(path), " ".join(str(error).split())) from None
+        found = {} if found is None else found
+        if not isinstance(found, Mapping):
+            raise ConfigError("--base", type(found).__name__, f"{path} has to hold settings")
+        return _sectioned({str(key).replace("-", "_"): value for key, value in found.items()})
+    return _sectioned(read_source(path))
+
+
+def _sectioned(base: Base) -> Base:
+    """``base``, whose parts that plans write into are objects. Raises ConfigError."""
+    own = base.get(EXTRA)
+    for name, part in (
+        *((name, base.get(name)) for name in SECTIONS),
+        (f"{EXTRA}.{BLOCK}", own.get(BLOCK) if isinstance(own, Mapping) else None),
+    ):
+        if part is not None and not isinstance(part, Mapping):
+            raise ConfigError(f"--base: {name}", part, "expected an object")
+    return base
