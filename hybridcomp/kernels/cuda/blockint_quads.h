@@ -31,6 +31,23 @@ constexpr int ROUND = WARP * EACH;
 constexpr bool GAUSSIAN = HC_GAUSSIAN;
 constexpr bool ROTATE = HC_ROTATE;
 
+HC_INLINE bool any_in_warp(bool value) {
+#if HC_ARCH
+    return __any_sync(FULL_WARP, value);
+#else
+    return __ballot_sync(FULL_WARP, value);
+#endif
+}
+
+// The same number, of which the compiler knows nothing: what is made of it is made here, and not kept
+// in registers from where it was needed before, or from before a loop.
+HC_INLINE u32 anew(u32 value) {
+#if HC_ARCH
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
+
 struct Layout {
     u64 blocks, tiles, scales, bases, used, total;
     HC_INLINE_MEMBER explicit Layout(u64 numel)
@@ -183,9 +200,10 @@ HC_INLINE void unpack_words(Words words, u32 part, u32* levels) {
 }
 
 // Byte K of `levels` as the number that it stands for, exactly: the byte becomes the end of a mantissa.
+constexpr u32 LEVEL_MAGIC = 0x4b000000u;
 template <int K>
-HC_INLINE float level_value(u32 levels) {
-    float shifted = bits_float(__byte_perm(levels, 0x4b000000u, 0x7440 | K));
+HC_INLINE float level_value(u32 levels, u32 magic = LEVEL_MAGIC) {
+    float shifted = bits_float(__byte_perm(levels, magic, 0x7440 | K));
     if (GAUSSIAN) return gaussian_value((shifted - 8388608.0f) * 2.0f - 15.0f);
     return shifted - (8388608.0f + (float)(1 << (HC_BITS - 1)));
 }

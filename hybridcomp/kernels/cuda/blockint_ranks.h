@@ -15,38 +15,80 @@ constexpr int SUM_WARPS = HC_SUM_THREADS / WARP;
 // What a warp has in shared memory. Feedback has a second tile of fp32: the owner's residual, then that
 // of the values, then what is written.
 template <class E, bool WIDE>
-struct Room {
+struct alignas(TABLE_ALIGN) Room : Table {
     Stage ring[HC_STAGES];
-    Table table;
     Shared<typename E::Stored> own;
     Shared<float> wide;
 };
 template <class E>
-struct Room<E, false> {
+struct alignas(TABLE_ALIGN) Room<E, false> : Table {
     Stage ring[HC_STAGES];
-    Table table;
     Shared<typename E::Stored> own;
 };
 
-// A tile of the own values, of residuals and of sums: where it is, and how it may be moved.
+// This lane's block of a message, and its tile: of the own values, of residuals and of sums. A message
+// has less than 2^36 values, so that a register holds the number of a block.
 struct Span {
-    u64 first, count;  // of the message: this lane's block, and all
-    bool whole;        // all of the tile is there, and aligned
+    u32 block;
+    u64 count;  // of the message
+    bool whole;  // all of the tile is there, and aligned
+    // From here on worked out again, and not kept over a loop (`anew`).
+    HC_INLINE_MEMBER Span again() const { return Span{anew(block), count, whole}; }
+    HC_INLINE_MEMBER u64 tile() const { return block / TILE_BLOCKS; }
+    HC_INLINE_MEMBER u64 tile_first() const { return tile() * TILE; }
+    HC_INLINE_MEMBER u64 first() const { return (u64)block * BLOCK; }
     HC_INLINE_MEMBER u32 there() const {
-        return first >= count ? 0 : count - first < BLOCK ? (u32)(count - first) : BLOCK;
+        return first() >= count ? 0 : count - first() < BLOCK ? (u32)(count - first()) : BLOCK;
+    }
+};
+
+// What this lane fetches of a tile, one rank after the other. What is the same for a block of threads
+// stays apart from what is this lane's own, which has 32 bits: so no address of 64 is worked out a rank.
+struct Fetches {
+    static constexpr u32 LEVELS = TILE * HC_BITS / 8;  // bytes of a tile
+    const u8 *levels, *scales;  // of the next rank: of this block of threads, of the message
+    u64 slot;
+    u32 level, other;              // from there on: levels, and the base or scales
+    SharedAt levels_to, other_to;  // in the first stage
+    u32 chunks, others;            // lanes that have some of them
+    u32 base_at;                   // byte of `Stage::base`
+
+    HC_INLINE_MEMBER Fetches(Stage* ring, const u8* payloads, u64 distance, const Layout& layout,
+                             const Span& span, u32 blocks)
+        : slot(distance) {
+        u32 lane = lane_id(), tile = (u32)span.tile(), base = (u32)layout.blocks + tile;
+        levels = payloads + (u64)blockIdx.x * (SUM_WARPS * LEVELS);
+        scales = payloads + layout.scales;
+        level = threadIdx.x / WARP * LEVELS + CHUNK * lane;
+        other = anew(lane ? tile * TILE_BLOCKS + 4 * lane - 4 : base & ~3u);
+        levels_to = shared_at(ring->levels) +
+                    CHUNK * swizzled<LEVELS_EACH>(lane / LEVELS_EACH, lane % LEVELS_EACH);
+        other_to = shared_at(&ring->base) + 4 * lane;
+        chunks = (blocks * 4 * HC_BITS + CHUNK - 1) / CHUNK;
+        others = anew(1 + (blocks + 3) / 4);
+        base_at = anew(base & 3);
+    }
+    HC_INLINE_MEMBER void next(u32 stage) {
+        u32 at = stage * (u32)sizeof(Stage);
+#pragma unroll
+        for (u32 i = 0; i < LEVEL_CHUNKS; i += WARP) {
+            if (lane_id() + i < chunks) fetch16(levels_to + at + CHUNK * i, levels + level + CHUNK * i);
+        }
+        if (lane_id() < others) fetch4(other_to + at, scales + other);
+        levels += slot, scales += slot;
     }
 };
 
 // held += the own values, with `residual` (else null), which becomes zero.
 template <class E, bool FEEDBACK, class R>
-HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, float* residual, u64 tile,
+HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, float* residual,
                        const Span& span) {
     if (FEEDBACK && residual) await_fetch<0>();
 #pragma unroll
     for (int i = 0; i < BLOCK / EACH; ++i) {
         E mine;
         EightFp32 kept;
-        u64 at = span.first + i * EACH;
+        u64 at = span.first() + i * EACH;
         if (span.whole) read_eight(room.own, i, mine);
         else mine.load_some(own + at, eight_of(at, span.count));
         if constexpr (FEEDBACK) {
@@ -66,10 +108,10 @@ HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, floa
         if (span.whole) {
 #pragma unroll
             for (u32 i = 0; i < TILE / 4; i += WARP) {
-                store16(0.0f, 0.0f, 0.0f, 0.0f, residual + tile * TILE + 4 * (i + lane_id()));
+                store16(0.0f, 0.0f, 0.0f, 0.0f, residual + span.tile_first() + 4 * (i + lane_id()));
             }
         } else {
-            for (u32 k = 0; k < span.there(); ++k) residual[span.first + k] = 0.0f;
+            for (u32 k = 0; k < span.there(); ++k) residual[span.first() + k] = 0.0f;
         }
     }
 }
@@ -83,14 +125,14 @@ HC_INLINE void write_chunk(const float* values, u32 at, Shared<float>& shared, f
     }
 #pragma unroll
     for (u32 k = 0; k < 4; ++k) {
-        if (4 * at + k < span.there()) out[span.first + 4 * at + k] = values[k];
+        if (4 * at + k < span.there()) out[span.first() + 4 * at + k] = values[k];
     }
 }
 
-HC_INLINE void flush_chunks(const Shared<float>& shared, float* out, u64 tile, const Span& span) {
+HC_INLINE void flush_chunks(const Shared<float>& shared, float* out, const Span& span) {
     if (!span.whole) return;
     __syncwarp();
-    shared.flush(out + tile * TILE);
+    shared.flush(out + span.tile_first());
 }
 
 // held += `ranks` contributions to a tile of `numel` values, in rank order: this rank's own exact values,
@@ -98,33 +140,31 @@ HC_INLINE void flush_chunks(const Shared<float>& shared, float* out, u64 tile, c
 // which the sum begins with, and one of the own values, which they take with them and which becomes 0.
 template <class E, bool FEEDBACK, class R>
 HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typename E::Stored* own, u64 ranks,
-                         u64 me, u64 slot, float* residual, const float* owner, u64 tile,
-                         const Span& span) {
+                         u64 me, u64 slot, float* residual, const float* owner, const Span& span) {
     Layout layout(span.count);
-    u32 blocks = layout.blocks_of(tile), others = (u32)ranks - 1, lane = lane_id();
-    bool group = !ROTATE || in_group(span.first, span.count);
+    u32 blocks = layout.blocks_of(span.tile()), others = (u32)ranks - 1;
+    bool group = !ROTATE || in_group(span.first(), span.count);
     if (span.whole) {
-        room.own.fetch(own + tile * TILE);
+        room.own.fetch(own + span.tile_first());
         if constexpr (FEEDBACK) {
-            if (owner) room.wide.fetch(owner + tile * TILE);
+            if (owner) room.wide.fetch(owner + span.tile_first());
         }
     }
     close_fetch();
-    room.table.fill();
+    room.fill();  // the table
+    Fetches fetches(room.ring, payloads, slot, layout, span, blocks);
 #pragma unroll
     for (u32 s = 0; s < HC_STAGES; ++s) {
-        if (s < others) fetch_stage(room.ring[s], payloads + s * slot, layout, tile, blocks);
+        if (s < others) fetches.next(s);
         close_fetch();
     }
-    // the base exponents of 32 ranks, one a lane
-    u32 bases = lane < others ? payloads[lane * slot + layout.bases + tile] : 0;
     await_fetch<HC_STAGES>();
     if constexpr (FEEDBACK) {
         if (owner) {
 #pragma unroll
             for (int i = 0; i < BLOCK / EACH; ++i) {
                 EightFp32 start;
-                u64 at = span.first + i * EACH;
+                u64 at = span.first() + i * EACH;
                 if (span.whole) read_eight(room.wide, i, start);
                 else start.load_some(owner + at, eight_of(at, span.count));
 #pragma unroll
@@ -133,35 +173,37 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
             }
             __syncwarp();
         }
-        if (residual && span.whole) room.wide.fetch(residual + tile * TILE);
+        if (residual && span.whole) room.wide.fetch(residual + span.tile_first());
         close_fetch();
     }
-    u32 next = 0, p = 0;  // where in the ring, and which of the others
+    Magic magic(room, span.block >> 31);
 #pragma unroll 1
-    for (u32 rank = 0; rank < (u32)ranks; ++rank) {
-        if (rank == (u32)me) {
-            add_own<E, FEEDBACK>(held, room, own, residual, tile, span);
-            continue;
-        }
-        if (p % WARP == 0 && p) bases = p + lane < others ? payloads[(p + lane) * slot + layout.bases + tile] : 0;
+    for (u32 p = 0;; ++p) {  // of the others; this rank's turn is before that of the next
+        if (p == (u32)me) add_own<E, FEEDBACK>(held, room, own, residual, span.again());
+        if (p == others) break;
         await_fetch<HC_STAGES - 1>();
-        add_stage(held, room.ring[next], room.table, lane_value(bases, p % WARP), blocks, group);
+        const Stage& come = room.ring[p % HC_STAGES];
+        add_stage(held, come, room, ((const u8*)&come.base)[fetches.base_at], blocks, group, magic);
         __syncwarp();  // the stage was read
-        if (p + HC_STAGES < others) {
-            fetch_stage(room.ring[next], payloads + (p + HC_STAGES) * slot, layout, tile, blocks);
-        }
+        if (p + HC_STAGES < others) fetches.next(p % HC_STAGES);
         close_fetch();
-        next = next + 1 == HC_STAGES ? 0 : next + 1;
-        ++p;
     }
 }
 
+constexpr u32 HALF_OVERFLOW = 0x477ff000u;  // 65520 is the smallest number that rounds to Inf
 // What is left of a sum that overflows fp16: Inf, as it comes out natively, where loss scaling sees it.
 HC_INLINE float show_half(float value) {
     u32 bits = float_bits(value), magnitude = bits & MAGNITUDE;
-    // 65520 is the smallest number that rounds to Inf
-    return magnitude >= 0x477ff000u && magnitude < INF_BITS ? bits_float((bits & ~MAGNITUDE) | INF_BITS)
+    return magnitude >= HALF_OVERFLOW && magnitude < INF_BITS ? bits_float((bits & ~MAGNITUDE) | INF_BITS)
                                                             : value;
+}
+
+// The largest magnitude of a block as a float, NaN if one is NaN.
+HC_INLINE float largest_magnitude(const float* values) {
+    float top = larger_magnitude(values[0], values[1]);
+#pragma unroll
+    for (int k = 2; k < BLOCK; ++k) top = larger_magnitude(top, values[k]);
+    return top;
 }
 
 // The levels of a block -> its words.
@@ -188,7 +230,7 @@ HC_INLINE void store_block(const float* held, float inverse, u32* out) {
 // What the levels of `held` leave out of it (rotated: of what waits in `shared`), into `owner`.
 template <class E>
 HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shared<float>& shared,
-                            float* owner, u64 tile, const Span& span) {
+                            float* owner, const Span& span) {
     bool twice;
     float step = careful_step(code, base, twice);
     if constexpr (ROTATE) {
@@ -197,7 +239,7 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
             held[k] = sent_value(quantized(held[k], inverse), step);
             if (twice) held[k] = finite(held[k] * 2.0f);
         }
-        rotate_block_back(held, in_group(span.first, span.count));
+        rotate_block_back(held, in_group(span.first(), span.count));
     } else {
         __syncwarp();  // all of the room was read
     }
@@ -220,7 +262,7 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
         write_chunk(kept, i, shared, owner, span);
         finish_iteration();
     }
-    flush_chunks(shared, owner, tile, span);
+    flush_chunks(shared, owner, span);
 }
 
 }  // namespace blockint

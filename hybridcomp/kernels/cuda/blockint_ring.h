@@ -8,13 +8,10 @@
 // permuted within 128 bytes so that eight lanes meet eight different ones.
 #pragma once
 
-#include "blockint_tile.h"
+#include "blockint_levels.h"
 
 #ifndef HC_STAGES
 #define HC_STAGES 4
-#endif
-#ifndef HC_TABLE
-#define HC_TABLE 1
 #endif
 #ifndef HC_SUM_THREADS
 #define HC_SUM_THREADS 64
@@ -29,23 +26,21 @@ constexpr int BLOCK_WORDS = HC_BITS;
 constexpr int STEP_VALUES = 8;  // of a word of levels, and its distance in the block
 
 // 16, or 4, bytes to shared memory behind the back of the registers, where the hardware can.
-HC_INLINE void fetch16(void* shared, const void* from) {
 #if HC_ARCH >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from) : "memory");
-#else
-    *(uint4*)shared = *(const uint4*)from;
-#endif
+typedef u32 SharedAt;
+HC_INLINE SharedAt shared_at(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
+HC_INLINE void fetch16(SharedAt to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
-
-HC_INLINE void fetch4(void* shared, const void* from) {
-#if HC_ARCH >= 800
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
-                 :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from) : "memory");
-#else
-    *(u32*)shared = *(const u32*)from;
-#endif
+HC_INLINE void fetch4(SharedAt to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
 }
+#else
+typedef u8* SharedAt;
+HC_INLINE SharedAt shared_at(void* shared) { return (u8*)shared; }
+HC_INLINE void fetch16(SharedAt to, const void* from) { *(uint4*)to = *(const uint4*)from; }
+HC_INLINE void fetch4(SharedAt to, const void* from) { *(u32*)to = *(const u32*)from; }
+#endif
 
 HC_INLINE void close_fetch() {
 #if HC_ARCH >= 800
@@ -62,10 +57,10 @@ HC_INLINE void await_fetch() {
     __syncwarp();
 }
 
-// A tile of one rank's payload.
+// A tile of one rank's payload; of `base` the word that has the tile's.
 struct Stage {
     uint4 levels[LEVEL_CHUNKS];
-    u32 scales[TILE_BLOCKS / 4];
+    u32 base, scales[TILE_BLOCKS / 4], pad[3];
 };
 
 // Where chunk `at` of a block lies in an array of blocks of CHUNKS chunks.
@@ -78,20 +73,6 @@ HC_INLINE u32 swizzled(u32 block, u32 at) {
 }
 
 constexpr u32 LEVELS_EACH = HC_BITS == 8 ? 2 : 1;  // chunks of a block that are permuted
-
-HC_INLINE void fetch_stage(Stage& stage, const u8* payload, const Layout& layout, u64 tile, u32 blocks) {
-    u32 chunks = (blocks * 4 * HC_BITS + CHUNK - 1) / CHUNK, lane = lane_id();
-    const u8* levels = payload + tile * (TILE * HC_BITS / 8);
-#pragma unroll
-    for (u32 i = 0; i < LEVEL_CHUNKS; i += WARP) {
-        u32 c = i + lane;
-        if (c < chunks) {
-            fetch16(stage.levels + swizzled<LEVELS_EACH>(c / LEVELS_EACH, c % LEVELS_EACH),
-                    levels + CHUNK * c);
-        }
-    }
-    if (4 * lane < blocks) fetch4(stage.scales + lane, payload + layout.scales + tile * TILE_BLOCKS + 4 * lane);
-}
 
 // The words of this lane's block.
 HC_INLINE void read_words(const Stage& stage, u32* words) {
@@ -115,19 +96,24 @@ struct Shared {
     static constexpr u32 VALUES = CHUNK / sizeof(T);          // of a chunk
     uint4 chunks[TILE_BLOCKS * CHUNKS];
 
+    // Where chunk 32 * `turn` + lane of the tile lies; `lane_at` is that of chunk lane.
+    HC_INLINE u32 place(u32 lane_at, u32 turn) {
+        return WARP * turn + (CHUNKS == 8 && turn % 2 ? lane_at ^ 4 : lane_at);
+    }
+    HC_INLINE u32 lane_place() { return swizzled<CHUNKS>(lane_id() / CHUNKS, lane_id() % CHUNKS); }
+
     HC_INLINE_MEMBER void fetch(const T* tile) {
+        u32 at = lane_place();
+        const u8* from = (const u8*)tile + CHUNK * lane_id();
+        SharedAt to = shared_at(chunks);
 #pragma unroll
-        for (u32 i = 0; i < CHUNKS; ++i) {
-            u32 c = WARP * i + lane_id();
-            fetch16(chunks + swizzled<CHUNKS>(c / CHUNKS, c % CHUNKS), (const u8*)tile + CHUNK * c);
-        }
+        for (u32 i = 0; i < CHUNKS; ++i) fetch16(to + CHUNK * place(at, i), from + CHUNK * WARP * i);
     }
     HC_INLINE_MEMBER void flush(T* tile) const {
+        u32 at = lane_place();
+        u8* to = (u8*)tile + CHUNK * lane_id();
 #pragma unroll
-        for (u32 i = 0; i < CHUNKS; ++i) {
-            u32 c = WARP * i + lane_id();
-            store16(chunks[swizzled<CHUNKS>(c / CHUNKS, c % CHUNKS)], (u8*)tile + CHUNK * c);
-        }
+        for (u32 i = 0; i < CHUNKS; ++i) store16(chunks[place(at, i)], to + CHUNK * WARP * i);
     }
     // Chunk `at` of this lane's block.
     HC_INLINE_MEMBER uint4& mine(u32 at) { return chunks[swizzled<CHUNKS>(lane_id(), at)]; }
@@ -145,48 +131,6 @@ HC_INLINE void read_eight(Shared<float>& shared, u32 at, EightFp32& eight) {
 template <class E>
 HC_INLINE void read_eight(Shared<u16>& shared, u32 at, E& eight) { eight.load((const u16*)&shared.mine(at)); }
 
-// What the levels of a block stand for, without the step: Gaussian levels from a table in shared memory,
-// where each of sixteen has a bank of its own (four instructions less a value than the polynomial).
-struct Table {
-    float values[GAUSSIAN && HC_TABLE ? 16 : 1];
-
-    HC_INLINE_MEMBER void fill() {
-        if (!(GAUSSIAN && HC_TABLE)) return;
-        if (lane_id() < 16) values[lane_id()] = gaussian_value(2.0f * (float)(i32)lane_id() - 15.0f);
-        __syncwarp();
-    }
-};
-
-// The words of a block -> a word for the levels of values k, k + 8, k + 16 and k + 24.
-HC_INLINE void unpack_block(const u32* words, u32* levels) {
-    if constexpr (GAUSSIAN && HC_TABLE) {  // each times four: where it is in the table
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            levels[k] = words[k] << 2 & 0x3c3c3c3cu, levels[k + 4] = words[k] >> 2 & 0x3c3c3c3cu;
-        }
-    } else {
-        unpack_levels<HC_BITS>(words, levels);
-    }
-}
-
-template <int K>
-HC_INLINE float value_of(const u32* levels, float step, const Table& table) {
-    if constexpr (GAUSSIAN && HC_TABLE) {
-        u32 at = __byte_perm(levels[K % 8], 0, 0x4440 | K / 8);
-        return *(const float*)((const u8*)table.values + at) * step;
-    } else {
-        return level_value<K / 8>(levels[K % 8]) * step;
-    }
-}
-
-template <int K = 0>
-HC_INLINE void values_of(const u32* levels, float step, const Table& table, float* out) {
-    if constexpr (K < BLOCK) {
-        out[K] = value_of<K>(levels, step, table);
-        values_of<K + 1>(levels, step, table, out);
-    }
-}
-
 // A value of a block that is NaN, may overflow or is not there.
 struct Care {
     bool twice, nan, there;
@@ -196,54 +140,76 @@ struct Care {
         return there ? value : 0.0f;  // a sum of it would be encoded
     }
 };
-struct NoCare {
-    HC_INLINE_MEMBER float operator()(float value) const { return value; }
-};
 
-template <class C, int K = 0>
-HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, float* held, C care) {
+// A sum whose instructions the compiler leaves where they are: those of two branches, taken together
+// behind them, would need a register more for each value.
+HC_INLINE float sum_apart(float a, float b) {
+#if HC_ARCH
+    return __fadd_rn(a, b);
+#else
+    return a + b;
+#endif
+}
+
+template <int K = 0>
+HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, const Magic& magic,
+                             float* held) {
     if constexpr (K < BLOCK) {
-        held[K] = held[K] + care(value_of<K>(levels, step, table));
-        add_values_of<C, K + 1>(levels, step, table, held, care);
+        held[K] = held[K] + value_of<K>(levels, step, table, magic);
+        add_values_of<K + 1>(levels, step, table, magic, held);
+    }
+}
+
+template <int K = 0>
+HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, const Magic& magic,
+                             float* held, Care care) {
+    if constexpr (K < BLOCK) {
+        held[K] = sum_apart(held[K], care(value_of<K>(levels, step, table, magic)));
+        add_values_of<K + 1>(levels, step, table, magic, held, care);
     }
 }
 
 // held += one rank's block. A tile with one that is NaN or may overflow, and the last one, take a branch
 // of their own. `whole`: the group of 64 values is.
 HC_INLINE void add_stage(float* held, const Stage& stage, const Table& table, u32 base, u32 blocks,
-                         bool whole) {
+                         bool whole, const Magic& magic) {
     bool there = lane_id() < blocks;
-    u32 code = there ? ((const u8*)stage.scales)[lane_id()] : LAST_CODE;
+    u32 code = ((const u8*)stage.scales)[lane_id()], top = 16 * base + 15 - code;
     u32 words[BLOCK_WORDS], levels[WORDS];
     read_words(stage, words);
     unpack_block(words, levels);
-    if (!__ballot_sync(FULL_WARP, needs_care(code, base) || !there || (ROTATE && !whole))) {
-        float step = step_of<HC_BITS, GAUSSIAN>(code, base);
+    bool any = !there || code > LAST_CODE + GAUSSIAN || top >= OVERFLOW_TOP;
+    if constexpr (ROTATE) any = any || !whole || base >= LARGE_BASE;
+    if (!any_in_warp(any)) {
+        float step = bits_float((top << 19) - 0x800000u) *  // half_top
+                     (GAUSSIAN ? 2.0f : 2.0f / (float)top_level(HC_BITS));
+        if (GAUSSIAN) step = code == ZERO_CODE ? 0.0f : step;
         if constexpr (ROTATE) {
             float x[BLOCK], odd = odd_sign();
-            values_of(levels, step, table, x);
+            values_of(levels, step, table, magic, x);
             stages_in_block(x);
             stage_across_blocks(x, true);
 #pragma unroll
             for (int k = 0; k < BLOCK; ++k) held[k] = plus_in_d(held[k], x[k], k, odd);
         } else {
-            add_values_of(levels, step, table, held, NoCare());
+            add_values_of(levels, step, table, magic, held);
         }
         return;
     }
+    code = there ? code : LAST_CODE;
     bool twice;
     float step = careful_step(code, base, twice);
     Care care = {twice, code == NONFINITE_CODE, there};
     if constexpr (ROTATE) {
         float x[BLOCK];
-        values_of(levels, step, table, x);
+        values_of(levels, step, table, magic, x);
 #pragma unroll
         for (int k = 0; k < BLOCK; ++k) x[k] = care(x[k]);
         rotate_block_back(x, whole);
 #pragma unroll
-        for (int k = 0; k < BLOCK; ++k) held[k] = held[k] + x[k];
+        for (int k = 0; k < BLOCK; ++k) held[k] = sum_apart(held[k], x[k]);
     } else {
-        add_values_of(levels, step, table, held, care);
+        add_values_of(levels, step, table, magic, held, care);
     }
 }
 

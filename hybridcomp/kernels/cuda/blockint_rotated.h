@@ -124,7 +124,7 @@ HC_INLINE float plus_in_d(float held, float x, int k, float odd) {
     return plus_signed(x, low ? -odd : odd, held);
 }
 
-HC_INLINE u32 block_signs() { return (u32)(rotation::SIGNS >> (32 * (lane_id() & 1))); }
+HC_INLINE u32 block_signs() { return anew((u32)(rotation::SIGNS >> (32 * (lane_id() & 1)))); }
 
 // Blocks that are not of a whole group stay as they are, in the registers where they are.
 HC_INLINE void rotate_block(float* v, bool whole) {
@@ -139,7 +139,6 @@ HC_INLINE void rotate_block(float* v, bool whole) {
 
 // `rotate_back_any` of a block.
 HC_INLINE void rotate_block_back(float* v, bool whole) {
-    u32 signs = block_signs();
     if (whole) {
 #pragma unroll
         for (int k = 0; k < BLOCK; ++k) v[k] *= rotation::BACK_SCALE;
@@ -147,11 +146,12 @@ HC_INLINE void rotate_block_back(float* v, bool whole) {
     }
     stage_across_blocks(v, whole);
     if (!whole) return;
+    u32 signs = block_signs();
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) {
-        u32 nan = QUIET_NAN_BITS | sign_of(signs, k);
-        float value = finite(with_sign(v[k], signs, k) * (1.0f / rotation::BACK_SCALE));
-        v[k] = magnitude_bits(value) > INF_BITS ? bits_float(nan) : value;
+        float value = finite(v[k] * (1.0f / rotation::BACK_SCALE));
+        value = magnitude_bits(value) > INF_BITS ? bits_float(QUIET_NAN_BITS) : value;
+        v[k] = with_sign(value, signs, k);
     }
 }
 

@@ -11,20 +11,20 @@ HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks,
                       float* out, float* residual) {
     __shared__ Room<E, true> rooms[SUM_WARPS];
     auto& room = rooms[threadIdx.x / WARP];
-    u64 tile = warp_id();
-    if (tile >= ceil_div(numel, TILE)) return;  // the whole warp
+    Span span = {blockIdx.x * HC_SUM_THREADS + threadIdx.x, numel, false};
+    if (span.tile() >= ceil_div(numel, TILE)) return;  // the whole warp
     const auto* values = (const typename E::Stored*)own;
-    bool whole = (tile + 1) * TILE <= numel && whole_vectors(values) && whole_vectors(out) &&
+    span.whole = span.tile_first() + TILE <= numel && whole_vectors(values) && whole_vectors(out) &&
                  whole_vectors(residual);
-    Span span = {tile * TILE + lane_id() * BLOCK, numel, whole};
     float held[BLOCK];
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
-    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, nullptr, tile, span);
+    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, nullptr, span);
+    span = span.again();
     __syncwarp();  // all of the room was read
 #pragma unroll
     for (u32 i = 0; i < BLOCK / 4; ++i) write_chunk(held + 4 * i, i, room.wide, out, span);
-    flush_chunks(room.wide, out, tile, span);
+    flush_chunks(room.wide, out, span);
 }
 
 // The sum, encoded into `out`. With FEEDBACK there may be the residual `owner`, which becomes what the
@@ -35,19 +35,21 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     __shared__ Room<E, FEEDBACK> rooms[SUM_WARPS];
     auto& room = rooms[threadIdx.x / WARP];
     Layout layout(numel);
-    u64 tile = warp_id();
-    if (tile >= layout.tiles) return;
+    Span span = {blockIdx.x * HC_SUM_THREADS + threadIdx.x, numel, false};
+    if (span.tile() >= layout.tiles) return;
     const auto* values = (const typename E::Stored*)own;
-    bool whole = (tile + 1) * TILE <= numel && whole_vectors(values) &&
+    span.whole = span.tile_first() + TILE <= numel && whole_vectors(values) &&
                  (!FEEDBACK || (whole_vectors(residual) && whole_vectors(owner)));
-    Span span = {tile * TILE + lane_id() * BLOCK, numel, whole};
     float held[BLOCK];
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) held[k] = 0.0f;
-    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, tile, span);
+    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, span);
+    span = span.again();
+    float top = largest_magnitude(held);
+    if (HALF && any_in_warp(magnitude_bits(top) >= HALF_OVERFLOW)) {
 #pragma unroll
-    for (int k = 0; k < BLOCK; ++k) {
-        if (HALF) held[k] = show_half(held[k]);
+        for (int k = 0; k < BLOCK; ++k) held[k] = show_half(held[k]);
+        top = largest_magnitude(held);
     }
     if constexpr (ROTATE && FEEDBACK) {  // they wait there, also where the tile is not whole
         __syncwarp();
@@ -57,33 +59,31 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
                                            float_bits(held[4 * i + 2]), float_bits(held[4 * i + 3]));
         }
     }
-    if constexpr (ROTATE) rotate_block(held, in_group(span.first, numel));
-    float top = larger_magnitude(held[0], held[1]);
-#pragma unroll
-    for (int k = 2; k < BLOCK; ++k) top = larger_magnitude(top, held[k]);
+    if constexpr (ROTATE) {
+        rotate_block(held, in_group(span.first(), numel));
+        top = largest_magnitude(held);
+    }
     u32 absmax = magnitude_bits(top), base = base_of(largest_in_warp(absmax < INF_BITS ? absmax : 0));
     u32 code = scale_code<GAUSSIAN>(absmax, base);
     float inverse = code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, GAUSSIAN>(code, base);
-    u64 block = tile * TILE_BLOCKS + lane_id();
-    if (block < layout.blocks) {
-        store_block(held, inverse, (u32*)out + block * HC_BITS);
-        out[layout.scales + block] = (u8)code;
+    if (span.block < layout.blocks) {
+        store_block(held, inverse, (u32*)out + (u64)span.block * HC_BITS);
+        out[layout.scales + span.block] = (u8)code;
     }
     if constexpr (FEEDBACK) {
-        if (owner) settle_block<E>(held, inverse, code, base, room.wide, owner, tile, span);
+        if (owner) settle_block<E>(held, inverse, code, base, room.wide, owner, span);
     }
-    if (lane_id() == 0) out[layout.bases + tile] = (u8)base;
-    if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
+    if (lane_id() == 0) out[layout.bases + span.tile()] = (u8)base;
+    if (span.tile() + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
 }
 
 }  // namespace blockint
 }  // namespace hybridcomp
 
-// Blocks a multiprocessor: on an H100 ten were as fast as eight or twelve, or faster. Where a compiler
-// needs more registers than that leaves, six: an H100's for fields that are not 2, 4 or 8 bits wide.
+// Blocks a multiprocessor: on an H100 ten were as fast as eight or twelve, or faster. Before sm_80, where
+// shared memory has no room for so many, the compiler needs more registers for rotations.
 #ifndef HC_SUM_BLOCKS
-#define HC_ODD_WIDTH (HC_BITS == 3 || (HC_BITS > 4 && HC_BITS < 8))
-#define HC_SUM_BLOCKS (HC_ARCH < 900 || (HC_ARCH < 1000 ? HC_ODD_WIDTH : HC_ROTATE) ? 6 : 10)
+#define HC_SUM_BLOCKS (HC_ARCH > 0 && HC_ARCH < 800 && HC_ROTATE ? 8 : 10)
 #endif
 
 #define HC_SUM_ARGUMENTS                                                              \

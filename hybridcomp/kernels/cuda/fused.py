@@ -7,10 +7,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher
 
 TILES = 1024 * WARPS  # elements of a block of blockint.cu
+#: values of a rank's own chunk: 32 bits hold the number of a block of 32 (blockint_ranks.h, Span)
+MOST_SUMMED = 1 << 36
 SUM_THREADS = 64  # of a block of blockint_sum.cu: what it has in shared memory is a warp's
 
 
@@ -96,8 +99,14 @@ class FusedBlockInt:
             self._launcher.launch("blockint.cu", image, name, grid, *words)
 
     def _add(self, kernel: str, own: Tensor, *words: int) -> None:
-        """A warp a tile."""
-        blocks = -(-own.numel() // (32 * SUM_THREADS))
+        """A warp a tile. Raises CodecError for values that its kernels cannot count."""
+        numel = own.numel()
+        if numel >= MOST_SUMMED:
+            raise CodecError(
+                f"blockint: expected fewer than {MOST_SUMMED} values for one rank to sum, found "
+                f"{numel}; reduce in smaller buckets"
+            )
+        blocks = -(-numel // (32 * SUM_THREADS))
         if blocks:
             image, name = _kernel(self._setting, kernel, own.dtype)
             self._launcher.launch(

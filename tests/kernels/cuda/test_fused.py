@@ -6,14 +6,16 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs import VALUE_DTYPES, BlockInt, Codec, make_codec
 from hybridcomp.collectives import Meter, chunk_ranges
 from hybridcomp.collectives.fused import adjacent
+from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels
-from hybridcomp.kernels.cuda.fused import blockint_macros
+from hybridcomp.kernels.cuda.fused import MOST_SUMMED, FusedBlockInt, blockint_macros
 from tests.codecs import arrays
 from tests.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
 from tests.kernels.cuda.common import kernels_replaced
@@ -328,3 +330,13 @@ def test_shards_with_cuts_go_step_by_step() -> None:
 
 def test_messages_with_cuts_go_step_by_step() -> None:
     assert all(run_ranks(2, cut, 3000))
+
+
+def test_more_values_than_the_sums_kernels_count_are_refused() -> None:
+    launcher = Counting()
+    fused = FusedBlockInt(launcher, BlockInt(bits=4)._setting)
+    payloads, room = torch.empty(0, dtype=torch.uint8), torch.empty(0)
+    own = torch.empty(1).expand(MOST_SUMMED)  # takes no memory
+    with pytest.raises(CodecError, match=f"found {MOST_SUMMED}; reduce in smaller buckets"):
+        fused.sum(payloads, own, 3, 0, room)
+    assert not launcher.kernels
