@@ -33,11 +33,9 @@ if TYPE_CHECKING:
 RunRanks = Callable[..., list[Any]]
 
 #: importing DeepSpeed takes a rank 5 s; a fork of a process that has it takes none
-PRELOAD = [
-    "torch", "torch.distributed", "numpy", "deepspeed",
-    # what the first step of an optimizer and megatron-core import, another 7 s
-    "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx",
-]  # fmt: skip
+PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed"]
+#: what the first step of an optimizer and megatron-core import, another 7 s
+COMPILER = ["torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx"]
 #: seconds that the other ranks get to fail too, so that the message can show all of them
 GRACE_S = 1.0
 
@@ -48,10 +46,16 @@ def python_path() -> str:
 
 
 def fork_server() -> ForkServerContext:
-    """What starts processes as forks of one that has imported ``PRELOAD``."""
+    """What starts processes as forks of one that has imported ``PRELOAD``.
+
+    Where there is no GPU it has ``COMPILER`` as well: that looks for one when it is imported (torch
+    2.11), and forks of a process that has looked cannot use it.
+    """
+    import torch
+
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # no compilers in a process that others fork from
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(PRELOAD if torch.cuda.is_available() else [*PRELOAD, *COMPILER])
     return context
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
@@ -105,10 +106,9 @@ def custom() -> nn.Module:
 
 def symmetric() -> nn.Module:
     """As ``set_symm_mem_for_comm`` leaves a model, which needs NCCL itself."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import SymmMemAllGather
-
+    kind: Any = _fsdp_collectives.SymmMemAllGather
     model: Any = sharded()
-    comm = SymmMemAllGather.__new__(SymmMemAllGather)
+    comm = kind.__new__(kind)
     model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm = comm
     return model  # type: ignore[no-any-return]
 
@@ -149,6 +149,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no shards": (replicated_mesh, {"dp": B8, "zero": B8}, "compression.zero"),
     "neither": (wide, {"dp": B8}, "DistributedDataParallel"),
 }
+if not hasattr(_fsdp_collectives, "SymmMemAllGather"):  # torch 2.11 and older
+    del REFUSED["symmetric memory"]
 
 
 def refusals() -> dict[str, str]:

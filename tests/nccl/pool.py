@@ -41,6 +41,8 @@ class Process:
             **os.environ, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1",
             "PYTHONPATH": python_path(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1",
+            # else a rank that has lost another one sleeps for a minute, to write down what it did
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         }  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.nccl.pool", str(theirs.fileno())],
