@@ -79,6 +79,6 @@ def test_the_seam_is_in_the_support_matrix(printed: dict[str, str]) -> None:
 
 def test_the_seam_acts(printed: dict[str, str]) -> None:
     (said,) = (text for command, text in printed.items() if "try_seam.py" in command)
-    errors = [float(value) for value in re.findall(r"largest error (\S+)", said)]
+    errors = [float(value) for value in re.findall(r"largest error ([\d.e-]+)", said)]
     assert len(errors) == 2 and errors[0] == errors[1] and 0 < errors[0] < 0.02
     assert re.search(r"\[hybridcomp\] step 1: dp blockint\(bits=8\) 3\.\d+x", said)
