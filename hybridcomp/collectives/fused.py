@@ -41,12 +41,6 @@ class _Plan:
     gives: tuple[int, ...]  # bytes of an exchange, by rank
     takes: tuple[int, ...]
     places: tuple[int, ...]  # bytes of each buffer, and of the gap behind it
-    nbytes: int  # of all buffers
-
-    def room(self, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
-        """``(buffer to give back, the buffers in it)``."""
-        buffer = POOL.take(self.nbytes, device)
-        return buffer, first(buffer, self.nbytes).unsafe_split_with_sizes(self.places)[::2]
 
 
 @lru_cache(maxsize=4096)
@@ -60,7 +54,7 @@ def _planned(
     slot, start = sizes[0], me * numels[0]
     places = _places(sum(gives), sum(takes), *((slot, len(sizes) * slot) if gathers else ()))
     mine = slice(start, start + numels[me])
-    return _Plan(numels[0], slot, mine, gives, takes, places, sum(places))
+    return _Plan(numels[0], slot, mine, gives, takes, places)
 
 
 @lru_cache(maxsize=4096)
@@ -68,12 +62,19 @@ def _planned_gather(codec: Codec, dtype: torch.dtype, numel: int, ranks: int) ->
     """Plan an all-gather of shards of ``numel`` elements."""
     slot = codec.wire_nbytes(numel, dtype)
     places = _places(slot, ranks * slot)
-    return _Plan(numel, slot, slice(0, 0), (), (), places, sum(places))
+    return _Plan(numel, slot, slice(0, 0), (), (), places)
 
 
 @lru_cache(maxsize=4096)
 def _chunks(numel: int, world_size: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in chunk_ranges(numel, world_size))
+
+
+def _room(places: Sequence[int], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+    """``(buffer to give back, the buffers in it)``."""
+    nbytes = sum(places)
+    buffer = POOL.take(nbytes, device)
+    return buffer, first(buffer, nbytes).unsafe_split_with_sizes(places)[::2]
 
 
 def _places(*nbytes: int) -> tuple[int, ...]:
@@ -89,7 +90,7 @@ def fused_all_reduce(tensor: Tensor, codec: Codec, fused: Fused, how: Reduction)
     group, meter, residual = how.group, how.meter, how.residual
     me, ranks = group.rank, group.size
     plan = _planned(codec, tensor.dtype, _chunks(tensor.numel(), ranks), me, True)
-    room, (sent, received, payload, gathered) = plan.room(tensor.device)
+    room, (sent, received, payload, gathered) = _room(plan.places, tensor.device)
     # 1
     with meter.coding():
         fused.encode(tensor, plan.chunk, plan.slot, me, sent, residual)
@@ -119,7 +120,7 @@ def fused_reduce_scatter(
     group, meter, residual = how.group, how.meter, how.residual
     me, ranks = group.rank, group.size
     plan = _planned(how.codec, flat.dtype, lengths, me, False)
-    room, (sent, received) = plan.room(flat.device)
+    room, (sent, received) = _room(plan.places, flat.device)
     # 1
     with meter.coding():
         fused.encode(flat, plan.chunk, plan.slot, me, sent, residual)
@@ -140,7 +141,7 @@ def fused_all_gather(shard: Tensor, out: Tensor, fused: Fused, via: Transfer) ->
     """
     group, meter, numel = via.group, via.meter, shard.numel()
     plan = _planned_gather(via.codec, shard.dtype, numel, group.size)
-    room, (payload, gathered) = plan.room(shard.device)
+    room, (payload, gathered) = _room(plan.places, shard.device)
     # 1
     with meter.coding():
         fused.encode(shard, numel, plan.slot, NO_CHUNK, payload)
@@ -161,7 +162,7 @@ def fused_all_to_all(out: Tensor, values: Tensor, fused: Fused, via: Transfer) -
     me, ranks = group.rank, group.size
     numels = (values.numel() // ranks,) * ranks
     plan = _planned(via.codec, values.dtype, numels, me, False)
-    room, (sent, received) = plan.room(values.device)
+    room, (sent, received) = _room(plan.places, values.device)
     # 1
     out[plan.mine].copy_(values[plan.mine])
     with meter.coding():
@@ -187,9 +188,7 @@ def each_to_all(
     for rank in others:
         gives[rank] = codec.wire_nbytes(sources[rank].numel(), own.dtype)
         takes[rank] = codec.wire_nbytes(places[rank].numel(), own.dtype)
-    layout = _places(sum(gives), sum(takes))
-    room = POOL.take(sum(layout), own.device)
-    sent, _, received, _ = first(room, sum(layout)).unsafe_split_with_sizes(layout)
+    room, (sent, received) = _room(_places(sum(gives), sum(takes)), own.device)
     slots, arrived = (b.unsafe_split_with_sizes(n) for b, n in ((sent, gives), (received, takes)))
     # 1
     places[group.rank].copy_(own)

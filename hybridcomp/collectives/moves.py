@@ -19,7 +19,6 @@ from hybridcomp.collectives.wire import (
     Range,
     Steps,
     Transfer,
-    alone,
     check_values,
     decode_all,
     encode_all,
@@ -30,6 +29,7 @@ from hybridcomp.collectives.wire import (
     overlapped,
     rounds,
     stretches,
+    transfer,
     transport,
 )
 from hybridcomp.errors import CodecError
@@ -131,8 +131,7 @@ def _gather_round(
 def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:
     """The int64 ``words`` (1-D, equally many) of all ranks, by group rank; waits for them."""
     out = words.new_empty(group.size * words.numel())
-    steps = alone(lambda: transport.all_gather(out, words, group, meter))
-    Handle(steps, meter, async_op=False)
+    transfer(lambda: transport.all_gather(out, words, group, meter), meter)
     rows: list[list[int]] = out.view(group.size, -1).tolist()
     return rows
 

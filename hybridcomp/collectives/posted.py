@@ -21,11 +21,11 @@ from hybridcomp.collectives.wire import (
     Meter,
     Pending,
     Transfer,
-    alone,
     check_match,
     gather,
     gather_room,
     spec_digest,
+    transfer,
     transport,
 )
 
@@ -114,8 +114,7 @@ class Posting:
         if self.codec is None:
             out = own.new_empty(self.parts * own.numel())
             holders = self.holders
-            sent = alone(lambda: transport.all_gather(out, own, holders, meter))
-            Pending(sent, meter, async_op=False)
+            transfer(lambda: transport.all_gather(out, own, holders, meter), meter)
             return out.chunk(self.parts)
         numels = [[values.numel() // self.parts]] * self.parts
         via = Transfer(self.codec, self.holders, meter)

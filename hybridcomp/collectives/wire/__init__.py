@@ -40,9 +40,9 @@ from hybridcomp.collectives.wire.handle import (
     Pending,
     ReduceScatterHandle,
     Steps,
-    alone,
     given,
     overlapped,
+    transfer,
 )
 from hybridcomp.collectives.wire.headers import (
     HEADER_NBYTES,
@@ -76,7 +76,6 @@ __all__ = [
     "Transfer",
     "UNREAD",
     "add_values",
-    "alone",
     "check_headers",
     "check_match",
     "check_residual",
@@ -101,5 +100,6 @@ __all__ = [
     "show_overflow",
     "spec_digest",
     "stretches",
+    "transfer",
     "transport",
 ]

@@ -274,9 +274,13 @@ def given(result: T) -> Steps[T]:
     return result
 
 
-def alone(post: Callable[[], Work]) -> Steps[None]:
-    """The steps of a collective that is one message and nothing else: ``post`` it, wait for it."""
-    yield post()
+def transfer(post: Callable[[], Work], meter: Meter) -> None:
+    """A collective that is one message and nothing else: ``post`` it, wait for it."""
+
+    def steps() -> Steps[None]:
+        yield post()
+
+    Pending(steps(), meter, async_op=False)
 
 
 def overlapped(messages: Iterable[Steps[None]]) -> Steps[None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES
-from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher
+from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
 
 TILES = 1024 * WARPS  # elements of a block of blockint.cu
 #: values of a rank's own chunk: 32 bits hold the number of a block of 32 (blockint_ranks.h, Span)
@@ -91,11 +91,11 @@ class FusedBlockInt:
         self, kernel: str, dtype: torch.dtype, numel: int, chunk: int, skip: int, *words: int
     ) -> None:
         """A warp a tile, a row of the grid for each chunk but ``skip``."""
-        rows = -(-numel // chunk)
+        rows = ceil_div(numel, chunk)
         rows -= 0 <= skip < rows
         if rows:
             image, name = _kernel(self._setting, kernel, dtype)
-            grid = (-(-chunk // TILES), rows)
+            grid = (ceil_div(chunk, TILES), rows)
             self._launcher.launch("blockint.cu", image, name, grid, *words)
 
     def _add(self, kernel: str, own: Tensor, *words: int) -> None:
@@ -106,7 +106,7 @@ class FusedBlockInt:
                 f"blockint: expected fewer than {MOST_SUMMED} values for one rank to sum, found "
                 f"{numel}; reduce in smaller buckets"
             )
-        blocks = -(-numel // (32 * SUM_THREADS))
+        blocks = ceil_div(numel, 32 * SUM_THREADS)
         if blocks:
             image, name = _kernel(self._setting, kernel, own.dtype)
             self._launcher.launch(

@@ -15,7 +15,7 @@ from hybridcomp import collectives, process
 from hybridcomp.channels import Channels
 from hybridcomp.channels.channel import Channel
 from hybridcomp.collectives import Group, Handle, Meter, native_nbytes
-from hybridcomp.collectives.wire import alone, transport
+from hybridcomp.collectives.wire import transfer, transport
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Direction
@@ -141,8 +141,7 @@ class Mesh:
             out.copy_(flat)
         else:
             meter = Meter()
-            steps = alone(lambda: transport.all_gather(out, flat, known, meter))
-            Handle(steps, meter, async_op=False)
+            transfer(lambda: transport.all_gather(out, flat, known, meter), meter)
             self._native(native_nbytes.all_gather_nbytes(flat.numel(), flat.dtype, self.q), kind)
         return out.view(self.q, *values.shape)
 
@@ -158,8 +157,7 @@ class Mesh:
         else:
             splits, meter = [wide[0].numel()] * self.q, Meter()
             sent = wide.view(-1), splits, splits, self._group(axis), meter
-            steps = alone(lambda: transport.all_to_all(out.view(-1), *sent))
-            Handle(steps, meter, async_op=False)
+            transfer(lambda: transport.all_to_all(out.view(-1), *sent), meter)
             numel = wide.numel()
             self._native(native_nbytes.all_to_all_nbytes(numel, wide.dtype, self.q), kind)
         total = out[0].clone()
