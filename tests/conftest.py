@@ -37,7 +37,7 @@ def on_ranks() -> Iterator[RunRanks]:
 
     def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         pool = pools.setdefault(world_size, RankPool(world_size))
-        return pool.run(function, *args, timeout=60.0)
+        return pool.run(function, *args)
 
     yield run
     for pool in pools.values():

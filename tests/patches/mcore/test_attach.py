@@ -124,7 +124,7 @@ def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Optimizer, "inner", attach.make_step(Optimizer.inner))
     monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
     optimizer = Optimizer()
-    residual = channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4))
+    residual = channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4))
     residual.fill_(1.0)
     optimizer.outer()
     assert channels.step == 1 and residual.tolist() == [1.0] * 4
@@ -173,7 +173,7 @@ def test_reports_go_to_the_file_and_to_the_rank_with_the_run(tmp_path: Path) -> 
     assert steps == EVERY
     assert first == []
     assert config["compression"]["ledger"]["every"] == EVERY and config["codecs"]
-    assert last[0]["Train/Compression/tp/backward/raw_MB"] == pytest.approx(2e-4)
+    assert last[0]["train/compression/tp/backward/raw_MB"] == pytest.approx(2e-4)
     record = json.loads(jsonl.read_text().splitlines()[0])
     assert record["step"] == EVERY
     assert record["dimensions"]["tp"]["backward"]["messages"] == 2
@@ -227,14 +227,14 @@ def carry(folder: str, block: dict[str, Any], scale: float | None) -> tuple[int,
         process.configure({"min_bytes": 0, **block})
         channels = process.current()
         assert channels is not None
-        channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4)).fill_(1.0)
+        channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4)).fill_(1.0)
         attach.make_step(Optimizer.outer)(Optimizer())  # loss scale 8
         hybridcomp.save_state(folder)
         process.configure({"min_bytes": 0, **block})
         hybridcomp.load_state(folder, scale)
         channels = process.current()
         assert channels is not None
-        residual = channels.residuals.get("sender", [Piece("a", 0, 4)], 2, torch.zeros(4))
+        residual = channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4))
     return channels.step, float(residual.sum()), said.getvalue()
 
 

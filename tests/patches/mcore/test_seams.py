@@ -1,7 +1,7 @@
 """The seams of megatron-core: version window, signatures, apply and revert.
 
-On stand-ins for every release that differs, so that it runs without megatron-core; ``test_orders``
-and the tests marked so run on the real one.
+On stand-ins with the signatures of every release (``recorded``), so that it runs without
+megatron-core; ``test_orders`` and the tests marked so run on the real one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-import types
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -21,15 +20,16 @@ import torch
 from hybridcomp import patching
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.mcore import pipeline
-from hybridcomp.patches.registry import modules_of, patches_of
+from hybridcomp.patches.registry import patches_of
 from hybridcomp.patching import Patch, Seam, apply_all, revert_all
+from tests.patches import recorded
 from tests.ranks import run_ranks
 
 PACKAGE = "megatron.core"
 REAL = find_spec("megatron") is not None and find_spec(PACKAGE) is not None
 
-#: release -> which of the alternatives of a seam it has, the last one if there are fewer
-RELEASES = {"0.13.1": 0, "0.16.1": 1, "0.19.2": 2}
+#: every release whose archive was read (scripts/read_upstream.py)
+RELEASES = recorded.versions("megatron-core")
 
 
 def seams() -> list[Seam]:
@@ -57,31 +57,8 @@ def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def function(name: str, parameters: tuple[str, ...]) -> Any:
     """A function with these parameters."""
     scope: dict[str, Any] = {}
-    keywords = "*, " if name.endswith("_p2p_ops") else ""
-    exec(f"def {name}({keywords}{', '.join(parameters)}): return 'original'", scope)
+    exec(f"def {name}({', '.join(parameters)}): return 'original'", scope)
     return scope[name]
-
-
-def put(seam: Seam, index: int) -> None:
-    """Make a stand-in for what ``seam`` names."""
-    parts = seam.module.split(".")
-    for end in range(1, len(parts) + 1):
-        name = ".".join(parts[:end])
-        if name not in sys.modules:
-            sys.modules[name] = types.ModuleType(name)
-            sys.modules[name].__path__ = []
-    owner: Any = sys.modules[seam.module]
-    *path, last = seam.qualname.split(".")
-    for part in path:
-        if not hasattr(owner, part):
-            setattr(owner, part, type(part, (), {}))
-        owner = getattr(owner, part)
-    if last == "torch":
-        owner.torch = torch
-        return
-    parameters = seam.alternatives[min(index, len(seam.alternatives) - 1)]
-    made = function(last, parameters or ("anything",))
-    setattr(owner, last, staticmethod(made) if parameters[:1] == ("ctx",) else made)
 
 
 @pytest.fixture(params=RELEASES)
@@ -95,8 +72,8 @@ def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(pipeline, "version", lambda name: found)
     pp = [(pipeline.communicate_seam(), pipeline.make_communicate), *pipeline.PATCHES[1:]]
     monkeypatch.setattr(pipeline, "PATCHES", tuple(pp))
-    for seam in seams():
-        put(seam, RELEASES[found])
+    for symbol, text in recorded.bound("megatron-core", found).items():
+        recorded.stand_in(symbol, text)
     yield found
     for name in [n for n in sys.modules if n.partition(".")[0] == "megatron"]:
         del sys.modules[name]
@@ -155,11 +132,6 @@ def test_stand_in_for_torch_is_torch(release: str) -> None:
         assert stand_in.distributed.all_reduce is not torch.distributed.all_reduce
         with pytest.raises(AttributeError):
             _ = stand_in.distributed.nothing_of_the_kind
-
-
-def test_modules_say_what_they_do() -> None:
-    for module in modules_of(PACKAGE):
-        assert module.PATCHES and module.__doc__
 
 
 def real() -> tuple[str, list[str]]:

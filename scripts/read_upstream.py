@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Read from upstream's own releases what the seams name, and write it for the tests.
+
+read_upstream.py FOLDER            write tests/patches/upstream.json from the archives in FOLDER
+read_upstream.py FOLDER --check    say what in the file is other than in the archives; status 1 then
+
+FOLDER holds wheels and source distributions, as ``pip download --no-deps`` leaves them, and for
+GPT-NeoX, which has no releases, ``git archive --prefix=gpt-neox-COMMIT/ -o gpt-neox-COMMIT.tar.gz
+COMMIT``. They are parsed and never run. The file says of each archive the version and the SHA-256,
+and of each attribute that a seam names its parameters: names, kinds, and defaults that are plain
+constants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import re
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # hybridcomp, from this checkout
+
+from hybridcomp.patches.registry import patches_of
+
+FILE = Path(__file__).resolve().parents[1] / "tests" / "patches" / "upstream.json"
+#: name of an archive -> upstream packages whose seams are looked for in it
+PACKAGES = {
+    "deepspeed": ("deepspeed",),
+    "megatron-core": ("megatron.core",),
+    "gpt-neox": ("megatron.mpu", "megatron.training"),
+}
+#: the seam of megatron-core whose name depends on the version that is installed
+MOVED = {
+    f"megatron.core.pipeline_parallel.p2p_communication:{name}"
+    for name in ("_communicate", "P2PCommunicator._communicate")
+}
+
+
+def symbols(name: str) -> list[str]:
+    """``module:qualified.name`` of everything that the seams of an upstream replace."""
+    found = {str(patch.seam) for package in PACKAGES[name] for patch in patches_of(package)}
+    return sorted(found | (MOVED if name == "megatron-core" else set()))
+
+
+def identify(path: Path) -> tuple[str, str] | None:
+    """Name and version of an archive by its file's name; None for other files."""
+    match = re.match(r"([A-Za-z0-9_.-]+?)-([0-9a-f][A-Za-z0-9.]*)(-.*\.whl|\.tar\.gz)$", path.name)
+    if match is None:
+        return None
+    name = match[1].replace("_", "-").lower()
+    return (name, match[2]) if name in PACKAGES else None
+
+
+def opener(path: Path) -> Callable[[str], str | None]:
+    """What gives the text of a file of an archive by its path inside of it; None without one."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            texts = {name: wheel.read(name) for name in wheel.namelist() if name.endswith(".py")}
+    else:
+        texts = {}
+        with tarfile.open(path) as archive:
+            for member in archive:
+                inside = member.name.partition("/")[2]
+                if member.isfile() and inside.endswith(".py"):
+                    stream = archive.extractfile(member)
+                    texts[inside] = b"" if stream is None else stream.read()
+    return lambda name: texts[name].decode() if name in texts else None
+
+
+def read(path: Path, names: Iterable[str]) -> dict[str, str]:
+    """By symbol what the archive binds to it: ``def (...)``, ``= ...``, or ``absent``."""
+    text_of = opener(path)
+    trees: dict[str, ast.Module | None] = {}
+    found = {}
+    for symbol in names:
+        module, _, qualname = symbol.partition(":")
+        if module not in trees:
+            base = module.replace(".", "/")
+            text = text_of(f"{base}.py") or text_of(f"{base}/__init__.py")
+            trees[module] = None if text is None else ast.parse(text)
+        found[symbol] = _bound(trees[module], qualname.split("."))
+    return found
+
+
+def _bound(tree: ast.AST | None, path: list[str]) -> str:
+    for place, name in enumerate(path):
+        if tree is None:
+            return "absent"
+        owner = getattr(tree, "name", "")
+        plain = name.removeprefix(f"_{owner.lstrip('_')}") if owner else name
+        tree = next(_bindings(tree, {name, plain}), None)
+        if isinstance(tree, ast.ClassDef) and place == len(path) - 1:
+            return "class"
+    if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef):
+        kinds = {ast.unparse(one) for one in tree.decorator_list}
+        static = "static " if "staticmethod" in kinds else ""
+        return f"{static}def {_parameters(tree.args)}"
+    if isinstance(tree, ast.Assign | ast.AnnAssign) and tree.value is not None:
+        value = tree.value
+        is_name = isinstance(value, ast.Attribute | ast.Name)
+        return f"= {ast.unparse(value)}" if is_name else "value"
+    if isinstance(tree, ast.Import):
+        return f"import {path[-1]}"
+    if isinstance(tree, ast.ImportFrom):
+        own = next(one.name for one in tree.names if path[-1] in (one.asname, one.name))
+        return f"= {tree.module}.{own}" if not tree.level else "value"
+    return "absent"
+
+
+def _bindings(owner: ast.AST, names: set[str]) -> Iterator[ast.AST]:
+    """The statements in the body of ``owner`` that bind a name, those under ``if`` and ``try`` too.
+
+    In an ``if`` the first branch counts, which upstream writes for the newer torch.
+    """
+    for node in getattr(owner, "body", []):
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _bindings(node, names)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if node.name in names:
+                yield node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            if any((alias.asname or alias.name) in names for alias in node.names):
+                yield node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(one, ast.Name) and one.id in names for one in targets):
+                yield node
+    for node in getattr(owner, "orelse", []):
+        yield from _bindings(ast.Module([node], []), names)
+
+
+def _parameters(arguments: ast.arguments) -> str:
+    """Names, kinds and plain defaults, as Python writes them; annotations are left out."""
+    for one in ast.walk(arguments):
+        if isinstance(one, ast.arg):
+            one.annotation = None
+    arguments.defaults = [_plain(value) for value in arguments.defaults]
+    arguments.kw_defaults = [value and _plain(value) for value in arguments.kw_defaults]
+    return f"({ast.unparse(arguments)})"
+
+
+def _plain(value: ast.expr) -> ast.expr:
+    return value if isinstance(value, ast.Constant) else ast.Constant(...)
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """What the file holds: archives, and by symbol each signature with its versions."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        known = identify(path)
+        if known is None:
+            continue
+        name, version = known
+        mine = found.setdefault(name, {"archives": {}, "symbols": {}})
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        mine["archives"][version] = {"file": path.name, "sha256": digest}
+        for symbol, bound in read(path, symbols(name)).items():
+            mine["symbols"].setdefault(symbol, {}).setdefault(bound, []).append(version)
+    return found
+
+
+def main() -> int:
+    """Write or compare; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    found = facts(given.folder)
+    if not found:
+        parser.error(f"{given.folder} holds no archive of {', '.join(PACKAGES)}")
+    text = json.dumps(found, indent=1, sort_keys=True) + "\n"
+    if not given.check:
+        FILE.write_text(text)
+        return 0
+    written = json.loads(FILE.read_text())
+    others = sorted(name for name in found if found[name] != written.get(name))
+    for name in others:
+        print(f"{FILE.name}: {name} is other than in the archives of {given.folder}")
+    return int(bool(others))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
