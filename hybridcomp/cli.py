@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -11,16 +12,25 @@ from importlib import metadata
 from pathlib import Path
 
 from hybridcomp.errors import HybridcompError
+from hybridcomp.foreign import one_line, printable
 from hybridcomp.plan.answer.arguments import DESCRIPTION as PLAN_DESCRIPTION
 from hybridcomp.plan.answer.arguments import add_arguments as add_plan_arguments
 from hybridcomp.plan.answer.arguments import split
 
+DESCRIPTION = (
+    "hybridcomp compresses the network traffic of distributed training, within error bounds that "
+    "the job's configuration sets. These commands check such a configuration, estimate and measure "
+    "what it saves, plan a job, and compare finished runs."
+)
 #: exit status of a configuration that cannot act, as argparse uses it for bad arguments
 BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names that the terminal's encoding has not
+            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     behind: list[str] = []
     if words[:1] == ["plan"]:  # takes a command of the user's own, with options, behind --
@@ -35,13 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except HybridcompError as error:
-        print(f"hybridcomp: {error}", file=sys.stderr)
+        print(f"hybridcomp: {printable(error)}", file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:  # of a file that a command was given
+        where = one_line(error.filename or "a file")
+        said = f"{where}: {error.strerror or error}; name another one"
+        print(f"hybridcomp: {said}", file=sys.stderr)
         return BAD_INPUT
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hybridcomp", description=__doc__)
+    parser = argparse.ArgumentParser(prog="hybridcomp", description=DESCRIPTION)
     installed = _version("hybridcomp") or "hybridcomp is not installed"
     parser.add_argument("--version", action="version", version=installed)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -64,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     schema.add_argument("--cluster", action="store_true", help="of the file of a cluster instead")
     schema.set_defaults(run=_schema)
 
-    seams = commands.add_parser("seams", help="print what is compressed where, as in the README")
+    seams = commands.add_parser("seams", help="print what is compressed where, for each engine")
     seams.set_defaults(run=_print_seams)
 
     from hybridcomp.config import examples
@@ -114,23 +129,23 @@ def _add_pays(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("block", nargs="?", default="recommended", metavar="BLOCK",
         help="a preset, a JSON file with a block, or a ds_config.json (recommended)")  # fmt: skip
-    add("--ranks", type=int, default=8, metavar="N",
-        help="ranks that share a message; with a hierarchy: nodes (8)")  # fmt: skip
-    add("--stage", type=int, choices=(0, 1, 2, 3), default=1, help="of ZeRO (1)")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="of messages (bf16)")
+    add("--ranks", type=int, metavar="N",
+        help="that share a message; with a hierarchy: nodes (of the file, else 8)")  # fmt: skip
+    add("--stage", type=int, choices=(0, 1, 2, 3), help="of ZeRO (of the file, else 1)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of messages (of the file, else bf16)")
     add("--device", choices=("cpu", "gpu"), default="gpu", help="what runs the codecs (gpu)")
     add("--codec-gbs", type=float, metavar="GB/s", help="speed of the codecs on your device")
     add("--parameters", type=float, metavar="N", help="that a rank reduces, such as 1.3e9")
     add("--compute", type=float, metavar="S", help="seconds of a step without communication")
     add("--link", type=float, metavar="Gb/s", help="of a rank")
-    add("--micro-batches", type=int, default=1, metavar="N", help="of a step (1)")
+    add("--micro-batches", type=int, metavar="N", help="of a step (of the file, else 1)")
     parser.set_defaults(run=_pays)
 
 
 def _pays(options: argparse.Namespace) -> int:
-    from hybridcomp import pays
+    from hybridcomp import pays_command
 
-    return pays.run(options)
+    return pays_command.run(options)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -151,7 +166,7 @@ def _validate(options: argparse.Namespace) -> int:
 
     facts = {"pipeline": options.pipeline, "moe": options.moe}
     for line in validate.lines(options.file, facts, options.world_size, options.checkpoint):
-        print(line)
+        print(printable(line))
     return 0
 
 

@@ -16,17 +16,14 @@ measures on the real links what this only estimates.
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config import BLOCK, CompressionConfig, read_source
-from hybridcomp.config.presets import PRESETS
+from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import (
     BETWEEN_RANKS,
@@ -222,75 +219,3 @@ def native_cost(dimension: Dimension, numel: float, job: MessageGroup) -> Cost:
     twice = dimension == "dp" and job.stage != 3
     nbytes = (2 if twice else 1) * other * numel * job.dtype.itemsize
     return Cost(nbytes, nbytes, 0.0)
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: bytes of the messages that the table is printed for
-MESSAGES = (0.25e6, 4e6, 64e6)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Print the table, and what becomes of a step where its figures are given."""
-    config = _block(options.block)
-    job = MessageGroup(options.ranks, options.stage, DTYPES[options.dtype])
-    if job.ranks < 2:
-        raise ConfigError("--ranks", job.ranks, "one rank sends nothing; expected 2 or more")
-    device = DEVICES[options.device]
-    if options.codec_gbs is not None:
-        speeds = dict.fromkeys(device.speeds, options.codec_gbs)
-        device = replace(device, what=f"{options.codec_gbs:g} GB/s", speeds=speeds)
-    if not codecs_of(config):
-        print(f"{options.block}: nothing that goes from rank to rank is compressed")
-        return 0
-    for line in table(config, job, device):
-        print(line)
-    wanted = (options.parameters, options.compute, options.link)
-    if None not in wanted:
-        print(step_line(config, job, device, options))
-    elif any(value is not None for value in wanted):
-        todo = "a step is estimated from --parameters, --compute and --link together; give all"
-        raise ConfigError("--parameters", options.parameters, todo)
-    return 0
-
-
-def _block(text: str) -> CompressionConfig:
-    """The block of a preset, of a file with a block, or of a ds_config. Raises ConfigError."""
-    if text in PRESETS:
-        return CompressionConfig.parse({"preset": text})
-    source = read_source(text)
-    return CompressionConfig.parse(source.get(BLOCK, source))
-
-
-def table(config: CompressionConfig, job: MessageGroup, device: Coder) -> Iterator[str]:
-    """Up to which speed of a rank's link each dimension pays, for messages of several sizes."""
-    kind = next(name for name, dtype in DTYPES.items() if dtype == job.dtype)
-    yield (
-        f"{kind} messages among {job.ranks} ranks, ZeRO {job.stage}, codecs on {device.what}: "
-        "compression pays below"
-    )
-    sizes = "".join(f"{f'{nbytes / 1e6:g} MB':>12}" for nbytes in MESSAGES)
-    yield f"{'dimension':13} {'codec':26} {'bits':>5} {sizes}   Gb/s of a rank's link"
-    codecs = codecs_of(config)
-    for (name, way), codec in codecs.items():
-        same = codecs.get((name, "forward")) == codecs.get((name, "backward"))
-        if same and way == "backward":
-            continue
-        told = name if same or name in ONE_WAY else f"{name} {way}"
-        cells = ""
-        for nbytes in MESSAGES:
-            found = cost(name, codec, nbytes / job.dtype.itemsize, job, device)
-            below = "native" if nbytes < config.min_bytes else f"{found.pays_below / 1e9:.3g}"
-            cells += f"{below:>12}"
-        yield f"{told:13} {codec.spec[:26]:26} {bits(codec, job.dtype):5.1f} {cells}"
-
-
-def step_line(config: CompressionConfig, job: MessageGroup, device: Coder, options: Any) -> str:
-    """What becomes of a step whose gradients and parameters are compressed."""
-    found = step_cost(config, options.parameters, job, device, options.micro_batches)
-    faster = found.speed_up(1e9 * options.link, options.compute)
-    return (
-        f"A step of {options.compute:g} s of compute sends {found.native_nbytes / 1e6:.5g} MB of "
-        f"gradients and parameters natively and {found.wire_nbytes / 1e6:.5g} MB encoded, whose "
-        f"coding takes {1e3 * found.coding_s:.4g} ms: over {options.link:g} Gb/s it runs "
-        f"{faster:.2f} times as fast as natively (an estimate; measure with hybridcomp compare)"
-    )

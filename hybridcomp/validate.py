@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,23 @@ from typing import Any
 import torch
 
 from hybridcomp.channels import checkpoint_note
+from hybridcomp.channels.ledger_file import unwritable
 from hybridcomp.config import (
     BLOCK,
     CompressionConfig,
     describe,
     idle_notes,
     load_config,
-    read_source,
 )
 from hybridcomp.config import notes as dtype_notes
 from hybridcomp.errors import ConfigError
+from hybridcomp.job_files import read_job_file
 from hybridcomp.rules import ds_check as check
 from hybridcomp.rules import neox as rules
 from hybridcomp.rules.ds_job import Job
 from hybridcomp.rules.planned import hold_to_plan
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SILENT = "started in another way, the job ignores the block without a word"
 DEEPSPEED_START = """\
 start with  deepspeed --module hybridcomp.run SCRIPT ... --deepspeed_config {file}
@@ -37,7 +40,7 @@ start with  GPT_NEOX_HOME=CHECKOUT python -m hybridcomp.neox {file}
             {silent}"""
 BARE_START = """\
 start with  HYBRIDCOMP_CONFIG={file} torchrun ... -m hybridcomp.run SCRIPT ...
-        or  hybridcomp.install("{file}") in the script, before the model is wrapped;
+        or  hybridcomp.install({text}) in the script, before the model is wrapped;
         or  as "{block}" in the DeepSpeed file;
             {silent}"""
 
@@ -58,29 +61,26 @@ def lines(
 
     Raises ConfigError where the block cannot act, or the checkpoint cannot be resumed.
     """
-    source = read_source(file)
-    bare, neox = _is_bare(source), BLOCK not in source and rules.EXTRA in source
+    found = read_job_file(file)
+    bare, neox = found.whose == "block", found.whose == "neox"
+    source = found.settings
     known: dict[str, Any] = dict(facts)
-    if bare:
-        source = {BLOCK: source}
-    elif neox:
+    if neox:
         written = {key: value for key, value in known.items() if value is not None}
-        known = {**rules.facts(source), **written, "neox": source}
-        source = rules.ds_settings(source)
+        known = {**rules.facts(found.whole), **written, "neox": found.whole}
     block = CompressionConfig.parse(source[BLOCK]) if bare else load_config(source)
     if block is None or not block.enabled:
-        _refuse_elsewhere(source)
         why = "the block is not enabled" if BLOCK in source else f'there is no "{BLOCK}" block'
         yield f"{file}: {why}; everything stays native"
         if checkpoint is not None:
             yield from _resumed(None, checkpoint)
         return
-    notes = idle_notes(block)
+    notes = [*idle_notes(block), *_ledger_notes(block)]
     if not bare:
-        notes += dtype_notes(block, _dtype(source))
+        notes += dtype_notes(block, DTYPES[found.dtype])
         notes += check.check(block, source, **known, world_size=world_size)
         hold_to_plan(block, _written_layout(source, world_size))
-    if not neox and not _is_strict(file):
+    if not neox and file.suffix not in (".yml", ".yaml") and not _is_strict(file):
         notes.append(_NOT_STRICT)
     yield f"{file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}"
     yield from (f"  {line}" for line in describe(block))
@@ -88,7 +88,20 @@ def lines(
     if checkpoint is not None:
         yield from _resumed(block, checkpoint)
     start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
-    yield start.format(file=file, block=BLOCK, silent=SILENT)
+    yield start.format(
+        file=shlex.quote(str(file)), text=json.dumps(str(file)), block=BLOCK, silent=SILENT
+    )
+
+
+def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
+    """Say what stands in the way of the ledger's file, seen from here."""
+    name = block.ledger.jsonl
+    problem = None if name is None else unwritable(Path(name))
+    if problem is not None:
+        yield (
+            f"{BLOCK}.ledger.jsonl: {name} cannot be written here ({problem}); where rank 0 meets "
+            "the same, the job ends before its first step"
+        )
 
 
 def _written_layout(source: Mapping[str, Any], world_size: int | None) -> dict[str, int | None]:
@@ -152,31 +165,3 @@ def _differences(block: CompressionConfig, note: Mapping[str, Any]) -> Iterator[
     for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
             yield f"note: {key} is {now.get(key)!r}, and was {before.get(key)!r} in that run"
-
-
-def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
-    """Raise ConfigError for a block where nobody reads it."""
-    for key, value in source.items():
-        if not isinstance(value, Mapping):
-            continue
-        if key == BLOCK and path:
-            raise ConfigError(
-                f"{path}{key}", "a block where nothing reads it",
-                f"expected it at the top level of the file (GPT-NeoX: in {rules.EXTRA!r}); move it "
-                "there",
-            )  # fmt: skip
-        _refuse_elsewhere(value, f"{path}{key}.")
-
-
-def _is_bare(source: Mapping[str, Any]) -> bool:
-    """Whether a file holds a block and not a ds_config; DeepSpeed has none of these keys."""
-    return BLOCK not in source and not CompressionConfig.model_fields.keys().isdisjoint(source)
-
-
-def _dtype(ds_json: Mapping[str, Any]) -> torch.dtype:
-    dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
-    for name, dtype in dtypes.items():
-        section = ds_json.get(name)
-        if isinstance(section, Mapping) and section.get("enabled") is True:
-            return dtype
-    return torch.float32

@@ -71,6 +71,18 @@ def test_validate_refuses_in_one_line(
     assert fragment in captured.err
 
 
+def test_validate_says_that_a_ledger_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, {"dp": "bf16", "ledger": {"jsonl": f"{tmp_path}/none/ledger.jsonl"}})
+    assert cli.main(["validate", file]) == 0
+    assert "cannot be written" not in capsys.readouterr().out  # the folder would be made
+    file = write(tmp_path, {"dp": "bf16", "ledger": {"jsonl": str(tmp_path)}})
+    assert cli.main(["validate", file]) == 0
+    said = capsys.readouterr().out
+    assert f"compression.ledger.jsonl: {tmp_path} cannot be written here (Is a directory)" in said
+
+
 def test_validate_bare_block_and_no_block(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,3 +254,115 @@ def test_process_validates_without_deepspeed() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "valid" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yml", "compression:\n  dp: rdx\n", "compression: found a block at the top of a"),
+        (
+            "a.yml",
+            "pipe_parallel_size: 2\nnum-layers: 4\ncompression:\n  dp: bf16\n",
+            "move it to deepspeed_extra_args.compression",
+        ),
+        (
+            "a.json",
+            '{"pipe_parallel_size": 2, "compression": {"dp": "bf16"}}',
+            "move it to deepspeed_extra_args.compression",
+        ),
+        (
+            "a.yml",
+            "num_layers: 4\ndeepspeed_extra_args:\n  compression:\n"
+            "    dp: {codec: blockint, bits: 40}\n",
+            "compression.dp.bits: found 40",
+        ),
+        ("a.yml", "dp:\n  - 4\n", "compression.dp: found [4]"),
+        ("a.yml", "dp:\n  codec: blokint\n", "did you mean 'blockint'"),
+        ("a.yml", "a: [1\n", "expected valid YAML"),
+        ("a.yml", "- 1\n- 2\n", "found 'list'"),
+        (
+            "a.json",
+            '{"zero_optimisation": {"stage": 3}, "compression": {"dp": "bf16"}}',
+            'zero_optimisation: found {"stage": 3}; DeepSpeed ignores a key that it does not know; '
+            "did you mean 'zero_optimization'?",
+        ),
+        ("a.json", '{"zero_optimisation": {}, "train_batch_size": 8}', "'zero_optimization'?"),
+        (
+            "a.json",
+            '{"gradient_acumulation_steps": 8, "compression": {"dp": "bf16"}}',
+            "did you mean 'gradient_accumulation_steps'?",
+        ),
+        (
+            "a.yml",
+            "num_layers: 2\ndeepspeed_extra_arg:\n  compression: {dp: bf16}\n",
+            "did you mean 'deepspeed_extra_args'?",
+        ),
+        ("a.yml", "deepspeed_extra_args: 3\n", "deepspeed_extra_args: found 3; expected an object"),
+        (
+            "a.yml",
+            "deepspeed_extra_args: {compression: {dp: bf16}}\npipe_parallel_size: two\n",
+            "pipe_parallel_size: found 'two'; expected a whole number",
+        ),
+    ],
+)
+def test_validate_finds_the_right_line(
+    name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """YAML in blocks was read as Hjson, and keys that DeepSpeed ignores were valid."""
+    pytest.importorskip("yaml")
+    (tmp_path / name).write_text(text)
+    assert cli.main(["validate", str(tmp_path / name)]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_validate_reads_yaml_in_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "neox.yml"
+    path.write_text(
+        "num-layers: 4\npipe-parallel-size: 2\ndeepspeed-extra-args:\n  compression:\n"
+        "    dp:\n      codec: blockint\n      bits: 4  # as planned\n"
+    )
+    assert cli.main(["validate", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "valid, digest" in said and "blockint(bits=4)" in said
+    assert "python -m hybridcomp.neox" in said
+    block = tmp_path / "block.yaml"
+    block.write_text("preset: recommended\ntp: none\n")
+    assert cli.main(["validate", str(block)]) == 0
+    assert "valid (a bare block)" in capsys.readouterr().out
+
+
+def test_keys_of_deepspeed_are_not_taken_for_misspelt_ones(tmp_path: Path) -> None:
+    keys = ["gradient_accumulation_dtype", "bfloat16", "zero_allow_untested_optimizer", "amp",
+            "gradient_clipping", "gradient_predivide_factor", "zero_force_ds_cpu_optimizer",
+            "train_micro_batch_size", "steps_per_print", "data_types", "communication_data_type",
+            "sparse_gradients", "prescale_gradients", "checkpoint", "compile", "pipeline",
+            "activation_checkpointing", "wall_clock_breakdown"]  # fmt: skip
+    path = write(tmp_path, {"compression": {"dp": "bf16"}, **dict.fromkeys(keys, None)})
+    assert cli.main(["validate", path]) == 0
+
+
+def test_help_says_what_hybridcomp_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "compresses the network traffic of distributed training" in said and "`" not in said
+
+
+def test_the_page_of_commands_has_those_of_the_command_line() -> None:
+    import re
+
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    on_page = set(re.findall(r"^\| `(?:hybridcomp |python -m hybridcomp\.)(\w+)", page, re.M))
+    choices = next(one.choices for one in cli._parser()._actions if one.dest == "==SUPPRESS==")
+    assert choices is not None and on_page - {"run", "neox"} == set(choices)
+
+
+def test_a_ledger_of_a_name_is_told_how_to_write_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, {"compression": {"dp": "bf16", "ledger": "ledger.jsonl"}})
+    assert cli.main(["validate", path]) == cli.BAD_INPUT
+    said = capsys.readouterr().err
+    assert 'expected an object; write {"jsonl": "ledger.jsonl"}' in said

@@ -90,4 +90,63 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing that goes from rank to rank" in capsys.readouterr().out
     assert cli.main(["pays", "--link", "10"]) == 2
     assert "give all" in capsys.readouterr().err
+    assert cli.main(["pays", "--link", "25", "--compute", "0.8"]) == 2
+    shown = capsys.readouterr()
+    assert "--parameters: found None" in shown.err and not shown.out, "refused before the table"
     assert cli.main(["pays", "--ranks", "1"]) == 2
+
+
+def test_a_file_says_what_its_job_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures of the newcomer: ZeRO 3 with 8 micro-batches sends 46,800 MB, and no tp or pp."""
+    settings = {
+        "train_batch_size": 256, "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 8, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3}, "compression": {"preset": "recommended"},
+    }  # fmt: skip
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(settings))
+    step = ["--parameters", "1.3e9", "--compute", "0.8", "--link", "25"]
+    assert cli.main(["pays", str(path), *step]) == 0
+    from_file = capsys.readouterr().out
+    assert from_file.startswith("bf16 messages among 8 ranks, ZeRO 3, ")
+    rows = [line.split()[0] for line in from_file.splitlines()[2:4]]
+    assert rows == ["dp", "zero"]
+    assert "left out: tp, pp, ep, cp, of which" in from_file
+    bare = ["recommended", "--stage", "3", "--micro-batches", "8", *step]
+    assert cli.main(["pays", *bare]) == 0
+    by_options = capsys.readouterr().out
+    assert from_file.splitlines()[-1] == by_options.splitlines()[-1]
+    native = 7 / 8 * 2 * 1.3e9 * 8 * 3 / 1e6  # reduced once and gathered twice in each micro-batch
+    assert f"sends {native:.5g} MB" in from_file
+    override = ["--stage", "1", "--dtype", "fp32", "--ranks", "4", "--micro-batches", "1"]
+    assert cli.main(["pays", str(path), *override, *step]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("fp32 messages among 4 ranks, ZeRO 1, ")
+    assert f"sends {(2 + 1) * 3 / 4 * 4 * 1.3e9 / 1e6:.5g} MB" in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows"),
+    [
+        ({"zero_optimization": {"stage": 0}}, ["dp"]),
+        ({"tensor_parallel": {"autotp_size": 2}}, ["dp", "zero", "tp"]),
+        ({"sequence_parallel_size": 2}, ["dp", "zero", "cp"]),
+        ({"compression": {"preset": "recommended", "ep": "bf16"}}, ["dp", "zero", "ep"]),
+    ],
+)
+def test_only_dimensions_that_the_job_has(
+    tmp_path: Path, changed: dict[str, object], rows: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    settings = {"zero_optimization": {"stage": 1}, "compression": {"preset": "recommended"}}
+    path.write_text(json.dumps({**settings, **changed}))
+    assert cli.main(["pays", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in lines if not line.startswith("left out")] == rows
+
+
+def test_the_file_of_gpt_neox_says_its_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("yaml")
+    assert cli.main(["pays", str(ROOT / "configs" / "neox" / "20B.yml")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines[2:]} >= {"dp", "tp", "pp"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -15,7 +16,8 @@ from hybridcomp.compare import chart, report
 from hybridcomp.compare.reading import check_comparable, read_runs
 from hybridcomp.compare.report import Result
 from hybridcomp.compare.runs import CompareError
-from hybridcomp.compare.statistics import align, compare
+from hybridcomp.compare.statistics import align, caveats, compare
+from hybridcomp.foreign import one_line
 
 DESCRIPTION = """\
 Hold compressed runs against a baseline: a table, a picture, a chart in W&B and a report.
@@ -35,6 +37,9 @@ trains first: the command as it is, and with each block in the place of its Deep
 from the script's own log where the command says --log {folder}/loss.jsonl. What has finished is not
 trained again.
 """
+
+
+NO_PICTURE = "no picture: it needs matplotlib: pip install 'hybridcomp[plot]'"
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare, print the table, say where the rest is. Raises CompareError."""
+    try:
+        return _run(options)
+    except OSError as error:  # of files that are read or written anywhere below
+        where = error.filename or "a file"
+        raise CompareError(f"{where}: {error.strerror or error}; name another one") from error
+
+
+def _run(options: argparse.Namespace) -> int:
     wishes = wishes_of(options)
     if options.launch:
         options.runs = train(options, wishes)
@@ -94,6 +107,9 @@ def train(options: argparse.Namespace, wishes: Wishes) -> list[str]:
         raise CompareError(
             "--launch: expected at least one --candidate, then -- and a command; see --help"
         )
+    check_first(wishes)
+    if find_spec("matplotlib") is None:
+        print(NO_PICTURE, file=sys.stderr)
     blocks = dict(launch.block_of(text) for text in options.candidate)
     project = None if wishes.wandb in (None, "none") else wishes.wandb
     group = wishes.group or wishes.out.name
@@ -116,21 +132,57 @@ def wishes_of(options: argparse.Namespace) -> Wishes:
     )  # fmt: skip
 
 
-def compare_runs(texts: Sequence[str], wishes: Wishes) -> Result:
-    """Read ``texts``, write everything under ``wishes.out``, print. Raises CompareError."""
-    result = compared(texts, wishes)
-    print(report.table(result))
-    wishes.out.mkdir(parents=True, exist_ok=True)
-    picture = wishes.out / "losses.png"
-    from hybridcomp.compare.draw import draw
+def check_first(wishes: Wishes) -> None:
+    """Look for what is needed at the end, before anything is trained or printed.
 
-    draw(result, picture, wishes.smooth, wishes.title)
+    Makes ``wishes.out``. Raises CompareError where the report cannot be written there, or the chart
+    that was asked for cannot be made.
+    """
+    try:
+        wishes.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wishes.out):
+            pass
+    except OSError as error:
+        todo = "expected a folder that can be written; name another one"
+        raise CompareError(f"--out {wishes.out}: {error.strerror or error}; {todo}") from None
+    if wishes.wandb not in (None, "none") and find_spec("wandb") is None:
+        raise CompareError("the W&B chart needs W&B: pip install 'hybridcomp[wandb]'")
+
+
+def compare_runs(texts: Sequence[str], wishes: Wishes) -> Result:
+    """Read ``texts``, write everything under ``wishes.out``, print. Raises CompareError.
+
+    The report is written with or without a picture and a chart: what was trained is not lost for
+    want of either.
+    """
+    result = compared(texts, wishes)
+    check_first(wishes)
+    print(report.table(result))
+    picture = _picture(result, wishes)
     (wishes.out / "comparison.json").write_text(report.as_json(result) + "\n", encoding="utf-8")
-    text = report.markdown(result, wishes.title, picture.name, shlex.join(wishes.command))
-    (wishes.out / "report.md").write_text(text, encoding="utf-8")
-    print(f"\nreport, picture and figures: {wishes.out}/report.md, losses.png, comparison.json")
+    name = None if picture is None else picture.name
+    text = report.markdown(result, wishes.title, name, shlex.join(wishes.command))
+    (wishes.out / "report.md").write_text(text, encoding="utf-8", errors="backslashreplace")
+    written = ["report.md", *([name] if name else []), "comparison.json"]
+    print(f"\nwritten: {wishes.out}/{', '.join(written)}")
     _chart(result, wishes, picture)
     return result
+
+
+def _picture(result: Result, wishes: Wishes) -> Path | None:
+    """The picture; None where matplotlib is absent or fails, which is said."""
+    if find_spec("matplotlib") is None:
+        print(NO_PICTURE, file=sys.stderr)
+        return None
+    from hybridcomp.compare.draw import draw
+
+    picture = wishes.out / "losses.png"
+    try:
+        draw(result, picture, wishes.smooth, wishes.title)
+    except Exception as error:  # fonts, caches, back ends: each fails in its own way
+        print(f"no picture: {one_line(f'{type(error).__name__}: {error}')}", file=sys.stderr)
+        return None
+    return picture
 
 
 def compared(texts: Sequence[str], wishes: Wishes) -> Result:
@@ -153,6 +205,7 @@ def compared(texts: Sequence[str], wishes: Wishes) -> Result:
         if not found.ledger() and any(has_block(t.settings) for t in found.trainings)
     ]
     comparisons = compare(runs, aligned, wishes.last)
+    notes += caveats(runs, aligned, comparisons, wishes.last)
     return Result(runs, aligned, comparisons, wishes.last, [*aligned.notes, *notes])
 
 
@@ -162,7 +215,7 @@ def has_block(settings: Mapping[str, Any] | None) -> bool:
     return isinstance(block, Mapping) and block.get("enabled", True) is True
 
 
-def _chart(result: Result, wishes: Wishes, picture: Path) -> None:
+def _chart(result: Result, wishes: Wishes, picture: Path | None) -> None:
     if wishes.wandb == "none":
         return
     if wishes.wandb is None and find_spec("wandb") is None:
@@ -171,5 +224,9 @@ def _chart(result: Result, wishes: Wishes, picture: Path) -> None:
     trainings = [training for found in result.runs for training in found.trainings]
     project = wishes.wandb or next((t.project for t in trainings if t.project), "hybridcomp")
     group = wishes.group or next((t.group for t in trainings if t.group), "")
-    place = chart.log(result, wishes.out, project, group, wishes.title, picture)
+    try:
+        place = chart.log(result, wishes.out, project, group, wishes.title, picture)
+    except Exception as error:  # a server, a key, a disk: the report stands without
+        print(f"no W&B chart: {one_line(f'{type(error).__name__}: {error}')}", file=sys.stderr)
+        return
     print(f"W&B: {place}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hybridcomp import foreign
 from hybridcomp.compare.report import Result, with_interval
 from hybridcomp.compare.runs import CompareError
 from hybridcomp.compare.statistics import gap_curves, running_mean
@@ -44,13 +46,15 @@ def draw(result: Result, path: Path, smooth: int, title: str) -> None:
         colour = COLOURS[0] if number == 0 else COLOURS[1 + (number - 1) % (len(COLOURS) - 1)]
         style = {"color": colour, "lw": 4.0 if number == 0 else 1.5, "solid_capstyle": "round"}
         smoothed = running_mean(result.aligned.losses[number], window).mean(axis=0)
-        tokens.plot(result.aligned.axis, smoothed, label=_legend(result, number), **style)
+        tokens.plot(
+            result.aligned.axis, smoothed, label=foreign.picture(_legend(result, number)), **style
+        )
         if clock is not None and clocks is not None:
             clock.plot(clocks[number].mean(axis=0), smoothed, **style)
             clock.set_xlabel("seconds of training")
         if number:
             _gap(gaps, result, number, window, colour)
-    figure.suptitle(title)
+    figure.suptitle(foreign.picture(title))
     _label(result, tokens, gaps, window)
     for axes in (tokens, gaps) if clock is None else (tokens, clock, gaps):
         axes.grid(alpha=0.25, lw=0.6)
@@ -58,7 +62,9 @@ def draw(result: Result, path: Path, smooth: int, title: str) -> None:
         axes.margins(x=0.01)
     _words(words, tokens, crowded=clock is not None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font lacks it: a box stands there
+        figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 
@@ -80,7 +86,8 @@ def _legend(result: Result, number: int) -> str:
     found, run = result.comparisons[number], result.runs[number]
     gap = f" ({with_interval(found.gap, found.gap_interval)} %)" if number else ""
     bits = run.bits().replace("; ", "\n")
-    return f"{run.label}: {found.final_loss:.3f}{gap}" + (f"\n{bits}" if bits else "")
+    name = foreign.one_line(run.label)
+    return f"{name}: {found.final_loss:.3f}{gap}" + (f"\n{bits}" if bits else "")
 
 
 def _words(axes: Any, curves: Any, crowded: bool) -> None:

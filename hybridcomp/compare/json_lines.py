@@ -8,13 +8,14 @@ of Hugging Face's Trainer write them.
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybridcomp.compare.runs import CompareError, Curve, Rows, Training, check_curve
+from hybridcomp.foreign import parsed_json
 from hybridcomp.metric_names import LOSS, SPEED, TOKENS, VALID_LOSS
 
 #: name of the log in the folder of a run
@@ -66,6 +67,12 @@ def read_training(path: Path, ledger: str) -> Training:
 def identity_of(header: dict[str, Any]) -> dict[str, Any]:
     """What must be equal to compare, of a log's header."""
     found = {key: header[key] for key in ("seed", "model") if header.get(key) is not None}
+    if not isinstance(found.get("seed", 0), int):
+        raise ValueError(f"its seed is {found['seed']!r}, and no whole number")
+    if not isinstance(header.get("deepspeed") or {}, dict):
+        raise ValueError("what it says of DeepSpeed's settings is no object")
+    if not isinstance(found.get("model", {}), dict):
+        raise ValueError("what it says of its model is no object")
     data = dict(header.get("data") or {})
     if "tokens_per_step" in header:
         data["tokens_per_step"] = header["tokens_per_step"]
@@ -83,6 +90,8 @@ def read_ledger(path: Path) -> Rows:
         raise CompareError(f"{path}: the summary at the end is missing; did the run end early?")
     rows: Rows = records[-1]["dimensions"]
     needed = {"codec", "raw_MB", "wire_MB", "ratio"}
+    for figure in (one for ways in rows.values() for row in ways.values() for one in row.items()):
+        _check_figure(path, *figure)
     for dimension, ways in rows.items():
         for way, row in ways.items():
             if not needed <= row.keys():
@@ -91,6 +100,16 @@ def read_ledger(path: Path) -> Rows:
                     "written by another version of hybridcomp"
                 )
     return rows
+
+
+def _check_figure(path: Path, name: str, value: object) -> None:
+    """Raise CompareError for a figure of a ledger that is none."""
+    optional = name in ("ratio", "error", "codec_ms") and value is None
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if name in ("raw_MB", "wire_MB", "ratio", "error", "codec_ms") and not (optional or number):
+        raise CompareError(f"{path}: {name} is {value!r}; expected a number")
+    if name == "codec" and not isinstance(value, str):
+        raise CompareError(f"{path}: codec is {value!r}; expected a name")
 
 
 def _column(records: list[dict[str, Any]], name: str) -> Curve | None:
@@ -105,8 +124,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
+            record = parsed_json(text)
+        except ValueError as error:
             raise CompareError(
                 f"{path}:{number}: expected JSON, found {text[:40]!r} ({error})"
             ) from None

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridcomp.compare.children import run_logged
 from hybridcomp.compare.json_lines import LOG
 from hybridcomp.compare.runs import CompareError
+from hybridcomp.foreign import one_line, parsed_json
 
 BASELINE = "baseline"
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
@@ -24,6 +26,10 @@ TRAINER_FLAG = "--deepspeed"
 MODULE = "hybridcomp.run"
 #: lines of a failed training's output that are shown
 TAIL = 20
+#: name of the file with what a training prints
+OUTPUT = "output.txt"
+#: of the end of a log that is looked at
+LAST_NBYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -37,27 +43,54 @@ class Job:
     settings: Any
     environment: Mapping[str, str] = field(default_factory=dict)  # beside that of this process
 
-    def run(self) -> float | None:
-        """Seconds that it took, None when it had finished before. Raises CompareError."""
+    def run(self, watch: Callable[[float, Path], object] | None = None) -> float | None:
+        """Seconds that it took, None when it had finished before. Raises CompareError.
+
+        ``watch`` is called every ``children.WATCH_S`` seconds with those that have passed and
+        the folder.
+        """
         done = self.folder / "done.json"
         if done.is_file() and json.loads(done.read_text()) == self.settings:
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
         done.unlink(missing_ok=True)
-        start, output = time.monotonic(), self.folder / "output.txt"
-        with output.open("w") as log:
-            status = subprocess.run(
-                list(self.command),
-                stdout=log,
-                stderr=log,
-                check=False,
-                env={**os.environ, **self.environment},
-            ).returncode
+        start, output = time.monotonic(), self.folder / OUTPUT
+
+        def look() -> None:
+            if watch is not None:
+                watch(time.monotonic() - start, self.folder)
+
+        status = run_logged(self.command, output, self.environment, look=look)
         if status:
             tail = "\n".join(output.read_text(errors="replace").splitlines()[-TAIL:])
             raise CompareError(f"{tail}\n{self.name}: status {status}; all of it is in {output}")
         done.write_text(json.dumps(self.settings))
         return time.monotonic() - start
+
+
+def progress(folder: Path) -> str:
+    """What the log of a training says last, else what the script printed last; "" for nothing."""
+    for name, shown in ((LOG, _step_in), (OUTPUT, one_line)):
+        try:
+            with (folder / name).open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - LAST_NBYTES))
+                lines = file.read().decode("utf-8", "replace").splitlines()
+        except OSError:
+            continue
+        for line in reversed(lines):
+            if line.strip() and (found := shown(line)):
+                return found
+    return ""
+
+
+def _step_in(line: str) -> str:
+    """``step 20, loss 3.214`` of a record, "" for another line."""
+    try:
+        record = parsed_json(line)
+        return f"step {int(record['step'])}, loss {float(record['loss']):.4g}"
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def free_port() -> int:
@@ -133,8 +166,8 @@ class RunPlan:
     def _settings(self, source: Path, block: dict[str, Any] | None) -> dict[str, Any]:
         """The DeepSpeed file with this block, or none, and W&B where that is asked for."""
         try:
-            settings: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+            settings: dict[str, Any] = parsed_json(source.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise CompareError(f"{source}: expected a DeepSpeed file in JSON ({error})") from None
         settings.pop("compression", None)
         if block is not None:
@@ -146,11 +179,9 @@ class RunPlan:
 
 
 def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """``command`` with its places filled in."""
-    words = list(command)
-    for place, value in values.items():
-        words = [word.replace(place, value) for word in words]
-    return words
+    """``command`` with its places filled in; a place in what is filled in stays as it is."""
+    places = re.compile("|".join(map(re.escape, values)) or "$^")
+    return [places.sub(lambda found: values[found[0]], word) for word in command]
 
 
 def config_of(command: Sequence[str]) -> tuple[int, str, str] | None:
@@ -199,8 +230,8 @@ def block_of(text: str) -> tuple[str, dict[str, Any]]:
     name = name if equals else Path(name).stem
     if value.startswith("{"):
         try:
-            block: dict[str, Any] = json.loads(value)
-        except json.JSONDecodeError as error:
+            block: dict[str, Any] = parsed_json(value)
+        except ValueError as error:
             raise CompareError(f"--candidate {name}: expected JSON ({error})") from None
     elif Path(value).is_file():
         whole = dict(read_source(value))
@@ -213,13 +244,23 @@ def block_of(text: str) -> tuple[str, dict[str, Any]]:
     return name, block
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def train(plan: RunPlan) -> list[str]:
     """Train what is missing; the words that the comparison reads. Raises CompareError."""
     if shutil.which(plan.command[0]) is None:
         raise CompareError(f"{plan.command[0]}: no such command")
     jobs = plan.jobs()
+    _say(f"training {len(jobs)} runs; what each prints is in {plan.out}/*/seed*/{OUTPUT}")
     for number, job in enumerate(jobs, 1):
-        seconds = job.run()
-        took = "there already" if seconds is None else f"{seconds:.0f} s"
-        print(f"{number}/{len(jobs)} {job.name}: {took}", file=sys.stderr, flush=True)
+        place = f"{number}/{len(jobs)} {job.name}"
+
+        def watch(seconds: float, folder: Path, place: str = place) -> None:
+            _say(f"{place}: {seconds:.0f} s, {progress(folder) or 'nothing logged yet'}")
+
+        _say(f"{place}: training")
+        seconds = job.run(watch)
+        _say(f"{place}: " + ("there already" if seconds is None else f"done in {seconds:.0f} s"))
     return [f"{name}={plan.out / name}" for name in plan.blocks]

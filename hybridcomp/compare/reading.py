@@ -9,12 +9,19 @@ from typing import Any
 
 from hybridcomp.compare import json_lines, trainer_state, wandb_files
 from hybridcomp.compare.runs import CompareError, Run, Training
+from hybridcomp.foreign import one_line
 
 #: sections of DeepSpeed's settings in which runs of one comparison differ by design
 APART = frozenset(
     {"compression", "wandb", "tensorboard", "csv_monitor", "comet", "steps_per_print"}
 )
 ABSENT = "nothing"
+EXPECTED = (
+    f"a log ({json_lines.LOG}; HYBRIDCOMP_RECORD=FILE writes one of any job), W&B's offline-run-* "
+    f"or the Trainer's {trainer_state.FILE}, or the folder of one"
+)
+#: what reading a file raises that has the form of a log and holds something else
+DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
 
 
 def read_runs(texts: Sequence[str], ledger: str) -> list[Run]:
@@ -62,7 +69,7 @@ def _split_paths(paths: str) -> list[Path]:
     found = _in_fewest_names(parts)
     if found is None:
         lacking = next((part for part in parts if not _matches(part)), paths)
-        raise CompareError(f"{lacking}: no such run; train with --log {lacking}")
+        raise CompareError(f"{lacking}: no such run; expected {EXPECTED}")
     return found
 
 
@@ -104,10 +111,7 @@ def _places(path: Path) -> list[Path]:
     ):
         if found := sorted(path.glob(pattern)):
             return found
-    raise CompareError(
-        f"{path}: expected a log {json_lines.LOG}, W&B's offline-run-* or the Trainer's "
-        f"{trainer_state.FILE} in this folder, found none; give the file itself"
-    )
+    raise CompareError(f"{path}: found no run in this folder; expected {EXPECTED}")
 
 
 def _folders(path: Path) -> list[Path]:
@@ -115,6 +119,17 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _read(path: Path, ledger: str) -> Training:
+    """One training. Raises CompareError, for every file that is no log too."""
+    try:
+        return _read_as_named(path, ledger)
+    except CompareError:
+        raise
+    except DAMAGED as error:
+        said = one_line(f"{type(error).__name__}: {error}")
+        raise CompareError(f"{path}: damaged, or no log ({said}); expected {EXPECTED}") from None
+
+
+def _read_as_named(path: Path, ledger: str) -> Training:
     if path.is_dir():
         return wandb_files.read_training(path)
     if path.suffix == ".wandb":

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from hybridcomp import foreign
 from hybridcomp.compare.runs import Run, short
 from hybridcomp.compare.statistics import Aligned, Comparison
 
@@ -27,7 +28,7 @@ def table(result: Result) -> str:
     moved = bytes_of(result.runs)
     if len(moved) > 1:
         parts.append(_aligned(moved))
-    parts += [f"note: {note}" for note in result.notes]
+    parts += [f"note: {foreign.one_line(note, foreign.SENTENCE)}" for note in result.notes]
     return "\n\n".join(parts)
 
 
@@ -37,10 +38,10 @@ def markdown(result: Result, title: str, picture: str | None, command: str) -> s
     end = f"{result.aligned.axis[-1]:,.0f} {result.aligned.unit}"
     those = f", seeds {', '.join(seeds)}" if seeds else ""
     lines = [
-        f"# {title}",
+        f"# {foreign.markdown(title)}",
         "",
         f"Loss after {end}{those}; the final loss is the mean of the last {result.last} points. "
-        f"Gaps are to `{result.runs[0].label}`, paired by seed, with "
+        f"Gaps are to {foreign.markdown(result.runs[0].label)}, paired by seed, with "
         'the 95% interval of their mean. "Gap, same time" compares the losses when the faster of '
         "the two runs has finished.",
         "",
@@ -57,8 +58,8 @@ def markdown(result: Result, title: str, picture: str | None, command: str) -> s
             *markdown_rows(moved),
         ]
     if result.notes:
-        lines += ["", *(f"* {note}" for note in result.notes)]
-    lines += ["", "```", command, "```"]
+        lines += ["", *(f"* {foreign.markdown(note)}" for note in result.notes)]
+    lines += ["", *foreign.fenced(command)]
     return "\n".join(lines) + "\n"
 
 
@@ -139,13 +140,14 @@ def _optional(value: float | None, form: str) -> str:
 
 
 def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table in Markdown; the first row is its head."""
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    """A table in Markdown; the first row is its head. What cells hold is text, and no mark."""
+    head, *body = (f"| {' | '.join(map(foreign.markdown, row))} |" for row in rows)
     return [head, f"|{'---|' * len(rows[0])}", *body]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     """Columns: the first to the left, numbers to the right, a rule below the head."""
+    rows = [[foreign.one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     left = [all(not _number(row[column]) for row in rows[1:]) for column in range(len(rows[0]))]
     lines = [

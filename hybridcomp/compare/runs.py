@@ -20,6 +20,10 @@ Rows = dict[str, dict[str, dict[str, Any]]]
 WARM_UP = 3
 
 
+#: what is beyond has no mean and no gap
+LARGEST_LOSS = 1e30
+
+
 class CompareError(HybridcompError, ValueError):
     """Runs that cannot be read or compared; the message names file, found and what to do."""
 
@@ -98,7 +102,9 @@ def check_curve(source: Path, steps: Curve, losses: Curve) -> None:
         raise CompareError(
             f"{source}: holds no step with a loss; did the run fail before its first?"
         )
-    bad = ~np.isfinite(losses)
+    if not np.isfinite(steps).all() or (np.diff(steps) <= 0).any():
+        raise CompareError(f"{source}: its steps do not rise; expected one record for each")
+    bad = ~np.isfinite(losses) | (np.abs(losses) > LARGEST_LOSS)
     if bad.any():
         step = int(steps[bad][0])
         raise CompareError(f"{source}: the loss is not finite at step {step}; nothing to compare")

@@ -14,6 +14,9 @@ from hybridcomp.compare.runs import CompareError, Curve, Run, Training
 #: two-sided 95% quantiles of Student's t, by degrees of freedom; 1.96 beyond
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
+#: times the points of the final loss that a run has to have before a gap is read from it
+ENOUGH = 2
+
 
 @dataclass(frozen=True)
 class Aligned:
@@ -106,7 +109,10 @@ def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> C
     baseline, run = runs[0], runs[number]
     order = pair(baseline, run)
     final = aligned.losses[number][:, -last:].mean(axis=1)
-    gaps = 100 * (final / aligned.losses[0][order, -last:].mean(axis=1) - 1)
+    base = aligned.losses[0][order, -last:].mean(axis=1)
+    if not base.all():
+        raise CompareError(f"{baseline.label}: its final loss is 0, of which nothing is a share")
+    gaps = 100 * (final / base - 1)
     pairs = [
         (run.trainings[i].valid_loss, baseline.trainings[j].valid_loss) for i, j in enumerate(order)
     ]
@@ -129,6 +135,45 @@ def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> C
         clock_gap=None if clock is None else float(clock.mean()),
         clock_gap_interval=None if clock is None else half_width(clock),
     )
+
+
+def noise(aligned: Aligned, number: int, order: Sequence[int], last: int) -> float | None:
+    """Half of the 95% interval that neighbouring steps alone give a gap, in percent.
+
+    Of the gaps of the ``last`` points their mean is the final gap. How far neighbours among them
+    differ says how far off that mean is by chance; a trend of both runs is in none of it. None
+    with fewer than three points.
+    """
+    ends = aligned.losses[number][:, -last:], aligned.losses[0][order, -last:]
+    if ends[0].shape[1] < 3 or not ends[1].all():
+        return None
+    steps = np.diff(100 * (ends[0] / ends[1] - 1), axis=1)
+    spread = math.sqrt(float((steps**2).mean()) / 2)  # each step is the difference of two points
+    return 1.96 * spread / math.sqrt(ends[0].size)
+
+
+def caveats(
+    runs: Sequence[Run], aligned: Aligned, comparisons: Sequence[Comparison], last: int
+) -> list[str]:
+    """What a reader of the gaps has to know: too few steps, and one seed beside the noise."""
+    found = []
+    points = len(aligned.axis)
+    if points < ENOUGH * last:
+        found.append(
+            f"{points} points are few: the final loss is the mean of the last {min(last, points)}, "
+            f"over which the loss still changes; read no gap from fewer than {ENOUGH * last}"
+        )
+    for number, one in enumerate(comparisons[1:], 1):
+        if one.gap_interval is not None:
+            continue
+        chance = noise(aligned, number, pair(runs[0], runs[number]), last)
+        if chance is not None:
+            side = "beyond" if abs(one.gap) > chance else "within"
+            found.append(
+                f"{one.label}: its gap of {one.gap:+.2f} % is {side} the noise between "
+                f"neighbouring steps (± {chance:.2f} %); how much seeds differ, one does not say"
+            )
+    return found
 
 
 def clock_gaps(aligned: Aligned, number: int, order: Sequence[int], last: int) -> Curve | None:

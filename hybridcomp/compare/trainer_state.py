@@ -9,7 +9,6 @@ Nothing tells the seed or the clock: for these the Trainer's W&B run is the bett
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from hybridcomp.compare.figures import ledger_of
 from hybridcomp.compare.json_lines import read_ledger
 from hybridcomp.compare.runs import CompareError, Curve, Training, check_curve
+from hybridcomp.foreign import parsed_json
 from hybridcomp.metric_names import TRAINER_PREFIX
 
 #: name of the file, in the output folder and in each of its checkpoints
@@ -44,7 +44,7 @@ def read_training(path: Path, ledger: str) -> Training:
     Raises CompareError.
     """
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = parsed_json(path.read_text(encoding="utf-8"))
         history = [dict(record) for record in state["log_history"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CompareError(f"{path}: expected a log_history of the Trainer ({error})") from None

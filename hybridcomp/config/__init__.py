@@ -24,7 +24,7 @@ from hybridcomp.config.error_messages import near_key, show
 from hybridcomp.config.json_schema import schema
 from hybridcomp.config.ledger import LedgerConfig
 from hybridcomp.config.presets import PRESETS
-from hybridcomp.config.sources import read_source
+from hybridcomp.config.sources import SOURCE, read_source
 from hybridcomp.config.summary import describe, idle_notes, notes
 from hybridcomp.errors import ConfigError
 
@@ -46,6 +46,7 @@ __all__ = [
     "idle_notes",
     "load_config",
     "notes",
+    "SOURCE",
     "read_source",
     "schema",
 ]

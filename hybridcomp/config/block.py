@@ -19,7 +19,12 @@ from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config import planned
 from hybridcomp.config.bounds import check_kept
 from hybridcomp.config.codec_settings import NONE, Strict
-from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
+from hybridcomp.config.dimension import (
+    DimensionConfig,
+    GradientConfig,
+    MeasuredConfig,
+    ParameterConfig,
+)
 from hybridcomp.config.directional import (
     ActivationConfig,
     MeshConfig,
@@ -29,7 +34,7 @@ from hybridcomp.config.directional import (
 )
 from hybridcomp.config.error_messages import NOTHING, problem, translate
 from hybridcomp.config.ledger import LedgerConfig
-from hybridcomp.config.presets import NAMES, NATIVE, merged
+from hybridcomp.config.presets import MEASURING, NAMES, NATIVE, merged
 from hybridcomp.policy import (
     DIMENSIONS,
     MEASURED,
@@ -90,6 +95,11 @@ class CompressionConfig(Strict):
         description="Two-dimensional tensor parallel: layers of hybridcomp.nn.tp2d. Default: "
         "native.",
     )
+    when: Literal["always", "auto"] | None = Field(
+        None,
+        description="`when` of each of dp, zero, tp and pp that is compressed, can be measured and "
+        "says nothing itself. Default: auto with preset recommended, else always.",
+    )
     min_bytes: int = Field(
         65536,
         ge=0,
@@ -144,9 +154,16 @@ class CompressionConfig(Strict):
             meant = f'("preset": "{NATIVE}" where that is meant)'
             raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)} {meant}")
         config._check_samples(data)
+        config._check_when()
         if data.get("hierarchy", "none") != "none":
             config._check_hierarchy()
         return config
+
+    def _check_when(self) -> None:
+        """Refuse ``"when": "auto"`` where nothing follows it."""
+        if self.when == "auto" and not self.measured() and self.enabled:
+            todo = f"only {', '.join(MEASURED)} can be measured, and none is compressed"
+            raise problem("when", self.when, f"{todo}; remove it")
 
     def _check_hierarchy(self) -> None:
         """Refuse two levels where nothing has two."""
@@ -201,7 +218,20 @@ class CompressionConfig(Strict):
 
     def measured(self) -> tuple[Dimension, ...]:
         """Dimensions that turn themselves off where the link is faster than their codec."""
-        return tuple(name for name in MEASURED if getattr(self, name).when == "auto")
+        return tuple(name for name in MEASURED if self._when(name) == "auto")
+
+    def insists(self, dimension: Dimension) -> bool:
+        """Whether the user asked to measure ``dimension``, as opposed to the preset."""
+        return dimension in self.measured() and "auto" in (getattr(self, dimension).when, self.when)
+
+    def _when(self, dimension: Dimension) -> Literal["always", "auto"]:
+        settings: MeasuredConfig = getattr(self, dimension)
+        if settings.when is not None:
+            return settings.when
+        codecs = [codec for (name, _), codec in self.codecs().items() if name == dimension]
+        if not any(codec and not codec.gradients_only for codec in codecs):
+            return "always"
+        return self.when or ("auto" if self.preset in MEASURING else "always")
 
     def limits(self) -> dict[Dimension, Limits]:
         """What the guard looks at, by dimension; nothing without samples."""
@@ -229,7 +259,7 @@ class CompressionConfig(Strict):
             if name not in OWN_LAYERS or self.active(name)  # else as before there were any
         }
         settings[f"{BLOCK}.dp.error_feedback"] = self.error_feedback("dp")
-        settings.update({f"{BLOCK}.{name}.when": getattr(self, name).when for name in MEASURED})
+        settings.update({f"{BLOCK}.{name}.when": self._when(name) for name in MEASURED})
         settings |= {
             f"{BLOCK}.offload.{key}": getattr(self.offload, key) for key in ("when", "sums")
         }

@@ -133,17 +133,18 @@ class DimensionConfig(CodecSettings):
 class MeasuredConfig(DimensionConfig):
     """A dimension that can turn itself off where the link is faster than its codec."""
 
-    when: Literal["always", "auto"] = Field(
-        "always",
-        description="always (default), or auto: messages are timed natively and encoded, on all "
-        "ranks, and where encoding is not faster (one machine, a fast network) the dimension stays "
-        "native for the run. dp and zero: at start-up. tp and pp: after the first step, which is "
-        "native, with messages as large as those that it sent. Takes seconds. Where it was close, "
-        "ten or eighteen steps of the run are then compared in both ways, and may change it once.",
+    when: Literal["always", "auto"] | None = Field(
+        None,
+        description="always, or auto (default: the block's `when`): messages are timed natively "
+        "and encoded, on all ranks, and where encoding is not faster (one machine, a fast network) "
+        "the dimension stays native for the run. dp and zero: at start-up. tp and pp: after the "
+        "first step, which is native, with messages as large as those that it sent. Takes a second "
+        "or two a dimension. Where it was close, ten or eighteen steps of the run are then "
+        "compared in both ways, and may change it once.",
     )
 
     def _check_measured(self, codec: Codec | None) -> None:
-        if self.when == "always":
+        if self.when in (None, "always"):
             return
         if codec is None:
             raise problem("when", self.when, "none is native anyway; remove it, or name a codec")

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from hybridcomp.errors import ConfigError
+from hybridcomp.foreign import one_line
 
 #: longest rendering of a value that was found
 WIDTH = 60
@@ -56,8 +57,8 @@ def show(found: object) -> Shown:
         return found
     try:
         text = json.dumps(found)
-    except (TypeError, ValueError):
-        text = " ".join(repr(found).split())
+    except (TypeError, ValueError, RecursionError):  # of a number of thousands of digits too
+        text = one_line(found, WIDTH) if not isinstance(found, int) else "a number without end"
     return Shown(text if len(text) <= WIDTH else f"{text[:WIDTH]}...")
 
 
@@ -81,8 +82,10 @@ def _one(detail: ErrorDetails, model: type[BaseModel], root: str) -> tuple[str, 
     if kind == "extra_forbidden":
         return key, found, _unknown_key(path, model)
     if kind in _EXPECTED:
-        return key, found, f"{_EXPECTED[kind]}; correct it"
-    return key, found, f"{detail['msg'].replace('Input should be', 'expected')}; correct it"
+        if path == ["ledger"] and isinstance(found, str):
+            return key, found, f"expected an object; write {json.dumps({'jsonl': found})}"
+        return key, found, _EXPECTED[kind]
+    return key, found, f"{detail['msg'].replace('Input should be', 'expected')}"
 
 
 def _unknown_key(path: Sequence[str], root: type[BaseModel]) -> str:

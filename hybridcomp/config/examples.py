@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,21 +15,30 @@ from hybridcomp.errors import ConfigError
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 #: what is a configuration; the schema and the page about them lie there too
 SUFFIXES = (".json", ".yml")
+#: a row of the page's tables: a file of this folder, and what it is for
+ROW = re.compile(r"^\| `([^`]+)` \| (.+) \|$", re.MULTILINE)
 
 DESCRIPTION = """\
 List the example configurations that come with hybridcomp, or copy some of them:
 
-    hybridcomp configs                                  what there is
+    hybridcomp configs                                  what there is, and what each is for
     hybridcomp configs ds_zero1_recommended --to .      copies ds_zero1_recommended.json
     hybridcomp configs neox/20B.yml --to configs/       copies 20B.yml, for GPT-NeoX
 """
 
 
 def names() -> list[str]:
-    """Every configuration, relative to ``FOLDER``: those of DeepSpeed first, then GPT-NeoX's."""
+    """List every configuration, relative to ``FOLDER``: in the page's order, GPT-NeoX's last."""
     files = [file for file in FOLDER.rglob("*") if file.suffix in SUFFIXES]
     listed = [str(file.relative_to(FOLDER)) for file in files if ".schema." not in file.name]
-    return sorted(listed, key=lambda name: ("/" in name, name))
+    order = {name: row for row, name in enumerate(purposes())}
+    return sorted(listed, key=lambda name: ("/" in name, order.get(name, len(order)), name))
+
+
+def purposes() -> dict[str, str]:
+    """Read what each configuration is for, by its name, from the page beside them."""
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    return {name: purpose.replace("`", "") for name, purpose in ROW.findall(page)}
 
 
 def find(name: str) -> Path:
@@ -80,5 +90,8 @@ def run(options: argparse.Namespace) -> int:
         for file in copy(options.names, options.to):
             print(file)
     else:
-        print("\n".join(names()))
+        listed, purpose = names(), purposes()
+        width = max(map(len, listed))
+        for name in listed:
+            print(f"{name:{width}}  {purpose.get(name, '')}".rstrip())
     return 0

@@ -6,7 +6,6 @@ an engine attaches (``rules.planned``), because a block does not know its job.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.config.error_messages import NOTHING, problem
+from hybridcomp.foreign import parsed_json
 
 #: the preset's name
 PLANNED = "planned"
@@ -77,7 +77,7 @@ def read(written: Mapping[str, Any]) -> Planned | None:
 
 def _loaded(path: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = parsed_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         where = f"no such file, seen from {Path.cwd()}; write the whole path"
         raise problem("plan", path, where) from None

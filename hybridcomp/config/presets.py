@@ -49,6 +49,9 @@ PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
     },
     NATIVE: {},
 }
+#: those that measure each dimension and leave it native where that is faster, unless the block has
+#: another ``when``: whoever takes one has not asked whether the link is slow enough
+MEASURING = frozenset({"recommended"})
 #: those whose messages are meant to be fp32
 PAPER = frozenset({"naive-zfp", "naive-mpc", "mzhybrid", "zhybrid"})
 

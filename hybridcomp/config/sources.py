@@ -5,37 +5,42 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridcomp.errors import ConfigError
+from hybridcomp.foreign import TOO_DEEP, parsed_yaml
+
+#: what an error names that is about no key, but about the file or text itself
+SOURCE = "ds_config"
 
 
 def read_source(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """The configuration as a mapping.
 
-    ``source`` is a mapping (returned as it is), the path of a JSON or Hjson file, or a string of
-    URL-safe base64 with JSON inside. Raises ConfigError when it is none of them, when it cannot be
-    parsed, or when a key occurs twice.
+    ``source`` is a mapping (returned as it is), the path of a JSON, Hjson or YAML file (the last by
+    its suffix), or a string of URL-safe base64 with JSON inside. Raises ConfigError when it is
+    none of them, when it cannot be parsed, or when a key occurs twice.
     """
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, (str, Path)):
-        raise ConfigError("ds_config", type(source).__name__, "expected an object, path or base64")
+        raise ConfigError(SOURCE, type(source).__name__, "expected an object, path or base64")
     try:
         is_file = Path(source).is_file()
     except OSError:  # a base64 string may be longer than a file name
         is_file = False
     if is_file:
-        return _parse(_read(Path(source)), str(source))
+        is_yaml = Path(source).suffix in (".yml", ".yaml")
+        return _parse(_read(Path(source)), str(source), parsed_yaml if is_yaml else _as_hjson)
     if isinstance(source, Path):
-        raise ConfigError("ds_config", str(source), "no such file; name an existing one")
+        raise ConfigError(SOURCE, str(source), "no such file; name an existing one")
     try:
         text = base64.b64decode(source, altchars=b"-_", validate=True).decode("utf-8")
     except ValueError:
         raise ConfigError(
-            "ds_config", source[:80], "expected an existing file, an object or base64 of JSON"
+            SOURCE, source[:80], "expected an existing file, an object or base64 of JSON"
         ) from None
     return _parse(text, "base64 text")
 
@@ -44,7 +49,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("ds_config", str(path), f"cannot be read ({error})") from None
+        raise ConfigError(SOURCE, str(path), f"cannot be read ({error})") from None
 
 
 class _Object(dict[str, Any]):
@@ -56,30 +61,46 @@ class _Object(dict[str, Any]):
         self.repeated = {key: count for key, count in counts.items() if count > 1}
 
 
-def _parse(text: str, where: str) -> Mapping[str, Any]:
+def _parse(
+    text: str, where: str, otherwise: Callable[[str], Any] | None = None
+) -> Mapping[str, Any]:
+    """The object of JSON, else of what ``otherwise`` reads."""
     try:
-        loaded = _loads(text)
-    except ValueError as error:  # of json and of hjson
+        loaded = _loads(text, otherwise or _as_hjson)
+    except ValueError as error:  # of json, hjson and yaml
         first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(where, first, "expected valid JSON; correct the file") from None
+        kind = "YAML" if otherwise is parsed_yaml else "JSON"
+        raise ConfigError(where, first, f"expected valid {kind}, an object of settings") from None
     if not isinstance(loaded, Mapping):
         raise ConfigError(where, type(loaded).__name__, "expected a JSON object at the top level")
+    try:
+        json.dumps(loaded, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(where, "half a character", "expected whole pairs of surrogates") from None
     for key, count in _repeated(loaded):
         raise ConfigError(key, f"{count} times", "expected once; keep one of them")
     return loaded
 
 
-def _loads(text: str) -> Any:
+def _loads(text: str, otherwise: Callable[[str], Any]) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_Object)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
     except json.JSONDecodeError:
-        try:
-            import hjson  # comes with DeepSpeed, which reads its files with it
-        except ImportError:
-            hjson = None
-        if hjson is None:
-            raise
+        return otherwise(text)
+
+
+def _as_hjson(text: str) -> Any:
+    """Hjson as DeepSpeed reads it. Raises ValueError, of JSON where hjson is not installed."""
+    try:
+        import hjson  # comes with DeepSpeed, which reads its files with it
+    except ImportError:
+        return json.loads(text)
+    try:
         return hjson.loads(text, object_pairs_hook=_Object)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
 
 
 def _repeated(value: Any, path: str = "") -> Iterator[tuple[str, int]]:

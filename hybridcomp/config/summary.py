@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.config.block import CompressionConfig
 from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.presets import NATIVE, PAPER
@@ -24,6 +24,8 @@ from hybridcomp.policy import (
 SELDOM_NBYTES = 1 << 28
 #: steps that few jobs reach
 SELDOM_STEPS = 1_000_000
+#: what codecs encode, in words
+KINDS = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
 
 
 def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> list[str]:
@@ -40,8 +42,8 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
     if absent:
         lines.append(f"{'not here':13} {', '.join(n for n in known if n in absent)}")
     lines += _ramps(config)
-    lines += _measured(config)
-    lines += _guarded(config)
+    lines += _measured(config, absent)
+    lines += _guarded(config, absent)
     if isinstance(config.hierarchy, int):
         lines.append(f"{'nodes':13} every {config.hierarchy} consecutive ranks share one")
     start = f"; all messages before step {config.start_step}" if config.start_step else ""
@@ -84,9 +86,10 @@ def _deltas(config: CompressionConfig) -> str:
     return ", of what changed" + (f", exact every {every} steps" if every else "")
 
 
-def _measured(config: CompressionConfig) -> list[str]:
-    early = [name for name in config.measured() if name in ONE_WAY]
-    late = [name for name in config.measured() if name not in ONE_WAY]
+def _measured(config: CompressionConfig, absent: Collection[Dimension]) -> list[str]:
+    here = [name for name in config.measured() if name not in absent]
+    early = [name for name in here if name in ONE_WAY]
+    late = [name for name in here if name not in ONE_WAY]
     host = ["offload"] if config.offload.when == "auto" else []
     told: dict[str, Sequence[str]] = {
         "at start-up": early,
@@ -100,9 +103,11 @@ def _measured(config: CompressionConfig) -> list[str]:
     ]
 
 
-def _guarded(config: CompressionConfig) -> list[str]:
+def _guarded(config: CompressionConfig, absent: Collection[Dimension]) -> list[str]:
     parts = []
     for name, limits in config.limits().items():
+        if name in absent:
+            continue
         figures = [("error", limits.error), ("residual", limits.residual)]
         told = " or ".join(f"{figure} {limit:g}" for figure, limit in figures if limit)
         parts.append(f"{name} {told}")
@@ -110,7 +115,11 @@ def _guarded(config: CompressionConfig) -> list[str]:
 
 
 def notes(config: CompressionConfig, dtype: torch.dtype) -> list[str]:
-    """Warnings about codecs that save nothing on messages of ``dtype``."""
+    """Warnings about codecs that save nothing on messages of ``dtype``, or encode none of them."""
+    if dtype not in VALUE_DTYPES:
+        active = ", ".join(name for name in DIMENSIONS if config.active(name))
+        kind = str(dtype).removeprefix("torch.")
+        return [f"{active}: messages of {kind} stay native; codecs take {KINDS}"] if active else []
     useless: dict[Codec, list[str]] = {}
     for (name, _), codec in config.codecs().items():
         if codec and _saves_nothing(codec, dtype):

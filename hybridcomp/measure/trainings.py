@@ -35,7 +35,10 @@ ZERO_STAGES = (0, 1, 2)
 FEW, MANY = 1, 3
 #: of compression: a codec alone, and the preset, with error feedback
 EIGHT = {"codec": "blockint", "bits": 8}
-STYLES: tuple[Mapping[str, Any], ...] = ({"dp": EIGHT, "zero": EIGHT}, {"preset": "recommended"})
+STYLES: tuple[Mapping[str, Any], ...] = (
+    {"dp": EIGHT, "zero": EIGHT},
+    {"preset": "recommended", "when": "always"},
+)
 #: micro-batches of a step: a first one, which finds no gradients, one like all others, and the last
 MICRO_BATCHES = 3
 #: steps of every training: the first do not count, rounds end when the time is over

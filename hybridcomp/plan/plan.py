@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridcomp.config.planned import FORMAT, VERSION
 from hybridcomp.errors import HybridcompError
+from hybridcomp.foreign import parsed_json
 from hybridcomp.plan.choices import Choice, Choices, Key
 from hybridcomp.plan.layout import Layout
 
@@ -44,6 +45,9 @@ class Prediction:
     step, and that lie behind compute.
     job_nbytes, job_native_nbytes, job_codec_seconds: by dimension, of all ranks together, as the
     ledger counts them (``wire_MB``, ``raw_MB``, codec seconds).
+    between_nbytes, between_native_nbytes: of ``nbytes`` and ``native_nbytes`` what goes to other
+    nodes, as the mean of the ranks of a group; empty where a plan of an earlier version did not
+    say.
     spans: the timeline, by stage.
     """
 
@@ -63,6 +67,8 @@ class Prediction:
     job_nbytes: Mapping[str, float] = field(default_factory=dict)
     job_native_nbytes: Mapping[str, float] = field(default_factory=dict)
     job_codec_seconds: Mapping[str, float] = field(default_factory=dict)
+    between_nbytes: Mapping[str, float] = field(default_factory=dict)
+    between_native_nbytes: Mapping[str, float] = field(default_factory=dict)
     spans: tuple[Span, ...] = field(default=(), repr=False)
 
     @property
@@ -179,7 +185,7 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         """Read ``plan.json``. Raises HybridcompError, OSError."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parsed_json(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise HybridcompError(f"{path}: {error}; expected what hybridcomp plan wrote") from None
         try:

@@ -21,6 +21,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 
 
+#: samples of a step and tokens of a sample: of more no search comes to an end
+MOST = 1 << 24
+
+
 @dataclass(frozen=True)
 class Batch:
     """One optimizer step of the whole job: its samples, and the tokens of each."""
@@ -31,8 +35,9 @@ class Batch:
     def __post_init__(self) -> None:
         """Refuse a step without samples or tokens. Raises ConfigError."""
         for name in ("samples", "length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"batch.{name}", getattr(self, name), "expected 1 or more")
+            if not 1 <= getattr(self, name) <= MOST:
+                todo = f"expected 1 or more, up to {MOST}"
+                raise ConfigError(f"batch.{name}", getattr(self, name), todo)
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,8 @@ class Limits:
             decided.check(name, value)
         for name, least in (("ranks", 1), ("most_micro_batch", 1), ("keep", 1)):
             found = getattr(self, name)
-            if found is not None and found < least:
-                raise ConfigError(name, found, f"expected {least} or more")
+            if found is not None and not least <= found <= MOST:
+                raise ConfigError(name, found, f"expected {least} or more, up to {MOST}")
         for name in self.own:
             if name not in OWN_CUTS:
                 raise ConfigError("own", name, f"expected some of {', '.join(OWN_CUTS)}")
@@ -125,7 +130,8 @@ class Found:
     in one sentence and ``nearest`` what would be needed.
     considered, simulated: layouts with choices that were looked at, and that bounds did not prune.
     spread: of ``--search mcmc``, the worst chain's best step over the best one's; else 1.
-    refused: how many layouts each reason ruled out.
+    refused: how many layouts each reason ruled out. unpriced: codecs of the budget that the cluster
+    has no figure for, which no plan has.
     """
 
     plans: tuple[Plan, ...]
@@ -135,3 +141,4 @@ class Found:
     refused: Mapping[str, int] = field(default_factory=dict)
     reason: str = ""
     nearest: Nearest | None = None
+    unpriced: tuple[str, ...] = ()

@@ -92,4 +92,7 @@ class Job:
     @property
     def tensor_parallel(self) -> int:
         """Size of AutoTP's groups."""
-        return max(1, int(self.get("tensor_parallel.autotp_size", 1)))
+        size = self.get("tensor_parallel.autotp_size", 1)
+        if not isinstance(size, int):
+            raise ConfigError("tensor_parallel.autotp_size", size, "expected a whole number")
+        return max(1, int(size))

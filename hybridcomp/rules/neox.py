@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybridcomp.errors import ConfigError
 from hybridcomp.rules.ds_job import Job
 from hybridcomp.rules.engine import Rule
 
@@ -21,6 +22,15 @@ TRANSFORMER_ENGINE = (
     "te_mha",
     "te_fp8_mha",
 )
+
+
+#: keys of a model's shape and layout, by which a file is known as GPT-NeoX's
+OWN_KEYS = frozenset({"pipe_parallel_size", "model_parallel_size", "num_layers", "hidden_size"})
+
+
+def has_keys(whole: Mapping[str, Any]) -> bool:
+    """Whether a configuration has keys that DeepSpeed has not and GPT-NeoX has."""
+    return not OWN_KEYS.isdisjoint(whole)
 
 
 def settings_of(args: Any) -> Mapping[str, Any] | None:
@@ -42,14 +52,22 @@ def ds_settings(whole: Mapping[str, Any]) -> Mapping[str, Any]:
 def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
     """What a GPT-NeoX configuration says about its model, for ``ds_check.check``."""
     return {
-        "pipeline": int(whole.get("pipe_parallel_size", 0)) >= 1,
-        "moe": int(whole.get("moe_num_experts", 1)) > 1,
-        "tensor": int(whole.get("model_parallel_size", 1)) > 1,
+        "pipeline": _count(whole, "pipe_parallel_size", 0) >= 1,
+        "moe": _count(whole, "moe_num_experts", 1) > 1,
+        "tensor": _count(whole, "model_parallel_size", 1) > 1,
     }
 
 
+def _count(whole: Mapping[str, Any], key: str, default: int) -> int:
+    """A number of a file. Raises ConfigError."""
+    found = whole.get(key, default)
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise ConfigError(key, found, "expected a whole number")
+    return found
+
+
 def _tensor_parallel(job: Job) -> bool:
-    return int(job.get("model_parallel_size", 1)) > 1
+    return _count(job.ds_json, "model_parallel_size", 1) > 1
 
 
 RULES: tuple[Rule[Job], ...] = (

@@ -75,7 +75,7 @@ def test_runs_that_logged_at_other_tokens_are_interpolated(tmp_path: Path) -> No
     found = compare(base, write_run(tmp_path / "b", 0, 1.01, every=3), last=5)
     assert list(found.aligned.axis[:2]) == [300, 600] and found.aligned.axis[-1] == 6000
     assert found.comparisons[1].gap == pytest.approx(1.0)
-    assert found.notes == ["runs logged at different tokens: interpolated",
+    assert found.notes[:2] == ["runs logged at different tokens: interpolated",
                            "no figures of bytes in the logs of: b"]  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def test_other_settings_than_the_block_are_noted(tmp_path: Path) -> None:
     settings = {"optimizer": {"params": {"lr": 1e-3}}, "compression": {"preset": "zhybrid"}}
     base = write_run(tmp_path / "a", 0, 1.0, deepspeed={"optimizer": {"params": {"lr": 2e-3}}})
     run = write_run(tmp_path / "b", 0, 1.0, deepspeed=settings, ledger=True)
-    assert compare(base, run).notes == ["b: optimizer.params.lr is 0.001, in a 0.002"]
+    assert "b: optimizer.params.lr is 0.001, in a 0.002" in compare(base, run).notes
 
 
 def test_a_block_that_left_no_trace_is_noted(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_folders_stand_for_their_logs(tmp_path: Path) -> None:
     assert read_run("many", str(tmp_path / "many"), "ledger.jsonl").seeds == [0, 1]
     assert read_run("one", str(tmp_path / "many" / "seed1"), "ledger.jsonl").seeds == [1]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CompareError, match="found none"):
+    with pytest.raises(CompareError, match="found no run in this folder"):
         read_run("none", str(tmp_path / "empty"), "ledger.jsonl")
 
 

@@ -66,7 +66,7 @@ run.define_metric("*", step_metric="train/global_step", step_sync=True)
 for step in range(1, 31):
     if step % 2 == 0:  # more often than the Trainer logs
         events = {"raw_MB": 4.0, "wire_MB": 1.0 + step / 30, "ratio": 4.0, "error": 0.1}
-        assert wandb_run.log([(f"Train/Compression/dp/{k}", v) for k, v in events.items()], step)
+        assert wandb_run.log([(f"train/compression/dp/{k}", v) for k, v in events.items()], step)
     if step % 5 == 0:
         run.log({"train/loss": 3 + 1 / step, "train/epoch": step / 30, "train/global_step": step})
     if step % 15 == 0:
@@ -124,8 +124,8 @@ def test_run_of_the_trainer_with_figures_of_the_ledger(folder: Path) -> None:
     assert row["ratio"] == pytest.approx(60.0 / wire)
     (file,) = offline(folder, "trainer").glob("*.wandb")
     _, _, history = read(file)
-    assert [values["Train/Compression/step"] for values in history.values()
-            if "Train/Compression/step" in values][:3] == [4, 10, 14]  # fmt: skip
+    assert [values["train/compression/step"] for values in history.values()
+            if "train/compression/step" in values][:3] == [4, 10, 14]  # fmt: skip
 
 
 def test_the_axis_of_the_figures_is_theirs() -> None:
@@ -137,17 +137,17 @@ def test_the_axis_of_the_figures_is_theirs() -> None:
         log=lambda values, commit: logged.append({**values, "commit": commit}),
     )
     row = wandb_run.OpenRow()
-    events = [("Train/Compression/dp/wire_MB", 2.0), ("Train/Compression/dp/error", 0.5)]
+    events = [("train/compression/dp/wire_MB", 2.0), ("train/compression/dp/error", 0.5)]
     with mock.patch.dict(sys.modules, {"wandb": SimpleNamespace(run=None)}):
         assert not row.log(events, 1)
     with mock.patch.dict(sys.modules, {"wandb": SimpleNamespace(run=run)}):
         assert row.log(events, 2) and row.log(events, 4) and not row.log([], 6)
         run.step = 1
         assert row.log(events, 8)
-    assert defined["Train/Compression/*"] == {"step_metric": "Train/Compression/step"}
-    assert [values["Train/Compression/dp/wire_MB"] for values in logged] == [2.0, 4.0, 2.0]
-    assert [values["Train/Compression/dp/error"] for values in logged] == [0.5, 0.5, 0.5]
-    assert [values["Train/Compression/step"] for values in logged] == [2, 4, 8]
+    assert defined["train/compression/*"] == {"step_metric": "train/compression/step"}
+    assert [values["train/compression/dp/wire_MB"] for values in logged] == [2.0, 4.0, 2.0]
+    assert [values["train/compression/dp/error"] for values in logged] == [0.5, 0.5, 0.5]
+    assert [values["train/compression/step"] for values in logged] == [2, 4, 8]
     assert not any(values["commit"] for values in logged)
 
 

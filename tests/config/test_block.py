@@ -244,6 +244,7 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"dp": {"codec": "powersgd", "when": "auto"}}, "compression.dp.when", ("not measured",)),
     ({"zero": {"codec": "bf16", "when": "fast"}}, "compression.zero.when", ("'auto'",)),
     ({"pp": {"codec": "none", "when": "auto"}}, "compression.pp.when", ("none is native",)),
+    ({"ep": "bf16", "when": "auto"}, "compression.when", ("dp, zero, tp, pp can be measured",)),
     (
         {"offload": {"codec": "none", "when": "auto"}},
         "compression.offload.when",
@@ -387,7 +388,7 @@ def test_ranks_agree_on_who_sends_and_when_to_report() -> None:
 
 def test_when() -> None:
     assert parse({"dp": "bf16"}).measured() == ()
-    config = parse({"preset": "recommended", "zero": {"when": "auto"}})
+    config = parse({"preset": "recommended", "when": "always", "zero": {"when": "auto"}})
     assert config.measured() == ("zero",) and config.zero.codec == "blockint"
     assert config.flat()["compression.zero.when"] == "auto"
     assert config.flat()["compression.dp.when"] == "always"
@@ -400,6 +401,21 @@ def test_when() -> None:
     assert config.measured() == () and config.flat()["compression.offload.sums"] == "host"
     found = [line for line in describe(config) if line.startswith("measured")]
     assert found == ["measured      offload: native where that is faster, timed in real steps"]
+
+
+def test_when_of_the_whole_block() -> None:
+    """The preset measures by itself; what is written out does not; a dimension's own word wins."""
+    preset = parse({"preset": "recommended", "tp": "none", "zero": {"when": "always"}})
+    assert preset.measured() == ("dp", "pp") and not preset.insists("dp")
+    assert preset.flat()["compression.pp.when"] == "auto"
+    assert parse({"preset": "recommended", "dp": {"codec": "powersgd"}}).measured() == (
+        "zero", "tp", "pp",
+    )  # fmt: skip
+    assert parse({"preset": "zhybrid"}).measured() == ()
+    assert parse({"preset": "recommended", "when": "always"}).measured() == ()
+    asked = parse({"dp": "bf16", "ep": "bf16", "pp": {"codec": "bf16", "when": "always"},
+                   "when": "auto"})  # fmt: skip
+    assert asked.measured() == ("dp",) and asked.insists("dp") and not asked.insists("pp")
 
 
 def test_hierarchy() -> None:

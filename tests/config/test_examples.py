@@ -13,10 +13,35 @@ from tests.paths import CONFIGS
 
 def test_every_configuration_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["configs"]) == 0
-    listed = capsys.readouterr().out.splitlines()
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     files = [*CONFIGS.glob("ds_*.json"), *CONFIGS.glob("neox/*.yml")]
     assert sorted(listed) == sorted(str(file.relative_to(CONFIGS)) for file in files)
     assert listed[0].startswith("ds_") and listed[-1].startswith("neox/")
+
+
+def test_each_is_listed_with_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    page = (CONFIGS / "README.md").read_text().replace("`", "")
+    for name in examples.names():
+        assert f"| {name} | {listed[name]} |" in page, name
+    assert listed["ds_zero1_lossless.json"] == (
+        "ZeRO 1, lossless mpc everywhere (preset naive-mpc)"
+    )
+    order = list(listed)
+    row = order.index("ds_zero1_nodes.json")  # "the same between nodes ..."
+    assert order[row - 1] == "ds_zero1_recommended.json", "each is the same as the one above it"
+
+
+def test_one_that_the_page_does_not_know_is_listed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text("| file | what it is for |\n|---|---|\n| `z.json` | z |\n")
+    for name in ("a.json", "z.json"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(examples, "FOLDER", tmp_path)
+    assert main(["configs"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["z.json  z", "a.json"]
 
 
 def test_copies_are_the_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

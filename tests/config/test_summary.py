@@ -34,6 +34,10 @@ def test_notes_tell_what_saves_nothing() -> None:
     assert note.startswith("zero, tp, pp: zfp(rate=16) takes 16 bits a value and saves nothing")
     assert "zhybrid is made for fp32" in note
     assert notes(parse({"preset": "recommended"}), torch.float16) == []
+    for dtype in (torch.float64, torch.complex64):
+        (note,) = notes(config, dtype)
+        assert f"messages of {str(dtype)[6:]} stay native" in note
+        assert notes(parse({"preset": "none"}), dtype) == []
 
 
 def test_a_block_that_compresses_nothing_is_told() -> None:

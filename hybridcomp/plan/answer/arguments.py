@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'dimension, such as \'{"dp": 0.02, "pp": "lossless"}\' (recommended)',
     )
     add("--engine", choices=ENGINES, default="deepspeed")
-    add("--dtype", choices=DTYPES, default="bf16", help="of weights and messages (bf16)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="of weights and messages (the first of these that the cluster's file has figures for)",
+    )
     add("--ranks", type=int, metavar="N", help="how many of the cluster's to use (all)")
     add(
         "--fix",

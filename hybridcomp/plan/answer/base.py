@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridcomp.config import BLOCK, read_source
 from hybridcomp.errors import ConfigError
+from hybridcomp.foreign import parsed_yaml
 from hybridcomp.rules.neox import EXTRA
 
 Base = Mapping[str, Any]
@@ -23,13 +24,9 @@ def base_of(path: Path | None, engine: str) -> Base:
         raise ConfigError("--base", str(path), "Megatron takes arguments, not a file; leave it out")
     if path.suffix in (".yml", ".yaml"):
         try:
-            import yaml  # comes with GPT-NeoX, whose files these are
-        except ImportError:
-            raise ConfigError("--base", str(path), "reading it needs pyyaml") from None
-        try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError("--base", str(path), " ".join(str(error).split())) from None
+            found = parsed_yaml(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError("--base", str(path), str(error)) from None
         found = {} if found is None else found
         if not isinstance(found, Mapping):
             raise ConfigError("--base", type(found).__name__, f"{path} has to hold settings")

@@ -8,15 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.foreign import parsed_json, printable
 from hybridcomp.plan.answer import files
 from hybridcomp.plan.answer.base import Base, base_of
 from hybridcomp.plan.answer.report import answer, duration, size
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.missing import missing
+from hybridcomp.plan.models.model import Model
+from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.plan import Plan
-from hybridcomp.plan.request import Batch, Found, Limits, Nearest
+from hybridcomp.plan.request import DTYPES, Batch, Found, Limits, Nearest
 from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.search.search import search
 
 #: plans in the table and the picture
 SHOWN = 10
@@ -41,12 +45,14 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError(shown, None, "needed; see hybridcomp plan --help")
     _look(options)
     base = base_of(options.base, options.engine)
+    model = read_model(options.model)
     cluster = cluster_file.read(options.cluster)
-    found = _search(options, cluster)
+    options.dtype = dtype_of(options.dtype, cluster)
+    found = _search(options, model, cluster)
     if not found.plans:
         raise HybridcompError(infeasible(found))
     for line in answer(found, cluster):
-        print(line)
+        print(printable(line))
     best = found.plans[0]
     if options.tries:
         best = _tried(options, found, cluster, base)
@@ -56,6 +62,8 @@ def _run(options: argparse.Namespace) -> int:
     print(f"start it with {options.out / files.START_FILE}; written: "
           f"{', '.join(str(path.name) for path in [*written, every])}")  # fmt: skip
     offload = options.offload or any(plan.layout.offload for plan in found.plans)
+    if found.unpriced:
+        print(f"note: {unpriced(found, options)}")
     for line in missing(cluster, offload, options.engine):
         print(f"note: {options.cluster} says {line}")
     for note in (*without_effect(options, cluster),
@@ -65,6 +73,14 @@ def _run(options: argparse.Namespace) -> int:
             print(f"note: {note}")
     _draw(options, found, cluster)
     return 0
+
+
+def unpriced(found: Found, options: argparse.Namespace) -> str:
+    """The codecs that no plan has, because nothing says what they cost."""
+    return (
+        f"{options.cluster} says nothing about {', '.join(found.unpriced)}: no plan has these "
+        'codecs; run `hybridcomp measure` again, or write them into its "codecs"'
+    )
 
 
 def without_effect(options: argparse.Namespace, cluster: Cluster) -> Iterator[str]:
@@ -91,10 +107,23 @@ def _look(options: argparse.Namespace) -> None:
         raise ConfigError("--out", str(options.out), "expected a folder, and it is a file")
 
 
-def _search(options: argparse.Namespace, cluster: Cluster) -> Found:
-    from hybridcomp.plan.models.reading import read_model
-    from hybridcomp.plan.search.search import search
+def dtype_of(wanted: str | None, cluster: Cluster) -> str:
+    """The dtype to plan in: what is asked for, else the first that ``cluster`` has figures for.
 
+    Raises ConfigError where it has none.
+    """
+    known = [name for name in DTYPES if name in cluster.dtypes]
+    if wanted in known or (wanted is None and known):
+        return wanted or known[0]
+    listed = ", ".join(known) or "none"
+    raise ConfigError(
+        "--dtype", wanted,
+        f"the cluster's file says how fast matrix products are in: {listed}; choose one of these, "
+        "measure again, or describe it (tflops)",
+    )  # fmt: skip
+
+
+def _search(options: argparse.Namespace, model: Model, cluster: Cluster) -> Found:
     limits = Limits(
         engine=options.engine,
         dtype=options.dtype,
@@ -110,9 +139,7 @@ def _search(options: argparse.Namespace, cluster: Cluster) -> Found:
         seed=options.seed,
     )
     batch = Batch(options.samples, options.length)
-    return search(
-        read_model(options.model), cluster, budget_of(options.budget), batch, limits
-    )  # fmt: skip
+    return search(model, cluster, budget_of(options.budget), batch, limits)
 
 
 def _tried(options: argparse.Namespace, found: Found, cluster: Cluster, base: Base) -> Plan:
@@ -183,7 +210,7 @@ def budget_of(text: str) -> Budget:
     if not text.lstrip().startswith("{"):
         return Budget.parse(text)
     try:
-        written: Mapping[str, Any] = json.loads(text)
+        written: Mapping[str, Any] = parsed_json(text)
     except ValueError as error:
         raise ConfigError("--budget", text, f"expected JSON ({error})") from None
     return Budget.parse(written)
@@ -195,7 +222,7 @@ def fixed_of(texts: list[str]) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         try:
-            found = json.loads(value)
+            found = parsed_json(value)
         except ValueError:
             found = None
         if not equals or found is None:

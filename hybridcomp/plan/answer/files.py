@@ -11,17 +11,17 @@ Beside each of them ``plan.json``, which the block names, and ``start.sh``.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridcomp import foreign
 from hybridcomp.compare.launch import fill
 from hybridcomp.config import BLOCK
 from hybridcomp.config.planned import PLANNED
-from hybridcomp.errors import HybridcompError
+from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.plan.answer.base import Base
 from hybridcomp.plan.engines import (
     RECOMPUTE_REASONS,
@@ -66,21 +66,35 @@ def write(
     if ledger is not None:
         block["ledger"] = {**block.get("ledger", {}), "jsonl": str(ledger)}
     written = [path, config]
-    if plan.engine == "deepspeed":
-        config.write_text(json.dumps(ds_config(plan, block, base or {}), indent=2) + "\n")
-    elif plan.engine == "neox":
-        config.write_text(json.dumps(neox_config(plan, block, base or {}), indent=2) + "\n")
-    else:
-        config.write_text("\n".join(megatron_arguments(plan)) + "\n")
-        (folder / BLOCK_FILE).write_text(json.dumps(block, indent=2) + "\n")
+    config.write_text(_engines_file(plan, block, base or {}), encoding="utf-8")
+    if plan.engine == "megatron":
+        (folder / BLOCK_FILE).write_text(foreign.json_document(block), encoding="utf-8")
         written.append(folder / BLOCK_FILE)
     start = folder / START_FILE
     words = general(plan, cluster, folder)
     if command:
         words = filled(command, plan, cluster, folder)
-    start.write_text(f"#!/bin/sh\n# {plan.layout}, planned for {plan.model}\nexec {words}\n")
+    # a name is whatever stands in somebody's config.json: a line feed in it would end the comment
+    name = foreign.one_line(plan.model)
+    start.write_text(
+        f"#!/bin/sh\n# {plan.layout}, planned for {name}\nexec {words}\n",
+        encoding="utf-8", errors="surrogateescape",
+    )  # fmt: skip
     start.chmod(0o755)
     return [*written, start]
+
+
+def _engines_file(plan: Plan, block: Mapping[str, Any], base: Base) -> str:
+    """The text of ``CONFIGS``. Raises ConfigError where ``base`` holds what it cannot."""
+    try:
+        if plan.engine == "deepspeed":
+            return foreign.json_document(ds_config(plan, block, base))
+        if plan.engine == "neox":
+            return foreign.yaml_document(neox_config(plan, block, base))
+    except ValueError as error:
+        todo = f"expected settings that {CONFIGS[plan.engine]} can hold"
+        raise ConfigError("--base", str(error), todo) from None
+    return "\n".join(megatron_arguments(plan)) + "\n"
 
 
 def _kept(base: Base) -> dict[str, Any]:
@@ -275,7 +289,7 @@ def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
 def filled(command: Sequence[str], plan: Plan, cluster: Cluster, folder: Path) -> str:
     """``command`` for this plan, ``{tensor}``, ``{config}`` and so on filled in (``places``)."""
     values = {**places(plan, cluster, folder), "{folder}": str(folder.resolve()), "{port}": PORT}
-    return " ".join(shlex.quote(word) for word in fill(command, values))
+    return foreign.shell_words(fill(command, values))
 
 
 def unknown_places(plan: Plan, command: Sequence[str], cluster: Cluster) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridcomp import foreign
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.answer.report import codecs
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Span
@@ -38,9 +40,11 @@ def draw(plans: Sequence[Plan], limit: float, path: Path, title: str) -> None:
     _speed(figure.add_subplot(grid[0, 0]), plans)
     _memory(figure.add_subplot(grid[0, 1]), plans, limit)
     _timeline(figure.add_subplot(grid[1, :]), plans[0])
-    figure.suptitle(title)
+    figure.suptitle(foreign.picture(title))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font lacks it: a box stands there
+        figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
@@ -62,7 +66,7 @@ def _speed(axes: Any, plans: Sequence[Plan]) -> None:
         above = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
         axes.annotate(str(number + 1), (x, told.tokens_per_second), **above)
     for number, name in enumerate(layouts[: len(COLOURS)]):
-        axes.plot([], [], "o", color=COLOURS[number], label=name)
+        axes.plot([], [], "o", color=COLOURS[number], label=foreign.picture(name))
     axes.set_xlabel("bytes sent, % of the same layout without compression")
     axes.set_ylabel("tokens a second, predicted")
     axes.set_ylim(bottom=0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hybridcomp.plan.choices import ways_of
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.plan import MEMORY_KINDS, Plan
+from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Prediction
 from hybridcomp.plan.request import Found
 from hybridcomp.policy import DIMENSIONS
 
@@ -146,9 +146,24 @@ def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
         if sent:
             shown = told.exposed.get(name, 0.0), told.hidden.get(name, 0.0)
             yield (
-                f"{name}: {size(sent)} a step instead of {size(native)}; {duration(shown[0])} seen,"
-                f" {duration(shown[1])} behind compute"
+                f"{name}: {size(sent)} a step instead of {size(native)}{_between(told, name)}; "
+                f"{duration(shown[0])} seen, {duration(shown[1])} behind compute"
             )
+    crossing = sum(told.between_nbytes.values()), sum(told.between_native_nbytes.values())
+    if crossing[1]:
+        yield (
+            f"between nodes in all: {size(crossing[0])} a step of a rank instead of "
+            f"{size(crossing[1])}"
+        )
+
+
+def _between(told: Prediction, name: str) -> str:
+    """Of the bytes of a dimension, those that slow links carry; "" where none does."""
+    native = told.between_native_nbytes.get(name, 0.0)
+    if not native:
+        return ""
+    sent = told.between_nbytes.get(name, 0.0)
+    return f", between nodes {size(sent)} instead of {size(native)}"
 
 
 def answer(found: Found, cluster: Cluster) -> Iterator[str]:

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.choices import Choices, Key
+from hybridcomp.plan.choices import Choice, Choices, Key
 from hybridcomp.plan.cost.copies import Copying, Whole, copyings
 from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
 from hybridcomp.plan.cost.prices import NOTHING, Calibration, Call, Coded, Prices
@@ -21,7 +21,7 @@ from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.machines.rows import Kind, Operation
 from hybridcomp.plan.models.model import Layer, Messages, Model, Shape
 from hybridcomp.plan.request import Batch, Limits
-from hybridcomp.policy import Direction
+from hybridcomp.policy import Dimension, Direction
 
 #: of keys and values the share that another rank computes with under a causal mask, and of which
 #: it has gradients for their owner: a half of those from before its own, on average over the ranks
@@ -77,6 +77,11 @@ class Job:
     def gradient_dtype(self) -> torch.dtype:
         """In which gradients are reduced: Megatron's main gradients are fp32."""
         return torch.float32 if self.limits.engine == "megatron" else self.dtype
+
+    def can_price(self, dimension: Dimension, choice: Choice) -> bool:
+        """Whether the cluster says how fast ``choice`` encodes and decodes its messages."""
+        dtype = self.gradient_dtype if dimension == "dp" else self.dtype
+        return self.prices.knows(choice, dtype, copied=dimension == "offload")
 
     @property
     def on_cpu(self) -> bool:

@@ -66,6 +66,8 @@ def predicted(job: Job, work: Work, choices: Choices) -> Prediction:
         job_codec_seconds={
             name: ranks * sum(one.get(name, FREE).coding.value for one in sent) for name in names
         },
+        between_nbytes={name: most(name, "between_nbytes") for name in names},
+        between_native_nbytes={name: most(name, "between_native_nbytes") for name in names},
         spans=tuple(_spans(work, step)),
     )  # fmt: skip
 

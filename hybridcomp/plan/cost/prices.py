@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import torch
 
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.native_nbytes import (
     all_gather_nbytes,
     all_reduce_nbytes,
     all_to_all_nbytes,
     reduce_scatter_nbytes,
 )
+from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Choice
 from hybridcomp.plan.cost.copies import Copying
 from hybridcomp.plan.machines import rings
@@ -44,7 +46,8 @@ class Price:
     link between nodes, or of the link inside one. inside: seconds of native messages inside the
     node that belong to it; of a copy to or from the host, those of the bus and of the host's codec.
     nbytes, native_nbytes: that this rank sends to others, as it is sent and
-    as native would have been.
+    as native would have been. between_nbytes, between_native_nbytes: of these, what goes to ranks
+    of other nodes.
     """
 
     coding: Figure = NOTHING
@@ -52,6 +55,8 @@ class Price:
     inside: Figure = NOTHING
     nbytes: float = 0.0
     native_nbytes: float = 0.0
+    between_nbytes: float = 0.0
+    between_native_nbytes: float = 0.0
 
     def plus(self, other: Price) -> Price:
         """Both together."""
@@ -59,6 +64,8 @@ class Price:
             self.coding.plus(other.coding), self.wire.plus(other.wire),
             self.inside.plus(other.inside), self.nbytes + other.nbytes,
             self.native_nbytes + other.native_nbytes,
+            self.between_nbytes + other.between_nbytes,
+            self.between_native_nbytes + other.between_native_nbytes,
         )  # fmt: skip
 
     def times(self, count: float) -> Price:
@@ -66,6 +73,7 @@ class Price:
         return Price(
             self.coding.times(count), self.wire.times(count), self.inside.times(count),
             count * self.nbytes, count * self.native_nbytes,
+            count * self.between_nbytes, count * self.between_native_nbytes,
         )  # fmt: skip
 
     @property
@@ -143,6 +151,24 @@ class Prices:
                 self._known[key] = self._price(call, choice, dtype, dimension or "")
         return self._known[key]
 
+    def knows(self, choice: Choice, dtype: torch.dtype, copied: bool = False) -> bool:
+        """Whether there are figures for the codec of ``choice``.
+
+        ``copied``: for copies between device and host too, where any codec of the host has some.
+        """
+        if choice.codec is None:
+            return True
+        spec, name = _timed(choice.codec, dtype), NAMES[dtype]
+        on_host = copied and self.cluster.codes_on_host
+        places = [(name, False), *((one, True) for one in (name, "fp32") if on_host)]
+        try:
+            for kind, host in places:
+                for direction in CODING:
+                    self.cluster.coding(spec, kind, 1, direction, on_host=host)
+        except HybridcompError:
+            return False
+        return True
+
     def _price(self, call: Call, choice: Choice, dtype: torch.dtype, dimension: str) -> Price:
         if call.ranks < 2 or not call.numel:
             return FREE
@@ -169,7 +195,11 @@ class Prices:
         nbytes = call.numel * dtype.itemsize
         seconds = self._seconds(operation, nbytes, call.ranks, call.nodes)
         where = {"wire": seconds} if call.nodes > 1 else {"inside": seconds}
-        return Price(nbytes=native, native_nbytes=native, **where)
+        crossing = _crossing(call, dtype)
+        return Price(
+            nbytes=native, native_nbytes=native, between_nbytes=crossing,
+            between_native_nbytes=crossing, **where,
+        )  # fmt: skip
 
     def _seconds(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> Figure:
         """A native message beside those of all other groups, where there are others."""
@@ -186,8 +216,9 @@ class Prices:
         shape = rings.encoded_shape(operation, call.ranks)
         coded = call.coded or tuple(Coded(way, 1.0, share) for way, share in shape.coded)
         # 1.
+        timed, name = _timed(codec, dtype), NAMES[dtype]
         coding = Figure.total(
-            self.cluster.coding(codec.spec, NAMES[dtype], one.share * call.numel, one.direction)
+            self.cluster.coding(timed, name, one.share * call.numel, one.direction)
             .times(one.calls) for one in coded
         ).times(self.calibration.coding)  # fmt: skip
         # 2.
@@ -207,7 +238,14 @@ class Prices:
         sent = native_nbytes(operation, call.numel, dtype, call.ranks)
         nbytes = sent * choice.bits(dtype) / (8 * dtype.itemsize)
         where = {"wire": wire} if call.nodes > 1 else {"inside": wire}
-        return Price(coding=coding, nbytes=nbytes, native_nbytes=native, **where)
+        crossing = sum(
+            rings.crossing_nbytes(part, share * payload, call.ranks, call.nodes)
+            for part, share in shape.sent
+        )
+        return Price(
+            coding=coding, nbytes=nbytes, native_nbytes=native, between_nbytes=crossing,
+            between_native_nbytes=_crossing(call, dtype), **where,
+        )  # fmt: skip
 
     def _copied(self, call: Copying, choice: Choice, dtype: torch.dtype) -> Price:
         """A copy between device and host; what upstream fetches for it counts natively."""
@@ -225,8 +263,8 @@ class Prices:
         own = "fp32" if codec.fixed_size and not (to_host or codec.lossless) else name
         sender, receiver = CODING
         mine, others = (sender, receiver) if to_host else (receiver, sender)
-        device = cluster.coding(codec.spec, name, call.numel, mine)
-        host = cluster.coding(codec.spec, own, call.numel, others, on_host=True)
+        device = cluster.coding(_timed(codec, dtype), name, call.numel, mine)
+        host = cluster.coding(_timed(codec, dtype), own, call.numel, others, on_host=True)
         bus = cluster.copy(call.direction, payload)
         return Price(device, inside=bus.plus(host), nbytes=payload, native_nbytes=native)
 
@@ -241,7 +279,10 @@ class Prices:
             parts = ("all_to_all",)
         elif operation == "all_gather":
             parts = ("all_gather",)
-        found = Price(between.coding, between.wire, NOTHING, between.nbytes, native)
+        found = Price(
+            between.coding, between.wire, NOTHING, between.nbytes, native, between.between_nbytes,
+            _crossing(call, dtype),
+        )  # fmt: skip
         for part in parts:
             inner = Call(part, call.numel, local, 1)
             own = native_nbytes(part, call.numel, dtype, local)
@@ -249,6 +290,18 @@ class Prices:
                 inside=self._native(inner, part, dtype, own).inside, nbytes=own
             ))  # fmt: skip
         return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _timed(codec: Codec, dtype: torch.dtype) -> str:
+    """The setting whose figures say what ``codec`` takes: a bound is kept by another codec."""
+    return codec.hops(1, 2, result=dtype)[0].spec if codec.bounded else codec.spec
+
+
+def _crossing(call: Call, dtype: torch.dtype) -> float:
+    """Bytes that a rank sends to other nodes where ``call`` stays native."""
+    nbytes = call.numel * dtype.itemsize
+    return rings.crossing_nbytes(call.operation, nbytes, call.ranks, call.nodes)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -34,7 +34,7 @@ from hybridcomp.plan.machines.rows import (
     Timing,
     Training,
 )
-from hybridcomp.plan.machines.speeds import speeds_of
+from hybridcomp.plan.machines.speeds import dtypes_of, speeds_of
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,11 @@ class Cluster:
         """Whether the devices are CPUs, whose memory is that of their host."""
         name, _, threads = self.ranks[0].device.lower().rpartition(",")
         return "cpu" in name + threads or "thread" in threads
+
+    @cached_property
+    def dtypes(self) -> frozenset[str]:
+        """The dtypes in which it is known how fast every rank multiplies matrices."""
+        return dtypes_of(self.ranks, self.kernels)
 
     @property
     def codes_on_host(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hybridcomp.errors import ConfigError
+from hybridcomp.foreign import parsed_json
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.described import Description
 from hybridcomp.plan.machines.figures import Figure
@@ -39,10 +40,12 @@ def read(path: str | Path) -> Cluster:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(str(path), "no such file", AGAIN) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), f"{type(error).__name__}: {error}", AGAIN) from error
     try:
-        found = json.loads(text)
+        found = parsed_json(text)
     except ValueError as error:
         raise ConfigError(str(path), str(error), f"expected JSON; {AGAIN}") from error
     return parse(found, str(path))
@@ -54,7 +57,7 @@ def parse(found: object, name: str = "cluster") -> Cluster:
         raise ConfigError(name, type(found).__name__, f"expected an object; {AGAIN}")
     rest = dict(found)
     version, kind = rest.pop("version", None), rest.pop("kind", None)
-    if version != VERSION:
+    if version != VERSION or isinstance(version, bool):  # JSON's true is 1 to Python
         raise ConfigError(
             f"{name}: version", version, f"this hybridcomp reads version {VERSION}; {AGAIN}"
         )
@@ -68,11 +71,21 @@ def parse(found: object, name: str = "cluster") -> Cluster:
         raise _told(error, name) from error
     if not cluster.ranks:
         raise ConfigError(f"{name}: ranks", [], f"expected at least one rank; {AGAIN}")
+    _check_rates(cluster, name)
     strange = next((row for row in cluster.kernels if row.rank >= cluster.world_size), None)
     if strange is not None:
         todo = f"the file has ranks 0 to {cluster.world_size - 1}"
         raise ConfigError(f"{name}: kernels: rank", strange.rank, todo)
     return cluster
+
+
+def _check_rates(cluster: Cluster, name: str) -> None:
+    """Raise ConfigError for a rank that computes nothing: it would need forever."""
+    for number, rank in enumerate(cluster.ranks):
+        for dtype, rate in rank.flops.items():
+            if not rate.value > 0:
+                todo = "expected FLOP/s above 0, or no figure of this dtype"
+                raise ConfigError(f"{name}: ranks[{number}].flops.{dtype}", list(rate[:3]), todo)
 
 
 def write(cluster: Cluster, path: str | Path) -> None:

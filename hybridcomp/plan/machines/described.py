@@ -21,10 +21,13 @@ from hybridcomp.plan.machines.rows import (
     Timing,
 )
 
-Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotBelow = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+#: no device and no link is beyond these, and seconds and rates of them stay finite
+Above = Annotated[float, Field(ge=1e-12, le=1e15, allow_inf_nan=False)]
+NotBelow = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Whole = Annotated[int, Field(ge=1)]
+#: ranks of a cluster: of more no search comes to an end
+MOST_RANKS = 1 << 16
+Whole = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 #: two sizes that stand for every other one: assumed figures lie on straight lines
 SMALL, LARGE = 1, 1 << 28
 #: that an Adam step reads and writes, for each value
@@ -123,6 +126,8 @@ class Description:
     def __post_init__(self) -> None:
         """Raise ValueError where fields do not fit together."""
         count = self.nodes * self.ranks_per_node
+        if count > MOST_RANKS:
+            raise ValueError(f"{count} ranks; a plan is for {MOST_RANKS} at most")
         if self.nodes > 1 and self.between is None:
             raise ValueError('several nodes need the link "between" them')
         if self.ranks_per_node > 1 and self.inside is None:

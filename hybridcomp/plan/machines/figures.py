@@ -13,6 +13,10 @@ Key = TypeVar("Key")
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+#: no figure of a machine is beyond: sums and quotients stay finite
+LARGEST = 1e30
+
+
 class Figure(NamedTuple):
     """A measured or assumed number, with the range in which half of the measurements lie.
 
@@ -67,6 +71,8 @@ class Figure(NamedTuple):
 
 
 def _ordered(figure: Figure) -> Figure:
+    if figure.high > LARGEST:
+        raise ValueError(f"a figure above {LARGEST:g}")
     if not figure.low <= figure.value <= figure.high:
         raise ValueError("a figure is [value, low, high] with low <= value <= high")
     return figure

@@ -47,6 +47,21 @@ def ring(
     return crossing if within is None or within.value < crossing.value else within
 
 
+def crossing_nbytes(operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
+    """Bytes that a rank of such a collective sends to other nodes, as the mean of all ranks.
+
+    A ring leaves each node over one link; an all-to-all sends every rank of another node its part.
+    """
+    if nodes == 1:
+        return 0.0
+    if operation == "send":
+        return nbytes
+    part, local = nbytes / ranks, ranks / nodes
+    if operation == "all_to_all":
+        return part * (ranks - local)
+    return (2 if operation == "all_reduce" else 1) * (ranks - 1) * part / local
+
+
 @dataclass(frozen=True)
 class Shape:
     """What an encoded collective does, as shares of its values and of its payload's bytes."""

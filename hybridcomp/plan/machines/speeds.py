@@ -26,6 +26,15 @@ def speeds_of(ranks: Sequence[Rank], kernels: Sequence[Kernel]) -> tuple[float, 
     return _relative(list(rates.values()), len(ranks))
 
 
+def dtypes_of(ranks: Sequence[Rank], kernels: Sequence[Kernel]) -> frozenset[str]:
+    """The dtypes of matrix products, or of blocks, that every rank has a figure for."""
+    known = [set(rank.flops) for rank in ranks]
+    for row in kernels:
+        if row.kind in ("product", "block_forward") and row.rank < len(known):
+            known[row.rank].add(row.dtype)
+    return frozenset(set.intersection(*known))
+
+
 def _times(kernels: Sequence[Kernel], kinds: tuple[str, ...]) -> list[dict[int, float]]:
     """Seconds by rank of each kernel that was timed."""
     found: dict[tuple[str, str, float], dict[int, float]] = {}

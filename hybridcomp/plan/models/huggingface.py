@@ -11,6 +11,8 @@ from hybridcomp.plan.models.decoder import Decoder
 #: families whose layers are those of ``Decoder``
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 GPT_LIKE = ("gpt2", "gpt_neox")
+#: layers of a model, and any other size of it: of more no search comes to an end
+MOST_LAYERS, MOST = 10_000, 1 << 40
 
 
 def decoder(config: Mapping[str, Any], name: str) -> Decoder:
@@ -32,9 +34,11 @@ def number(config: Mapping[str, Any], name: str, *keys: str) -> int:
     for key in keys:
         found = config.get(key)
         if isinstance(found, int | float) and not isinstance(found, bool) and found > 0:
-            if float(found).is_integer():
+            most = MOST_LAYERS if "layer" in key else MOST
+            if found <= most and float(found).is_integer():
                 return int(found)
-            raise ConfigError(f"{name}: {key}", found, "expected a whole number; correct it")
+            todo = f"expected a whole number from 1 to {most}"
+            raise ConfigError(f"{name}: {key}", found, todo)
     found = next((config[key] for key in keys if key in config), None)
     todo = "add it" if found is None else "correct it"
     raise ConfigError(f"{name}: {keys[0]}", found, f"expected a number above 0; {todo}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.errors import ConfigError
+from hybridcomp.foreign import one_line, parsed_yaml
 from hybridcomp.plan.models.decoder import Decoder
 from hybridcomp.plan.models.huggingface import given, head_width, key_heads, number
 from hybridcomp.plan.models.sizes import padded
@@ -18,19 +19,12 @@ TOKENS = 50277
 def read(path: Path) -> Decoder:
     """The decoder of a file. Raises ConfigError, OSError."""
     try:
-        import yaml
-    except ImportError:
-        raise ConfigError(
-            str(path), "YAML", "reading it needs pyyaml: pip install pyyaml"
-        ) from None
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        said = str(error).replace("\n", " ")
-        raise ConfigError(str(path), "YAML that cannot be read", said) from None
+        found = parsed_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(str(path), "YAML that cannot be read", str(error)) from None
     if not isinstance(found, dict):
         raise ConfigError(str(path), type(found).__name__, "expected a GPT-NeoX configuration")
-    return decoder(found, path.name)
+    return decoder(found, one_line(path.name))
 
 
 def decoder(config: Mapping[str, Any], name: str) -> Decoder:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from hybridcomp.errors import ConfigError
+from hybridcomp.foreign import one_line, parsed_json
 from hybridcomp.plan.models import arguments, huggingface, neox
 from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.models.traced import named
@@ -38,10 +38,10 @@ def read_model(source: str | Path | Sequence[str]) -> Model:
     if path.suffix in (".yml", ".yaml"):
         return neox.read(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(str(path), "JSON that cannot be read", str(error)) from None
     if not isinstance(found, dict):
         raise ConfigError(str(path), type(found).__name__, "expected a config.json")
     label = found.get("_name_or_path") or path.parent.name or path.name
-    return huggingface.decoder(found, str(label))
+    return huggingface.decoder(found, one_line(label))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hybridcomp.codecs.bounded import Bounded
+from hybridcomp.codecs.registry import AUTO
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.choices import NATIVE, Choice, Key
 from hybridcomp.policy import DIMENSIONS, Dimension
@@ -31,11 +33,13 @@ class Budget:
     """What each dimension may lose.
 
     allowed: the choices of every dimension beside native, in order; the same for both directions.
-    name: how the user said it.
+    name: how the user said it. insisted: dimensions with a bound or settings of their own, for
+    which nothing else may be taken.
     """
 
     name: str
     allowed: tuple[tuple[Dimension, tuple[Choice, ...]], ...]
+    insisted: frozenset[Dimension] = frozenset()
 
     @classmethod
     def parse(cls, written: str | Mapping[str, Allowed]) -> Budget:
@@ -59,7 +63,8 @@ class Budget:
                 raise ConfigError(f"budget.{name}", value, f"expected one of {known}")
             dimension: Dimension = name
             found.append((dimension, _allowed(dimension, value)))
-        return cls(label, tuple(found))
+        own = (name for name, _ in found if not isinstance(table[name], str))
+        return cls(label, tuple(found), frozenset(own))
 
     def options(self, key: Key, zero_stage: int = 1) -> tuple[Choice, ...]:
         """Native, and what the budget allows at ``key``; deltas only where ZeRO keeps weights."""
@@ -67,10 +72,38 @@ class Budget:
         fitting = [choice for choice in choices if not (choice.delta and zero_stage == 3)]
         return (NATIVE, *fitting)
 
+    def priced(self, is_known: Callable[[Dimension, Choice], bool]) -> tuple[Budget, list[str]]:
+        """This budget without the choices whose cost nobody knows, and the names of their codecs.
+
+        Raises ConfigError where a dimension with settings of its own has none left.
+        """
+        left: list[tuple[Dimension, tuple[Choice, ...]]] = []
+        dropped: list[str] = []
+        for name, choices in self.allowed:
+            kept = tuple(choice for choice in choices if is_known(name, choice))
+            gone = [str(choice) for choice in choices if choice not in kept]
+            if gone and not kept and name in self.insisted:
+                raise ConfigError(
+                    f"budget.{name}", ", ".join(gone),
+                    "the cluster's file has no figure for it; measure it again, describe it under "
+                    '"codecs", or leave that codec out of the budget',
+                )  # fmt: skip
+            dropped += [_family(choice) for choice in choices if choice not in kept]
+            left.append((name, kept))
+        return replace(self, allowed=tuple(left)), sorted(set(dropped))
+
     def to_json(self) -> dict[str, Any]:
         """The name and the allowed settings."""
         allowed = {name: [choice.written for choice in some] for name, some in self.allowed}
         return {"name": self.name, "allowed": allowed}
+
+
+def _family(choice: Choice) -> str:
+    """The codec that somebody has to measure to know what ``choice`` takes."""
+    codec = choice.codec
+    if isinstance(codec, Bounded):
+        return "radix" if codec.family == AUTO else codec.family
+    return "none" if codec is None else codec.name
 
 
 def _short(value: Allowed) -> str:

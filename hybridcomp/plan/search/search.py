@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.calibrate import calibrated
@@ -45,17 +45,18 @@ def search(
     """The fastest plans of ``model`` on ``cluster`` within ``budget``, the best first.
 
     Returns a ``Found`` without plans, but with a reason and the nearest plan, where nothing is
-    feasible. Raises HybridcompError where the cluster lacks a figure that is needed.
+    feasible. Codecs that the cluster has no figure for are left out, and named in it. Raises
+    HybridcompError where the cluster lacks another figure that is needed.
     """
     job = calibrated(Job(model, cluster, batch, limits, calibration))
+    budget, unpriced = budget.priced(job.can_price)
     ranks = world(job)
     if ranks > cluster.world_size:
         reason = f"{ranks} ranks are wanted, and the cluster has {cluster.world_size}"
         nearest = Nearest(Layout(data=ranks), "ranks", ranks, cluster.world_size)
         return Found((), reason=reason, nearest=nearest)
-    if limits.method == "mcmc":
-        return annealed(job, budget)
-    return _Search(job, budget).run()
+    found = annealed(job, budget) if limits.method == "mcmc" else _Search(job, budget).run()
+    return replace(found, unpriced=tuple(unpriced))
 
 
 @dataclass(eq=False)

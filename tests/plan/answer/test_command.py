@@ -16,6 +16,7 @@ from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.plan import Plan
 from hybridcomp.plan.request import DTYPES, Engine, Method
 from hybridcomp.plan.search import budget
+from tests.paths import CONFIGS, ROOT
 
 CLUSTER: dict[str, Any] = {
     "version": 1, "kind": "described", "nodes": 2, "ranks_per_node": 2, "device": "made",
@@ -147,11 +148,11 @@ def test_what_the_cluster_lacks_is_said(
         (["--budget", '{"dp": true}'], "budget.dp: found True"),
         (
             ["--dtype", "fp16"],
-            "block_forward in fp16 on rank 0: measure it again, or describe it; "
-            "it has matrix products in: bf16",
+            "--dtype: found 'fp16'; the cluster's file says how fast matrix products are in: bf16",
         ),
         (["--budget", '{"dp": {"codec": "zfp", "rate": 8}}'], "leave that codec out of the budget"),
-        (["--cluster", "nowhere.json"], "nowhere.json"),
+        (["--budget", '{"dp": {"codec": "zfp", "rate": 8}}'], "budget.dp: found 'zfp(rate=8)'"),
+        (["--cluster", "nowhere.json"], "nowhere.json: found 'no such file'; write it with"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -160,6 +161,82 @@ def test_bad_input_is_one_sentence(
     assert cli.main([*words, *more]) == cli.BAD_INPUT
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_codecs_without_a_price_are_named_once(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words += ["--fix", "stages=1", "--fix", "tensor=1", "--fix", "context=1"]
+    few = {**CLUSTER, "codecs": {"blockint": {"gbytes_per_second": 100}}}
+    (tmp_path / "cluster.json").write_text(json.dumps(few))
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    notes = [line for line in said.splitlines() if "says nothing about expcode, mpc" in line]
+    assert len(notes) == 1 and said.count("expcode") == 1
+    chosen = Plan.read(tmp_path / "plans" / "plan.json").choices
+    assert {choice.codec.name for _, choice in chosen if choice.codec} == {"blockint"}
+    # a bound is kept by the codec that is left; settings that nobody can price are an error
+    assert cli.main([*words, "--budget", '{"dp": 0.02}']) == 0
+    assert "says nothing about expcode, radix" in capsys.readouterr().out
+    assert cli.main([*words, "--search", "mcmc"]) == 0
+    assert "says nothing about expcode, mpc" in capsys.readouterr().out
+    (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "codecs": {}}))
+    assert cli.main(words) == 0
+    assert "says nothing about blockint, expcode, mpc" in capsys.readouterr().out
+    assert not Plan.read(tmp_path / "plans" / "plan.json").choices.items
+
+
+def test_the_bytes_between_nodes_are_said(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two levels most bytes stay inside of a node, where nothing is encoded."""
+    fixed = ["--fix", "stages=1", "--fix", "tensor=1", "--fix", "zero_stage=0"]
+    assert cli.main([*words, *fixed]) == 0
+    told = Plan.read(tmp_path / "plans" / "plan.json").prediction
+    # a ring of four leaves each of the two nodes over one link, for its two ranks
+    assert told.between_native_nbytes["dp"] == pytest.approx(told.native_nbytes["dp"] / 2, rel=1e-3)
+    assert told.between_nbytes["dp"] < told.between_native_nbytes["dp"] / 3
+    said = capsys.readouterr().out
+    assert "dp: " in said and ", between nodes " in said and "between nodes in all: " in said
+
+
+def test_the_dtype_is_one_that_the_cluster_knows(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "tflops": {"fp16": 50}}))
+    assert cli.main(words) == 0
+    assert Plan.read(tmp_path / "plans" / "plan.json").dtype == "fp16"
+    assert cli.main([*words, "--dtype", "bf16"]) == cli.BAD_INPUT
+    assert "fast matrix products are in: fp16" in capsys.readouterr().err
+
+
+def test_the_models_file_is_looked_for_first(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = ["--samples", "8", "--length", "128", "--cluster", "none.json"]
+    assert cli.main(["plan", "nope.json", *batch]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert "nope.json" in error and "none.json" not in error and error.count("\n") == 1
+
+
+def test_the_pages_example_plans_models_of_7_and_of_20_billion(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cluster of docs/planning.md, as it stands there, and one with room for 20B."""
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    described = page.split("```json")[1].split("```")[0]
+    (tmp_path / "cluster.json").write_text(described)
+    llama = {**CONFIG, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+             "num_attention_heads": 32}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    # of the search a part, which has all of its steps: tensor and micro_batch are decided
+    fixed = ["--fix", "micro_batch=1", "--fix", "tensor=2", "--no-recompute"]
+    assert cli.main([*words[:-5], "256", *words[-4:], *fixed]) == 0
+    assert "| 1 |" in capsys.readouterr().out
+    pytest.importorskip("yaml")
+    large = {**json.loads(described), "memory_gb": 80, "tflops": {"bf16": 300}}
+    (tmp_path / "cluster.json").write_text(json.dumps(large))
+    neox = [words[0], str(CONFIGS / "neox" / "20B.yml"), *words[2:], "--engine", "neox"]
+    assert cli.main([*neox, *fixed]) == 0
+    assert "| 1 |" in capsys.readouterr().out
 
 
 def test_options_without_effect_are_said(

@@ -11,32 +11,37 @@ import torch
 from hybridcomp.plan.choices import Choice
 from hybridcomp.plan.cost.prices import Call, Prices
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.machines.missing import missing
 from hybridcomp.plan.machines.rows import NATIVE, Carried, Copy, Kernel, Operation, Rank, Training
-from tests.plan.machines.test_cluster import SENDS, coded, figure, machine
+from tests.plan.machines.test_cluster import LATENCY, PER_BYTE, SENDS, coded, figure, machine
+
+PER_VALUE = 1e-9
 
 
 def through(dimension: Any, operation: Operation, beside: Any, more: float) -> list[Carried]:
-    """Messages through a channel that takes ``more`` seconds beside coding and wire, each."""
+    """Messages of two ranks through a channel that takes ``more`` seconds beside coding and wire.
+
+    Seconds are written out: an all-to-all codes and sends half of its values, and where all groups
+    send, the 4 ranks of a node share its link.
+    """
+    share = 0.5 if operation == "all_to_all" else 1.0
+    per_byte = share * (4 if beside == "groups" else 1) * PER_BYTE
     found = []
     for numel in (1 << 15, 1 << 18):
-        parts = CODED.encoded_parts(
-            operation, "blockint(bits=8)", "bf16", numel, numel, 2, 2, beside == "groups"
-        )
-        direct = CODED.seconds(operation, 2 * numel, 2, 2, beside == "groups")
+        coding = 2 * (1e-5 + PER_VALUE * share * numel)  # at the sender, and at the receiver
+        wire, direct = (LATENCY + per_byte * nbytes for nbytes in (numel, 2 * numel))
         for setting, seconds in (
-            ("blockint(bits=8)", Figure.total(parts).plus(figure(more))),
-            (NATIVE, direct.plus(figure(more / 10))),
+            ("blockint(bits=8)", coding + wire + more),
+            (NATIVE, direct + more / 10),
         ):
             found.append(Carried(
-                operation, setting, "bf16", 2, 2, numel, numel, seconds,
-                dimension=dimension, direct=direct, beside=beside,
+                operation, setting, "bf16", 2, 2, numel, numel, figure(seconds),
+                dimension=dimension, direct=figure(direct), beside=beside,
             ))  # fmt: skip
     return found
 
 
-CODED = Cluster(machine().ranks, SENDS, codecs=tuple(coded("blockint(bits=8)", 1e-9)))
+CODED = Cluster(machine().ranks, SENDS, codecs=tuple(coded("blockint(bits=8)", PER_VALUE)))
 
 
 SENT = tuple(through("pp", "send", "alone", 1.0))

@@ -1,0 +1,106 @@
+"""Child processes that end with the one that started them, whatever they started themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+#: seconds that a launcher and its ranks get to end: torch's gives its ranks 30
+FAREWELL_S = 40.0
+#: seconds between two looks at whether they have ended
+LOOK_S = 0.05
+#: seconds between two calls of ``look`` while a child runs
+WATCH_S = 30.0
+
+
+def run_logged(
+    command: Sequence[str],
+    output: Path,
+    environment: Mapping[str, str],
+    farewell: float = FAREWELL_S,
+    look: Callable[[], object] | None = None,
+) -> int:
+    """Run ``command`` as a process group of its own, and give its exit status.
+
+    Where this process gets SIGINT or SIGTERM meanwhile, the group gets SIGTERM, then SIGKILL.
+
+    Args:
+        command: words.
+        output: the file that takes all that it prints.
+        environment: its variables, beside those of this process.
+        farewell: seconds between the two signals, for what has not ended.
+        look: called every ``WATCH_S`` seconds; where it raises, the group is ended.
+    """
+    with output.open("w") as log, _sigterm_raises():
+        process = subprocess.Popen(
+            list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            env={**os.environ, **environment}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            while (status := _status(process)) is None:
+                if look is not None:
+                    look()
+            return status
+        except BaseException:
+            end(process, farewell)
+            raise
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """Give the status of ``process``, None where it still runs after ``WATCH_S`` seconds."""
+    try:
+        return process.wait(WATCH_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def end(process: subprocess.Popen[bytes], farewell: float = FAREWELL_S) -> None:
+    """End the group that ``process`` leads: SIGTERM, after ``farewell`` seconds SIGKILL."""
+    deadline = time.monotonic() + farewell
+    try:
+        _signal(process, signal.SIGTERM)
+        while _lives(process) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+    finally:  # also where a second signal comes
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _lives(process: subprocess.Popen[bytes]) -> bool:
+    """Whether anything of the group is left; a launcher may end before its ranks do."""
+    process.poll()  # else it stays as a zombie
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Have SIGTERM end this process by an exception, which cleans up, for as long as this lasts."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals in the main thread alone
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

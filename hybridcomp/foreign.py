@@ -1,0 +1,183 @@
+"""Texts of other people's files, written so that they stay data in whatever is written of them.
+
+A ``config.json``, a description of a cluster, a log and a path may hold any character. Whoever
+writes one of their texts into a file that somebody runs, parses or renders, or prints it, takes the
+function for that place from here:
+
+one_line        a comment, a message, a line of a table
+printable       text for a terminal, whose lines stay
+shell_words     a command of a POSIX shell
+json_document   settings as JSON
+yaml_document   settings as JSON that YAML 1.1 reads as the same values
+markdown        a sentence or a cell of Markdown
+fenced          a block of code of Markdown
+picture         a label of matplotlib
+
+What is read of them comes through ``parsed_json`` and ``parsed_yaml``, which raise a ValueError of
+one line for everything that cannot be read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+#: what a parser says of brackets that its stack does not hold
+TOO_DEEP = "nested too deeply"
+#: characters of a key, with its escapes, that YAML looks ahead
+LONGEST_KEY = 1000
+#: characters of a name, and of a sentence, that are shown
+MOST, SENTENCE = 200, 2000
+
+
+def parsed_json(text: str) -> Any:
+    """The value of JSON. Raises ValueError in one line."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
+def parsed_yaml(text: str) -> Any:
+    """The value of YAML, without tags of Python. Raises ValueError in one line."""
+    try:
+        import yaml  # comes with GPT-NeoX, whose files these are
+    except ImportError:
+        raise ValueError("reading YAML needs pyyaml: pip install pyyaml") from None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
+        raise ValueError(one_line(error)) from None
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
+def printable(text: object) -> str:
+    r"""``text`` with control characters, surrogates and marks of direction as ``\x1b``.
+
+    Line feeds stay.
+    """
+    return "".join(one if one.isprintable() or one == "\n" else _escaped(one) for one in str(text))
+
+
+def one_line(text: object, most: int = MOST) -> str:
+    """``text`` in one line: runs of white space are one space, no other character acts.
+
+    ``most``: characters that are kept.
+    """
+    found = printable(" ".join(str(text).split()))
+    return found if len(found) <= most else f"{found[:most]}..."
+
+
+def shell_words(words: Iterable[object]) -> str:
+    """Words as a POSIX shell reads them back, each one quoted where it has to be."""
+    return " ".join(shlex.quote(str(word)) for word in words)
+
+
+def json_document(value: object) -> str:
+    """Settings as JSON. Raises ValueError for what is no setting: a date, a set."""
+    try:
+        return json.dumps(value, indent=2) + "\n"
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def yaml_document(value: object) -> str:
+    """Settings as JSON that YAML 1.1 reads back as the same values, a line for each.
+
+    PyYAML takes ``1e-05`` for a text, a pair of escaped surrogates for two characters, and refuses
+    some characters that JSON leaves as they are. Raises ValueError for what is no setting, or for
+    settings that contain themselves.
+    """
+    try:
+        return _yaml(value, "") + "\n"
+    except RecursionError:
+        raise ValueError("settings that contain themselves, or are nested too deeply") from None
+
+
+def markdown(text: object) -> str:
+    """``text`` as a part of a sentence or a cell of a table: nothing in it is a mark or a tag."""
+    shown = one_line(text, SENTENCE).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`|*\[])", r"\\\1", shown)
+
+
+def fenced(text: object) -> list[str]:
+    """Lines of a block of code that holds ``text``, whatever fences stand in that."""
+    shown = printable(text)
+    longest = max((len(run) for run in re.findall("`+", shown)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [fence, shown, fence]
+
+
+def picture(text: object) -> str:
+    """``text`` as a label of matplotlib, lines kept: a dollar sign starts no formula there.
+
+    A label that begins with an underscore would stay out of the legend.
+    """
+    shown = printable(text).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def _yaml(value: object, indent: str) -> str:
+    """One value, whose lines below the first begin with ``indent``."""
+    inner = f"{indent}  "
+    if isinstance(value, Mapping):
+        parts = [f"{_key(key)}: {_yaml(one, inner)}" for key, one in value.items()]
+        return _block("{}", parts, indent)
+    if isinstance(value, list | tuple):
+        return _block("[]", [_yaml(one, inner) for one in value], indent)
+    return _scalar(value)
+
+
+def _block(marks: str, parts: list[str], indent: str) -> str:
+    inside = f",\n{indent}  ".join(parts)
+    return f"{marks[0]}\n{indent}  {inside}\n{indent}{marks[1]}" if parts else marks
+
+
+def _key(key: object) -> str:
+    """A key; only texts are keys of JSON, numbers and switches stay what they are in YAML."""
+    if not (key is None or isinstance(key, str | bool | int | float)):
+        raise ValueError(f"a key of type {type(key).__name__}")
+    written = _scalar(key)
+    if len(written) > LONGEST_KEY:
+        raise ValueError(f"a key of {len(written)} characters")
+    return written
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, str):
+        return f'"{"".join(map(_quoted, value))}"'
+    if isinstance(value, float):
+        return _number(value)
+    if value is None or isinstance(value, bool | int):
+        return json.dumps(value)
+    if isinstance(value, datetime.datetime | datetime.date):
+        return str(value)
+    raise ValueError(f"a value of type {type(value).__name__}")
+
+
+def _quoted(character: str) -> str:
+    """One character between double quotes, of JSON and of YAML."""
+    code = ord(character)
+    if code > 0xFFFF:
+        return character
+    if code == 0x7F:
+        return "\\u007f"
+    return json.dumps(character)[1:-1]
+
+
+def _number(value: float) -> str:
+    """A number with the dot that YAML 1.1 asks for."""
+    if not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    digits, exponent, power = repr(value).partition("e")
+    return f"{digits}{'' if '.' in digits else '.0'}{exponent}{power}"

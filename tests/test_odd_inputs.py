@@ -1,0 +1,243 @@
+"""Hundreds of odd files and options for plan, pays and compare: a line and a status each."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridcomp import cli
+from tests.compare.made import ROW, write_run
+from tests.plan.answer.test_command import CLUSTER, CONFIG
+
+NAN, INF, HUGE = float("nan"), float("inf"), 10**400
+DEEP = "[" * 5000 + "]" * 5000
+#: what is in the place of a number
+ODD: tuple[Any, ...] = (None, True, "x", "1e9", [], {}, -1, 0, 0.5, NAN, INF, 1e300, HUGE, "\ud800")
+#: contents of whole files that are none of what is expected
+FILES: dict[str, bytes] = {
+    "empty": b"", "space": b" \n", "null": b"null", "list": b"[1]", "text": b'"a"', "number": b"3",
+    "binary": bytes(range(256)) * 9, "latin": '{"a": "\xe9"}'.encode("latin-1"),
+    "bom": b"\xef\xbb\xbf{}", "utf16": '{"a": 1}'.encode("utf-16"), "deep": DEEP.encode(),
+    "deep object": b'{"a":' * 5000 + b"1" + b"}" * 5000, "cut": b'{"a": {"b": ',
+    "digits": b'{"version": ' + b"9" * 6000 + b"}", "nul": b'{"a": "\x00"}', "twice": b'{"a":1}{}',
+}  # fmt: skip
+#: a small space, so that a plan takes no time
+FEW = ["--fix", "tensor=1", "--fix", "stages=1", "--fix", "context=1", "--fix", "micro_batch=1",
+       "--no-recompute"]  # fmt: skip
+
+
+def changed(whole: dict[str, Any], path: str, value: Any) -> str:
+    """JSON of ``whole`` with another value at a dotted path."""
+    found = copy.deepcopy(whole)
+    place: Any = found
+    *parts, last = path.split(".")
+    for part in parts:
+        place = place[part]
+    place[last] = value
+    return json.dumps(found)
+
+
+MEASURED: dict[str, Any] = {
+    "version": 1, "kind": "measured",
+    "ranks": [{"node": 0, "device": "a", "nbytes": 10**10, "flops": {"bf16": [1e12, 1e12, 1e12]}}],
+}  # fmt: skip
+
+
+def clusters() -> Iterator[tuple[str, bytes]]:
+    yield from FILES.items()
+    numbers = (
+        "version",
+        "nodes",
+        "memory_gb",
+        "tflops.bf16",
+        "between.gbytes_per_second",
+        "spread",
+    )
+    for place in numbers:
+        for value in ODD:
+            text = changed(CLUSTER, place, value)
+            yield f"{place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+    yield "speeds", changed({**CLUSTER, "speeds": {}}, "speeds", {"0": 1e300}).encode()
+    yield "small speeds", changed({**CLUSTER, "speeds": {}}, "speeds", {"0": 1e-300}).encode()
+    yield "strange speeds", changed({**CLUSTER, "speeds": {}}, "speeds", {"x": 1}).encode()
+    for name, flops in (("zeros", [0, 0, 0]), ("falling", [3, 2, 1]), ("short", [1]), ("text", "x"),
+                        ("infinite", [1e308, 1e308, 1e308])):  # fmt: skip
+        ranks = [{**MEASURED["ranks"][0], "flops": {"bf16": flops}}]
+        yield f"flops {name}", json.dumps({**MEASURED, "ranks": ranks}).encode()
+    yield "no ranks", json.dumps({**MEASURED, "ranks": []}).encode()
+    yield "unknown key", json.dumps({**CLUSTER, "gpus": 8}).encode()
+
+
+def models() -> Iterator[tuple[str, bytes]]:
+    yield from FILES.items()
+    for place in ("hidden_size", "num_attention_heads", "vocab_size", "model_type"):
+        for value in ODD:
+            text = changed(CONFIG, place, value)
+            yield f"{place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+    yield "a million layers", changed(CONFIG, "num_hidden_layers", 10**9).encode()
+
+
+def blocks() -> Iterator[tuple[str, bytes]]:
+    yield from FILES.items()
+    whole = {
+        "compression": {"preset": "recommended"}, "zero_optimization": {"stage": 1},
+        "gradient_accumulation_steps": 2, "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 1},
+    }  # fmt: skip
+    for place in ("compression", "zero_optimization", "zero_optimization.stage",
+                  "gradient_accumulation_steps", "train_batch_size", "tensor_parallel.autotp_size",
+                  "train_micro_batch_size_per_gpu"):  # fmt: skip
+        for value in ODD:
+            text = changed(whole, place, value)
+            yield f"{place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+
+
+def logs() -> Iterator[tuple[str, bytes]]:
+    yield from FILES.items()
+    one = {"run": {"seed": 0}}
+    for place in ("step", "loss", "tokens", "seconds", "tokens_per_second"):
+        for value in ODD:
+            record = {"step": 1, "loss": 2.0, "tokens": 1, "seconds": 1.0, "tokens_per_second": 1.0}
+            lines = [one, {**record, place: value}, {**record, "step": 2, "tokens": 2}]
+            text = "\n".join(map(json.dumps, lines))
+            yield f"{place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+    for place in ("seed", "model", "data", "deepspeed", "tokens_per_step"):
+        for value in ODD:
+            text = json.dumps({"run": {place: value}}) + '\n{"step": 1, "loss": 2.0}'
+            yield f"header {place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+    yield "run of a list", b'{"run": [1]}\n{"step": 1, "loss": 2}'
+    yield "same steps", b'{"step": 1, "loss": 2}\n{"step": 1, "loss": 2}'
+
+
+def ledgers() -> Iterator[tuple[str, bytes]]:
+    yield from FILES.items()
+    for place in ("codec", "raw_MB", "wire_MB", "ratio", "error", "codec_ms"):
+        for value in ODD:
+            dimensions = {"dp": {"forward": {**ROW, place: value}}}
+            text = json.dumps({"summary": True, "step": 9, "dimensions": dimensions})
+            yield f"{place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+    for value in (3, [], {"dp": 3}, {"dp": {"forward": 3}}, {"dp": [1]}):
+        text = json.dumps({"summary": True, "dimensions": value})
+        yield f"dimensions {value}", text.encode()
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Run a command: no traceback, and one line where it refuses."""
+    try:
+        status: object = cli.main(words)
+    except SystemExit as end:  # argparse's own
+        status = end.code
+    shown = capsys.readouterr()
+    assert status in (0, 1, 2)
+    if status == 0:
+        told = shown.out.lower().split()
+        assert "nan" not in told and "inf" not in told, shown.out
+        return
+    assert shown.err.startswith(("hybridcomp: ", "usage: ")), shown.err
+    assert shown.err.count("\n") == 1 or shown.err.startswith("usage: "), shown.err
+    assert len(shown.err) < 1500 and "Traceback" not in shown.err
+
+
+def named(cases: Iterator[tuple[str, bytes]]) -> list[Any]:
+    return [pytest.param(content, id=ascii(name)) for name, content in cases]
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> list[str]:
+    (tmp_path / "cluster.json").write_text(json.dumps(CLUSTER))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return ["plan", str(tmp_path / "config.json"), "--cluster", str(tmp_path / "cluster.json"),
+            "--out", str(tmp_path / "plans"), "--samples=8", "--length=128", *FEW]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn elsewhere; they would be most of the time here."""
+    from hybridcomp.compare import command
+    from hybridcomp.plan.answer import picture
+
+    monkeypatch.setattr(picture, "draw", lambda *_: None)
+    monkeypatch.setattr(command, "_picture", lambda *_: None)
+
+
+@pytest.mark.parametrize("content", named(clusters()))
+def test_plan_with_an_odd_cluster(
+    content: bytes, planned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cluster.json").write_bytes(content)
+    said(planned, capsys)
+
+
+@pytest.mark.parametrize("content", named(models()))
+def test_plan_with_an_odd_model(
+    content: bytes, planned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    said(planned, capsys)
+
+
+@pytest.mark.parametrize("content", named(blocks()))
+@pytest.mark.parametrize("name", ["ds_config.json", "mine.yml"])
+def test_pays_and_validate_with_an_odd_file(
+    content: bytes, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    said(["pays", str(tmp_path / name), "--parameters", "1e9", "--compute", "1", "--link", "9"],
+         capsys)  # fmt: skip
+    said(["validate", str(tmp_path / name)], capsys)
+
+
+@pytest.mark.parametrize("content", named(logs()))
+def test_compare_with_an_odd_log(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write_run(tmp_path / "base", 0, 1.0)
+    (tmp_path / "odd.jsonl").write_bytes(content)
+    more = ["--out", str(tmp_path / "out"), "--wandb", "none", "--last", "1"]
+    said(["compare", str(base), str(tmp_path / "odd.jsonl"), *more], capsys)
+    (tmp_path / "odd.json").write_bytes(content)
+    said(["compare", str(base), str(tmp_path / "odd.json"), *more], capsys)
+
+
+@pytest.mark.parametrize("content", named(ledgers()))
+def test_compare_with_an_odd_ledger(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write_run(tmp_path / "base", 0, 1.0)
+    run = write_run(tmp_path / "run", 0, 1.0, ledger=True)
+    run.with_name("ledger.jsonl").write_bytes(content)
+    out = ["--out", str(tmp_path / "out"), "--wandb", "none"]
+    said(["compare", str(base), str(run), *out], capsys)
+
+
+@pytest.mark.parametrize("place", ["/nowhere/at/all", "", ".", "/dev/null", "\udcff", "a" * 300])
+def test_places_that_are_no_file(
+    place: str, planned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said([planned[0], place, *planned[2:]], capsys)
+    for option in ("--cluster", "--base", "--check", "--plan"):
+        said([*planned, option, place], capsys)
+    said(["pays", place], capsys)
+    said(["validate", place], capsys)
+    base = write_run(tmp_path / "base", 0, 1.0)
+    said(["compare", str(base), place, "--out", str(tmp_path / "out"), "--wandb", "none"], capsys)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "1e300", "x", "", "9" * 400])
+def test_options_that_are_no_number_of_theirs(
+    value: str, planned: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--samples", "--length", "--ranks", "--memory", "--most-micro-batch", "--try",
+                   "--budget", "--dtype"):  # fmt: skip
+        said([*planned, f"{option}={value}"], capsys)
+    step = ["--parameters=1e9", "--compute=1", "--link=9"]
+    for option in ("--parameters", "--compute", "--link", "--codec-gbs", "--ranks", "--stage",
+                   "--micro-batches"):  # fmt: skip
+        said(["pays", *step, f"{option}={value}"], capsys)
+    for option in ("--last", "--smooth", "--seeds"):
+        said(["compare", "a", "b", f"{option}={value}"], capsys)
