@@ -1,8 +1,9 @@
 """hybridcomp: error-bounded compression of the communication of 3D-parallel LLM training.
 
 install(config=None) arm the patches: they act on engines whose config has a "compression" block
-uninstall()          put upstream back as it was
+uninstall()          put upstream back as it was, and detach all models
 attach(model, block) compress a model under torch's fully_shard (FSDP2) or DistributedDataParallel
+detach(model)        give it its native communication back
 stateful(model)      its part of a checkpoint of torch.distributed.checkpoint
 save_state(folder)   keep residuals and step beside a checkpoint of megatron-core
 load_state(folder)   take them over
@@ -29,6 +30,7 @@ __all__ = [
     "CompressionConfig",
     "__version__",
     "attach",
+    "detach",
     "install",
     "load_config",
     "load_state",
@@ -51,35 +53,42 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
             own configuration has a block keeps that one. The environment variable
             HYBRIDCOMP_CONFIG names such a file too.
 
-    It has to come before what is to be compressed is built. Its own errors, and those of a block,
+    It has to come before what is to be compressed is built; models under FSDP2 and DDP that exist
+    already are attached in their next forward pass. Its own errors, and those of a block,
     end a job as one line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows where they came from).
 
     Raises SeamError when an imported upstream is outside the supported versions or was patched by
     somebody else (nothing stays half-patched), ConfigError on a config that cannot act, and where a
     DeepSpeed engine or a data-parallel wrapper of Megatron that it is for was built before.
     """
-    from hybridcomp import patching, process, uncaught
+    from hybridcomp import environment, patching, process, uncaught
     from hybridcomp.engines import arm as engines
+    from hybridcomp.log import say_once
     from hybridcomp.patches import registry
     from hybridcomp.upstream import late
 
     uncaught.install()
+    say_once(*environment.unknown())
     if config is not None:
         process.configure(config)
     late.check(frozenset(patching.IN_PLACE), process.configured(), new=config is not None)
     registry.arm()
-    engines.arm()
+    engines.arm(new=config is not None)
 
 
 def uninstall() -> None:
-    """Revert all patches and disarm those that wait for an import."""
-    from hybridcomp import uncaught
+    """Revert all patches, disarm those that wait for an import, and detach all attached models.
+
+    Every rank calls it between two steps; all of them send natively afterwards.
+    """
+    from hybridcomp import topology, uncaught
     from hybridcomp.engines import arm as engines
     from hybridcomp.patches import registry
 
     uncaught.uninstall()
     registry.disarm()
     engines.disarm()
+    topology.let_go()
 
 
 def attach(
@@ -100,9 +109,31 @@ def attach(
     no block. Raises ConfigError on a setting that cannot act here, AgreementError where ranks have
     different blocks, SeamError on a version of torch outside the window.
     """
+    from hybridcomp import uncaught
     from hybridcomp.engines.attach import attach
 
+    uncaught.install()  # blocks that differ are one line of the job, not a traceback of each rank
     return attach(model, block)
+
+
+def detach(model: Module) -> None:
+    """Give a model under FSDP2 or DDP its native communication back; nothing of it is kept.
+
+    Every rank calls it between two steps. Messages, their bytes and values are native's from then
+    on. ``attach`` may follow, with another block too. Gradients that error feedback held back are
+    dropped, which is said; ``save_state`` before keeps them. Harmless when called twice.
+
+    Under FSDP2 torch's own communication stands in its slots again. DDP's reducer gives a hook back
+    to nobody: ours stays there and averages natively, with the values that DDP has without one.
+
+    Args:
+        model: what ``attach`` was given, or what was attached by itself.
+
+    Raises ConfigError on a model that was never attached.
+    """
+    from hybridcomp.engines.attach import detach
+
+    detach(model)
 
 
 def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:
@@ -135,10 +166,10 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
     Raises ConfigError in a process without a block.
     """
     from hybridcomp import process
-    from hybridcomp.engines import stateful, steps
+    from hybridcomp.engines import state_files, steps
 
-    if models := steps.models():
-        stateful.save_files(Path(folder), models)
+    if models := steps.living():
+        state_files.save_files(Path(folder), models)
     if not models or process.has_begun():
         process.save_state(folder, loss_scale)
 
@@ -156,10 +187,10 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
     Raises ConfigError in a process without a block.
     """
     from hybridcomp import process
-    from hybridcomp.engines import stateful, steps
+    from hybridcomp.engines import state_files, steps
 
-    if models := steps.models():
-        stateful.load_files(Path(folder), models)
+    if models := steps.living():
+        state_files.load_files(Path(folder), models)
     if not models or process.has_begun():
         process.load_state(folder, loss_scale)
 

@@ -16,6 +16,7 @@ ranks call everything here together.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from hybridcomp import presence, wandb_run
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import NAME, Channels, Sent, checkpoint
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.ledger_file import make_together
 from hybridcomp.codecs import check_payloads
+from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, notes
 from hybridcomp.log import Once
@@ -57,6 +60,7 @@ def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> N
     settings = {BLOCK: None} if block is None else block.flat()
     agree({**settings, **facts, **versions(*packages)})
     presence.announce()
+    presence.limit_waits()
 
 
 def default_device() -> torch.device:
@@ -64,6 +68,20 @@ def default_device() -> torch.device:
     if "nccl" in str(dist.get_backend()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What ``EngineSession.read`` has read of a checkpoint.
+
+    Attributes:
+        state: of the job; None: the folder holds none.
+        kept: of the ranks; None: the groups of the job are others.
+    """
+
+    folder: Path
+    state: checkpoint.State | None
+    kept: checkpoint.StoredState | None
 
 
 class EngineSession:
@@ -131,6 +149,7 @@ class EngineSession:
             describe_run(None)
             return None
         session = cls(Channels(block), device, **options)
+        session.channels.leave_out(absent)
         session.say(*describe(block, absent))
         session.open_reporter()
         return session
@@ -143,14 +162,17 @@ class EngineSession:
         return self._device
 
     def open_reporter(self, jsonl: Path | None = None) -> None:
-        """Report from now on, into ``jsonl`` and the W&B run that there is.
+        """Report from now on, into ``jsonl`` and the W&B run that there is; a collective.
 
-        ``jsonl``: None for the block's ``ledger.jsonl``, where it names one.
+        ``jsonl``: None for the block's ``ledger.jsonl``, where it names one. Raises ConfigError on
+        every rank where rank 0 cannot write it.
         """
         config = self.channels.config
         describe_run(config)
         if jsonl is None and config.ledger.jsonl:
             jsonl = Path(config.ledger.jsonl)
+        if jsonl is not None:
+            make_together(jsonl, f"{BLOCK}.ledger.jsonl")
         self.reporter = Reporter(self.channels, jsonl, self.device)
 
     # what the caller knows of its model and its groups
@@ -160,13 +182,17 @@ class EngineSession:
     ) -> None:
         """Take over names: unique in the job, equal on all ranks that reduce a gradient together.
 
-        Residuals are kept by these names, and shared anew by them on another number of ranks.
+        Residuals are kept by these names, and go to the ranks that state them when another number
+        of ranks loads them.
         ``common``: names of vectors that tensor-parallel ranks have in common.
         """
         self.models += 1
         for name, parameter in named:
             setattr(parameter, NAME, name)
-            self.channels.factors.learn(name, parameter.shape)
+            pair = (2,) if parameter.is_complex() else ()  # DDP sums complex numbers as pairs
+            numel = int(getattr(parameter, "ds_numel", parameter.numel()))
+            self.channels.numels[name] = 2 * numel if pair else numel
+            self.channels.factors.learn(name, (*parameter.shape, *pair))
         self.channels.common |= frozenset(common)
 
     def pieces(self, parameters: Iterable[Tensor]) -> list[Piece]:
@@ -179,14 +205,18 @@ class EngineSession:
         self.say(*idle_notes(config))
         self.say(*(note for dtype in dtypes for note in notes(config, dtype)))
 
-    def place(self, groups: Iterable[Ranks | dist.ProcessGroup]) -> None:
+    def place(self, groups: Iterable[Ranks | dist.ProcessGroup], *, of_user: bool = False) -> None:
         """Find the nodes, and make the two levels of ``hierarchy``; a collective.
 
-        ``groups``: those of this rank that reduce gradients or gather parameters, or their ranks.
+        Args:
+            groups: those of this rank that reduce gradients or gather parameters, or their ranks.
+            of_user: whether the user made the groups of this job, whose time-outs then stay what
+                they are; those of upstream's groups follow the default group's.
         """
         ranks = {group if isinstance(group, tuple) else ranks_of(group) for group in groups}
         self.say(*self.channels.place(ranks))
-        presence.limit_waits()
+        if not of_user:
+            presence.limit_waits()
 
     def measure(
         self,
@@ -199,8 +229,11 @@ class EngineSession:
         """Measure what may turn itself off (``when: auto``), after ``place``; a collective.
 
         ``group``: replicas of this rank's ``numel`` parameters of ``dtype``; ``sent``: messages of
-        a step, as far as they are known; ``only``: of these dimensions.
+        a step, as far as they are known; ``only``: of these dimensions. Messages of a dtype that
+        no codec takes are native anyway, and nothing is measured for them.
         """
+        if dtype not in VALUE_DTYPES:
+            return
         known = {} if numel is None else {"numel": numel}
         self.say(*self.channels.weigh(group, dtype, self.device, sent=sent, only=only, **known))
 
@@ -268,26 +301,40 @@ class EngineSession:
         ``step``: the engine's own count; it then looks after the references of parameter deltas,
         too. On another number of ranks the sum of the residuals is kept.
         """
-        channels, folder = self.channels, Path(folder)
+        self.take_over(self.read(folder), loss_scale, step)
+
+    def read(self, folder: str | Path) -> Saved:
+        """Read and check what ``save`` wrote, for ``take_over``; changes nothing. A collective.
+
+        Raises CheckpointError, on every rank, where a file of any is damaged.
+        """
+        folder = Path(folder)
+        state = checkpoint.read_state(folder)
+        known = state is None or state.groups == dict(self._layout())
+        return Saved(folder, state, checkpoint.read(folder, self.channels) if known else None)
+
+    def take_over(
+        self, found: Saved, loss_scale: float | None = None, step: int | None = None
+    ) -> None:
+        """Go on from what ``read`` has found; arguments as for ``load``. A collective."""
+        channels, state, folder = self.channels, found.state, found.folder
         self.loaded = True
         channels.residuals.drop()
-        known = step is not None and loss_scale is not None
-        state = None if known else checkpoint.read_state(folder)
         stored = 1.0 if state is None else state.loss_scale
         self.loss_scale = stored if loss_scale is None else loss_scale
         if step is not None:
             channels.step = step
-            checkpoint.load(folder, channels, self.loss_scale)
-            return
-        channels.resync()
-        if state is None:
-            self.say(f"{folder} holds no state; step and residuals start at zero")
-            return
-        channels.step = state.step
-        if state.groups != dict(self._layout()):
+        else:
+            channels.resync()
+            if state is None:
+                self.say(f"{folder} holds no state; step and residuals start at zero")
+                return
+            channels.step = state.step
+        if found.kept is None:
+            assert state is not None
             self.say(f"{folder} is of another layout, {state.groups}; residuals start at zero")
             return
-        checkpoint.load(folder, channels, self.loss_scale)
+        checkpoint.take_over(found.kept, channels, self.loss_scale, self.device)
 
     def close(self) -> None:
         """Write the totals; the channels carry no message afterwards."""

@@ -5,7 +5,8 @@ function for what hands a tensor to the next rank. Keys and values are encoded o
 and handed on as bytes; sums of gradients, which torch hands round in fp32, are encoded at every
 hop. With settings that leave a message native, torch's own rotater sends it.
 
-The module is private to torch, so the window is one release.
+The module is private to torch: a release that nobody has tested is taken only where the ring is the
+same (``engines/windows.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridcomp.engines import windows
 from hybridcomp.nn.context.rotation import Rotater
 from hybridcomp.nn.context.traffic import RingTraffic
 from hybridcomp.patching import Seam
@@ -23,10 +25,11 @@ from hybridcomp.policy import Direction
 from hybridcomp.process import current
 
 CREATE = Seam(
-    requirement="torch >= 2.13, < 2.14",
+    requirement=windows.RING,
     module="torch.distributed.tensor.experimental._context_parallel._attention",
     qualname="_create_rotater",
     parameters=("pg", "seq_dim", "method"),
+    source=windows.checked("context_parallel", windows.RING),
 )
 
 

@@ -7,13 +7,13 @@ collective and writes the ledger. Sums are in here, what is only moved is in ``m
 rank as its root in ``rooted``.
 
 In two levels what is encoded is the sum of a node, cut into a stretch for each of its ranks. So a
-residual covers only this rank's stretch, and a sum of residuals that was loaded from another job is
-shared among the nodes, not among all ranks. ``Group`` says which stretch that is.
+residual covers only this rank's stretch; ``Group`` says which one that is. What the ranks of a node
+have in common after a change of ranks is told what the others take of a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp import collectives
 from hybridcomp.channels import low_rank
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
-from hybridcomp.channels.error_feedback import Piece, borders, cut
+from hybridcomp.channels.error_feedback import Piece, Withheld, borders, cut
 from hybridcomp.channels.low_rank import Factored
 from hybridcomp.channels.replicated import Exact, stretches_of
 from hybridcomp.channels.rooted import Rooted
@@ -90,18 +90,33 @@ class Channel(Rooted):
         pieces: Sequence[Piece] | None = None,
         direction: Direction = "forward",
         async_op: bool = False,
+        unused: Collection[str] = (),
     ) -> Handle:
-        """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``."""
+        """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``.
+
+        ``unused``: names of ``pieces`` whose sum the caller throws away, the same on all ranks:
+        their residuals wait for a message that counts.
+        """
         known, meter = self.group(group), self.meter(tensor.device)
         exact = self._take([tensor], None if pieces is None else [pieces], codec, known)
+        kept = Withheld(unused) if unused and self.error_feedback else None
         if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), self._low_rank(direction)
+            if kept is not None and pieces is not None:
+                held = self._state.residuals.get("sender", pieces, tensor, last=True)
+                kept.take(held, pieces)
             handle = low_rank.all_reduce(tensor, via, factors, pieces, async_op)
         else:
-            how = Reduction(codec, known, meter)
+            how = Reduction(codec, known, meter, flush=self._flushes(codec))
             if pieces is not None or self.sampling:
                 self._watch(how, tensor, pieces, direction)
+            if kept is not None and pieces is not None:
+                own = _encoded(pieces, known)
+                kept.take(how.residual, own)
+                kept.take(how.owner_residual, _chunk(own, known))
             handle = collectives.all_reduce(tensor, how, async_op)
+        if kept is not None:
+            handle.then(kept.give_back)
         if exact is not None:
             exact.count(meter)
             handle.then(lambda: exact.put(tensor))
@@ -144,9 +159,8 @@ class Channel(Rooted):
             via, factors = Transfer(codec, known, meter), self._low_rank(direction)
             handle = low_rank.reduce_scatter(shards, via, factors, pieces, async_op)
         else:
-            handle = self._scatter(
-                shards, Reduction(codec, known, meter), pieces, direction, async_op
-            )
+            how = Reduction(codec, known, meter, flush=self._flushes(codec))
+            handle = self._scatter(shards, how, pieces, direction, async_op)
         if exact is not None:
             exact.count(meter)
             handle.then(lambda: exact.put(handle.wait(), known.rank))
@@ -167,7 +181,8 @@ class Channel(Rooted):
             cuts = [borders(pieces[rank]) for rank in encoded]
         if pieces is not None and self.error_feedback:
             flat = [piece for rank in encoded for piece in pieces[rank]]
-            held = self._state.residuals.get("sender", flat, group.encoders, shards[0], last=True)
+            whole = [piece for row in pieces for piece in row] if group.levels else ()
+            held = self._state.residuals.get("sender", flat, shards[0], last=True, message=whole)
             residuals = torch.split(held, [shards[rank].numel() for rank in encoded])
         if self.sampling:
             (first,) = how.codec.hops(1, group.encoders, exact=1)
@@ -197,7 +212,8 @@ class Channel(Rooted):
             probe = None
             if self.sampling:
                 probe = self._probe(codec.hops(hops, known.encoders, exact=1)[0], "forward")
-            how = Reduction(codec, known, meter, cuts, *left, probe)
+            flush = self._flushes(codec)
+            how = Reduction(codec, known, meter, cuts, *left, probe, flush=flush)
             sums = collectives.reduce_to_owners(tensor, ranges, how)
         if exact is not None:
             exact.count(meter)
@@ -221,6 +237,13 @@ class Channel(Rooted):
         stretches = stretches_of(pieces, names)
         return Exact(tensors, stretches, group) if stretches else None
 
+    def _flushes(self, codec: Codec) -> bool:
+        """Whether a message with ``codec`` takes along what residuals hold, for the last time.
+
+        Error feedback is on with lossy codecs only, so a lossless one stands for such a step.
+        """
+        return self.error_feedback and codec.lossless
+
     def _separates(self, codec: Codec) -> bool:
         """Whether what is made of a parameter must not depend on its neighbours in the message."""
         return codec.bounded or (bool(self._state.common) and not codec.lossless)
@@ -237,12 +260,11 @@ class Channel(Rooted):
         """Give the sender's and, of two hops, the owner's; None without error feedback."""
         if pieces is None or not self.error_feedback:
             return None, None
-        held, ranks, own = self._state.residuals, group.encoders, _encoded(pieces, group)
-        sender = held.get("sender", own, ranks, like, last=hops == 1)
+        held, own = self._state.residuals, _encoded(pieces, group)
+        whole = pieces if group.levels else ()
         if hops == 1:
-            return sender, None
-        chunk = cut(own, *chunk_ranges(sender.numel(), ranks)[group.index])
-        return sender, held.get("owner", chunk, ranks, like)
+            return held.get("sender", own, like, last=True, message=whole), None
+        return held.pair(own, _chunk(own, group), like, message=whole)
 
     def _probe(self, first: Codec, direction: Direction) -> Probe:
         """Samples what the first quantization, with the codec ``first``, leaves out."""
@@ -261,3 +283,9 @@ def _encoded(pieces: Sequence[Piece], group: Group) -> Sequence[Piece]:
     """What this rank encodes of a message that consists of ``pieces``."""
     numel = sum(piece.numel for piece in pieces)
     return cut(pieces, *chunk_ranges(numel, group.width)[group.local])
+
+
+def _chunk(own: Sequence[Piece], group: Group) -> Sequence[Piece]:
+    """What of that this rank sums, and encodes again."""
+    numel = sum(piece.numel for piece in own)
+    return cut(own, *chunk_ranges(numel, group.encoders)[group.index])

@@ -4,23 +4,24 @@
 wrote it for Megatron only. The files of the ranks hold residuals, the guard, and what ``auto``
 found out; they exist where there is any of it. Neither is part of upstream's files: DeepSpeed's
 client_state is written by one rank only, and residuals differ on every rank. With another number
-of ranks, or other nodes under them, their sum is kept.
+of ranks, or other nodes under them, their sum is kept (``resharing``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hybridcomp import saved
 from hybridcomp.agreement import tell
-from hybridcomp.channels import checkpoint_note
+from hybridcomp.channels import checkpoint_note, resharing
 from hybridcomp.channels.engine_channels import Channels
-from hybridcomp.channels.error_feedback import HOPS
+from hybridcomp.channels.error_feedback import held_in
 from hybridcomp.errors import CheckpointError
 from hybridcomp.log import say
 
@@ -83,10 +84,8 @@ def _save(folder: Path, channels: Channels, state: State, references: bool) -> N
         kinds = [checkpoint_note.RESIDUALS] if needed(channels) else []
         kinds += [checkpoint_note.PARAMETERS] if references else []
         world_size = dist.get_world_size()
-        saved.filling(
-            folder / checkpoint_note.FILE,
-            lambda: checkpoint_note.write(folder, channels.config, state.step, world_size, kinds),
-        )
+        checkpoint_note.write(folder, channels.config, state.step, world_size, kinds)
+        saved.sweep(folder, FILES, world_size)
 
 
 def read_state(folder: Path) -> State | None:
@@ -135,39 +134,107 @@ def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
     saved.write(_path(folder, dist.get_rank()), state)
 
 
-def load(folder: Path, channels: Channels, loss_scale: float) -> None:
-    """Restore what ``save`` wrote; without such files the residuals start at zero, said once.
+@dataclass
+class StoredState:
+    """What ``read`` has read and checked, for ``take_over``.
 
-    Every rank calls it. Raises CheckpointError on every rank, with nothing changed, where the file
-    of one is damaged, missing, of another rank or another step.
+    Attributes:
+        choices: of guard, link and offload, as rank 0 has them; None: nobody asks for them.
+        own: this rank's file, where every rank takes its own.
+        count: the ranks that saved; None where there are no residuals.
+        part, plan: of residuals that go to other ranks, and where to.
+        loss_scale: that the residuals are in units of.
     """
-    config = channels.config
+
+    folder: Path
+    choices: dict[str, Any] | None = None
+    own: dict[str, Any] | None = None
+    count: int | None = None
+    part: resharing.ReadResiduals | None = None
+    plan: resharing.ResidualPlan | None = None
+    loss_scale: float = 1.0
+    factors: dict[str, Any] = field(default_factory=dict)
+
+
+def load(
+    folder: Path, channels: Channels, loss_scale: float, device: torch.device | None = None
+) -> None:
+    """Restore what ``save`` wrote: ``read``, then ``take_over``."""
+    take_over(read(folder, channels), channels, loss_scale, device)
+
+
+def read(folder: Path, channels: Channels) -> StoredState:
+    """Read what ``save`` wrote, and check it; nothing is changed. Every rank calls it.
+
+    Raises CheckpointError on every rank where the file of one is damaged, missing, of another rank
+    or another step, or holds residuals behind the end of a parameter.
+    """
+    found, config = StoredState(folder), channels.config
     feedback = any(channel.error_feedback for channel in channels)
     choices = channels.guard.watching or config.measured() or config.offload.when == "auto"
     if not feedback:
         say(*checkpoint_note.dropped(folder, channels.config))
     if not feedback and not choices:
-        return
-    own, problem = saved.attempt(lambda: _own(folder))
+        return found
+    own, problem = saved.attempt(lambda: _own(folder, channels))
     saved.all_well(problem, WHAT, TODO)
     count = _stored_ranks(folder, own)
-    same = count is None or _same_ranks(count, own, channels)
-    if feedback and count is not None and not same:
-        _, problem = saved.attempt(lambda: _check_all(folder, count))
-        saved.all_well(problem, WHAT, TODO)
-    problem = _restore_choices(channels, _told(own))
+    found.choices = _told(own)
+    if not feedback or count is None:
+        return found
+    found.count = count
+    if _same_ranks(count, own, channels):
+        assert own is not None
+        found.own, found.loss_scale = own, own["loss_scale"]
+        return found
+    part, problem = saved.attempt(lambda: _read_part(folder, count, found))
+    saved.all_well(problem, WHAT, TODO)
+    found.part = part or resharing.ReadResiduals()
+    sends = {name: resharing.Sends(((0, end),)) for name, end in channels.numels.items()} or None
+    found.plan = resharing.plan(found.part, sends, channels.nodes, padding=count)
+    return found
+
+
+def take_over(
+    found: StoredState, channels: Channels, loss_scale: float, device: torch.device | None = None
+) -> None:
+    """Go on from what ``read`` has found; without residuals they start at zero, said once.
+
+    Every rank calls it. ``loss_scale``: the factor on the gradients from now on; ``device``: where
+    the default group reduces. Raises CheckpointError, on every rank, where guard, link or offload
+    are not what this version keeps.
+    """
+    if found.choices is None:
+        return
+    problem = _restore_choices(channels, found.choices)
     if problem is not None:
-        raise saved.damaged(_path(folder, 0), f"{problem}. {TODO}")
-    if feedback and count is None:
-        say(f"{folder} holds no error-feedback residuals; they start at zero")
-    elif feedback and count is not None:
-        _restore_residuals(folder, channels, own if same else None, count, loss_scale)
+        raise saved.damaged(_path(found.folder, 0), f"{problem}. {TODO}")
+    if not any(channel.error_feedback for channel in channels):
+        return
+    if found.count is None:
+        say(f"{found.folder} holds no error-feedback residuals; they start at zero")
+        return
+    _restore_residuals(found, channels, device or torch.device("cpu"))
+    channels.residuals.scale(loss_scale / found.loss_scale)
+    if channels.verdicts.holds_nothing("dp", channels.step) and channels.residuals.nbytes:
+        channels.residuals.clear()
+        say("dp is native now (when: auto): what error feedback still held is dropped")
 
 
-def _own(folder: Path) -> dict[str, Any] | None:
+def _own(folder: Path, channels: Channels) -> dict[str, Any] | None:
     """What this rank's file holds, None where there is none."""
     path = _path(folder, dist.get_rank())
-    return _read(path, dist.get_rank()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    own = _read(path, dist.get_rank())
+    if own["world_size"] == dist.get_world_size():  # else other ranks may have its parameters now
+        for name, (offset, values) in held_in(own["residuals"]):
+            end = offset + values.numel()
+            numel = channels.numels.get(name, end)
+            if end > numel + own["world_size"]:  # padding is encoded, too
+                what = f"it has residuals up to value {end} of {name!r}, which has {numel}"
+                raise saved.damaged(path, what)
+    return own
 
 
 def _stored_ranks(folder: Path, own: dict[str, Any] | None) -> int | None:
@@ -221,40 +288,33 @@ def _same_ranks(count: int, own: dict[str, Any] | None, channels: Channels) -> b
     return bool(tell({"same": same}, what=WHAT)[0]["same"])
 
 
-def _restore_residuals(
-    folder: Path, channels: Channels, own: dict[str, Any] | None, count: int, loss_scale: float
-) -> None:
-    """Take this rank's ``own`` file, else the sum of all; every file was checked."""
-    if own is not None:
-        channels.residuals.load(own["residuals"])
-        channels.factors.load(own.get("factors", {}))
-        stored_scale = own["loss_scale"]
-    else:
-        first = _read(_path(folder, 0), 0)
-        nodes = "" if first.get("layout") == channels.layout else " on other nodes"
-        world_size = dist.get_world_size()
-        say(f"residuals of {count} ranks{nodes} are summed and shared among {world_size}")
-        channels.factors.load({})
-        channels.residuals.load_sum(_states(folder, count, channels))
-        stored_scale = first["loss_scale"]
-    channels.residuals.scale(loss_scale / stored_scale)
-    if channels.verdicts.holds_nothing("dp", channels.step) and channels.residuals.nbytes:
-        channels.residuals.clear()
-        say("dp is native now (when: auto): what error feedback still held is dropped")
+def _restore_residuals(found: StoredState, channels: Channels, device: torch.device) -> None:
+    """Take this rank's own file, or a part of the sum of all."""
+    if found.own is not None:
+        channels.residuals.load(found.own["residuals"])
+        channels.factors.load(found.own.get("factors", {}))
+        return
+    assert found.part is not None and found.plan is not None
+    count, world_size = found.count, dist.get_world_size()
+    nodes = " on other nodes" if count == world_size else ""
+    say(f"residuals of {count} ranks{nodes} are shared among {world_size}: their sum is kept")
+    channels.factors.load(found.factors)
+    channels.residuals.clear()
+    found.plan.move(found.part, channels.residuals, device)
 
 
-def _check_all(folder: Path, count: int) -> None:
-    """Read the files of all ranks, one after the other. Raises CheckpointError."""
-    for rank in range(count):
-        _read(_path(folder, rank), rank)
-
-
-def _states(folder: Path, count: int, channels: Channels) -> Iterator[Any]:
-    """The residuals of every rank, one after the other; ``channels`` takes all right factors."""
-    for rank in range(count):
+def _read_part(folder: Path, count: int, found: StoredState) -> resharing.ReadResiduals:
+    """The files that this rank takes, one after the other; all right factors go to ``found``."""
+    part = resharing.ReadResiduals()
+    for rank in resharing.share(count):
         stored = _read(_path(folder, rank), rank)
-        channels.factors.warm |= stored.get("factors", {})
-        yield stored["residuals"]
+        for name, stretch in held_in(stored["residuals"]):
+            part.add(name, stretch)
+    first = _read(_path(folder, 0), 0)
+    found.loss_scale = first["loss_scale"]
+    for rank in range(count) if first.get("factors") else ():
+        found.factors |= _read(_path(folder, rank), rank).get("factors", {})
+    return part
 
 
 def _told(own: dict[str, Any] | None) -> dict[str, Any]:
@@ -270,25 +330,10 @@ def _read(path: Path, rank: int) -> dict[str, Any]:
     stored = saved.read(path)
     saved.expect(path, stored, "world_size", lambda value: saved.is_count(value) and value > 0)
     saved.expect(path, stored, "loss_scale", saved.is_scale)
-    saved.expect(path, stored, "residuals", _are_residuals)
+    saved.expect(path, stored, "residuals", saved.are_residuals)
     for part in ("guard", "link", "offload", "factors"):
         if part in stored:  # older versions kept fewer
             saved.expect(path, stored, part, lambda value: isinstance(value, dict))
     if stored.get("rank", rank) != rank:  # the first versions did not say whose it is
         raise saved.damaged(path, f"expected the file of rank {rank}, found {stored['rank']!r}'s")
     return stored
-
-
-def _are_residuals(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) != set(HOPS):
-        return False
-    return all(isinstance(by_name, dict) and _are_stretches(by_name) for by_name in value.values())
-
-
-def _are_stretches(by_name: dict[Any, Any]) -> bool:
-    return all(
-        isinstance(name, str)
-        and isinstance(found, (list, tuple))
-        and all(map(saved.is_stretch, found))
-        for name, found in by_name.items()
-    )

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hybridcomp import saved
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 
@@ -43,7 +44,7 @@ def write(
 ) -> None:
     """Write the note into the folder of a checkpoint; one rank calls it.
 
-    ``kinds``: of ``HOLDS``, those of which every rank writes a file there.
+    ``kinds``: of ``HOLDS``, those of which every rank writes a file there. Raises CheckpointError.
     """
     note = {
         "README": NEEDS_US if kinds else SELF_CONTAINED,
@@ -56,8 +57,7 @@ def write(
         "digest": config.digest(),
         "compression": config.model_dump(mode="json", by_alias=True, exclude_unset=True),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+    saved.write_json(folder / FILE, note, indent=1)
 
 
 def read(folder: Path) -> dict[str, Any] | None:

@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.channels.error_samples import Samples
-from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs import LOSSLESS, Codec
+from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.errors import ConfigError
@@ -58,7 +59,12 @@ class CodecChoice:
         Depends on nothing that differs between the ranks of ``group``, or between those two of
         ``between``: the global ranks of sender and receiver, where the message has only these.
         """
-        codec = self._choose(numel, dtype, self.group(group).size, direction)
+        size = self.group(group).size
+        if size == 1 and self.error_feedback and not self.is_suspended:
+            # a job of more ranks left these out; a sum over one rank sends nothing and adds them
+            waits = dtype in VALUE_DTYPES and self._state.residuals.is_restored
+            return LOSSLESS if waits else None
+        codec = self._choose(numel, dtype, size, direction)
         if codec is not None and self.dimension in self._state.seen.counts:
             self._state.seen.note(self.dimension, codec, numel, dtype, group, direction, between)
             return None
@@ -102,7 +108,7 @@ class CodecChoice:
         """Whether the link was found to be faster than the codec. Raises ConfigError where it
         should have been measured before the first message and was not."""
         state, name = self._state, self.dimension
-        if not state.is_weighed and name in ONE_WAY and name in state.config.measured():
+        if not state.is_weighed and name in ONE_WAY and state.config.insists(name):
             todo = (
                 "nothing was measured, as this job makes its groups in a way of its own; write "
                 '"always"'
@@ -138,6 +144,8 @@ class CodecChoice:
         key = dist.group.WORLD if group is None else group
         found = self._groups.get(key)
         if found is None:
+            for gone in [known for known in self._groups if not _exists(known)]:
+                del self._groups[gone]
             if nodes is None:
                 found = Group.of(group)
             else:
@@ -179,3 +187,12 @@ class CodecChoice:
     def _record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
         """Write down an encoded message; ``inter``: the share of native's that crosses nodes."""
         self._state.ledger.record((self.dimension, direction), raw_nbytes, meter, inter)
+
+
+def _exists(group: ProcessGroup | None) -> bool:
+    """Whether nobody has destroyed ``group``, which a reference would keep with its threads."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):  # what torch raises for a destroyed one
+        return False
+    return True

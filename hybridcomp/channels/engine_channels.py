@@ -34,6 +34,8 @@ from hybridcomp.topology import Ranks, discover
 
 #: of parameters that do not exist yet: no fewer than any trial is made of
 UNKNOWN = 1 << 62
+#: why a run compresses nothing
+ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
 #: attribute of a parameter: its dotted name, unique in the job
 NAME = "_hybridcomp_name"
 
@@ -65,6 +67,12 @@ class Channels(EngineState):
 
     def __iter__(self) -> Iterator[Channel]:
         return iter(self.by_dimension.values())
+
+    def leave_out(self, absent: Collection[Dimension]) -> None:
+        """Note dimensions that this job has no messages of: nothing is measured for them."""
+        self.absent = frozenset(absent)
+        for name in absent:
+            self.seen.forget(name)
 
     def lossy(self, dimension: Dimension) -> bool:
         """Whether forward messages of this step change values: not on a fast link."""
@@ -108,18 +116,37 @@ class Channels(EngineState):
         encoded = {name for (name, _), codec in self.policy.codecs.items() if codec is not None}
         if encoded - self.policy.low_rank and dist.get_world_size() > 1:
             require_kernels(device)
-        names = [name for name in self.config.measured() if name in ONE_WAY and name in only]
+        wanted = [name for name in ONE_WAY if name in only and name not in self.absent]
+        names = [name for name in self.config.measured() if name in wanted]
         if not names or dist.get_world_size(group) < 2:
             return []
         place = TrialGroup(self["dp"].group(group), dtype, device)
         common = torch.tensor(numel, device=device)
         dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
         self.feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32
+        with self.gains.measuring():
+            self._judge(names, group, int(common), sent or {}, place)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # trials have the sizes of the run's messages, and then no use
+        self._note_verdicts()
+        told = [self.verdicts.by_dimension[name].told(name) for name in names]
+        return told + self._nothing_left()
+
+    def _judge(
+        self,
+        names: Iterable[Dimension],
+        group: dist.ProcessGroup | None,
+        numel: int,
+        sent: Mapping[Dimension, Sent],
+        place: TrialGroup,
+    ) -> None:
+        """Time each of dp and zero in ``names`` to its verdict; a collective."""
+        dtype, device = place.dtype, place.device
         for name in names:
-            known = (sent or {}).get(name)
+            known = sent.get(name)
             whole = agree_on(known, group, device)
             if known is None or not whole:
-                known = Sent((int(common),), "sum" if name == "dp" else "gather")
+                known = Sent((numel,), "sum" if name == "dp" else "gather")
             codec = self.policy.codecs[name, "forward"]
             assert codec is not None, "the block was checked"
             trials = gathers(codec, place)
@@ -127,10 +154,35 @@ class Channels(EngineState):
                 trials = reductions(codec, self[name].error_feedback, place)
             self.verdicts.by_dimension[name] = judge(trials, known, dtype.itemsize, device, whole)
             del trials
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # trials have the sizes of the run's messages, and then no use
-        self._note_verdicts()
-        return [self.verdicts.by_dimension[name].told(name) for name in names]
+
+    def _nothing_left(self) -> list[str]:
+        """Say that no dimension is compressed any more, once none can change."""
+        if self.idle_reason(self.step) != ALL_NATIVE or self.verdicts.may_change:
+            return []
+        return [f'nothing is compressed in this run: {ALL_NATIVE}; "when": "always" compresses']
+
+    def idle_reason(self, step: int) -> str:
+        """Say why a run that ends at ``step`` has encoded no message, if there is a reason."""
+        here = [n for n in DIMENSIONS if self[n].active and n not in self.absent]
+        if not here:
+            return "the dimensions that the block compresses send nothing in this job"
+        if dist.is_initialized() and dist.get_world_size() < 2:
+            return "one rank sends nothing"
+        if all(n in self.verdicts.by_dimension and self.verdicts.native(n, step) for n in here):
+            return ALL_NATIVE
+        if any(n in self.guard.trips for n in here):
+            return "the guard gave up"
+        if step <= self.config.start_step:
+            return f"it ended at step {step}, and start_step is {self.config.start_step}"
+        return f"no message had min_bytes, {self.config.min_bytes}, and a dtype that codecs take"
+
+    def _unmeasured(self) -> list[str]:
+        """Say what a preset would have measured, where a job has no moment for that."""
+        if self.is_weighed:
+            return []
+        here = [n for n in self.config.measured() if n in ONE_WAY and n not in self.absent]
+        why = "not timed, as this job makes its groups in a way of its own"
+        return [f"{', '.join(here)}: compressed, {why}"] if here else []
 
     def _weigh_seen(self, device: torch.device) -> list[str]:
         """Measure those of tp and pp that wait for it, with messages like those that were seen.
@@ -142,12 +194,13 @@ class Channels(EngineState):
             return []
         told = []
         for name, (plan, nbytes) in self.seen.plans().items():
-            verdict = judge_seen(messages(plan, device), nbytes, device)
+            with self.gains.measuring():
+                verdict = judge_seen(messages(plan, device), nbytes, device)
             self.verdicts.by_dimension[name] = verdict
             self.seen.forget(name)
             told.append(verdict.told(name))
         self._note_verdicts()
-        return told
+        return told + (self._nothing_left() if told else [])
 
     def resume_verdicts(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Take over the verdicts of a checkpoint; returns what to tell the user."""
@@ -173,9 +226,9 @@ class Channels(EngineState):
             without.add("dp")
             needed = f"{self.feedback_nbytes / 1e9:.3g} GB for error feedback"
             told.append(f"dp: stays native: to compare steps, {needed} would be needed")
-        told += self.verdicts.compare(self.step, without, device)
+        compared = self.verdicts.compare(self.step, without, device)
         self._note_verdicts()
-        return told
+        return told + compared + (self._nothing_left() if compared else [])
 
     def _note_verdicts(self) -> None:
         """The ledger shows what is native from the start, and what changed later."""
@@ -196,6 +249,11 @@ class Channels(EngineState):
             self.verdicts.recheck.open(self.step, device)
         return self.verdicts.may_compare
 
+    def reopen_step(self) -> None:
+        """Note that the step was skipped, and begins anew with the next first forward pass."""
+        if self.verdicts.recheck is not None:
+            self.verdicts.recheck.reopen(self.step)
+
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
         """Close an optimizer step, with ``step`` counted on: measure what is due, ask the guard.
 
@@ -206,7 +264,9 @@ class Channels(EngineState):
         poll_payloads()
         poll_headers()
         self.ledger.drain()
-        told = self._weigh_seen(device) + self._compare(device)
+        if self.config.start_step < self.step:
+            self.gains.count(self.verdicts, self.step - 1, self.guard.trips)
+        told = self._unmeasured() + self._weigh_seen(device) + self._compare(device)
         if self.guard.flushed("dp", self.step) or self.verdicts.holds_nothing("dp", self.step):
             self.residuals.clear()
         if not sampled or not self.guard.watching:

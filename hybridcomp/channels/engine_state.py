@@ -10,6 +10,7 @@ import torch
 from hybridcomp.autotune.observed import Seen
 from hybridcomp.autotune.verdicts import Verdicts
 from hybridcomp.channels.error_feedback import Residuals
+from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
@@ -41,8 +42,11 @@ class EngineState:
         link: verdicts on dimensions with ``when: auto``; ``seen``: messages of those without one.
         pace: of dimension ``offload``, whether its copies are encoded in a step.
         is_weighed: whether what is known before the first step was measured.
+        gains: seconds that encoding has saved, where they were measured.
+        absent: dimensions that this job has no messages of, which are not measured.
         feedback_nbytes: what error feedback would take at most; 0: not known.
         nodes: with hierarchy, once the groups of the job are known.
+        numels: elements of each parameter, by the name that its residuals have; empty: not known.
         common: names of small parameters that tensor-parallel ranks share (``replicated``).
         generation: of the references that parameter deltas are added to.
     """
@@ -58,8 +62,11 @@ class EngineState:
     verdicts: Verdicts = field(default_factory=Verdicts)
     step: int = 0
     is_weighed: bool = False
+    absent: frozenset[Dimension] = frozenset()
+    gains: Gains = field(default_factory=Gains)
     feedback_nbytes: int = 0
     nodes: Nodes | None = None
+    numels: dict[str, int] = field(default_factory=dict)
     common: frozenset[str] = frozenset()
     generation: int = 0
 

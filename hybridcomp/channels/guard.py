@@ -4,8 +4,9 @@ Every rank adds up its samples. After a step that was sampled they are summed ov
 all-reduce of 36 numbers, so all ranks decide on the same figures and change at the same step.
 
 What error feedback still holds then is not lost: in the first step of the fallback the messages
-travel losslessly with their residuals added, ``original == sent + residual`` with nothing left out;
-from the next step on upstream sends them itself.
+travel losslessly in fp32 with their residuals added, ``original == sent + residual`` with nothing
+left out: only a sum that goes into a 16-bit tensor is rounded to it, once, as upstream's is. From
+the next step on upstream sends them itself.
 """
 
 from __future__ import annotations

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.agreement import tell
+from hybridcomp.errors import ConfigError
 
 
 def set_aside(path: Path) -> None:
@@ -18,6 +25,47 @@ def set_aside(path: Path) -> None:
     if path.is_file() and path.stat().st_size:
         names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
         path.rename(next(name for name in names if not name.exists()))
+
+
+def make_together(path: Path, key: str) -> None:
+    """Make an empty ``path`` on rank 0, and tell all ranks whether it can be written: a collective.
+
+    A rank that failed alone would leave the others in their next message. ``key``: the setting that
+    names the file. Raises ConfigError on every rank.
+    """
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            JsonLines(path).close()
+        except OSError as error:
+            problem = unwritable(path) or _reason(error)  # the first names what is in the way
+    problem = tell({"problem": problem}, what="ledger's file")[0]["problem"]
+    if problem is not None:
+        raise ConfigError(key, str(path), f"rank 0 cannot write it ({problem}); {_TODO}")
+
+
+def unwritable(path: Path) -> str | None:
+    """Say why ``path`` could not be made by this user on this machine, None where it could.
+
+    Looks only: folders that are not there would be made.
+    """
+    if path.is_dir():
+        return os.strerror(errno.EISDIR)
+    if path.exists():
+        return None if os.access(path, os.W_OK) else f"{os.strerror(errno.EACCES)}: {path}"
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        return f"{os.strerror(errno.ENOTDIR)}: {folder}"
+    mode = os.W_OK | os.X_OK
+    return None if os.access(folder, mode) else f"{os.strerror(errno.EACCES)}: {folder}"
+
+
+_TODO = "name a file in a folder that can be written, or leave it out"
+
+
+def _reason(error: OSError) -> str:
+    name = errno.errorcode.get(error.errno or 0, "")
+    return f"{name}: {error.strerror}" if name else str(error)
 
 
 class JsonLines:

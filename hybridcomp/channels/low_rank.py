@@ -84,7 +84,7 @@ class Factored:
         kind, known = via.codec.low_rank, pieces or [Piece("", 0, values.numel())]
         assert kind is not None, "a codec that is not of low rank"
         via.meter.use(kind.spec)
-        residual = self.residuals.get("sender", known, via.group.size, values, last=True)
+        residual = self.residuals.get("sender", known, values, last=True)
         matrices = self.factors.matrices(known, kind)
         return low_rank_sum(
             values,

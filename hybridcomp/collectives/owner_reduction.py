@@ -27,6 +27,7 @@ from hybridcomp.collectives.wire import (
     Reduction,
     Steps,
     Transfer,
+    add_alone,
     check_residual,
     check_values,
     chunk_ranges,
@@ -98,7 +99,7 @@ def _flat(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Steps
     plan = plan_of(tuple(ranges), world_size)
     if plan.numel != tensor.numel():
         raise CodecError(f"ranges: expected to cover {tensor.numel()} elements, found {plan.numel}")
-    if how.probe is not None:
+    if how.probe is not None and world_size > 1:
         how.probe(tensor, how.cuts, how.residual)
     sums: Sums = {
         run.start: tensor.new_empty(run.stop - run.start, dtype=torch.float32)
@@ -107,7 +108,10 @@ def _flat(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Steps
     }
     if world_size == 1:
         for start, out in sums.items():
-            out.copy_(tensor[start : start + out.numel()])
+            here = slice(start, start + out.numel())
+            out.copy_(tensor[here])
+            if how.residual is not None:
+                add_alone(how.residual[here], out)
     elif plan.runs:
         yield from (_direct if plan.kind == "direct" else _balanced)(tensor, plan, sums, how)
     empty = tensor.new_empty(0, dtype=torch.float32)
@@ -124,7 +128,7 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Step
     sole = all(len(run.ranks) == 1 for run in plan.runs)
     (codec,) = how.codec.hops(1, group.size, exact=int(sole))
     how.meter.use(codec.spec)
-    hop = Transfer(codec, group, how.meter)
+    hop = Transfer(codec, group, how.meter, flush=how.flush)
     count = round_count(plan.longest[0], (codec,), device, group)
     yield from overlapped(
         sum_parts(
@@ -158,7 +162,7 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
     buffer, total = None, how.owner_residual
     if total is None:
         buffer, total = POOL.take_fp32(stop - start, device)
-    hop = Transfer(first, group, how.meter)
+    hop = Transfer(first, group, how.meter, flush=how.flush)
     count = round_count(plan.longest[1], (first,), device, group)
     yield from overlapped(
         sum_parts([_even_part(tensor, owned, total, start, how) for owned in share], hop)
@@ -167,7 +171,7 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
     # 2
     hop = Transfer(second, group, how.meter)
     count = round_count(plan.longest[2], (second,), device, group)
-    dtype = sent_dtype(second, tensor.dtype, wide=True)
+    dtype = sent_dtype(second, tensor.dtype, wide=True, flush=how.flush)
     scatter = _Scatter(sums, hop, dtype, device, feedback=how.owner_residual is not None)
     messages = []
     for share in part_rounds(plan.runs, cuts, group.size, count):

@@ -49,7 +49,8 @@ def sum_parts(parts: Sequence[Part], via: Transfer) -> Steps[None]:
     1 encode each part for its owners, 2 exchange, 3 sum in fp32 in rank order.
     """
     me, ranks, device = via.group.rank, range(via.group.size), parts[0].values.device
-    dtype = sent_dtype(via.codec, parts[0].values.dtype, wide=parts[0].residual is not None)
+    wide = parts[0].residual is not None
+    dtype = sent_dtype(via.codec, parts[0].values.dtype, wide, via.flush)
     filled = [part for part in parts if part.values.numel()]
     # 1, 2
     jobs = [None if p.exact_on(me) else Job(p.values, p.residual) for p in filled]

@@ -21,6 +21,7 @@ from hybridcomp.collectives.wire import (
     Reduction,
     Steps,
     Transfer,
+    add_alone,
     check_residual,
     check_values,
     chunk_ranges,
@@ -124,6 +125,8 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     Not a generator itself, which every message would go through at each of its steps.
     """
     group, device = how.group, tensor.device
+    if group.size == 1 and how.residual is not None:
+        add_alone(how.residual, tensor)
     if group.size == 1 or tensor.numel() == 0:
         return given(None)
     if how.probe is not None:
@@ -133,7 +136,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     if fused is not None:
         return fused_all_reduce(tensor, codecs[0], fused, how)
     if len(codecs) == 1:
-        via = Transfer(codecs[0], group, how.meter)
+        via = Transfer(codecs[0], group, how.meter, flush=how.flush)
         rows = [stretches(0, tensor.numel(), how.cuts)]
         return overlapped(
             _pair(tensor, row, how.residual, via) for (row,) in rounds(rows, codecs, device, group)
@@ -206,7 +209,8 @@ def _round(
     total = whole.total[mine]
     sums = torch.split(total, numels[group.rank])
     # 1-3
-    yield from sum_parts(whole.parts(rows, sums), Transfer(first, group, meter))
+    hop = Transfer(first, group, meter, flush=whole.how.flush)
+    yield from sum_parts(whole.parts(rows, sums), hop)
     # 4
     dtype, via = sent_dtype(second, tensor.dtype, wide=True), Transfer(second, group, meter)
     own = gather_room(numels, dtype, tensor.device, via)
@@ -235,7 +239,7 @@ def _pair(
     two. Both add what both have decoded, and a + b is b + a.
     """
     me, start, stop = via.group.rank, row[0][0], row[-1][1]
-    dtype = sent_dtype(via.codec, tensor.dtype, wide=residual is not None)
+    dtype = sent_dtype(via.codec, tensor.dtype, residual is not None, via.flush)
     # 1
     buffer, total = None, tensor[start:stop]
     if tensor.dtype != torch.float32:

@@ -17,6 +17,7 @@ from hybridcomp.collectives.wire import (
     Reduction,
     Steps,
     Transfer,
+    add_alone,
     check_residual,
     check_values,
     given,
@@ -86,7 +87,7 @@ def _in_two_levels(
         how.probe(work, (), None if residuals is None else adjacent(residuals))
     # 2
     mine = torch.split(work, [shards[rank].numel() for rank in columns[levels.local]])
-    between = Reduction(codec, levels.outer, how.meter)
+    between = Reduction(codec, levels.outer, how.meter, flush=how.flush)
     result = yield from _flat(mine, between, residuals, cuts)
     POOL.give(buffer)
     return result
@@ -99,12 +100,15 @@ def _flat(
     me = how.group.rank
     if residuals is not None:
         _check_residuals(shards, residuals)
-    if how.probe is not None:
+    if how.probe is not None and len(shards) > 1:
         longest = max(range(len(shards)), key=lambda rank: shards[rank].numel())
         held = None if residuals is None else residuals[longest]
         how.probe(shards[longest], cuts[longest] if cuts else (), held)
     if len(shards) == 1:
-        return given(shards[0].to(torch.float32, copy=True))
+        alone = shards[0].to(torch.float32, copy=True)
+        if residuals is not None:
+            add_alone(residuals[0], alone)
+        return given(alone)
     lengths = tuple(shard.numel() for shard in shards)
     total = shards[me].new_empty(lengths[me], dtype=torch.float32)
     if not any(lengths):
@@ -117,7 +121,8 @@ def _flat(
     if fused is not None and flat is not None and (residuals is None or left is not None):
         only = Reduction(codec, how.group, how.meter, residual=left)
         return fused_reduce_scatter(flat, lengths, total, fused, only)
-    return _in_rounds(shards, total, residuals, cuts, Transfer(codec, how.group, how.meter))
+    hop = Transfer(codec, how.group, how.meter, flush=how.flush)
+    return _in_rounds(shards, total, residuals, cuts, hop)
 
 
 def _in_rounds(

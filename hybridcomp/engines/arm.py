@@ -1,10 +1,12 @@
 """Attaching by itself: an unmodified script under ``hybridcomp.run`` with ``HYBRIDCOMP_CONFIG``.
 
 Every way of ``fully_shard`` and of wrapping in DDP comes through two places, whatever name a
-script imported them by: ``FSDPState._lazy_init``, at the first forward pass of a root, and the
-constructor of DistributedDataParallel, whose model is attached at its first forward pass too:
-until then a script may register a hook of its own, which is then refused by name instead of
-failing in torch.
+script imported them by: ``FSDPState._lazy_init``, at every forward pass of a root, and the
+constructor of DistributedDataParallel, whose model is attached at its next forward pass: until then
+a script may register a hook of its own, which is then refused by name instead of failing in torch.
+
+So a model that was built, or trained, before ``hybridcomp.install`` is attached in its next forward
+pass like any other: FSDP2 comes by again, and of DDP the garbage collector knows the models.
 
 Where Megatron has the channels of the process, its own check says what becomes of torch's FSDP.
 """
@@ -12,19 +14,22 @@ Where Megatron has the channels of the process, its own check says what becomes 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 from wrapt import register_post_import_hook
 
 from hybridcomp import process
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.engines import steps, windows
-from hybridcomp.engines.attach import ATTRIBUTE, attach
+from hybridcomp.engines.attach import ATTRIBUTE, attach, detached, is_served, look_again
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.log import say_once
 from hybridcomp.patching import Patch, Seam, apply_all, revert_all
@@ -34,24 +39,28 @@ DDP_INIT = Seam(
     "torch.nn.parallel.distributed",
     "DistributedDataParallel.__init__",
     None,
+    windows.checked("ddp", windows.DDP),
 )
 DDP_LAZY_INIT = Seam(
     windows.DDP,
     "torch.nn.parallel.distributed",
     "DistributedDataParallel._lazy_init",
     ("self",),
+    windows.checked("ddp", windows.DDP),
 )
 LAZY_INIT = Seam(
     windows.FSDP2,
     "torch.distributed.fsdp._fully_shard._fsdp_state",
     "FSDPState._lazy_init",
     ("self",),
+    windows.checked("fsdp2", windows.FSDP2),
 )
 FSDP1_INIT = Seam(
     windows.DDP,
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "FullyShardedDataParallel.__init__",
     None,
+    windows.checked("ddp", windows.DDP),
 )
 
 _armed = False
@@ -59,24 +68,35 @@ _hooked = False
 _applied: dict[str, list[Patch]] = {}
 
 
-def arm() -> None:
-    """Attach models of this process from now on, where it has a block."""
+def arm(new: bool = False) -> None:
+    """Attach models of this process from now on, where it has a block.
+
+    ``new``: the block was given just now: models that were looked at without one are met again.
+    """
     global _armed, _hooked
     _armed = True
+    if new:
+        look_again()
     for seam, _ in SEAMS:
         if seam.module in sys.modules:
             _apply(seam.module)
         elif not _hooked:
             register_post_import_hook(_on_import, seam.module)
     _hooked = True
+    if DDP_INIT.module in _applied and dist.is_initialized():  # before there is no DDP
+        for model in [one for one in gc.get_objects() if issubclass(type(one), DDP)]:
+            _attach_in_next_pass(model)
 
 
 def disarm() -> None:
-    """Take everything away again, from torch and from its optimizers."""
+    """Detach all models, and take everything away again, from torch and from its optimizers."""
     global _armed
     _armed = False
     for module in list(_applied):
         revert_all(_applied.pop(module))
+    for attached in steps.living():
+        attached.detach()
+    detached.clear()  # a later ``arm`` may attach them
     steps.forget_all()
 
 
@@ -96,8 +116,8 @@ def _apply(module: str) -> None:
 
 
 def _attach(model: Any) -> None:
-    """Attach ``model`` in its first forward pass, unless Megatron has the channels."""
-    if ATTRIBUTE in vars(model) or process.has_begun():
+    """Attach ``model`` in a forward pass, unless it was, or Megatron has the channels."""
+    if ATTRIBUTE in vars(model) or model in detached or process.has_begun() or is_served(model):
         return
     attached = attach(model)
     if attached is not None and attached.channels["dp"].error_feedback:
@@ -109,26 +129,29 @@ def _attach(model: Any) -> None:
         attached.entered()  # hooks that were added while hooks run are run next time only
 
 
+def _attach_in_next_pass(model: Any) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def next_forward(model: Any, _: Any) -> None:
+        handle.remove()
+        if _armed:
+            _attach(model)
+
+    handle = model.register_forward_pre_hook(next_forward)
+
+
 def make_ddp_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Attach a model under DDP at its first forward pass."""
+    """Attach a model under DDP in its first forward pass."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def first_forward(model: Any, _: Any) -> None:
-            handle.remove()
-            if _armed:
-                _attach(model)
-
-        handle = self.register_forward_pre_hook(first_forward)
+        _attach_in_next_pass(self)
 
     return __init__
 
 
 def make_ddp_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Attach a model that was wrapped before ``hybridcomp.install``, in its first forward pass."""
+    """Attach a model under DDP that runs no hooks: that of the composable ``replicate``."""
 
     @functools.wraps(original)
     def _lazy_init(self: Any) -> None:
@@ -139,13 +162,12 @@ def make_ddp_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Attach a model under ``fully_shard`` once its root is known."""
+    """Attach a model under ``fully_shard`` in a pass of its root, unless it is part of another."""
 
     @functools.wraps(original)
     def _lazy_init(self: Any) -> None:
-        first = self._is_root is None
         original(self)
-        if first and self._is_root:
+        if self._is_root:
             _attach(self._modules[0])
 
     return _lazy_init

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp import process
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
-from hybridcomp.engines import rules, windows
+from hybridcomp.engines import windows
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.session import Source, read, say
 from hybridcomp.engines.stateful import AtCheckpoint
@@ -23,6 +25,10 @@ from hybridcomp.errors import ConfigError, SeamError
 #: attribute of a model: its Attached, None where it was looked at and there is no block
 ATTRIBUTE = "_hybridcomp_attached"
 _UNSEEN = object()
+#: models that were looked at when there was no block, held weakly
+without_block: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: models that were detached: nobody attaches them but the user, held weakly
+detached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 REPLICATE = (
     "the composable replicate keeps its DistributedDataParallel, and the passes of the model, to "
     "itself; wrap the model in DistributedDataParallel, or use fully_shard"
@@ -34,7 +40,9 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
     known: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
     if known is not _UNSEEN and (source is None or known is not None):
         if source is not None:
-            todo = "this model is attached already; call attach once, before its first forward pass"
+            todo = (
+                "this model is attached already; hybridcomp.detach(model) before gives it another"
+            )
             raise ConfigError(BLOCK, Shown("a second block"), todo)
         found: Attached | None = known
         return found
@@ -45,7 +53,47 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
     if attached is not None and attached.channels["cp"].active:
         process.lend(model, attached.session)  # attention over ranks knows no engine
     object.__setattr__(model, ATTRIBUTE, attached)
+    detached.discard(model)
+    if attached is None:
+        without_block.add(model)
+    else:
+        attached.on_detach(functools.partial(_forget, model))
     return attached
+
+
+def detach(model: nn.Module) -> None:
+    """See ``hybridcomp.detach``."""
+    attached: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
+    if attached is _UNSEEN and model not in detached:
+        todo = (
+            "expected a model that is attached: the root of fully_shard, or the "
+            "DistributedDataParallel; engines of DeepSpeed are let go by engine.destroy()"
+        )
+        raise ConfigError("hybridcomp.detach", Shown(type(model).__name__), todo)
+    if isinstance(attached, Attached):
+        attached.detach()
+
+
+def look_again() -> None:
+    """Have models that were looked at without a block be unseen: there is one now."""
+    for model in list(without_block):
+        vars(model).pop(ATTRIBUTE, None)
+    without_block.clear()
+
+
+def is_served(model: nn.Module) -> bool:
+    """Whether what ``fully_shard`` has made of ``model`` is part of a model that is attached."""
+    if not is_sharded(model):
+        return False
+    from hybridcomp.engines import fsdp2
+
+    return fsdp2.is_served(model)
+
+
+def _forget(model: nn.Module) -> None:
+    vars(model).pop(ATTRIBUTE, None)
+    detached.add(model)
+    process.release(model)
 
 
 def _attach(model: nn.Module, source: Source | None) -> Attached | None:
@@ -93,7 +141,7 @@ def is_sharded(model: nn.Module) -> bool:
 def _attach_sharded(model: nn.Module, source: Source | None) -> Attached | None:
     """Check torch first: an earlier one does not have what ``fsdp2`` imports."""
     try:
-        rules.check_version("fsdp2", windows.FSDP2)
+        windows.check("fsdp2", windows.FSDP2)
     except SeamError:
         if read(source) is None:
             return None

@@ -8,11 +8,13 @@ finishes it; the last bucket of a pass finishes all. Nothing is sent from a thre
 whose messages other ones in the backward pass could overtake on some ranks.
 
 Buckets are rebuilt after the first step: residuals belong to parameters, never to buckets, and a
-lossy codec sees each parameter by itself (``ddp_layout``).
+lossy codec sees each parameter by itself (``ddp_layout``). What DDP holds is a slot (``ddp_slot``),
+which knows the reducer weakly.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,21 +28,21 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp.autotune.trials import Sent
 from hybridcomp.channels import NAME
 from hybridcomp.channels.error_feedback import Piece
-from hybridcomp.codecs.base import Codec
+from hybridcomp.channels.resharing import Sends
+from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Handle, native_nbytes
 from hybridcomp.collectives.wire import POOL, first
-from hybridcomp.engines import rules, steps, windows
+from hybridcomp.engines import ddp_slot, rules, steps, windows
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.ddp_layout import BucketLayout
+from hybridcomp.engines.ddp_slot import Bucket
+from hybridcomp.engines.identity import identity_of
 from hybridcomp.engines.session import Source, agree_on, read, session_of
-from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Dimension
 from hybridcomp.topology import ranks_of
 
 REQUIREMENT = windows.DDP
 COVERS = ("dp",)
-
-Bucket = torch.futures.Future[Tensor]
 
 
 def attach(model: DistributedDataParallel, source: Source | None) -> Attached | None:
@@ -49,24 +51,32 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     agree_on(block, "ddp", ranks_of(group))
     if block is None:
         return None
-    rules.check_version("ddp", REQUIREMENT)
+    windows.check("ddp", REQUIREMENT)
     absent = rules.check(block, rules.DDP, model)
     parameters = [p for p in model._module_parameters if p.requires_grad]
     session = session_of(block, parameters[0].device, absent)
     session.name_parameters(model.module.named_parameters())
-    session.place([group])
+    session.place([group], of_user=True)
     numels = _buckets(parameters, model)
     sent: dict[Dimension, Sent] = {"dp": Sent(numels, "sum", together=True)}
-    session.measure(group, parameters[0].dtype, sum(numels), sent)
-    session.warn({parameter.dtype for parameter in parameters})
+    dtypes = [parameter.dtype.to_real() for parameter in parameters]  # as buckets hold them
+    encoded = next((dtype for dtype in dtypes if dtype in VALUE_DTYPES), dtypes[0])
+    session.measure(group, encoded, sum(numels), sent)
+    session.warn(set(dtypes))
     layout = {"ranks": dist.get_world_size(group)}
     divisors = {name: 1.0 for name, _ in model.module.named_parameters()}
+    ranks = ranks_of(group)
+    sends = {n: Sends(((0, _numel(p)),), ranks) for n, p in model.module.named_parameters()}
     attached = Attached(
-        "ddp", session, model.parameters, lambda: divisors, layout,
+        "ddp", identity_of(model.module), session, model.parameters, lambda: divisors, layout,
+        lambda: sends,
         uneven=lambda: bool(model._join_config.enable),
     )  # fmt: skip
-    _register(model, attached)
-    model.register_forward_pre_hook(lambda module, _: _enter(module, attached))
+    reducer = Reducer(model, attached)
+    slot = ddp_slot.occupy(model, reducer)
+    attached.on_detach(functools.partial(slot.leave, reducer))
+    hook = model.register_forward_pre_hook(lambda module, _: _enter(module, attached))
+    attached.on_detach(hook.remove)
     steps.follow(attached)
     return attached
 
@@ -85,31 +95,9 @@ def _buckets(parameters: list[Any], model: Any) -> tuple[int, ...]:
         if not filled or nbytes + parameter.nbytes > most:
             filled.append(0)
             nbytes = 0
-        filled[-1] += parameter.numel()
+        filled[-1] += _numel(parameter)
         nbytes += parameter.nbytes
     return tuple(filled)
-
-
-def _register(model: DistributedDataParallel, attached: Attached) -> None:
-    """Put the hook into its slot. Raises ConfigError where another one is there."""
-    hook = Reducer(model, attached)
-
-    def hybridcomp_hook(state: Attached, bucket: Any) -> Any:
-        return hook(bucket)
-
-    # torch compares these with types, and finds strings under "from __future__ import annotations"
-    hybridcomp_hook.__annotations__ = {
-        "bucket": dist.GradBucket,  # type: ignore[attr-defined]
-        "return": Bucket,
-    }
-    try:
-        model.register_comm_hook(attached, hybridcomp_hook)
-    except RuntimeError as error:
-        todo = (
-            f"DDP takes one communication hook and this model has one ({error}); remove that one, "
-            'or set "dp": "none" and do not attach'
-        )
-        raise ConfigError("compression.dp", "another communication hook", todo) from None
 
 
 @dataclass
@@ -124,6 +112,17 @@ class _Pending:
     buffer: Tensor | None  # the memory of ``message`` where that is a table
 
 
+@dataclass(frozen=True)
+class _Note:
+    """A hook of a parameter that notes its gradient; it holds nothing of the model."""
+
+    used: set[str]
+    name: str
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.used.add(self.name)
+
+
 class Reducer:
     """Sums buckets of one model."""
 
@@ -136,6 +135,14 @@ class Reducer:
         self._pending: list[_Pending] = []
         self._layouts: dict[tuple[str, ...], BucketLayout] = {}
         self._is_rebuilt = False
+        #: names of parameters that got a gradient since the last sum, where DDP looks for them
+        self._used: set[str] | None = None
+        if self._channel.error_feedback and (model.find_unused_parameters or model.static_graph):
+            self._used = set()
+            for parameter in model._module_parameters:
+                if parameter.requires_grad:  # runs before DDP's own, which calls the hook
+                    name = getattr(parameter, NAME)
+                    parameter.register_post_accumulate_grad_hook(_Note(self._used, name))
         self._stream: Any = None
 
     def __call__(self, bucket: Any) -> Bucket:
@@ -145,14 +152,12 @@ class Reducer:
         if bucket.index() == 0:
             self._pending.clear()  # of a pass that an exception ended
             self._follow_rebuilt()
-        self._check_join()
-        raw_nbytes = native_nbytes.all_reduce_nbytes(
-            gradients.numel(), gradients.dtype, self._world_size
-        )
-        codec = self._channel.codec(gradients.numel(), gradients.dtype, self._group)
+        raw_nbytes, codec = self._raw_nbytes(gradients), None
+        if not gradients.is_sparse:
+            codec = self._channel.codec(gradients.numel(), gradients.dtype, self._group)
         if codec is None:
             self._channel.native(raw_nbytes)
-            future = self._native(gradients.mul_(1.0 / self._world_size))
+            future = ddp_slot.average(gradients, self._group)
         else:
             future = torch.futures.Future(devices=_devices(gradients))
             with self._beside(gradients):
@@ -160,9 +165,21 @@ class Reducer:
                 self._finish(len(self._pending))
             self._pending.append(started)
         if bucket.is_last():
+            if self._used is not None:
+                self._used.clear()
             with self._beside(gradients):
                 self._finish(len(self._pending))
         return future
+
+    def _raw_nbytes(self, gradients: Tensor) -> int:
+        """Bytes of one rank in a native sum; sparse rows go to every other rank."""
+        if gradients.is_sparse:
+            rows = gradients.coalesce()
+            nbytes = rows.indices().nbytes + rows.values().nbytes
+            return nbytes * (self._world_size - 1)
+        return int(
+            native_nbytes.all_reduce_nbytes(gradients.numel(), gradients.dtype, self._world_size)
+        )
 
     def _start(
         self, bucket: Any, gradients: Tensor, codec: Codec, raw_nbytes: int, future: Bucket
@@ -183,15 +200,30 @@ class Reducer:
         if self._channel.wants_pieces(codec):
             pieces = _pieces(bucket) if layout is None else layout.pieces
         handle = self._channel.all_reduce(
-            message, codec, self._group, raw_nbytes=raw_nbytes, pieces=pieces, async_op=True
-        )
+            message, codec, self._group, raw_nbytes=raw_nbytes, pieces=pieces, async_op=True,
+            unused=self._unused(bucket),
+        )  # fmt: skip
         return _Pending(handle, future, gradients, message, layout, buffer)
+
+    def _unused(self, bucket: Any) -> frozenset[str]:
+        """Names of parameters in ``bucket`` that no rank has used since the last sum.
+
+        Where DDP looks for such ones it throws their sum away, and what was left out of earlier
+        sums would go with it. A collective then, of one number for each parameter.
+        """
+        if self._used is None:
+            return frozenset()
+        names = [getattr(parameter, NAME) for parameter in bucket.parameters()]
+        flags = torch.tensor([name in self._used for name in names], dtype=torch.int32)
+        flags = flags.to(bucket.buffer().device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if not flag)
 
     def _layout(self, bucket: Any) -> BucketLayout:
         parameters = bucket.parameters()
         names = tuple(getattr(parameter, NAME) for parameter in parameters)
         if names not in self._layouts:
-            numels = [parameter.numel() for parameter in parameters]
+            numels = list(map(_numel, parameters))
             self._layouts[names] = BucketLayout(names, numels, self._world_size)
         return self._layouts[names]
 
@@ -202,12 +234,6 @@ class Reducer:
             self._layouts.clear()
             residuals = self._attached.channels.residuals
             residuals.load(residuals.state_dict())
-
-    def _native(self, gradients: Tensor) -> Bucket:
-        work = dist.all_reduce(gradients, group=self._group, async_op=True)
-        assert work is not None
-        future: Bucket = work.get_future().then(lambda done: done.value()[0])
-        return future
 
     def _finish(self, count: int) -> None:
         """Wait for the first ``count`` buckets, in order: ``wait`` posts further messages."""
@@ -232,13 +258,6 @@ class Reducer:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _check_join(self) -> None:
-        """Refuse the one way of ``join`` in which DDP divides by what it tells nobody."""
-        model = self._model
-        if model._join_config.enable and not model._divide_by_initial_world_size:
-            todo = "a hook is not told how many ranks have inputs left; leave it at True"
-            raise ConfigError("join(divide_by_initial_world_size)", False, todo)
-
 
 def _devices(gradients: Tensor) -> list[int | str | torch.device] | None:
     return [gradients.device] if gradients.device.type == "cuda" else None
@@ -246,4 +265,9 @@ def _devices(gradients: Tensor) -> list[int | str | torch.device] | None:
 
 def _pieces(bucket: Any) -> list[Piece]:
     """The parameters of a bucket in its order; nothing lies between them."""
-    return [Piece(getattr(p, NAME), 0, p.numel()) for p in bucket.parameters()]
+    return [Piece(getattr(p, NAME), 0, _numel(p)) for p in bucket.parameters()]
+
+
+def _numel(parameter: Tensor) -> int:
+    """Real numbers in a parameter: DDP sums complex ones as pairs of these."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)

@@ -12,6 +12,7 @@ that every owner keeps are exact, so errors of gathers do not add up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybridcomp.autotune.trials import Sent
+from hybridcomp.config.error_messages import Shown
 from hybridcomp.engines import fsdp2_comms, fsdp2_rules, rules, steps, windows
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.fsdp2_members import Members, names_of
+from hybridcomp.engines.identity import identity_of
 from hybridcomp.engines.session import Source, agree_on, read, session_of
+from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Dimension
 from hybridcomp.session import EngineSession
 
@@ -32,6 +36,10 @@ REQUIREMENT = windows.FSDP2
 COVERS = ("zero", "dp")
 ZERO: tuple[Dimension, ...] = ("zero",)
 DP: tuple[Dimension, ...] = ("dp",)
+ROOT = (
+    "FSDP2 is attached as a whole, or a part would stay native: call attach once, for the root, "
+    "after the last fully_shard; hybridcomp.detach(part) lets go of a part"
+)
 
 
 def groups_of(model: nn.Module) -> list[Any]:
@@ -56,6 +64,8 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
     Raises ConfigError, AgreementError.
     """
     block, groups = read(source), groups_of(model)
+    if block is not None and any(map(fsdp2_comms.is_filled, groups)):
+        raise ConfigError("hybridcomp.attach", Shown("a part that is attached already"), ROOT)
     job = fsdp2_rules.job_of(model, groups)
     agree_on(block, "fsdp2", job.ranks)
     if block is None:
@@ -68,32 +78,58 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
     for one in members:
         for member in one.members:
             session.channels.factors.learn(member.name, (member.rows, member.numel // member.rows))
-    session.place(job.process_groups)
+    session.place(job.process_groups, of_user=True)
     _measure(session, job, members)
     session.warn(job.dtypes)
     inside = block.hierarchy != "none"
+    sends = fsdp2_comms.sends(members, inside)
     attached = Attached(
-        "fsdp2", session, lambda: _parameters(groups),
-        lambda: fsdp2_comms.divisors(members, inside), job.layout,
+        "fsdp2", identity_of(model), session, lambda: _parameters(groups),
+        lambda: fsdp2_comms.divisors(members, inside), job.layout, lambda: sends,
+        reduces=len(job.ranks) > 1,
     )  # fmt: skip
     for one in members:
         fsdp2_comms.fill(one, attached, native_inside=inside)
+        attached.on_detach(functools.partial(fsdp2_comms.empty, one))
         for module in one.group.modules:
-            module.register_forward_pre_hook(_Enter(attached))
-            module.register_forward_hook(_Leave(one))
+            attached.on_detach(module.register_forward_pre_hook(_Enter(attached)).remove)
+            if not one.hears_of_messages:
+                attached.on_detach(module.register_forward_hook(_Leave(one)).remove)
     steps.follow(attached)
     return attached
 
 
-@dataclass(frozen=True)
+def is_served(model: nn.Module) -> bool:
+    """Whether the groups of ``model`` are those of a model that is attached."""
+    groups = groups_of(model)
+    return bool(groups) and all(map(fsdp2_comms.is_filled, groups))
+
+
+@dataclass
 class _Enter:
     """A forward pre-hook of an FSDP2 module."""
 
     attached: Attached
+    is_whole: bool = False
 
     def __call__(self, module: nn.Module, arguments: Any) -> None:
+        if not self.is_whole and not torch.compiler.is_compiling():
+            _check_whole(module)
+            self.is_whole = True
         if module.training and torch.is_grad_enabled():
             self.attached.entered()
+
+
+def _check_whole(module: Any) -> None:
+    """Raise ConfigError where a pass would send natively what nobody has said stays native.
+
+    FSDP knows in the first pass, before the hooks of ``attach``, which groups belong together.
+    """
+    for state in module._get_fsdp_state()._state_ctx.all_states:
+        if not all(map(fsdp2_comms.is_filled, _groups(state))):
+            raise ConfigError(
+                "hybridcomp.attach", Shown("fully_shard or a slot set after it"), ROOT
+            )
 
 
 @dataclass(frozen=True)

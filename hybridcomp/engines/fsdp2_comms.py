@@ -6,6 +6,8 @@ but for gathers that FSDP asks for asynchronously.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,11 +20,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hybridcomp.channels import Channel
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.resharing import Sends
 from hybridcomp.collectives import Handle, native_nbytes
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.fsdp2_members import Members
 from hybridcomp.engines.session import say
 from hybridcomp.engines.stateful import BETWEEN
+from hybridcomp.topology import ranks_of
 
 
 def fill(members: Members, attached: Attached, native_inside: bool) -> None:
@@ -44,7 +48,31 @@ def fill(members: Members, attached: Attached, native_inside: bool) -> None:
     scatter = EncodedReduceScatter(members, attached, group._reduce_scatter_comm, native_inside)
     group._reduce_scatter_comm = scatter
     if replicas is not None:
-        group.mesh_info.replicate_process_group = EncodedReplicas(replicas, scatter)
+        # layers may share one object, as meshes that differ by parameter must
+        encoded = EncodedReplicas(replicas, scatter, group.mesh_info)
+        group.mesh_info = copy.copy(group.mesh_info)
+        group.mesh_info.replicate_process_group = encoded
+    members.follow_messages()
+
+
+def empty(members: Members) -> None:
+    """Put back what ``fill`` took out of the slots, where nobody has put something else there."""
+    group = members.group
+    gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    if isinstance(gather, EncodedAllGather):
+        group._all_gather_comm = gather.native
+    if isinstance(scatter, EncodedReduceScatter):
+        group._reduce_scatter_comm = scatter.native
+    if isinstance(replicas, EncodedReplicas):
+        group.mesh_info = replicas.mesh_info
+    members.unwatch()
+
+
+def is_filled(group: Any) -> bool:
+    """Whether ours are in the slots of a parameter group of torch's."""
+    gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
+    return isinstance(gather, EncodedAllGather) and isinstance(scatter, EncodedReduceScatter)
 
 
 class GatherWork(dist.Work):
@@ -68,12 +96,12 @@ class EncodedAllGather(AllGather):
     """Gathers the parameters of one group, encoded where the policy says so."""
 
     def __init__(self, members: Members, attached: Attached, native: AllGather) -> None:
-        self._members, self._attached, self._native = members, attached, native
+        self._members, self._attached, self.native = members, attached, native
         self._channel: Channel = attached.channels["zero"]
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What upstream's own would allocate."""
-        return self._native.allocate(size, dtype=dtype, device=device)
+        return self.native.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -90,7 +118,7 @@ class EncodedAllGather(AllGather):
         codec = self._channel.codec(output_tensor.numel(), output_tensor.dtype, group)
         if codec is None or (not codec.lossless and self._stays_exact()):
             self._channel.native(raw_nbytes)
-            return self._native(output_tensor, input_tensor, group, async_op)
+            return self.native(output_tensor, input_tensor, group, async_op)
         cuts = () if codec.lossless else self._members.cuts(world_size)
         handle = self._channel.all_gather(
             input_tensor.detach(),
@@ -138,14 +166,14 @@ class EncodedReduceScatter(ReduceScatter):
     def __init__(
         self, members: Members, attached: Attached, native: ReduceScatter, native_inside: bool
     ) -> None:
-        self.members, self.attached, self._native = members, attached, native
+        self.members, self.attached, self.native = members, attached, native
         self._native_inside = native_inside
         self.channel: Channel = attached.channels["dp"]
         self.places: tuple[int, ...] = ()  # parameters of the last message
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What upstream's own would allocate."""
-        return self._native.allocate(size, dtype=dtype, device=device)
+        return self.native.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -167,7 +195,7 @@ class EncodedReduceScatter(ReduceScatter):
             codec = self.channel.codec(input_tensor.numel(), input_tensor.dtype, group)
         if codec is None:
             self.channel.native(raw_nbytes)
-            return self._native(output_tensor, input_tensor, group, op, async_op)
+            return self.native(output_tensor, input_tensor, group, op, async_op)
         pieces = None
         if self.channel.wants_pieces(codec):
             pieces = self.members.pieces(self.places, world_size)
@@ -188,29 +216,30 @@ class EncodedReplicas(dist.ProcessGroup):
     (``set_requires_all_reduce``) and what it divides by.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, scatter: EncodedReduceScatter) -> None:
+    def __init__(
+        self, inner: dist.ProcessGroup, scatter: EncodedReduceScatter, mesh_info: Any
+    ) -> None:
+        """``mesh_info``: torch's own object, which the group gets back in the end."""
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
-        self._inner, self._scatter = inner, scatter
+        self.inner, self._scatter, self.mesh_info = inner, scatter, mesh_info
 
     def getBackendName(self) -> str:
         """The backend of the group that sends."""
-        return str(dist.get_backend(self._inner))
+        return str(dist.get_backend(self.inner))
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
         """Sum one tensor over the replicas in place."""
         (tensor,) = tensors
-        scatter, world_size = self._scatter, self._inner.size()
+        scatter, world_size = self._scatter, self.inner.size()
         scatter.attached.reduced()
         channel = scatter.channel
         raw_nbytes = native_nbytes.all_reduce_nbytes(tensor.numel(), tensor.dtype, world_size)
-        codec = channel.codec(tensor.numel(), tensor.dtype, self._inner)
+        codec = channel.codec(tensor.numel(), tensor.dtype, self.inner)
         if codec is None:
             channel.native(raw_nbytes)
-            return self._inner.allreduce(tensors, options)
+            return self.inner.allreduce(tensors, options)
         pieces = self._pieces(tensor.numel()) if channel.wants_pieces(codec) else None
-        handle = channel.all_reduce(
-            tensor, codec, self._inner, raw_nbytes=raw_nbytes, pieces=pieces
-        )
+        handle = channel.all_reduce(tensor, codec, self.inner, raw_nbytes=raw_nbytes, pieces=pieces)
         handle.wait()
         tensor.copy_(divided(tensor, options.reduceOp, scatter.members.group, world_size))
         return GatherWork(handle)
@@ -270,9 +299,53 @@ def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
     return found
 
 
+def sends(every: Iterable[Members], native_inside: bool) -> dict[str, Sends]:
+    """What of each residual's parameter this rank encodes, by its name.
+
+    All of it where shards are summed; between replicas what of it is this rank's shard. Asked for
+    before ``fill`` exchanges the group of the replicas.
+    """
+    found: dict[str, Sends] = {}
+    for members in every:
+        mesh = members.group.mesh_info
+        shards = getattr(mesh, "shard_process_group", None)
+        replicas = getattr(mesh, "replicate_process_group", None)
+        outer = None if replicas is None or replicas.size() < 2 else ranks_of(replicas)
+        size, rank = (1, 0) if shards is None else (shards.size(), shards.rank())
+        inner = None if shards is None else ranks_of(shards)
+        for member in members.members:
+            rows = member.pieces(size)
+            pieces = [piece for row in rows for piece in row if piece.name]
+            if pieces and not (native_inside and outer):
+                found[pieces[0].name] = Sends(tuple(_edges(pieces)), inner)
+            own = [piece for piece in rows[rank] if piece.name]
+            if own and outer:
+                found[BETWEEN + own[0].name] = Sends(tuple(_edges(own)), outer)
+    return found
+
+
+def _edges(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    return [(piece.offset, piece.offset + piece.numel) for piece in pieces]
+
+
 def reduce_dtype(group: Any) -> torch.dtype:
     """What FSDP will reduce in; it settles that at the first forward pass only."""
-    policy = group.mp_policy
-    found = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    every = group.fsdp_params
+    trained = [p for p in every if p.sharded_param.requires_grad] or every
+    return functools.reduce(torch.promote_types, map(_grad_dtype, trained))
+
+
+def _grad_dtype(parameter: Any) -> torch.dtype:
+    """What gradients of one parameter are reduced in.
+
+    From torch 2.15 on a policy without ``reduce_dtype`` keeps the dtype of the sharded parameter,
+    or what its ``grad_dtype`` says; before, it took that of the unsharded one.
+    """
+    policy, sharded = parameter.mp_policy, parameter.sharded_param
+    if hasattr(parameter, "sharded_grad_dtype"):
+        own = parameter.sharded_grad_dtype if parameter._has_sharded_grad_dtype_override else None
+        found = policy.reduce_dtype or own or sharded.dtype
+    else:
+        found = policy.reduce_dtype or policy.param_dtype or sharded.dtype
     assert isinstance(found, torch.dtype)
     return found

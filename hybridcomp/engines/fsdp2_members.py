@@ -5,8 +5,9 @@ after the other. A parameter cut at dimension 0 gives rank r the rows ``[r * c, 
 the rounded-up share, and zeros behind its end. One that is cut at another dimension gives columns,
 which are no stretch of its flattened values: their residuals stand under a name of their own.
 
-Gradients of a parameter that took no part in the pass are left out of the message. Which ones took
-part is told by ``register_post_accumulate_grad_hook``, as nothing else tells it in time.
+Gradients of a parameter that took no part in the pass are left out of the message. Torch 2.15 calls
+``_prepare_reduce_scatter_inputs`` with those of each message, in its order, which is no longer that
+of the group. Before, ``register_post_accumulate_grad_hook`` tells which ones took part.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import torch
 from torch import nn
 
 from hybridcomp.channels.error_feedback import Piece
+
+#: the slot of a group of torch 2.15 that is handed the parameters of a message
+PREPARE = "_prepare_reduce_scatter_inputs"
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,9 @@ class Members:
         """
         self.group = group
         self.members = [_member(parameter, names, where) for parameter in group.fsdp_params]
+        self._announced: tuple[int, ...] | None = None  # parameters of the message to come
         self._touched: set[int] = set()
-        self._hooked: set[int] = set()
+        self._hooks: dict[int, Any] = {}  # by id of the unsharded parameter
         self._pieces: dict[tuple[int, ...], list[list[Piece]]] = {}
 
     @property
@@ -77,24 +82,50 @@ class Members:
         """Elements of a message with the gradients of these parameters."""
         return sum(self.members[place].chunk(world_size) for place in places) * world_size
 
+    @property
+    def hears_of_messages(self) -> bool:
+        """Whether torch says which parameters a message holds, so that nothing need be watched."""
+        return hasattr(self.group, PREPARE)
+
+    def follow_messages(self) -> None:
+        """Note the parameters of every message from now on, where torch says them."""
+        if not self.hears_of_messages:
+            return
+        prepare = getattr(self.group, PREPARE)
+        places = {id(parameter): n for n, parameter in enumerate(self.group.fsdp_params)}
+
+        def noted(parameters: Any, gradients: Any, world_size: int) -> Any:
+            self._announced = tuple(places[id(parameter)] for parameter in parameters)
+            return prepare(parameters, gradients, world_size)
+
+        setattr(self.group, PREPARE, noted)
+
     def watch(self) -> None:
         """Have unsharded parameters tell that they got a gradient; they exist from now on."""
         for place, parameter in enumerate(self.group.fsdp_params):
             unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is None or id(unsharded) in self._hooked or not unsharded.requires_grad:
+            if unsharded is None or id(unsharded) in self._hooks or not unsharded.requires_grad:
                 continue
-            self._hooked.add(id(unsharded))
-            unsharded.register_post_accumulate_grad_hook(
-                lambda _, place=place: self._touched.add(place)
+            # torch keeps the hook where the garbage collector does not look: it holds a set only
+            self._hooks[id(unsharded)] = unsharded.register_post_accumulate_grad_hook(
+                lambda _, touched=self._touched, place=place: touched.add(place)
             )
+
+    def unwatch(self) -> None:
+        """Take away what ``follow_messages`` and ``watch`` have put there."""
+        vars(self.group).pop(PREPARE, None)
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
 
     def of_message(self, numel: int, world_size: int) -> tuple[int, ...]:
         """The parameters in a reduce-scatter of ``numel`` elements, the next one of this group.
 
         Raises RuntimeError where none fit.
         """
-        touched, self._touched = tuple(sorted(self._touched)), set()
-        for places in (self.trained, touched):
+        touched = tuple(sorted(self._touched))
+        self._touched.clear()
+        ways = (self.trained, touched) if self._announced is None else (self._announced,)
+        for places in ways:
             if self.numel(places, world_size) == numel:
                 return places
         raise RuntimeError(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from packaging.requirements import Requirement
 from torch.distributed.tensor import DTensor
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.engines.session import say
-from hybridcomp.errors import SeamError
 from hybridcomp.policy import Dimension, directions_of
 from hybridcomp.rules import engine
 from hybridcomp.rules.engine import Rule
@@ -114,13 +111,3 @@ def check(block: CompressionConfig, table: Sequence[Rule[Any]], job: Any) -> fro
     for sentence in engine.hold(block, rules):
         say(sentence)
     return engine.absent(rules)
-
-
-def check_version(name: str, requirement: str) -> None:
-    """Raise SeamError where torch is outside the window."""
-    found = version("torch")
-    if not Requirement(requirement).specifier.contains(found, prereleases=True):
-        raise SeamError(
-            f"{name}: needs {requirement}, found torch {found}; install a version inside the "
-            "window, or a hybridcomp that knows this one"
-        )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp import process
+from hybridcomp import presence, process
 from hybridcomp.agreement import agree, versions
 from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK, CompressionConfig, describe
@@ -25,6 +25,8 @@ from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import EngineSession
 from hybridcomp.topology import Ranks, machines
 
+#: what a user calls the engine of a kind
+ENGINES = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
 #: a block in any of the forms in which a user has it
 Source = Mapping[str, Any] | str | Path | CompressionConfig
 
@@ -42,9 +44,16 @@ def read(source: Source | None) -> CompressionConfig | None:
 
 
 def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
-    """Compare the block and the versions over the ranks of one model. Raises AgreementError."""
+    """Compare the block and the versions over the ranks of one model. Raises AgreementError.
+
+    Where there is a block, these ranks then know where each of them runs.
+    """
     settings = {BLOCK: None} if block is None else block.flat()
     agree({**settings, "engine": kind, **versions()}, ranks=ranks)
+    if block is None:
+        process.say_native(f"models under {ENGINES[kind]}")
+    else:
+        presence.announce(ranks)
 
 
 def session_of(
@@ -59,6 +68,7 @@ def session_of(
     hold_to_plan(block, {"ranks": dist.get_world_size()})
     hold_to_machines(block, lambda: machines(device_name(device)))
     found = EngineSession(Channels(block), device, kept_in="torch.distributed.checkpoint")
+    found.channels.leave_out(absent)
     say(*describe(block, absent))
     path = block.ledger.jsonl
     if path:

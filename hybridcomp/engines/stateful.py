@@ -3,17 +3,18 @@
 In ``torch.distributed.checkpoint`` every rank writes one entry, ``rank_00003``, a pickled
 ``bytes``: residuals differ on every rank, and as tensors they would have to be there, in their
 sizes, before a checkpoint could be read. On as many ranks every rank takes its own entry back, bit
-for bit. On another number new rank r takes the entries of all old ranks that are r modulo the new
-number: the sum over the ranks, which is what gradients still miss, stays what it was, and no rank
-holds more than its share. ``Stateful.state_dict`` cannot know what a checkpoint holds, so for that
+for bit. On another number, or where other ranks encode other stretches, new rank r reads the
+entries of all old ranks that are r modulo the new number, and each value goes to a rank that
+encodes it (``channels/resharing.py``): the sum over the ranks, which is what gradients still miss,
+stays what it was. ``Stateful.state_dict`` cannot know what a checkpoint holds, so for that
 the folder is named: ``hybridcomp.stateful(model, checkpoint=folder)``.
 """
 
 from __future__ import annotations
 
-import functools
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,16 +23,33 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp import saved
-from hybridcomp.channels import Channels
-from hybridcomp.channels.error_feedback import HOPS
+from hybridcomp.agreement import tell
+from hybridcomp.channels import Channels, resharing
+from hybridcomp.channels.error_feedback import held_in
+from hybridcomp.channels.resharing import share
+from hybridcomp.config.error_messages import Shown
 from hybridcomp.engines.session import say
-from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.errors import ConfigError
+from hybridcomp.session import EngineSession
 
 FORMAT = 1
+CALL = "hybridcomp.stateful"
+WHAT = "loading the state of hybridcomp"
 #: what names of residuals begin with where replicas sum what shards have summed
 BETWEEN = "between replicas: "
-#: the key of ``hybridcomp.save_state``'s files, one for each rank and model
-FILE = "hybridcomp_model_{number:02d}_rank_{rank:05d}.pt"
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+#: what a rank's state holds
+_SCHEMA: dict[str, Callable[[Any], bool]] = {
+    "kind": lambda value: isinstance(value, str),
+    "world_size": lambda value: saved.is_count(value) and value > 0,
+    "layout": _is_dict, "step": saved.is_count, "divisors": _is_dict,
+    "residuals": saved.are_residuals, "guard": _is_dict, "link": _is_dict, "factors": _is_dict,
+}  # fmt: skip
 
 
 class Attached(Protocol):
@@ -40,6 +58,10 @@ class Attached(Protocol):
     @property
     def kind(self) -> str:
         """Which of torch's engines it is."""
+
+    @property
+    def identity(self) -> str:
+        """Which model it is (``identity``)."""
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -52,6 +74,14 @@ class Attached(Protocol):
     @property
     def divisors(self) -> Callable[[], Mapping[str, float]]:
         """Gives the units of residuals, by name."""
+
+    @property
+    def sends(self) -> Callable[[], Mapping[str, resharing.Sends]]:
+        """Gives what this rank encodes, by the name of its residuals."""
+
+    @property
+    def session(self) -> EngineSession:
+        """Its session."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over entries of a checkpoint."""
@@ -87,6 +117,7 @@ def state_dict_of(attached: Attached) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "kind": attached.kind,
+        "model": attached.identity,
         "world_size": dist.get_world_size(),
         "layout": {**attached.layout, "nodes": channels.layout},
         "step": channels.step,
@@ -99,104 +130,141 @@ def state_dict_of(attached: Attached) -> dict[str, Any]:
 
 
 def load(attached: Attached, entries: Mapping[str, Any]) -> None:
-    """Take over the entries of a checkpoint: this rank's own, or those that ``share`` names.
+    """Take over the entries of a checkpoint: this rank's own, or those that it reads of others.
 
-    Raises ConfigError where they are of another number of ranks and some are missing.
+    Every rank calls it. Raises on every rank, with nothing changed: ConfigError where the entries
+    are of another number of ranks and some are missing, CheckpointError where one is damaged.
     """
-    _take_over(attached, {name: _unpack(found) for name, found in entries.items()})
+    states, problem = saved.attempt(
+        lambda: {name: checked(name, saved.unpack(found, name)) for name, found in entries.items()}
+    )
+    saved.all_well(problem, WHAT)
+    take_over(attached, states or {})
 
 
-def _take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None:
-    """As ``load``, of entries that have been read."""
-    states = [found for _, found in sorted(entries.items())]
-    first = states[0] if states else None
-    told = _told(first)
-    if told is None:
-        say("the checkpoint holds no state of hybridcomp; step and residuals start at zero")
-        attached.channels.step = 0
-        attached.channels.residuals.drop()
-        return
-    _check(attached, told, entries)
+def checked(name: Path | str, state: dict[str, Any]) -> dict[str, Any]:
+    """``state``, a rank's, as ``name`` holds it. Raises CheckpointError where it is none."""
+    for key, right in _SCHEMA.items():
+        saved.expect(name, state, key, right)
+    for named, _ in held_in(state["residuals"]):
+        if not saved.is_scale(state["divisors"].get(named)):
+            raise saved.damaged(name, f"it does not say what residuals of {named!r} are units of")
+    return state
+
+
+def take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None:
+    """As ``load``, of entries that have been read and checked."""
     channels = attached.channels
+    states = [found for _, found in sorted(entries.items())]
+    of = _of(states[0]) if states else None
+    whose = states[0].get("model") if states else None  # earlier versions did not say
+    read = {"of": of, "entries": sorted(entries), "model": whose, "here": attached.identity}
+    stated = tell(read, what=WHAT)
+    if all(rank["of"] is None for rank in stated):
+        say("the checkpoint holds no state of hybridcomp; step and residuals start at zero")
+        channels.step = 0
+        channels.residuals.drop()
+        return
+    _check(attached, stated)
+    first = next(rank["of"] for rank in stated if rank["of"] is not None)
+    feedback = any(channel.error_feedback for channel in channels)
+    here = json.loads(json.dumps({**attached.layout, "nodes": channels.layout}))  # as ``tell`` does
+    same = (first["world_size"], first["layout"]) == (dist.get_world_size(), here)
+    part = resharing.ReadResiduals()
+    plan = None
+    if feedback and same:
+        _, problem = saved.attempt(lambda: _check_ends(attached, states[0]))
+        saved.all_well(problem, WHAT)
+    elif feedback:
+        for state in states:
+            _read_into(part, state, attached.divisors())
+        plan = resharing.plan(part, attached.sends(), channels.nodes, padding=0)
+    told = _told(states[0] if states else None)
     channels.step = int(told["step"])
     for text in channels.resume_guard(told["guard"]) if channels.guard.watching else ():
         say(text)
     for text in channels.resume_verdicts(told["link"]) if channels.config.measured() else ():
         say(text)
-    if not any(channel.error_feedback for channel in channels):
-        return
-    here = {**attached.layout, "nodes": channels.layout}
-    if told["world_size"] == dist.get_world_size() and told["layout"] == here:
-        (own,) = states
-        channels.residuals.load(own["residuals"])
-        channels.factors.load(own["factors"])
-        return
-    say(
-        f"residuals of {told['world_size']} ranks, {told['layout']}, are taken over by "
-        f"{dist.get_world_size()}, {here}: their sum is kept"
-    )
-    channels.factors.load(told["factors"] if attached.kind == "ddp" else {})
-    channels.residuals.load(_merged(states, attached.divisors()))
+    if feedback and same:
+        channels.residuals.load(states[0]["residuals"])
+        channels.factors.load(states[0]["factors"])
+    elif plan is not None:
+        say(
+            f"residuals of {told['world_size']} ranks, {told['layout']}, are taken over by "
+            f"{dist.get_world_size()}, {here}: their sum is kept"
+        )
+        channels.factors.load(told["factors"] if attached.kind == "ddp" else {})
+        channels.residuals.clear()
+        plan.move(part, channels.residuals, attached.session.device)
+        divisors = attached.divisors()
+        channels.residuals.in_units(lambda name: divisors[name])
 
 
-def share(old: int) -> range:
-    """The ranks of a job of ``old`` ranks whose entries this rank takes over."""
-    world_size = dist.get_world_size()
-    if old == world_size:
-        return range(dist.get_rank(), dist.get_rank() + 1)
-    return range(dist.get_rank(), old, world_size)
+def _of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the states of one checkpoint have in common."""
+    return {key: state[key] for key in ("kind", "world_size", "layout", "step")}
 
 
-def _unpack(packed: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
-    return state
-
-
-def _told(own: dict[str, Any] | None) -> dict[str, Any] | None:
+def _told(own: dict[str, Any] | None) -> dict[str, Any]:
     """What rank 0 has read, without its residuals: steps and verdicts change on all ranks alike."""
     box = [None if own is None else {key: own[key] for key in own if key != "residuals"}]
     dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None, "rank 0 reads an entry of every checkpoint that has any"
     return box[0]
 
 
-def _check(attached: Attached, told: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+def _check(attached: Attached, stated: Sequence[Mapping[str, Any]]) -> None:
+    """Hold what the ranks have read against each other; raises ConfigError on all of them alike."""
+    known = {rank: found["of"] for rank, found in enumerate(stated) if found["of"] is not None}
+    told = known[min(known)]
     if told["kind"] != attached.kind:
         todo = f"this model is under {attached.kind}; residuals do not fit: leave them out"
-        raise ConfigError("hybridcomp.stateful", told["kind"], todo)
-    wanted = {entry(rank) for rank in share(int(told["world_size"]))}
-    if wanted - set(entries):
+        raise ConfigError(CALL, told["kind"], todo)
+    first = stated[min(known)]  # one rank alone: stages of a pipeline are models of their own
+    if first["model"] not in (None, first["here"]):
         todo = (
-            f"the checkpoint is of {told['world_size']} ranks, this job has "
-            f"{dist.get_world_size()}; load with hybridcomp.stateful(model, checkpoint=folder), "
-            "which takes the residuals of all of them over"
+            f"this one is {first['here']}: names or shapes of parameters differ; load it into the "
+            "model that saved it, or leave it out"
         )
-        raise ConfigError("hybridcomp.stateful", sorted(entries), todo)
+        raise ConfigError(CALL, Shown(f"the state of {first['model']}"), todo)
+    world_size, count = dist.get_world_size(), int(told["world_size"])
+    for rank, found in enumerate(stated):
+        wanted = {entry(old) for old in range(rank, count, world_size)}
+        if wanted - set(found["entries"]):
+            todo = (
+                f"the checkpoint is of {count} ranks, this job has {world_size}, and rank {rank} "
+                "lacks entries; load with hybridcomp.stateful(model, checkpoint=folder), which "
+                "takes the residuals of all of them over"
+            )
+            raise ConfigError(CALL, found["entries"], todo)
+    for rank, of in known.items():
+        if of != told:
+            todo = f"ranks {min(known)} and {rank} have read states that were not saved together"
+            raise ConfigError(CALL, f"{told} and {of}", f"{todo}; load one checkpoint")
 
 
-def _merged(
-    states: Sequence[Mapping[str, Any]], divisors: Mapping[str, float]
-) -> dict[Any, dict[str, list[tuple[int, torch.Tensor]]]]:
-    """The residuals of several ranks as those of one, in the units of this job.
+def _check_ends(attached: Attached, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a residual ends behind what this rank encodes."""
+    sends = attached.sends()
+    for name, (offset, values) in held_in(state["residuals"]):
+        end = max((high for _, high in sends[name].ranges), default=0) if name in sends else None
+        if end is not None and offset + values.numel() > end:
+            what = f"{name!r} has residuals up to value {offset + values.numel()} of {end}"
+            raise saved.damaged(entry(dist.get_rank()), what)
+
+
+def _read_into(
+    part: resharing.ReadResiduals, state: Mapping[str, Any], divisors: Mapping[str, float]
+) -> None:
+    """Add a rank's residuals to ``part``, as gradients: divided by what their sum is divided by.
 
     What owners had left out joins what senders had: owners are others now. Replicas and shards take
-    over from each other. ``divisors`` has the names that this job knows; others are told.
+    over from each other. ``divisors`` has the names that this job knows.
     """
-    unknown: dict[str, None] = {}
-    merged: dict[Any, dict[str, list[tuple[int, torch.Tensor]]]] = {hop: {} for hop in HOPS}
-    for state in states:
-        for hop in HOPS:
-            for name, stretches in state["residuals"][hop].items():
-                short = name.removeprefix(BETWEEN)
-                taker = next((n for n in (name, short, BETWEEN + short) if n in divisors), None)
-                if taker is None:
-                    unknown[name] = None
-                    continue
-                factor = divisors[taker] / state["divisors"][name]
-                kept = merged["sender"].setdefault(taker, [])
-                kept += [(offset, tensor * factor) for offset, tensor in stretches]
-    if unknown:
-        say(f"residuals that no parameter of this job takes start at zero: {', '.join(unknown)}")
-    return merged
+    for name, (offset, values) in held_in(state["residuals"]):
+        short = name.removeprefix(BETWEEN)
+        taker = next((n for n in (name, short, BETWEEN + short) if n in divisors), name)
+        part.add(taker, (offset, values), 1.0 / state["divisors"][name])
 
 
 class AtCheckpoint:
@@ -205,9 +273,15 @@ class AtCheckpoint:
     """
 
     def __init__(self, attached: Attached, folder: str | Path, prefix: str = "hybridcomp") -> None:
-        """``prefix``: the key under which the state stands in what is saved."""
+        """Read which entries there are; every rank does, as what follows are collectives.
+
+        ``prefix``: the key under which the state stands in what is saved. Raises CheckpointError
+        on every rank where one cannot read the checkpoint's metadata.
+        """
         self._attached = attached
-        self._keys = _keys_of(folder, prefix)
+        keys, problem = saved.attempt(lambda: _keys_of(folder, prefix))
+        saved.all_well(problem, f"reading what the checkpoint {str(folder)!r} holds")
+        self._keys = keys or []
 
     def state_dict(self) -> dict[str, Any]:
         """The entries that this rank takes over; nothing where the checkpoint has none."""
@@ -225,47 +299,3 @@ def _keys_of(folder: str | Path, prefix: str) -> list[str]:
     known = FileSystemReader(folder).read_metadata().state_dict_metadata
     start = f"{prefix}.rank_"
     return sorted(key for key in known if key.startswith(start))
-
-
-def save_files(folder: Path, every: Iterable[Attached]) -> None:
-    """Write one file for each rank and model into ``folder``; every rank calls it.
-
-    Every file is written whole or not at all. Raises CheckpointError, on every rank, where one
-    could not write its own.
-    """
-    problem = None
-    for number, attached in enumerate(every):
-        path = folder / FILE.format(number=number, rank=dist.get_rank())
-        _, found = saved.attempt(functools.partial(saved.write, path, state_dict_of(attached)))
-        problem = problem or found
-    saved.all_well(problem, "saving the state of hybridcomp")  # nobody goes on before it is whole
-
-
-def load_files(folder: Path, every: Iterable[Attached]) -> None:
-    """Take over what ``save_files`` wrote; every rank calls it.
-
-    Raises CheckpointError, on every rank, where a file is damaged or one of a rank is missing;
-    nothing is taken over then.
-    """
-    models = list(every)
-    found = [
-        saved.attempt(functools.partial(_read, folder, number)) for number in range(len(models))
-    ]
-    problem = next((text for _, text in found if text is not None), None)
-    saved.all_well(problem, "loading the state of hybridcomp")
-    for attached, (states, _) in zip(models, found, strict=True):
-        _take_over(attached, states or {})
-
-
-def _read(folder: Path, number: int) -> dict[str, dict[str, Any]]:
-    """The states that this rank takes over, by entry; raises CheckpointError."""
-    pattern = FILE.format(number=number, rank=0).replace("rank_00000", "rank_*")
-    paths = sorted(folder.glob(pattern))
-    if not paths:
-        return {}
-    old = saved.read(paths[0])["world_size"]
-    wanted = {rank: folder / FILE.format(number=number, rank=rank) for rank in share(old)}
-    missing = [path.name for path in wanted.values() if not path.is_file()]
-    if missing:
-        raise CheckpointError(f"{folder}: expected files of {old} ranks, found no {missing[0]}")
-    return {entry(rank): saved.read(path) for rank, path in wanted.items()}

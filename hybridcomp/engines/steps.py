@@ -3,13 +3,14 @@
 Steps by ``torch.optim.optimizer.register_optimizer_step_post_hook``, a public slot that every
 optimizer calls. A loss scaler has no slot, and residuals are in units of the scaled loss: so
 ``GradScaler.step`` and ``update`` are the one thing in torch that is replaced, and only once a
-model with error feedback is attached. A step that the scaler skips runs no optimizer, hence no
-hook.
+model with error feedback, or with ``when: auto``, is attached. A step that the scaler skips runs no
+optimizer, hence no hook. Optimizers that are none of torch's: ``unseen_steps``.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +22,9 @@ from hybridcomp.engines.attached import Attached
 from hybridcomp.patching import Patch, Seam, apply_all, revert_all
 
 MODULE = "torch.amp.grad_scaler"
-STEP = Seam(windows.DDP, MODULE, "GradScaler.step", ("self", "optimizer", "args", "kwargs"))
-UPDATE = Seam(windows.DDP, MODULE, "GradScaler.update", ("self", "new_scale"))
+FITS = windows.checked("GradScaler", windows.DDP)
+STEP = Seam(windows.DDP, MODULE, "GradScaler.step", ("self", "optimizer", "args", "kwargs"), FITS)
+UPDATE = Seam(windows.DDP, MODULE, "GradScaler.update", ("self", "new_scale"), FITS)
 
 _attached: weakref.WeakSet[Attached] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -34,15 +36,28 @@ _followers: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Attached]] = weakref.
 def follow(attached: Attached) -> None:
     """Follow the optimizer steps of ``attached`` from now on."""
     _attached.add(attached)
+    attached.on_detach(functools.partial(_attached.discard, attached))
     if not _handles:
         _handles.append(register_optimizer_step_post_hook(_after_step))
-    if attached.channels["dp"].error_feedback and not _patches:
+    if _heeds_overflows(attached) and not _patches:
         _patches.extend(apply_all([Patch(STEP, make_step), Patch(UPDATE, make_update)]))
 
 
 def models() -> list[Attached]:
-    """What is attached in this process, in the order of attaching."""
+    """What is attached in this process, in the order of attaching; dropped ones may be among it."""
     return sorted(_attached, key=lambda attached: attached.number)
+
+
+def living() -> list[Attached]:
+    """``models`` without those that were dropped, the same on all ranks: models hang in cycles."""
+    if _attached:
+        gc.collect()
+    return models()
+
+
+def _heeds_overflows(attached: Attached) -> bool:
+    """Whether a step that a loss scaler skips matters: to residuals, or to the time of steps."""
+    return attached.channels["dp"].error_feedback or bool(attached.channels.config.measured())
 
 
 def forget_all() -> None:
@@ -65,11 +80,11 @@ def _owners(optimizer: Any) -> list[Attached]:
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Drop residuals where the scaler skips the step."""
+    """Drop residuals, and begin the step anew, where the scaler skips it."""
 
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        owners = [a for a in _owners(optimizer) if a.channels["dp"].error_feedback]
+        owners = [attached for attached in _owners(optimizer) if _heeds_overflows(attached)]
         before = [attached.optimizer_calls for attached in owners]
         result = original(self, optimizer, *args, **kwargs)
         for attached, calls in zip(owners, before, strict=True):

@@ -22,6 +22,7 @@ from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
 from hybridcomp.devices import device_name
 from hybridcomp.patching import IN_PLACE, Seam
+from hybridcomp.policy import Dimension
 from hybridcomp.reporter import Event, describe_run, report_interval
 from hybridcomp.routing import layer_scope
 from hybridcomp.rules import ds_check, neox
@@ -77,33 +78,48 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             block = process.configured()
         agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
         notes: list[str] = []
+        absent: frozenset[Dimension] = frozenset()
         if block is not None:
-            notes = _plan(block, ds_json, bound.arguments)
+            notes, absent = _plan(block, ds_json, bound.arguments)
         late.saw(self, attached=block is not None)
         original(self, *args, **kwargs)
         if block is None:
+            process.say_native("DeepSpeed's engine", _lacking(ds_json))
             process.decline()
             layer_scope.tag(self, None)
             describe_run(None)
         else:
-            _attach(self, block, notes)
+            _attach(self, block, notes, absent)
         record.attach(self)
 
     return __init__
 
 
-def _plan(block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]) -> list[str]:
-    """Check the block against the job; what rank 0 tells the user about it.
+def _lacking(ds_json: Mapping[str, Any]) -> str:
+    return (
+        "that of DeepSpeed's configuration is not enabled"
+        if BLOCK in ds_json
+        else f'DeepSpeed\'s configuration has no "{BLOCK}"'
+    )
+
+
+def _plan(
+    block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]
+) -> tuple[list[str], frozenset[Dimension]]:
+    """Check the block against the job; what to tell the user of it, dimensions without traffic.
 
     Raises ConfigError when a key cannot act.
     """
     named = (given.get(name) for name in ("model", "mpu", "mesh_device"))
     job = job_facts.facts(*named)
     notes = ds_check.check(block, ds_json, **job, neox=neox.settings_of(given.get("args")))
-    return [*describe(block, ds_check.absent(ds_json, **job)), *notes]
+    absent = ds_check.absent(ds_json, **job)
+    return [*describe(block, absent), *notes], absent
 
 
-def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
+def _attach(
+    engine: Any, block: CompressionConfig, notes: list[str], absent: frozenset[Dimension]
+) -> None:
     """Begin the engine's session; tag engine, optimizer and parameters with its channels."""
     hold_to_plan(block, job_facts.layout(engine))
     hold_to_machines(block, lambda: machines(device_name(engine.device)))
@@ -116,6 +132,7 @@ def _attach(engine: Any, block: CompressionConfig, notes: list[str]) -> None:
         kept_in=CHECKPOINTS,
     )
     channels = session.channels
+    channels.leave_out(absent)
     setattr(engine, SESSION, session)
     named = [
         (job_facts.unique_name(engine, name, parameter), parameter)
@@ -186,12 +203,19 @@ def _write(engine: Any, events: list[Event], step: int) -> None:
 
 
 def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
-    """A destroyed engine lends its channels no more."""
+    """Close the session of a destroyed engine: it lends no channels and keeps no residuals.
+
+    Until then DeepSpeed's own hooks keep an engine alive, and at stage 3 afterwards, too.
+    """
 
     @functools.wraps(original)
     def destroy(self: Any) -> None:
         original(self)
         process.release(self)
+        session = session_of(self)
+        if session is not None:
+            session.close()
+            session.channels.residuals.clear()
 
     return destroy
 

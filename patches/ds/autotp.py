@@ -56,6 +56,9 @@ LATER: dict[str, tuple[tuple[str, ...], bool]] = {
     ),
     "GatherFromTensorParallelRegion": (("group", "input", "partition_sizes"), False),
 }
+#: function -> parameters of its ``forward`` in older releases. Up to 0.19.5 this one gathers lists
+#: of tensors, which stay native
+OLDER = {"GatherFromTensorParallelRegion": ("ctx", "group", "input")}
 
 
 def _in_training() -> Channels | None:
@@ -66,6 +69,12 @@ def _in_training() -> Channels | None:
 
 def _seam(qualname: str, parameters: tuple[str, ...] | None) -> Seam:
     return Seam(REQUIREMENT, LAYERS, qualname, parameters)
+
+
+def _forward(name: str, parameters: tuple[str, ...]) -> Seam:
+    newest = ("ctx", *parameters)
+    ways = (OLDER[name], newest) if name in OLDER else (newest,)
+    return Seam(REQUIREMENT, LAYERS, f"{name}.forward", ways)
 
 
 def attached(engine: Any, channels: Channels) -> None:
@@ -99,7 +108,7 @@ def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
         (_seam("TensorParallel_Layer.__call__", ("self", "args", "kwargs")), make_call),
         (_seam("LmHeadLinearAllreduce.forward", ("self", "input")), make_layer_forward),
         *(
-            (_seam(f"{name}.forward", ("ctx", *parameters)), make_forward)
+            (_forward(name, parameters), make_forward)
             for name, (parameters, _) in functions.items()
         ),
         *(

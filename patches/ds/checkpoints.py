@@ -99,13 +99,16 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             if whole and tag is not None:
                 say(*checkpoint_note.dropped(Path(load_dir) / str(tag), None))
             return original(self, *args, **kwargs)
+        folder, found = Path(load_dir) / str(tag), None
+        if tag is not None and whole:  # damage is told before upstream changes any weight
+            found = session.read(folder)
+            exact_weights.check(folder, session.channels)
         exact_weights.forget(self)
         result = original(self, *args, **kwargs)
         session.channels.step = self.global_steps
         session.channels.residuals.drop()
-        if result[0] is not None and tag is not None and whole:
-            folder = Path(load_dir) / str(tag)
-            session.load(folder, loss_scale(self), step=self.global_steps)
+        if result[0] is not None and found is not None:
+            session.take_over(found, loss_scale(self), step=self.global_steps)
             exact_weights.resume(folder, self, session.channels)
         return result
 

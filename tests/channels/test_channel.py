@@ -70,7 +70,7 @@ def report() -> list[tuple[str, float]]:
 def test_every_rank_gets_the_events_of_all() -> None:
     first, second = run_ranks(2, report)
     assert first == second
-    assert dict(first)["Train/Compression/tp/backward/raw_MB"] == 0.003
+    assert dict(first)["train/compression/tp/backward/raw_MB"] == 0.003
 
 
 def ended_early(folder: str) -> tuple[dict[str, Any], str]:

@@ -105,7 +105,7 @@ def test_time_is_scaled_by_bytes_and_said_to_be_the_device_s() -> None:
     assert row["codec_ms"] == pytest.approx(2 * 4 * 20)
     assert row["wait_ms"] == pytest.approx(2 * 4 * 20)
     assert "MB, device codec 160 ms, wait 160 ms, 2 of 10 messages native)" in line(4, rows)
-    assert dict(events_of(rows, 0.0))["Train/Compression/dp/codec_ms"] == pytest.approx(160)
+    assert dict(events_of(rows, 0.0))["train/compression/dp/codec_ms"] == pytest.approx(160)
     json.dumps(rows)
 
 

@@ -68,10 +68,10 @@ def test_line_says_what_stayed_native() -> None:
 def test_events() -> None:
     ledger = filled()
     events = dict(events_of(ledger.rows(ledger.interval), 2.0))
-    assert events["Train/Compression/dp/ratio"] == pytest.approx(16.1 / 2.1)
-    assert events["Train/Compression/pp/backward/wire_MB"] == pytest.approx(50e-6)
-    assert events["Train/Compression/dp/residual_norm"] == 2.0
-    assert "Train/Compression/pp/backward/error" not in events
+    assert events["train/compression/dp/ratio"] == pytest.approx(16.1 / 2.1)
+    assert events["train/compression/pp/backward/wire_MB"] == pytest.approx(50e-6)
+    assert events["train/compression/dp/residual_norm"] == 2.0
+    assert "train/compression/pp/backward/error" not in events
 
 
 def test_each_direction_has_its_own_codec() -> None:
@@ -88,8 +88,8 @@ def test_each_direction_has_its_own_codec() -> None:
     assert [row["wire_MB"] for row in rows["tp"].values()] == [1.0, 2.0]
     assert "tp.backward blockint(bits=8) 4.00x (2.00 of 8.00 MB" in line(1, rows)
     events = dict(events_of(rows, 0.0))
-    assert events["Train/Compression/tp/forward/ratio"] == 8.0
-    assert events["Train/Compression/tp/backward/ratio"] == 4.0
+    assert events["train/compression/tp/forward/ratio"] == 8.0
+    assert events["train/compression/tp/backward/ratio"] == 4.0
 
 
 def test_jsonl_is_whole_at_any_time(tmp_path: Path) -> None:

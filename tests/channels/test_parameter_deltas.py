@@ -275,3 +275,18 @@ def test_digest_sees_every_bit_and_place(dtype: torch.dtype, numel: int) -> None
             integers[place] ^= mask
     if numel > 1:
         assert int(parameter_deltas.digest(values.flip(0))) != before
+
+
+def test_an_empty_buffer_has_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where all parameters of a group are frozen."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 2)
+    block = {"zero": {"codec": "blockint", "bits": 4, "delta": True}, "min_bytes": 0}
+    channel, empty = Channels(CompressionConfig.parse(block))["zero"], torch.zeros(0)
+    codec = channel._state.policy.codecs["zero", "forward"]
+    assert codec is not None
+    for _ in range(2):  # made, and renewed
+        parameter_deltas.keep(channel, empty, None)
+        reference = parameter_deltas.reference_of(empty)
+        assert reference is not None and reference.own.shape == (0,)
+        assert parameter_deltas._state(channel, empty, codec, None) == (True, 0)

@@ -59,9 +59,9 @@ def _world_size_one(codec: Codec) -> None:
     tensor, residual, meter = values_of(0, 100), torch.ones(100), Meter()
     handle = all_reduce(tensor, codec, None, meter=meter, residual=residual, async_op=True)
     handle.wait()
-    assert torch.equal(tensor, values_of(0, 100)) and torch.equal(residual, torch.ones(100))
-    total = reduce_scatter([tensor], codec, None, meter=meter, residuals=[residual]).wait()
-    assert torch.equal(total, tensor) and total.data_ptr() != tensor.data_ptr()
+    assert torch.equal(tensor, values_of(0, 100) + 1) and not residual.any(), "from more ranks"
+    total = reduce_scatter([tensor], codec, None, meter=meter, residuals=[residual.fill_(2)]).wait()
+    assert torch.equal(total, tensor + 2) and not residual.any()
     assert meter == Meter(wait_s=meter.wait_s)
 
 

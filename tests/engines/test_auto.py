@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 
 import hybridcomp
+from hybridcomp.autotune import recheck
+from hybridcomp.autotune.recheck import Recheck
 from hybridcomp.channels import Channels
 from tests.engines.trainer import Job, build, optimizer_of, outcome, train
 from tests.ranks import run_ranks
@@ -46,7 +48,7 @@ def test_a_fast_link_is_native_and_a_slow_one_is_not(job: Job) -> None:
     """Native by verdict is native to the bit."""
     native = run_ranks(2, trained, Job(engine=job.engine), 1.0, 1.0)
     fast = run_ranks(2, trained, job, 0.01, 0.02)
-    slow = run_ranks(2, trained, job, 0.02, 0.01)
+    slow = run_ranks(2, trained, job, 0.09, 0.01)
     for (plain, _), (one, _), (other, _) in zip(native, fast, slow, strict=True):
         assert (one.losses, one.parameters) == (plain.losses, plain.parameters)
         assert all(count == exact for count, exact, *_ in one.ledger.values())
@@ -56,6 +58,27 @@ def test_a_fast_link_is_native_and_a_slow_one_is_not(job: Job) -> None:
 
 def test_replicas_and_shards_are_timed_on_links_of_their_own() -> None:
     job = Job(block=BOTH, replicas=2, bf16=True, reduce_dtype="float32")
-    for _, seen in run_ranks(4, trained, job, 0.02, 0.01):
+    for _, seen in run_ranks(4, trained, job, 0.09, 0.01):
         # ranks 0, 1 and 2, 3 shard; 0, 2 and 1, 3 replicate
         assert seen == [(("zero",), 1, "torch.bfloat16"), (("dp",), 2, "torch.float32")]
+
+
+def skipped() -> tuple[int, list[float]]:
+    """A step that the loss scaler skips, while steps are compared; when the next one began."""
+    model = build(Job(engine="ddp"))
+    with clock(0.011, 0.010):
+        attached = hybridcomp.attach(model, AUTO)
+    assert attached is not None
+    compared = Recheck(("dp",), 0)
+    attached.channels.verdicts.recheck = compared
+    seconds = iter(range(10))
+    with patch.object(recheck, "now", lambda: float(next(seconds))):
+        for _ in range(2):
+            attached.entered()
+            attached.overflowed()
+        attached.entered()
+    return attached.step, list(compared._starts.values())
+
+
+def test_a_step_that_a_loss_scaler_skipped_is_no_part_of_the_next() -> None:
+    assert run_ranks(2, skipped) == [(0, [2.0])] * 2

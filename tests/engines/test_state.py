@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 import hybridcomp
 from hybridcomp.engines.attached import Attached
 from hybridcomp.engines.ddp_layout import BucketLayout
-from hybridcomp.errors import ConfigError
+from hybridcomp.engines.stateful import AtCheckpoint
+from hybridcomp.errors import CheckpointError, ConfigError
 from tests.engines.trainer import (
     Job,
     Outcome,
@@ -170,3 +171,21 @@ def test_another_number_of_ranks_wants_the_folder(tmp_path: Path) -> None:
     run_ranks(4, unbroken, JOBS["DDP"], tmp_path)
     for found in run_ranks(2, load_unnamed, JOBS["DDP"], tmp_path):
         assert "checkpoint=folder" in found
+
+
+def metadata_on_one_rank(folder: str) -> tuple[str, list[str]]:
+    """What a rank is told whose folder has no metadata on rank 1; the entries it takes else."""
+    attached: Any = None
+    save_sharded({"hybridcomp": {f"rank_{dist.get_rank():05d}": b"x"}}, checkpoint_id=folder)
+    told = ""
+    try:
+        AtCheckpoint(attached, folder if dist.get_rank() == 0 else f"{folder}/not there")
+    except CheckpointError as error:
+        told = str(error)
+    return told, sorted(AtCheckpoint(attached, folder).state_dict())
+
+
+def test_metadata_that_one_rank_cannot_read_is_told_on_all(tmp_path: Path) -> None:
+    for rank, (told, entries) in enumerate(run_ranks(2, metadata_on_one_rank, str(tmp_path))):
+        assert "rank 1: FileNotFoundError" in told and "rank 0: " not in told
+        assert entries == [f"rank_{rank:05d}"]

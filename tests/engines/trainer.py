@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
+from hybridcomp.channels.error_feedback import held_in
 from hybridcomp.engines import steps
 from hybridcomp.engines.attached import Attached
 
@@ -242,12 +243,10 @@ def sum_of_residuals(attached: Attached) -> dict[str, Tensor]:
     """By name, what gradients still miss: residuals over all ranks, in units of the gradient."""
     divisors = attached.divisors()
     found: dict[str, Tensor] = {}
-    for hop in attached.channels.residuals.state_dict().values():
-        for name, stretches in hop.items():
-            short = name.removeprefix("between replicas: ")
-            total = found.setdefault(short, torch.zeros(VOCABULARY * 100))
-            for offset, tensor in stretches:
-                total[offset : offset + tensor.numel()] += tensor / divisors.get(name, 1.0)
+    for name, (offset, tensor) in held_in(attached.channels.residuals.state_dict()):
+        short = name.removeprefix("between replicas: ")
+        total = found.setdefault(short, torch.zeros(VOCABULARY * 100))
+        total[offset : offset + tensor.numel()] += tensor / divisors.get(name, 1.0)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
     totals: dict[str, Tensor] = {}

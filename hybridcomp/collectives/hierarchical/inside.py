@@ -44,7 +44,7 @@ def node_sum(
     ``values`` (1-D, contiguous) holds a stretch of ``lengths[l]`` elements for every local rank l.
     They travel as they are and are summed in fp32 in local order: an all-to-all costs the bytes of
     a reduce-scatter, and no 16-bit rounding of partial sums. A lossless codec takes the sum in the
-    dtype of ``values``, any other in fp32.
+    dtype of ``values`` unless it flushes residuals, any other in fp32.
     """
     levels, meter = how.group.levels, how.meter
     assert levels is not None
@@ -66,7 +66,7 @@ def node_sum(
         for row in others:
             total.add_(row)
     POOL.give(wire)
-    return buffer, total.to(values.dtype) if codec.lossless else total
+    return buffer, total.to(values.dtype) if codec.lossless and not how.flush else total
 
 
 def gather_inside(

@@ -20,6 +20,7 @@ from hybridcomp.collectives.wire.cuts import OwnedRange, Range, chunk_ranges, cu
 from hybridcomp.collectives.wire.encoding import (
     POOL,
     Job,
+    add_alone,
     add_values,
     check_residual,
     check_values,
@@ -75,6 +76,7 @@ __all__ = [
     "Steps",
     "Transfer",
     "UNREAD",
+    "add_alone",
     "add_values",
     "check_headers",
     "check_match",

@@ -133,13 +133,14 @@ def check_residual(name: str, residual: Tensor | None, numel: int) -> None:
         )
 
 
-def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool) -> torch.dtype:
+def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool, flush: bool = False) -> torch.dtype:
     """The dtype that is encoded: values of ``dtype``, or fp32 ones (``wide``) meant for ``dtype``.
 
     A lossy codec takes fp32 as it is, which saves a rounding and a pass. A lossless one would
-    carry twice the bytes for digits that ``dtype`` cannot hold.
+    carry twice the bytes for digits that ``dtype`` cannot hold; in a ``flush`` they are sent, as
+    no later message will.
     """
-    return torch.float32 if wide and not codec.lossless else dtype
+    return torch.float32 if wide and (flush or not codec.lossless) else dtype
 
 
 def decode_fp32(codec: Codec, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
@@ -177,6 +178,16 @@ def settle(residual: Tensor, delivered: Tensor) -> None:
     pairs = zip(torch.split(residual, CACHED), torch.split(delivered, CACHED), strict=True)
     for here, gone in pairs:
         _settle(here, gone)
+
+
+def add_alone(residual: Tensor, values: Tensor) -> None:
+    """Add ``residual`` to ``values`` in place: the sum of one rank, to which nobody sends.
+
+    What the dtype of ``values`` cannot hold stays in the residual.
+    """
+    add_values(residual, values)
+    values.copy_(residual)
+    settle(residual, values)
 
 
 def _settle(residual: Tensor, delivered: Tensor) -> None:

@@ -29,6 +29,7 @@ from hybridcomp.collectives.wire.encoding import (
 )
 from hybridcomp.collectives.wire.group import Group, Transfer
 from hybridcomp.collectives.wire.handle import UNDER_WAY, Meter, Steps
+from hybridcomp.errors import CodecError
 
 #: Elements of the longest row in one round, and of half a row where that is less: one message
 #: alone leaves the link idle between its hops, and each costs half a millisecond of its own.
@@ -269,7 +270,8 @@ def cut_payloads(
 ) -> list[list[Tensor]]:
     """The payloads of every rank, views of ``buffer``, in which each rank has its room.
 
-    ``nbytes`` are the sizes, or how many there are where they stand in the ``heads``.
+    ``nbytes`` are the sizes, or how many there are where they stand in the ``heads``. Raises
+    CodecError where they do not fit: they come from another rank.
     """
     rows = []
     for message, head, known in zip(torch.split(buffer, list(rooms)), heads, nbytes, strict=True):
@@ -278,5 +280,9 @@ def cut_payloads(
             rows.append([message])
             continue
         rest = message.numel() - head - sum(found)
+        if rest < 0 or min(found, default=0) < 0:
+            raise CodecError(
+                f"a message of {message.numel()} bytes states payloads of {list(found)} bytes"
+            )
         rows.append(list(torch.split(message, [head, *found, rest])[1:-1]))
     return rows

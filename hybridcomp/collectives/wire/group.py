@@ -114,12 +114,15 @@ class Transfer:
         codec: the same on all ranks.
         meter: filled in, completely so once the collective is through.
         cuts: ascending elements where no codec block may reach across; the same on all ranks.
+        flush: whether what residuals hold is sent for the last time. A lossless codec then takes
+            the fp32 sum of values and residual: rounded to 16 bits, the rest would stay behind.
     """
 
     codec: Codec
     group: Group
     meter: Meter
     cuts: Sequence[int] = ()
+    flush: bool = field(default=False, kw_only=True)
 
 
 @dataclass(eq=False)
@@ -152,4 +155,5 @@ class Reduction(Transfer):
             self.residual,
             self.owner_residual,
             self.probe,
+            flush=self.flush,
         )

@@ -240,7 +240,7 @@ def _learn(group: Group) -> None:
     """Learn, once, who is in the group and how long its messages may take over gloo."""
     if not group.global_ranks:
         group.global_ranks = tuple(dist.get_process_group_ranks(group.process_group))
-        group.limit = presence.time_limit()
+        group.limit = presence.time_limit(group.process_group)
 
 
 def _limited(work: Work, tensor: Tensor, group: Group) -> Work:

@@ -75,6 +75,16 @@ def resume(folder: Path, engine: Any, channels: Channels) -> None:
         _load(folder, engine, channels)
 
 
+def check(folder: Path, channels: Channels) -> None:
+    """Raise CheckpointError, on every rank, where the references of any in ``folder`` are damaged.
+
+    A collective; nothing is changed.
+    """
+    if channels["zero"].delta:
+        _, problem = saved.attempt(lambda: _stored(folder))
+        saved.all_well(problem, WHAT, TODO)
+
+
 def forget(engine: Any) -> None:
     """Forget what ranks hold, which a load makes useless: the next gather is exact."""
     for flat, _, _ in flat_groups(engine.optimizer):

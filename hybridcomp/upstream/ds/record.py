@@ -23,11 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels.ledger_file import JsonLines
+from hybridcomp import environment
+from hybridcomp.channels.ledger_file import JsonLines, make_together
 from hybridcomp.metric_names import LOSS, SPEED, TOKENS
 
 #: environment variable with the path of the file, relative to rank 0's working directory
-ENVIRONMENT = "HYBRIDCOMP_RECORD"
+ENVIRONMENT = environment.RECORD
 #: steps whose batches make the fingerprint of the data
 FINGERPRINTED = 8
 #: elements of each parameter that its fingerprint looks at
@@ -42,11 +43,16 @@ def asked() -> bool:
 
 
 def attach(engine: Any) -> None:
-    """Record ``engine`` where that is asked for; the first one of the process that trains."""
+    """Record ``engine`` where that is asked for; the first one of the process that trains.
+
+    Raises ConfigError on every rank where rank 0 cannot write the file.
+    """
     global _recorded
     if asked() and not _recorded and engine.optimizer is not None:
         _recorded = True
-        Recorder(engine, Path(os.environ[ENVIRONMENT]))
+        path = Path(os.environ[ENVIRONMENT])
+        make_together(path, ENVIRONMENT)
+        Recorder(engine, path)
 
 
 class Recorder:

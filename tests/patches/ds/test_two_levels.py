@@ -67,6 +67,7 @@ def test_training_in_two_levels(pool: RankPool) -> None:
 def residual_sum(job: Job, load: str | None, save: str | None) -> dict[str, float]:
     """Per parameter the sum of this rank's residuals: after training, or as loaded."""
     from hybridcomp.channels import channels_of
+    from hybridcomp.channels.error_feedback import held_in
 
     engine = make_engine(job)
     if load is not None:
@@ -78,11 +79,8 @@ def residual_sum(job: Job, load: str | None, save: str | None) -> dict[str, floa
     channels = channels_of(engine)
     assert channels is not None
     sums: dict[str, float] = {}
-    for name, tensor in channels.residuals._shared.items():  # shared among those that encode
-        sums[name] = float(tensor.double().sum()) / 4
-    for hop in channels.residuals.state_dict().values() if load is None else ():
-        for name, stored in hop.items():
-            sums[name] = sums.get(name, 0.0) + sum(float(t.double().sum()) for _, t in stored)
+    for name, (_, values) in held_in(channels.residuals.state_dict()):
+        sums[name] = sums.get(name, 0.0) + float(values.double().sum())
     engine.destroy()
     return sums
 

@@ -135,7 +135,7 @@ def test_unknown_checkout_is_refused(clean: Path, old: str, new: str, message: s
 def test_figures_go_where_neox_logs(neox: Path) -> None:
     from hybridcomp.session import ATTRIBUTE
 
-    pending = [("Train/Compression/tp/forward/ratio", 3.9)]
+    pending = [("train/compression/tp/forward/ratio", 3.9)]
 
     def take() -> list[tuple[str, float]]:
         found, pending[:] = list(pending), []
@@ -151,7 +151,7 @@ def test_figures_go_where_neox_logs(neox: Path) -> None:
         ) is False  # fmt: skip
     assert importlib.import_module("megatron.logging").WRITTEN == [
         ("lr", 0.1, 7),
-        ("Train/Compression/tp/forward/ratio", 3.9, 7, True, "writer", None),
+        ("train/compression/tp/forward/ratio", 3.9, 7, True, "writer", None),
         ("lr", 0.1, 8),
         ("lr", 0.1, 9),
     ]

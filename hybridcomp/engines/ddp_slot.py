@@ -1,0 +1,117 @@
+"""The slot of DistributedDataParallel: one communication hook, for as long as the model lives.
+
+DDP's reducer keeps its hook in C++, where Python's garbage collector does not look: a hook that
+held its model would keep it alive for ever. So the slot holds what reduces weakly, and whoever is
+attached keeps that. Torch takes no second hook and gives none back: where nobody is attached any
+more, the hook averages natively, with the values that DDP has without a hook.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridcomp.errors import ConfigError
+
+Bucket = torch.futures.Future[Tensor]
+Reduce = Callable[[Any], Bucket]
+
+
+class Slot:
+    """What stands in the slot of one model.
+
+    Attributes:
+        reducer: what sums the buckets of the model; dead or None: torch.distributed does.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.reducer: weakref.ref[Reduce] | None = None
+        self._model = weakref.ref(model)
+
+    def leave(self, reducer: Reduce) -> None:
+        """Let torch.distributed sum from now on; what ``reducer`` was is not asked any more."""
+        if self.reducer is not None and self.reducer() is reducer:
+            self.reducer = None
+
+    def reduce(self, bucket: Any) -> Bucket:
+        """Average a bucket over the ranks: by the reducer, natively where there is none.
+
+        Raises ConfigError in the one way of ``join`` in which a hook cannot know the divisor.
+        """
+        model: Any = self._model()
+        assert model is not None, "its reducer calls"
+        _check_join(model)
+        reducer = None if self.reducer is None else self.reducer()
+        if reducer is not None:
+            return reducer(bucket)
+        return average(bucket.buffer(), model.process_group)
+
+
+def average(gradients: Tensor, group: dist.ProcessGroup) -> Bucket:
+    """Average ``gradients`` natively and in place: multiplied first, then summed, as DDP does."""
+    gradients.mul_(1.0 / dist.get_world_size(group))
+    work = dist.all_reduce(gradients, group=group, async_op=True)
+    assert work is not None
+    future: Bucket = work.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+def occupy(model: DistributedDataParallel, reducer: Reduce) -> Slot:
+    """Let ``reducer`` sum the buckets of ``model`` while somebody else keeps it alive.
+
+    Raises ConfigError where the hook of somebody else is in the slot.
+    """
+    slot = slot_of(model) or _register(model)
+    slot.reducer = weakref.ref(reducer)
+    return slot
+
+
+def slot_of(model: Any) -> Slot | None:
+    """The slot of a model that was attached at some time."""
+    return next((state for _, state in model._comm_hooks if isinstance(state, Slot)), None)
+
+
+def _register(model: DistributedDataParallel) -> Slot:
+    def hybridcomp_hook(state: Slot, bucket: Any) -> Any:
+        return state.reduce(bucket)
+
+    # torch compares these with types, and finds strings under "from __future__ import annotations"
+    hybridcomp_hook.__annotations__ = {
+        "bucket": dist.GradBucket,  # type: ignore[attr-defined]
+        "return": Bucket,
+    }
+    slot = Slot(model)
+    try:
+        model.register_comm_hook(slot, hybridcomp_hook)
+    except RuntimeError as error:
+        todo = (
+            f"DDP takes one communication hook and this model has one ({error}); remove that one, "
+            'or set "dp": "none" and do not attach'
+        )
+        raise ConfigError("compression.dp", "another communication hook", todo) from None
+    vars(model)["register_comm_hook"] = _refuse
+    return slot
+
+
+def _refuse(state: object, hook: Callable[..., object]) -> None:
+    """Stand in for ``register_comm_hook`` of a model whose slot is taken."""
+    todo = (
+        "DDP takes one communication hook and hybridcomp's is in the slot, also after detach; "
+        "register yours before and do not attach, or wrap the model in a new "
+        "DistributedDataParallel"
+    )
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    raise ConfigError("register_comm_hook", name, todo)
+
+
+def _check_join(model: Any) -> None:
+    """Refuse the one way of ``join`` in which DDP divides by what it tells nobody."""
+    if model._join_config.enable and not model._divide_by_initial_world_size:
+        todo = "a hook is not told how many ranks have inputs left; leave it at True"
+        raise ConfigError("join(divide_by_initial_world_size)", False, todo)

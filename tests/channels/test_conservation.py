@@ -1,0 +1,210 @@
+"""What was applied and what residuals hold is what the gradients were, whatever comes in between.
+
+``sum(applied) + sum(residuals) == sum(true gradients)``, by element and over all ranks, for drawn
+jobs: each engine's kind of reduction, one level or nodes, parameters that no rank uses, steps that
+overflow, saves that follow each other, other numbers of ranks. Ranks are threads.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.channels import Channels, resharing
+from hybridcomp.channels.error_feedback import Piece, cut, held_in
+from hybridcomp.collectives import Group, Levels, OwnedRange, chunk_ranges
+from hybridcomp.config import CompressionConfig
+from tests.stand_ins import thread_groups
+from tests.stand_ins.thread_groups import Board, Member
+
+#: DDP, ZeRO 0 and Megatron; FSDP2, ZeRO 3 and Megatron's distributed optimizer; ZeRO 1 and 2
+KINDS = ("all_reduce", "reduce_scatter", "owners")
+JOBS, SHARES = 520, 4
+GROUP: Any = "the group of the test"
+
+
+class Ranks:
+    """What ``resharing`` asks of torch.distributed and of the store, among threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._local = size, threading.local()
+        self._barrier, self._slots = threading.Barrier(size, timeout=60), [None] * size
+
+    def enter(self, rank: int) -> None:
+        self._local.rank = rank
+
+    def get_rank(self) -> int:
+        return int(self._local.rank)
+
+    def get_world_size(self) -> int:
+        return self.size
+
+    def tell(self, statement: Any, *, what: str) -> list[Any]:
+        self._slots[self.get_rank()] = statement
+        self._barrier.wait()
+        said = list(self._slots)
+        self._barrier.wait()
+        return said
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        parts: list[Any] = self.tell(tensor.clone(), what="")
+        tensor.copy_(torch.stack(parts).sum(0))
+
+
+class Nodes:
+    """Two nodes of two ranks."""
+
+    def rows(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [(0, 1), (2, 3)]
+
+
+class Drawn:
+    """A job with its ranks, its parameters, and what its gradients and sums have been."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.kind = self.draw.choice(KINDS)
+        bits = self.draw.choice((2, 3, 8))
+        dp = {"codec": "blockint", "bits": bits, "error_feedback": True}
+        self.config = CompressionConfig.parse({"dp": dp, "min_bytes": 0})
+        count = self.draw.randint(1, 3)
+        self.numels = {f"p{i}": self.draw.randint(1, 150) for i in range(count)}
+        self.pieces = [Piece(name, 0, numel) for name, numel in self.numels.items()]
+        self.whole = sum(self.numels.values())
+        self.owed = torch.zeros(self.whole)
+        self.scale = 1.0
+        self.begin()
+
+    def begin(self) -> None:
+        """New ranks, one level or two, with residuals of 0."""
+        self.size = self.draw.randint(1, 4)
+        self.deep = self.size == 4 and self.draw.random() < 0.5
+        self.every = [Channels(self.config) for _ in range(self.size)]
+        for channels in self.every:
+            channels.step = 1  # no sample
+
+    def step(self) -> None:
+        """Sum gradients once; a parameter may be unused on all ranks, a step may overflow."""
+        gradients = torch.randn(self.size, self.whole)
+        unused = set()
+        if self.kind == "all_reduce" and self.draw.random() < 0.3:
+            unused = {self.draw.choice(list(self.numels))}
+        counts = torch.cat(
+            [torch.full((n,), float(m not in unused)) for m, n in self.numels.items()]
+        )
+        gradients *= counts
+        applied = self.reduce(gradients, frozenset(unused)) * counts  # DDP throws the rest away
+        self.owed += gradients.sum(0) - applied
+        self.scale += float(gradients.abs().max()) * self.size
+        if self.draw.random() < 0.15:  # overflowed: what was left out belongs to no step
+            for channels in self.every:
+                channels.residuals.drop()
+            self.owed.zero_()
+
+    def reduce(self, gradients: Tensor, unused: frozenset[str]) -> Tensor:
+        """Sum over the ranks as the engine's kind does."""
+        inner, outer = [Board(2) for _ in range(2)], [Board(2) for _ in range(2)]
+        ranges = chunk_ranges(self.whole, self.size)
+        lossless = self.draw.random() < 0.2
+
+        def one(member: Member, rank: int) -> Tensor:
+            channel = self.every[rank]["dp"]
+            group: Any = Group(member, rank, self.size)  # type: ignore[arg-type]
+            if self.deep:
+                node, local = divmod(rank, 2)
+                levels = Levels(
+                    ((0, 1), (2, 3)), node, local,
+                    Group(Member(inner[node], local), local, 2),  # type: ignore[arg-type]
+                    Group(Member(outer[local], node), node, 2),  # type: ignore[arg-type]
+                )  # fmt: skip
+                group = Group(levels.inner.process_group, rank, 4, levels=levels)
+            channel._groups[GROUP] = group
+            codec = channel._state.guard.lossless
+            if not lossless:
+                chosen = channel._state.policy.codecs["dp", "forward"]
+                assert chosen is not None
+                codec = chosen
+            values = gradients[rank].clone()
+            if self.kind == "all_reduce":
+                channel.all_reduce(
+                    values, codec, GROUP, raw_nbytes=0, pieces=self.pieces, unused=unused
+                ).wait()
+                return values
+            if self.kind == "reduce_scatter":
+                shards = [values[low:high] for low, high in ranges]
+                of_shards = [cut(self.pieces, low, high) for low, high in ranges]
+                return channel.reduce_scatter(
+                    shards, codec, GROUP, raw_nbytes=0, pieces=of_shards
+                ).wait()
+            owned = [OwnedRange(low, high, (i,)) for i, (low, high) in enumerate(ranges)]
+            sums = channel.reduce_to_owners(
+                values, owned, codec, GROUP, raw_nbytes=0, pieces=self.pieces
+            )
+            return torch.cat(sums) if sums else values[:0]
+
+        found = thread_groups.run(self.size, one)
+        return found[0] if self.kind == "all_reduce" else torch.cat(found)
+
+    def save_and_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Save and go on, once or twice, on as many ranks or on others."""
+        for _ in range(self.draw.randint(1, 2)):
+            states = [channels.residuals.state_dict() for channels in self.every]
+            if self.draw.random() < 0.3:
+                for channels, state in zip(self.every, states, strict=True):
+                    channels.residuals.load(state)
+                continue
+            self.begin()
+            self.take_over(states, monkeypatch)
+
+    def take_over(self, states: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Load ``states`` of the ranks that saved on those that are now."""
+        ranks = Ranks(self.size)
+        monkeypatch.setattr(resharing, "dist", ranks)
+        monkeypatch.setattr(resharing, "tell", ranks.tell)
+        nodes: Any = Nodes() if self.deep else None
+        sends = {name: resharing.Sends(((0, numel),)) for name, numel in self.numels.items()}
+
+        def one(_: Any, rank: int) -> None:
+            ranks.enter(rank)
+            part = resharing.ReadResiduals()
+            for old in resharing.share(len(states)):
+                for name, stretch in held_in(states[old]):
+                    part.add(name, stretch)
+            plan = resharing.plan(part, sends, nodes, padding=0)
+            plan.move(part, self.every[rank].residuals, torch.device("cpu"))
+
+        thread_groups.run(self.size, one)
+
+    def held(self) -> Tensor:
+        """The sum of the residuals of all ranks."""
+        found = {name: torch.zeros(numel) for name, numel in self.numels.items()}
+        for channels in self.every:
+            for name, (offset, values) in held_in(channels.residuals.state_dict()):
+                found[name][offset : offset + values.numel()] += values
+        return torch.cat(list(found.values()))
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_applied_and_held_are_what_was_given(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = 0
+    with thread_groups.in_process():
+        for seed in range(share, JOBS, SHARES):
+            job = Drawn(seed)
+            for _ in range(2):
+                for _ in range(job.draw.randint(1, 2)):
+                    job.step()
+                before = job.size
+                job.save_and_load(monkeypatch)
+                changed += job.size != before
+                off = float((job.held() - job.owed).abs().max())
+                assert off <= 1e-5 * job.scale, (seed, job.kind, job.size, job.deep, off)
+            job.step()
+            off = float((job.held() - job.owed).abs().max())
+            assert off <= 1e-5 * job.scale, (seed, job.kind, job.size, job.deep, off)
+    assert changed > JOBS // SHARES // 2

@@ -1,0 +1,148 @@
+"""Residuals that go to another number of ranks: their sum over the job stays, and all is sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.channels import Channels, checkpoint
+from hybridcomp.channels.error_feedback import Piece, held_in
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import CheckpointError
+from tests.ranks import RunRanks
+
+FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}
+NUMELS = {"a": 1000, "b": 77}
+PIECES = [Piece(name, 0, numel) for name, numel in NUMELS.items()]
+WHOLE = sum(NUMELS.values())
+
+
+def channels_in(hierarchy: int | str) -> Channels:
+    block = {"dp": FEEDBACK, "min_bytes": 0, "hierarchy": hierarchy, "ledger": {"every": 1000}}
+    channels = Channels(CompressionConfig.parse(block))
+    channels.numels = dict(NUMELS)
+    channels.place([tuple(range(dist.get_world_size()))])
+    return channels
+
+
+def sum_up(channels: Channels, flat: torch.Tensor) -> torch.Tensor:
+    """Send one message; the sum over the ranks."""
+    channel = channels["dp"]
+    codec = channel.codec(flat.numel(), flat.dtype, None)
+    assert codec is not None
+    channel.all_reduce(flat, codec, None, raw_nbytes=0, pieces=PIECES).wait()
+    return flat
+
+
+def missing(channels: Channels) -> torch.Tensor:
+    """The sum of all residuals of the job, by element."""
+    found = {name: torch.zeros(numel) for name, numel in NUMELS.items()}
+    for name, (offset, values) in held_in(channels.residuals.state_dict()):
+        found[name][offset : offset + values.numel()] += values
+    total = torch.cat(list(found.values()))
+    dist.all_reduce(total)
+    return total
+
+
+def gradients(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(WHOLE, generator=generator)
+
+
+def first_run(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two steps, saved: what was applied less what was given, and what is held."""
+    channels = channels_in(hierarchy)
+    owed = torch.zeros(WHOLE)
+    for step in range(2):
+        given = gradients(step)
+        dist.all_reduce(given)
+        owed += given - sum_up(channels, gradients(step))
+    checkpoint.save(Path(folder), channels, 1.0, {})
+    return owed, missing(channels)
+
+
+def saved_again(folder: str, hierarchy: int | str, times: int) -> torch.Tensor:
+    """Load and save ``times`` times with no step in between; what is held in the end."""
+    for _ in range(times):
+        channels = channels_in(hierarchy)
+        checkpoint.load(Path(folder), channels, 1.0)
+        dist.barrier()
+        for old in Path(folder).glob("hybridcomp_residuals_rank_*.pt"):
+            if int(old.stem[-5:]) >= dist.get_world_size() and dist.get_rank() == 0:
+                old.unlink()
+        checkpoint.save(Path(folder), channels, 1.0, {})
+    return missing(channels)
+
+
+def flushed(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Load, send nothing but residuals, losslessly; what arrived, what is left, memory."""
+    from hybridcomp.codecs import LOSSLESS
+
+    channels = channels_in(hierarchy)
+    checkpoint.load(Path(folder), channels, 1.0)
+    held = channels.residuals.nbytes
+    flat = torch.zeros(WHOLE)
+    if dist.get_world_size() == 1:
+        assert channels["dp"].codec(WHOLE, torch.float32, None) is LOSSLESS
+    channels["dp"].all_reduce(flat, LOSSLESS, None, raw_nbytes=0, pieces=PIECES).wait()
+    if dist.get_world_size() == 1:
+        assert channels["dp"].codec(WHOLE, torch.float32, None) is None, "native from now on"
+    return flat, missing(channels), held
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [((4, "none"), (2, "none")), ((2, "none"), (4, 2)), ((4, 2), (4, "none")),
+     ((4, "none"), (4, 2)), ((4, 2), (2, "none")), ((4, "none"), (1, "none")),
+     ((2, "none"), (3, "none"))],
+    ids=["4 to 2", "2 to 2x2", "2x2 to 4", "4 to 2x2", "2x2 to 2", "4 to 1", "2 to 3"],
+)  # fmt: skip
+def test_sums_stay_and_all_is_sent(
+    old: tuple[int, Any], new: tuple[int, Any], on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+    owed, held = on_ranks(old[0], first_run, str(tmp_path), old[1])[0]
+    assert float(owed.norm()) > 1
+    torch.testing.assert_close(held, owed, **near)
+    for again in on_ranks(new[0], saved_again, str(tmp_path), new[1], 3):
+        torch.testing.assert_close(again, owed, **near)
+    results = on_ranks(new[0], flushed, str(tmp_path), new[1])
+    for arrived, left, _ in results:
+        torch.testing.assert_close(arrived, owed, **near)
+        assert not left.any()
+    if new[1] == "none" and new[0] != old[0]:
+        assert sum(nbytes for *_, nbytes in results) == 4 * WHOLE, "no value is held twice"
+
+
+def strike(folder: str, name: str, offset: int, value: float) -> str:
+    """Put a stretch into rank 1's file of four, with a valid checksum; what a load says."""
+    path = Path(folder, "hybridcomp_residuals_rank_00001.pt")
+    if dist.get_rank() == 0:
+        state = torch.load(path, weights_only=True)
+        state["residuals"]["sender"][name] = [(offset, torch.full((3,), value))]
+        torch.save(state, path)
+    dist.barrier()
+    channels = channels_in("none")
+    try:
+        checkpoint.load(Path(folder), channels, 1.0)
+    except CheckpointError as error:
+        assert not channels.residuals.nbytes
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "offset", "value", "told"),
+    [("a", 10**9, 1.0, "'a'"), ("a", 0, float("nan"), "rank_00001.pt"), ("c", 0, 1.0, "")],
+)
+def test_values_that_nothing_has_left_are_refused(
+    ranks: int, name: str, offset: int, value: float, told: str, on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    on_ranks(4, first_run, str(tmp_path), "none")
+    for text in on_ranks(ranks, strike, str(tmp_path), name, offset, value):
+        assert told in text and bool(told) == bool(text)

@@ -1,0 +1,87 @@
+"""DDP throws the sum of a parameter away that no rank has used: its residual stays what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridcomp
+from hybridcomp.channels.error_feedback import held_in
+from tests.ranks import RunRanks
+
+CODECS: dict[str, dict[str, Any]] = {
+    "blockint": {"codec": "blockint", "bits": 3, "error_feedback": True},
+    "powersgd": {"codec": "powersgd", "rank": 1},
+}
+
+
+class Gated(nn.Module):
+    """A layer that may be left out, between two that may not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 40)
+
+    def forward(self, values: Tensor, extra: bool) -> Tensor:
+        values = self.first(values)
+        values = values + self.extra(values) if extra else values
+        found: Tensor = self.last(values)
+        return found
+
+
+def missing(attached: Any) -> dict[str, Tensor]:
+    """The sum of the residuals over the ranks, by name."""
+    found = {name: torch.zeros(p.numel()) for name, p in Gated().named_parameters()}
+    for name, (offset, values) in held_in(attached.channels.residuals.state_dict()):
+        found[name][offset : offset + values.numel()] += values
+    for values in found.values():
+        dist.all_reduce(values)
+    return found
+
+
+def kept(codec: str, hierarchy: int | str, used: list[tuple[bool, ...]]) -> list[float]:
+    """For each step of ``used``: how far gradients and residuals are off what was given."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Gated(), find_unused_parameters=True, bucket_cap_mb=0.005)
+    block = {"dp": CODECS[codec], "min_bytes": 0, "hierarchy": hierarchy, "ledger": {"every": 999}}
+    attached = hybridcomp.attach(model, block)
+    rank, off = dist.get_rank(), []
+    before = missing(attached)
+    for step, of_rank in enumerate(used):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        values = torch.randn(8, 40, generator=generator)
+        plain = Gated()
+        plain.load_state_dict(model.module.state_dict())
+        plain(values, of_rank[rank]).square().mean().backward()
+        model.zero_grad()
+        model(values, of_rank[rank]).square().mean().backward()
+        after, worst = missing(attached), 0.0
+        for (name, one), other in zip(
+            model.module.named_parameters(), plain.parameters(), strict=True
+        ):
+            given = torch.zeros_like(one) if other.grad is None else other.grad.clone()
+            dist.all_reduce(given)
+            applied = torch.zeros_like(one) if one.grad is None else one.grad
+            left = given / len(of_rank) + (before[name] - after[name]).view_as(one) - applied
+            worst = max(worst, float(left.norm() / (1e-6 + before[name].norm() + given.norm())))
+        off.append(worst)
+        before = after
+    return off
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("hierarchy", ["none", 2])
+def test_nothing_goes_with_a_sum_that_is_thrown_away(
+    codec: str, hierarchy: int | str, on_ranks: RunRanks
+) -> None:
+    if codec == "powersgd" and hierarchy != "none":
+        pytest.skip("factors are summed in one level")
+    every, nobody = (True,) * 4, (False,) * 4
+    used = [every, nobody, (False, True, False, False), nobody, nobody, every]
+    for off in on_ranks(4, kept, codec, hierarchy, used):
+        assert max(off) < 1e-4, off

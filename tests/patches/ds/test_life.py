@@ -1,0 +1,54 @@
+"""Engines that are destroyed and dropped leave nothing of hybridcomp behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.channels import Channels, channels_of
+from tests.ranks import run_ranks
+from tests.training.trainer import Job, make_engine, train_step
+
+BLOCK: dict[str, Any] = {
+    "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
+    "min_bytes": 0,
+    "ledger": {"every": 1},
+}
+RUNS = 2
+
+
+def sweep(stages: tuple[int, ...], folder: Path) -> dict[int, tuple[list[bool], int, list[float]]]:
+    """By stage: whether engines are gone, how many channels are left, residuals when destroyed."""
+    found = {}
+    for stage in stages:
+        gone, norms = [], []
+        for number in range(RUNS):
+            ledger = {"every": 1, "jsonl": str(folder / f"{stage}_{number}.jsonl")}
+            job = Job(stage=stage, block={**BLOCK, "ledger": ledger})
+            engine = make_engine(job)
+            train_step(engine, job, 0)
+            channels = channels_of(engine)
+            assert channels is not None and channels.residuals.norm() > 0
+            engine.destroy()
+            norms.append(channels.residuals.norm())
+            known = weakref.ref(engine)
+            del engine, channels
+            gc.collect()
+            gone.append(known() is None)
+        gc.collect()  # what hung in DeepSpeed's hooks, which the first one freed
+        left = sum(issubclass(type(thing), Channels) for thing in gc.get_objects())
+        found[stage] = (gone, left, norms)
+    return found
+
+
+def test_destroyed_engines_are_gone(tmp_path: Path) -> None:
+    """At stage 3 DeepSpeed keeps its engine, with a block or without; residuals are freed."""
+    for found in run_ranks(2, sweep, (1, 2, 3), tmp_path, timeout=600.0):
+        for stage in (1, 2):
+            assert found[stage] == ([True] * RUNS, 0, [0.0] * RUNS), stage
+        assert found[3][2] == [0.0] * RUNS
+    ledgers = [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]
+    assert len(ledgers) == 3 * RUNS
+    assert all('"summary": true' in lines[-1] for lines in ledgers)  # written when destroyed
