@@ -207,6 +207,24 @@ def test_module_and_recomputation(on_ranks: RunRanks) -> None:
     assert max(on_ranks(2, module)) <= 1e-6
 
 
+def nothing() -> None:
+    """Nothing goes in, and nothing of the same shapes comes out, forward and backward."""
+    for batch, length in ((0, 8), (2, 0)):
+        q = torch.zeros(batch, 4, length, 6, requires_grad=True)
+        k = torch.zeros(batch, 2, length, 6, requires_grad=True)
+        v = torch.zeros(batch, 2, length, 5, requires_grad=True)
+        out = ring_attention(q, k, v)
+        assert out.shape == (batch, 4, length, 5) and out.dtype == q.dtype
+        out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+        for leaf in (q, k, v):
+            assert leaf.grad is not None and leaf.grad.shape == leaf.shape
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_of_nothing(on_ranks: RunRanks, ranks: int) -> None:
+    on_ranks(ranks, nothing)
+
+
 def subgroups() -> float:
     """Two rings side by side."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]

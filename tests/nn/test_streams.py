@@ -50,10 +50,14 @@ def test_layers_on_a_mesh(gpu: Gpu, tp2d: Any) -> None:
     mesh._groups = {"row": fake_group(2, 1), "column": fake_group(2, 1)}
     values, weight = values_of(32 * 64).view(32, 64), values_of(48 * 64).view(48, 64)
     tokens = values_of(32, torch.int64)
-    for function, first in ((LinearFunction, values), (LookUpFunction, tokens)):
+    layers: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+        (LinearFunction, (values, weight, mesh)),
+        (LookUpFunction, (tokens, weight, mesh, None)),
+    )
+    for function, arguments in layers:
         ctx: Any = SimpleNamespace(needs_input_grad=(True, True, False))
         ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
-        out = function.forward(ctx, first, weight, mesh)
+        out = function.forward(ctx, *arguments)
         found: Any = function.backward(ctx, torch.ones_like(out))
         assert found[1].shape == weight.shape and found[1].dtype == weight.dtype
     assert not gpu.unmet and not gpu.waits

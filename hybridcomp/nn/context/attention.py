@@ -52,8 +52,8 @@ def ring_attention(
         documents: whole (B or 1, tokens of the whole sequence), in its order, the same on every
             rank: a token sees those with its own number; -1 is padding. None: all see each other.
 
-    Returns the context (B, H, S, E), of the dtype of ``q``. Raises ValueError on shapes that do not
-    fit.
+    Returns the context (B, H, S, E), of the dtype of ``q``; B and S may be 0. Raises ValueError on
+    shapes that do not fit.
     """
     _check(q, k, v, layout)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -63,6 +63,9 @@ def ring_attention(
     held = None
     if documents is not None:
         held = _documents(documents, length, ranks, group, layout)
+    if not q.shape[0] or not length:  # on all ranks: nothing to send
+        nothing = q.sum() + k.sum() + v.sum()
+        return nothing.to(q.dtype).expand(*q.shape[:3], v.shape[3]).contiguous()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     traffic = RingTraffic(process.known() if ranks > 1 else None, group, rank, ranks)
     call = RingCall(traffic, causal, float(scale), layout, held)

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+
 
 class _Kept:
     """Keys and values of one layer, and the sums of their gradients: (B, H, room, D) each."""
@@ -83,23 +86,40 @@ class _Extend(torch.autograd.Function):
 
 
 class Past:
-    """What a stage remembers of a step's sequence.
+    """What a stage remembers of a step's sequence, as one of its slices sees it.
 
-    Attributes:
-        start: tokens before the slice that the stage works on; its first position.
+    A slice has its own ``Past``, on memory that all slices share: a layer that runs again in the
+    backward pass (activation checkpointing) then finds the start and the tokens of its own slice,
+    whichever slices came behind it.
     """
 
     def __init__(self, tokens: int = 0) -> None:
-        """``tokens``: of the whole sequence, as far as that is known."""
-        self.start, self._tokens = 0, tokens
+        """Begin a sequence, for its first slice; ``tokens``: its length, as far as known."""
+        self._start, self._tokens = 0, tokens
         self._kept: dict[Hashable, _Kept] = {}
+        self._lengths: dict[Hashable, int] = {}
+
+    @property
+    def start(self) -> int:
+        """Tokens before the slice; its first position."""
+        return self._start
+
+    def at(self, start: int) -> Past:
+        """The past of the slice that begins with token ``start``, on the same memory."""
+        later = Past(self._tokens)
+        later._start, later._kept = start, self._kept
+        return later
 
     def extend(self, layer: Hashable, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens up to the end of this slice, (B, H, start + T, D) each.
 
-        Called once a slice by each attention layer, under a name of its own; ``key`` and ``value``
-        are (B, H, T, D), positions applied. They are kept for the slices that follow.
+        Called once a slice by each attention layer, under a name of its own, and again only where
+        that layer is recomputed in the backward pass. ``key`` and ``value`` are (B, H, T, D),
+        positions applied. They are kept for the slices that follow.
+
+        Raises ConfigError where a name comes twice in a forward pass, or with another T.
         """
+        self._check(layer, key.shape[2])
         if self.start == 0 and key.shape[2] == self._tokens:
             return key, value  # nothing follows
         kept = self._kept.setdefault(layer, _Kept())
@@ -110,9 +130,17 @@ class Past:
         )
         return found
 
-    def advance(self, tokens: int) -> None:
-        """This slice, of so many tokens, is through."""
-        self.start += tokens
+    def _check(self, layer: Hashable, length: int) -> None:
+        """Raise ConfigError where these keys would overwrite others of the same slice."""
+        before = self._lengths.setdefault(layer, -1)
+        self._lengths[layer] = length
+        again = torch._C._current_graph_task_id() != -1  # a backward pass is running
+        if before == -1 or (again and before == length):
+            return
+        name = type(layer).__name__ if isinstance(layer, torch.nn.Module) else layer
+        found = f"keys of {length} tokens from layer {name}, which gave {before} of the same slice"
+        todo = "expected one call a slice; give each layer a name and each slice a Past of its own"
+        raise ConfigError("pp", Shown(found), f"{todo} (past.at(start))")
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ class SlicePipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         channels: Callable[[], Channels | None] | None = None,
+        ignore_index: int = -100,
     ) -> None:
         """Put ``stage`` into the pipeline of ``group``, whose ranks are the stages in order.
 
@@ -87,11 +88,14 @@ class SlicePipeline:
             stage: this rank's layers; attention layers take keys and values from ``Past``.
             slices: tokens of each slice, in order (``plan.slices.Slices.lengths``).
             width: of the hidden states (B, T, width) between stages.
-            loss: mean over the tokens of logits and labels of a slice; the last stage calls it.
+            loss: of logits and labels of a slice, the mean over its tokens that count; the last
+                stage calls it.
             group: None: all ranks.
             dtype, device: of the hidden states.
             channels: gives what messages go through, None for native; without it the channels of
                 this process.
+            ignore_index: tokens with this label do not count, where labels are integers; others
+                all count.
 
         Raises ConfigError on slices without tokens.
         """
@@ -100,7 +104,7 @@ class SlicePipeline:
             raise ConfigError("pp", found, "expected one or more slices of at least one token")
         self.stage, self.loss, self.width, self.dtype = stage, loss, width, dtype
         self.device = torch.device("cpu") if device is None else device
-        self.slices = tuple(slices)
+        self.slices, self.ignore_index = tuple(slices), ignore_index
         self.group = dist.group.WORLD if group is None else group
         self.number, self.count = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(self.group)
@@ -146,6 +150,7 @@ class SlicePipeline:
         self._check(tokens)
         run, edges = stage or self.stage, self._edges
         past, inputs, outputs, sent = Past(sum(self.slices)), [], [], []
+        shares = self._shares(labels) if self.is_last else []
         arriving = None if self.is_first else self._receive(0, len(tokens), "forward")
         for index, (start, stop) in enumerate(edges):
             values = tokens[:, start:stop]
@@ -153,11 +158,12 @@ class SlicePipeline:
                 values = arriving.wait().requires_grad_()
                 if index + 1 < len(edges):
                     arriving = self._receive(index + 1, len(tokens), "forward")
-            out = run(values, past)
-            past.advance(stop - start)
+            out = run(values, past.at(start))
             if self.is_last:
-                share = (stop - start) / tokens.shape[1]
-                out = self.loss(out, labels[:, start:stop]) * share
+                if shares[index]:
+                    out = self.loss(out, labels[:, start:stop]) * shares[index]
+                else:  # a mean over nothing is NaN; 0, with gradients of 0
+                    out = out[:, :0].sum()
             else:
                 sent.append(self._send(out, "forward"))
             inputs.append(values)
@@ -165,6 +171,19 @@ class SlicePipeline:
         for message in sent:
             message.wait()
         return Passed(inputs, outputs)
+
+    def _shares(self, labels: Tensor) -> list[float]:
+        """Shares of the slices in the mean loss: of the labels (B, T) that count.
+
+        Where none counts the loss is what the whole model's is, so that all slices call it. The
+        host waits for labels on a GPU, before the first slice comes.
+        """
+        counts: list[int] = list(self.slices)
+        if not (labels.is_floating_point() or labels.is_complex()):
+            counted = (labels != self.ignore_index).sum(0)
+            each = [int(part.sum()) for part in torch.split(counted.cpu(), counts)]
+            counts = each if any(each) else counts
+        return [count / sum(counts) for count in counts]
 
     def backward(self, passed: Passed, scale: Tensor | None = None) -> None:
         """The backward passes, last slice first: a slice's keys and values then have all gradients.
@@ -181,6 +200,8 @@ class SlicePipeline:
                 grad = arriving.wait()
                 if index:
                     arriving = self._receive(index - 1, batch, "backward")
+                if not outputs[index].requires_grad:
+                    continue  # a first stage whose parameters are all frozen
                 outputs[index].backward(grad)  # type: ignore[no-untyped-call]
             if not self.is_first:
                 own = inputs[index].grad

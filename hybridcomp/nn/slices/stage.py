@@ -30,25 +30,33 @@ class _AllSlices(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pipeline: SlicePipeline, batch: tuple[Tensor, Tensor], *parameters: Tensor
+        ctx: Any,
+        pipeline: SlicePipeline,
+        batch: tuple[Tensor, Tensor],
+        always: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
-        """The mean loss on the last stage, 0 on the others."""
+        """The mean loss on the last stage, 0 on the others.
+
+        ``always`` requires a gradient, and gets none: a stage whose parameters are all frozen takes
+        part in the backward pass too, as its neighbours wait for it.
+        """
         module = pipeline.stage
         assert isinstance(module, nn.Module)
         ctx.pipeline, ctx.leaves = pipeline, leaves_of(parameters)
-        run = OnLeaves(module, ctx.leaves)
+        ctx.run = OnLeaves(module, ctx.leaves)
         with torch.enable_grad():
-            ctx.passed = pipeline.forward(*batch, run)
+            ctx.passed = pipeline.forward(*batch, ctx.run)
         return ctx.passed.loss if pipeline.is_last else _nothing(pipeline)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the parameters, scaled by the last stage's gradient of the loss."""
         with torch.enable_grad():
-            ctx.pipeline.backward(ctx.passed, grads[0])
+            ctx.run.within(lambda: ctx.pipeline.backward(ctx.passed, grads[0]))
         found = [leaf.grad for leaf in ctx.leaves]
-        del ctx.passed, ctx.leaves  # graphs of all slices
-        return None, None, *found
+        del ctx.passed, ctx.leaves, ctx.run  # graphs of all slices
+        return None, None, None, *found
 
 
 class OnLeaves:
@@ -63,6 +71,26 @@ class OnLeaves:
         """One slice."""
         out: Tensor = functional_call(self._module, self._parameters, (values, past))
         return out
+
+    def within(self, do: Callable[[], None]) -> None:
+        """Call ``do`` while the stage has these parameters.
+
+        A layer that is recomputed in the backward pass would else take its own, and add its
+        gradients to those, slice by slice and past the engine.
+        """
+        inside = {f"stage.{name}": leaf for name, leaf in self._parameters.items()}
+        functional_call(_Inside(self._module), inside, (do,))
+
+
+class _Inside(nn.Module):
+    """A stage as the child of a module whose forward calls what it is given."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, do: Callable[[], None]) -> None:
+        do()
 
 
 def leaves_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -91,6 +119,7 @@ class SlicedStage(nn.Module):
         *,
         group: ProcessGroup | None = None,
         channels: Callable[[], Channels | None] | None = None,
+        ignore_index: int = -100,
     ) -> None:
         """Arguments as those of ``SlicePipeline``; dtype and device are those of the parameters.
 
@@ -98,7 +127,10 @@ class SlicedStage(nn.Module):
         """
         super().__init__()
         self.stage = stage
-        self._settings = {"width": width, "loss": loss, "group": group, "channels": channels}
+        self._settings = {
+            "width": width, "loss": loss, "group": group, "channels": channels,
+            "ignore_index": ignore_index,
+        }  # fmt: skip
         self._pipeline = SlicePipeline(stage, slices, **self._settings)  # type: ignore[arg-type]
 
     @property
@@ -141,6 +173,7 @@ class SlicedStage(nn.Module):
             passed = pipeline.forward(tokens, labels)
             return passed.loss if pipeline.is_last else _nothing(pipeline)
         loss: Tensor = _AllSlices.apply(  # type: ignore[no-untyped-call]
-            pipeline, (tokens, labels), *self.stage.parameters()
-        )
+            pipeline, (tokens, labels), _nothing(pipeline).requires_grad_(),
+            *self.stage.parameters(),
+        )  # fmt: skip
         return loss

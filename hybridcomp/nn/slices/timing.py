@@ -129,8 +129,7 @@ class _Timer:
         """Keep keys and values of the whole sequence."""
         with torch.no_grad():
             for start in range(0, self._length, tokens):
-                self._past.start = start
-                self._run(self._values[:, start : start + tokens], self._past)
+                self._run(self._values[:, start : start + tokens], self._past.at(start))
 
     def _median(self, start: int, stop: int) -> float:
         self._once(start, stop)  # allocates
@@ -138,16 +137,17 @@ class _Timer:
 
     def _once(self, start: int, stop: int) -> float:
         """Seconds of one slice: forward, backward, and coding what it exchanges."""
-        pipeline, self._past.start = self._pipeline, start
+        pipeline = self._pipeline
         own = self._values[:, start:stop].detach()
         if own.is_floating_point():
             own.requires_grad_()
         coders = [_coder(pipeline, self._batch * (stop - start), way) for way in DIRECTIONS]
         begin = now(pipeline.device)
-        out = self._run(own, self._past)
+        out = self._run(own, self._past.at(start))
         if pipeline.is_last:
             out = pipeline.loss(out, self._labels[:, start:stop])
-        out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+        if out.requires_grad:  # not of a first stage whose parameters are all frozen
+            out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
         for coder in coders:
             coder()
         return now(pipeline.device) - begin

@@ -13,6 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
 from hybridcomp.nn.tp2d.layouts import Layout, Matrix, Output, Table, Vector
 from hybridcomp.nn.tp2d.mesh import Mesh
 from hybridcomp.nn.tp2d.norms import normed
@@ -78,7 +80,7 @@ class Linear(Cut):
         """By SUMMA; see ``products.LinearFunction``."""
         out = linear(values, self.weight, self.mesh)
         bias = self._spread(self.bias)
-        return out if bias is None else out + bias
+        return out if bias is None else out + bias.to(out.dtype)
 
 
 class Embedding(Cut):
@@ -87,13 +89,58 @@ class Embedding(Cut):
     weight: Tensor
 
     def __init__(self, mesh: Mesh, whole: nn.Embedding) -> None:
-        """Cut ``whole``, equal on all ranks. Raises ConfigError where q does not divide it."""
+        """Cut ``whole``, equal on all ranks, with its ``padding_idx`` and ``scale_grad_by_freq``.
+
+        Raises ConfigError where q does not divide it, and on ``max_norm`` and ``sparse``.
+        """
+        _refuse(whole)
         super().__init__(mesh, {"weight": Table(whole.num_embeddings)})
+        self.num_embeddings, self.padding_idx = whole.num_embeddings, whole.padding_idx
+        self.scale_grad_by_freq = whole.scale_grad_by_freq
         self._keep("weight", whole.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up the tokens of this row's samples. Raises ConfigError on an uneven batch."""
-        return looked_up(self.mesh.part(tokens), self.weight, self.mesh)
+        """Look up the tokens of this row's samples.
+
+        Raises ConfigError on an uneven batch, and what ``nn.Embedding`` does on tokens beyond the
+        table: an IndexError on a CPU, an assertion of the device on a GPU. All ranks raise it, as
+        all have the whole batch.
+        """
+        _check_tokens(tokens, self.num_embeddings)
+        own = self.mesh.part(tokens)
+        scales = None
+        if self.padding_idx is not None or self.scale_grad_by_freq:
+            scales = self.mesh.part(self._scales(tokens))
+        return looked_up(own, self.weight, self.mesh, scales)
+
+    def _scales(self, tokens: Tensor) -> Tensor:
+        """What the gradient of each of the whole batch's tokens is multiplied with."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        scales = torch.ones(tokens.shape, dtype=wide, device=tokens.device)
+        if self.scale_grad_by_freq:
+            often = scales.new_zeros(self.num_embeddings)
+            often.index_add_(0, tokens.reshape(-1), scales.view(-1))
+            scales = 1 / often[tokens]
+        if self.padding_idx is not None:
+            scales = scales.masked_fill(tokens == self.padding_idx, 0.0)
+        return scales
+
+
+def _refuse(whole: nn.Embedding) -> None:
+    """Raise ConfigError on settings of an embedding that its parts cannot keep."""
+    for name, value in (("max_norm", whole.max_norm), ("sparse", whole.sparse)):
+        if value:
+            found = Shown(f"nn.Embedding({name}={value})")
+            raise ConfigError("tp2d", found, f"a table on a mesh has no {name}; leave it out")
+
+
+def _check_tokens(tokens: Tensor, count: int) -> None:
+    """Fail as torch does where a token is not in a table of ``count`` rows."""
+    inside = (tokens >= 0) & (tokens < count)
+    if tokens.is_cuda:  # the host does not wait
+        torch._assert_async(inside.all())
+    elif not inside.all():
+        raise IndexError(f"index out of range: tokens of a vocabulary of {count} words")
 
 
 class LayerNorm(Cut):

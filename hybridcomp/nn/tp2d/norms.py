@@ -51,7 +51,8 @@ class NormFunction(torch.autograd.Function):
         whole = _wide(values)
         mean, square = _moments(whole, mesh, centred)
         scale = (square + eps).rsqrt()
-        ctx.mesh, ctx.centred, ctx.has_bias = mesh, centred, bias is not None
+        ctx.mesh, ctx.centred = mesh, centred
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(values, weight, mean, scale)
         out = (whole - mean) * scale
         if weight is not None:
@@ -67,7 +68,7 @@ class NormFunction(torch.autograd.Function):
         normed, grad = (_wide(values) - mean) * scale, _wide(grad)
         tokens = tuple(range(grad.dim() - 1))
         to_weight = None if weight is None else (grad * normed).sum(tokens).to(weight.dtype)
-        to_bias = grad.sum(tokens).to(values.dtype) if ctx.has_bias else None
+        to_bias = None if ctx.bias_dtype is None else grad.sum(tokens).to(ctx.bias_dtype)
         own = grad if weight is None else grad * weight
         means = [(own * normed).mean(-1), *([own.mean(-1)] if ctx.centred else [])]
         gathered = ctx.mesh.gather(torch.stack(means), "row", "gradients").mean(0)

@@ -36,6 +36,12 @@ def transposed_times(left: Tensor, right: Tensor) -> Tensor:
     return left.T @ right
 
 
+def _multiplied(product: Product, left: Tensor, right: Tensor) -> Tensor:
+    """Without autocast, which may be on in either pass: the operands are cast once, before."""
+    with torch.autocast(left.device.type, enabled=False):
+        return product(left, right)
+
+
 def add_up(lefts: Blocks, rights: Blocks, product: Product) -> Tensor:
     """Form AB: sum the products of what comes along the row with what comes along the column.
 
@@ -43,7 +49,7 @@ def add_up(lefts: Blocks, rights: Blocks, product: Product) -> Tensor:
     """
     total = None
     for left, right in zip(lefts, rights, strict=True):
-        part = product(left, right)
+        part = _multiplied(product, left, right)
         if total is None:
             dtype, total = part.dtype, part.to(torch.promote_types(part.dtype, torch.float32))
         else:
@@ -55,7 +61,7 @@ def add_up(lefts: Blocks, rights: Blocks, product: Product) -> Tensor:
 def hand_out(rights: Blocks, own: Tensor, sums: Sums, product: Product) -> Tensor:
     """Forms AB^T and A^T B: each block that comes makes an addend of the sum of its place."""
     for place, block in enumerate(rights):
-        part = product(own, block)
+        part = _multiplied(product, own, block)
         sums.add(place, part)
     return sums.own(own.dtype)
 
@@ -136,10 +142,15 @@ class LookUpFunction(torch.autograd.Function):
     """The rows of a table that tokens name: a product with a matrix of zeros and ones."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
-        """Tokens (...), equal along a row, and (vocabulary / q, features / q)."""
+    def forward(
+        ctx: Any, tokens: Tensor, table: Tensor, mesh: Mesh, scales: Tensor | None
+    ) -> Tensor:
+        """Tokens (...), equal along a row, and (vocabulary / q, features / q).
+
+        ``scales`` (...): what the gradient of each token is multiplied with; None: 1.
+        """
         ctx.mesh, ctx.rows = mesh, table.shape[0]
-        ctx.save_for_backward(tokens)
+        ctx.save_for_backward(tokens, scales)
         flat = tokens.reshape(-1)
         out = table.new_zeros(flat.numel(), table.shape[1])
         local = flat.remainder(ctx.rows)
@@ -148,16 +159,19 @@ class LookUpFunction(torch.autograd.Function):
         return out.view(*tokens.shape, table.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         """The gradient of the table; form A^T B without a broadcast, as all have the tokens."""
-        (tokens,) = ctx.saved_tensors
+        tokens, scales = ctx.saved_tensors
         own, flat = _flat(grad), tokens.reshape(-1)
+        if scales is not None:
+            scales = scales.reshape(-1, 1).to(own.dtype)
+            own = torch.where(scales > 0, own * scales, 0.0)  # what is padded may be NaN
         sums, local = Sums(ctx.mesh, "column", "gradients"), flat.remainder(ctx.rows)
         for place in range(ctx.mesh.q):
             part = own.new_zeros(ctx.rows, own.shape[1])
             here = torch.where(_is_here(flat, place, ctx.rows), own, 0.0)
             sums.add(place, part.index_add_(0, local, here))
-        return None, sums.own(own.dtype), None
+        return None, sums.own(own.dtype), None, None
 
 
 def _is_here(tokens: Tensor, place: int, rows: int) -> Tensor:
@@ -184,21 +198,36 @@ class SpreadFunction(torch.autograd.Function):
         return mesh.scatter_sum(grad.reshape(mesh.q, -1), "column", "gradients"), None
 
 
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """``tensors`` in the dtype in which ``torch.autocast`` has products, where it is on.
+
+    As ``F.linear`` does, and by casts that autograd knows: gradients come back in the dtype of the
+    parameters. fp64 stays, as torch leaves it.
+    """
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [t if t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
 def linear(values: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
     """``F.linear`` on the mesh, without a bias; see ``LinearFunction``."""
+    values, weight = _autocast(values, weight)
     out: Tensor = LinearFunction.apply(values, weight, mesh)  # type: ignore[no-untyped-call]
     return out
 
 
 def projected(values: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
     """Logits with the table of an embedding; see ``ProjectFunction``."""
+    values, table = _autocast(values, table)
     out: Tensor = ProjectFunction.apply(values, table, mesh)  # type: ignore[no-untyped-call]
     return out
 
 
-def looked_up(tokens: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
+def looked_up(tokens: Tensor, table: Tensor, mesh: Mesh, scales: Tensor | None = None) -> Tensor:
     """``F.embedding`` on the mesh; see ``LookUpFunction``."""
-    out: Tensor = LookUpFunction.apply(tokens, table, mesh)  # type: ignore[no-untyped-call]
+    out: Tensor = LookUpFunction.apply(tokens, table, mesh, scales)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridcomp.errors import ConfigError
 from hybridcomp.nn.slices import Past
 
 LENGTH, SLICES = 12, (5, 1, 4, 2)
@@ -25,8 +26,8 @@ def passed(past: Past, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]
     """What each slice sees."""
     seen = []
     for start, stop in EDGES:
-        seen.append(past.extend("layer", key[:, :, start:stop], value[:, :, start:stop]))
-        past.advance(stop - start)
+        own = past.at(start)
+        seen.append(own.extend("layer", key[:, :, start:stop], value[:, :, start:stop]))
     return seen
 
 
@@ -69,7 +70,16 @@ def test_layers_and_passes_without_gradients_stand_for_themselves() -> None:
     with torch.no_grad():
         past.extend("a", key[:, :, :3], key[:, :, :3])
         past.extend("b", key[:, :, 6:9], key[:, :, 6:9])
-        past.advance(3)
+        past = past.at(3)
         found, _ = past.extend("a", key[:, :, 3:5], key[:, :, 3:5])
         other, _ = past.extend("b", key[:, :, 9:10], key[:, :, 9:10])
     assert torch.equal(found, key[:, :, :5]) and torch.equal(other, key[:, :, 6:10])
+
+
+def test_a_name_comes_once_a_slice() -> None:
+    """Two layers of one name would overwrite each other's keys, and add gradients twice."""
+    past, key = Past(LENGTH), draw(4, 1)
+    past.extend("a", key[:, :, :3], key[:, :, :3])
+    with pytest.raises(ConfigError, match="layer a, which gave 3 of the same slice"):
+        past.extend("a", key[:, :, :3], key[:, :, :3])
+    past.at(3).extend("a", key[:, :, 3:5], key[:, :, 3:5])

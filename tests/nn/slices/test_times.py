@@ -96,6 +96,18 @@ def test_all_ranks_learn_the_times_of_all(on_ranks: RunRanks, block: dict[str, A
     assert sum(found.lengths(GRANULE)) == LENGTH and found.seconds(STAGES) > 0
 
 
+def frozen_first() -> tuple[Any, ...]:
+    whole = stage()
+    whole.requires_grad_(dist.get_rank() > 0)
+    return chosen_slices(whole, LENGTH, granule=GRANULE, repeats=1, turns=1)
+
+
+def test_a_frozen_first_stage_is_timed_too(on_ranks: RunRanks) -> None:
+    """It has no backward pass, and its neighbour would wait for it in vain."""
+    one, other = on_ranks(STAGES, frozen_first)
+    assert one == other and sum(one[0].lengths(GRANULE)) == LENGTH
+
+
 def chosen() -> tuple[Any, ...]:
     """What is chosen where slices take what known lines say: the second stage twice as long."""
     factor = 1 + dist.get_rank()

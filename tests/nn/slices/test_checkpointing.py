@@ -1,0 +1,71 @@
+"""Slices under activation checkpointing: gradients are those without it, and come once each."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hybridcomp.nn.slices import Past, SlicedStage, SlicePipeline
+from tests.nn.slices.test_pipeline import SLICES, STAGES, WIDTH, Layer, batch, loss_of, model
+from tests.ranks import RunRanks
+
+
+class Again(nn.Module):
+    """A layer that is computed a second time in the backward pass."""
+
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self._reentrant = layer, reentrant
+
+    def forward(self, values: Tensor, past: Past) -> Tensor:
+        out: Tensor = checkpoint(self.layer, values, past, use_reentrant=self._reentrant)
+        return out
+
+
+class Dropping(Layer):
+    """A layer that draws numbers, which the second computation has to draw again."""
+
+    def forward(self, values: Tensor, past: Past) -> Tensor:
+        return nn.functional.dropout(super().forward(values, past), 0.2)
+
+
+def gradients(reentrant: bool | None, engine: bool) -> tuple[list[Tensor], set[int]]:
+    """Of this rank's stage in 3 micro-batches; how often a parameter's hook of them was called."""
+    stage, calls = model(torch.float32)[dist.get_rank()], Counter[str]()
+    for number, layer in enumerate(stage.layers):
+        layer.__class__ = Dropping
+        stage.layers[number] = layer if reentrant is None else Again(layer, reentrant)
+    for name, parameter in stage.named_parameters():
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _, name=name: calls.update([name])
+        )
+    whole = SlicedStage(stage, SLICES, WIDTH, loss_of)
+    alone = SlicePipeline(stage, SLICES, WIDTH, loss_of)
+    torch.manual_seed(7)
+    for _ in range(3):
+        if engine:
+            whole(*batch()).backward()
+        else:
+            alone.step(*batch())
+    grads = [p.grad for p in stage.parameters() if p.grad is not None]
+    return grads, set(calls.values())
+
+
+def the_same(engine: bool) -> None:
+    plain, calls = gradients(None, engine)
+    assert len(plain) >= 12 and (not engine or calls == {3})
+    for reentrant in (True, False):
+        found, often = gradients(reentrant, engine)
+        assert often == calls, "hooks of an engine see each gradient once a micro-batch"
+        for one, other in zip(found, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("engine", [False, True], ids=["pipeline", "stage"])
+def test_recomputed_layers_get_the_gradients_of_kept_ones(on_ranks: RunRanks, engine: bool) -> None:
+    on_ranks(STAGES, the_same, engine)

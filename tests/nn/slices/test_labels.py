@@ -1,0 +1,93 @@
+"""Labels that do not count, and stages that do not train: as in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from hybridcomp.nn.slices import Past, SlicedStage, SlicePipeline
+from tests.nn.slices.test_pipeline import LENGTH, SLICES, STAGES, WIDTH, batch, loss_of, model
+from tests.ranks import RunRanks
+
+#: which tokens (from, to) of each of the two sequences have no label
+PADDED = [[(3, 5), (16, LENGTH)], [(0, 4), (17, LENGTH)]]
+
+
+def padded(ignore: int) -> tuple[Tensor, Tensor]:
+    """A batch in which slices have 11, 13, 1 and no labels that count."""
+    tokens, labels = batch()
+    labels = labels.clone()
+    for row, gaps in zip(labels, PADDED, strict=True):
+        for start, stop in gaps:
+            row[start:stop] = ignore
+    return tokens, labels
+
+
+def against_the_whole(ignore: int, engine: bool, frozen: Sequence[int]) -> list[float]:
+    """Relative L2 errors of gradients and of the loss, in fp64; stages of ``frozen`` are so."""
+
+    def loss_of_counted(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignore)
+
+    (tokens, labels), stages, twins = padded(ignore), model(torch.float64), model(torch.float64)
+    for number in frozen:
+        for parameter in (*stages[number].parameters(), *twins[number].parameters()):
+            parameter.requires_grad_(False)
+    values = tokens
+    for stage in stages:
+        values = stage(values, Past())
+    expected = loss_of_counted(values, labels)
+    expected.backward()  # type: ignore[no-untyped-call]
+    rank = dist.get_rank()
+    own = twins[rank]
+    if engine:
+        whole = SlicedStage(own, SLICES, WIDTH, loss_of_counted, ignore_index=ignore)
+        loss = whole(tokens, labels)
+        loss.backward()
+    else:
+        pipeline = SlicePipeline(
+            own, SLICES, WIDTH, loss_of_counted, dtype=torch.float64, ignore_index=ignore
+        )
+        loss = pipeline.step(tokens, labels)
+    pairs = [(loss.detach(), expected.detach())] if rank == STAGES - 1 else []
+    for one, other in zip(own.parameters(), stages[rank].parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None) == (rank in frozen)
+        if one.grad is not None and other.grad is not None:
+            pairs.append((one.grad, other.grad))
+    return [float((one - other).norm() / other.norm()) for one, other in pairs]
+
+
+@pytest.mark.parametrize(
+    ("ignore", "engine", "frozen"),
+    [
+        (-100, False, ()),
+        (-100, True, ()),
+        (10, True, ()),
+        (-100, False, (0,)),
+        (-100, True, (0, 1)),
+    ],
+    ids=["pipeline", "stage", "other index", "first frozen", "two frozen"],
+)
+def test_loss_and_gradients_are_those_of_the_whole_model(
+    on_ranks: RunRanks, ignore: int, engine: bool, frozen: Sequence[int]
+) -> None:
+    for rank, found in enumerate(on_ranks(STAGES, against_the_whole, ignore, engine, frozen)):
+        assert len(found) == 0 if rank in frozen else len(found) >= 12
+        assert max(found, default=0.0) < 1e-12
+
+
+def of_nothing() -> None:
+    """A batch whose labels all do not count: NaN, as torch says of a mean over nothing."""
+    tokens, labels = batch()
+    stage = model(torch.float32)[dist.get_rank()]
+    loss = SlicePipeline(stage, SLICES, WIDTH, loss_of).step(tokens, torch.full_like(labels, -100))
+    assert loss is None or loss.isnan()
+
+
+def test_a_batch_without_labels_is_as_torch_has_it(on_ranks: RunRanks) -> None:
+    on_ranks(STAGES, of_nothing)

@@ -1,0 +1,99 @@
+"""Layers on a mesh where settings of the plain ones matter: autocast, padding, odd tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridcomp.errors import ConfigError
+from hybridcomp.nn import tp2d
+from tests.nn.small_gpt import batch, gradients, pair
+from tests.ranks import RunRanks
+
+
+def joined(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors ``own`` of this rank, by name of a parameter, with those of all others."""
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, own)
+    return tp2d.join_states(states, tp2d.layouts_of(model), 2)
+
+
+def under_autocast(tied: bool, inside: bool) -> tuple[float, float]:
+    """Largest relative error of a gradient: of the mesh, and of the plain model, to that in fp64.
+
+    Both run under autocast to bf16; ``inside``: the backward pass as well.
+    """
+    exact, _ = pair(2, torch.float64, None, tied)
+    exact.loss(*batch()).backward()  # type: ignore[no-untyped-call]
+    plain, meshed = pair(2, torch.float32, None, tied)
+    for model in (plain, meshed):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch()[0])
+            assert logits.dtype == torch.bfloat16
+            loss = model.loss(*batch())
+            if inside:
+                loss.backward()  # type: ignore[no-untyped-call]
+        if not inside:
+            loss.backward()  # type: ignore[no-untyped-call]
+        assert all(grad.dtype == torch.float32 for grad in gradients(model).values())
+    worst = []
+    for found in (joined(meshed, gradients(meshed)), gradients(plain)):
+        errors = [(found[n].double() - g).norm() / g.norm() for n, g in gradients(exact).items()]
+        worst.append(float(max(errors)))
+    return worst[0], worst[1]
+
+
+@pytest.mark.parametrize(("tied", "inside"), [(False, False), (True, True)])
+def test_autocast_is_as_good_as_of_the_plain_model(
+    on_ranks: RunRanks, tied: bool, inside: bool
+) -> None:
+    for mesh, plain in on_ranks(4, under_autocast, tied, inside):
+        assert 1e-4 < mesh < 1.5 * plain < 0.1
+
+
+def embedded(settings: dict[str, Any]) -> float:
+    """Largest error of the gradient of a table of 10 words to that of ``nn.Embedding``."""
+    torch.manual_seed(1)
+    whole = nn.Embedding(10, 8, **settings, dtype=torch.float64)
+    layer = tp2d.Embedding(tp2d.Mesh(2), whole)
+    tokens = torch.tensor([[3, 9, 3, 1], [2, 3, 3, 0], [9, 9, 4, 3], [3, 5, 6, 9]])
+    grads = torch.randn(*tokens.shape, 8, dtype=torch.float64)
+    if whole.padding_idx is not None:
+        grads[tokens == whole.padding_idx] = float("nan")
+    whole(tokens).backward(grads)
+    own = layer.mesh.part(grads).chunk(2, dim=-1)[layer.mesh.column]
+    layer(tokens).backward(own)
+    assert layer.weight.grad is not None and whole.weight.grad is not None
+    found = joined(layer, {"weight": layer.weight.grad})["weight"]
+    return float((found - whole.weight.grad).abs().max())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"padding_idx": 3}, {"padding_idx": -1}, {"scale_grad_by_freq": True},
+     {"padding_idx": 9, "scale_grad_by_freq": True}],
+    ids=str,
+)  # fmt: skip
+def test_an_embedding_keeps_its_settings(on_ranks: RunRanks, settings: dict[str, Any]) -> None:
+    assert max(on_ranks(4, embedded, settings)) < 1e-14
+
+
+def refused() -> None:
+    mesh = tp2d.Mesh(2)
+    for settings in ({"max_norm": 1.0}, {"sparse": True}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            tp2d.Embedding(mesh, nn.Embedding(10, 8, **settings))
+    layer = tp2d.Embedding(mesh, nn.Embedding(9, 8))
+    for token in (9, 50, -1):  # 9: in the row that fills the table up
+        tokens = torch.zeros(4, 3, dtype=torch.int64)
+        tokens[0, 1] = token  # a sample of the first row alone
+        with pytest.raises(IndexError, match="vocabulary of 9 words"):
+            layer(tokens)
+
+
+def test_what_an_embedding_cannot_do_is_told_on_all_ranks(on_ranks: RunRanks) -> None:
+    on_ranks(4, refused)
