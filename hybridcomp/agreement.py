@@ -12,10 +12,9 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from itertools import count
 from typing import Any
 
 import torch
@@ -23,20 +22,23 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
-from hybridcomp.errors import AgreementError
+from hybridcomp import processes
+from hybridcomp.errors import AgreementError, PeerError
 from hybridcomp.log import complain
 
 #: seconds of silence after which the ranks that are waited for are named on stderr; then whenever
 #: the silence has become REPEAT times as long
 NOTICE_S, REPEAT = 10.0, 3
+#: seconds between two looks at the processes of ranks that have not spoken
+LOOK_S = 1.0
 #: share of the process group's own time-out after which a silent rank is an error: whoever waits
 #: for it in a message of upstream is ended by torch a little later, and without its name
 PATIENCE = 0.9
 #: what a user is to do about ranks that are silent
 ALIKE = "start every rank with `--module hybridcomp.run`, or call hybridcomp.install() in every one"
-_round = count()
-#: how often the ranks of a part of the job have spoken to each other
-_rounds_of: Counter[tuple[int, ...]] = Counter()
+Ranks = tuple[int, ...]
+#: how often the ranks of a part of the job have spoken to each other; None: all ranks
+_rounds_of: Counter[Ranks | None] = Counter()
 
 
 def versions(*packages: str) -> dict[str, str | None]:
@@ -61,8 +63,7 @@ def agree(
     ``ranks``: global ranks of the part of the job that speaks, this one among them; None: all.
 
     Returns when all ranks said the same. Raises AgreementError on every rank, naming the ranks and
-    the keys, as soon as all have spoken and two differ, or when a rank stays silent for PATIENCE of
-    the group's time-out.
+    the keys, as soon as all have spoken and two differ; and as ``tell`` does.
     """
     said = tell(statement, what=what, ranks=ranks)
     differing = [place for place in range(len(said)) if said[place] != said[0]]
@@ -75,22 +76,37 @@ def tell(
 ) -> list[dict[str, Any]]:
     """What every rank of the default group stated, by rank; every rank calls it.
 
-    ``ranks``: as for ``agree``; the statements come back in their order. Raises AgreementError
-    when a rank stays silent for PATIENCE of the group's time-out.
+    ``ranks``: as for ``agree``; the statements come back in their order. Raises PeerError once a
+    rank that has not spoken is seen to have ended, AgreementError when one stays silent for
+    PATIENCE of the group's time-out.
+
+    Once all have spoken, all have read what was said the time before, and each rank deletes its own
+    statement of that time: the store holds one of each rank, for each part of the job.
     """
     speakers = range(dist.get_world_size()) if ranks is None else tuple(ranks)
     if len(speakers) == 1:
         return [dict(statement)]
-    if ranks is None:
-        prefix = f"hybridcomp/agree/{start()}/{next(_round)}"
-    else:
-        part = tuple(ranks)
-        prefix = f"hybridcomp/agree/{start()}/{','.join(map(str, part))}/{_rounds_of[part]}"
-        _rounds_of[part] += 1
-    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-    store.set(str(dist.get_rank()), json.dumps(statement, sort_keys=True))
+    part = None if ranks is None else tuple(ranks)
+    number = _rounds_of[part]
+    _rounds_of[part] += 1
+    whole, me = dist.distributed_c10d._get_default_store(), str(dist.get_rank())
+    store = dist.PrefixStore(_prefix(part, number), whole)  # type: ignore[attr-defined]
+    store.set(me, json.dumps(statement, sort_keys=True))
     _await_all(store, speakers, what)
+    if number:  # all have spoken again, so all have read what was said before
+        dist.PrefixStore(_prefix(part, number - 1), whole).delete_key(me)  # type: ignore[attr-defined]
     return [json.loads(text) for text in store.multi_get([str(rank) for rank in speakers])]
+
+
+def has_compared() -> bool:
+    """Whether this rank has compared anything with others, as every engine's beginning does."""
+    return bool(_rounds_of)
+
+
+def _prefix(part: Ranks | None, number: int) -> str:
+    """Name the keys of a round of statements."""
+    among = "" if part is None else f"{','.join(map(str, part))}/"
+    return f"hybridcomp/agree/{start()}/{among}{number}"
 
 
 def start() -> str:
@@ -106,8 +122,8 @@ def _await_all(store: Store, speakers: Sequence[int], what: str) -> None:
     started, notice, patience = time.monotonic(), NOTICE_S, PATIENCE * _timeout_s()
     while missing:
         with contextlib.suppress(RuntimeError, dist.DistStoreError):
-            store.wait([str(missing[0])], timedelta(seconds=min(5.0, NOTICE_S)))
-        missing = [r for r in missing if not store.check([str(r)])]
+            store.wait([str(missing[0])], timedelta(seconds=min(LOOK_S, NOTICE_S)))
+        missing = _unheard(store, missing, what)
         silent = time.monotonic() - started
         if missing and silent > patience:
             raise AgreementError(
@@ -121,6 +137,37 @@ def _await_all(store: Store, speakers: Sequence[int], what: str) -> None:
                     f"for {silent:.0f} s now. A rank that was started without hybridcomp never "
                     f"will: {ALIKE}. This job ends in {patience - silent:.0f} s"
                 )
+
+
+def _unheard(store: Store, missing: list[int], what: str) -> list[int]:
+    """Find those of ``missing`` that still have not spoken. Raises PeerError where one has ended.
+
+    Their processes are looked at before the store is: a rank that spoke and then ended has spoken.
+    """
+    ended = processes.gone(missing, dist.group.WORLD)
+    try:
+        unheard = [rank for rank in missing if not store.check([str(rank)])]
+    except (RuntimeError, dist.DistError):  # the store went with the rank that held it
+        if not ended:
+            raise
+        unheard = missing
+    if lost := [str(peer) for peer in ended if peer.rank in unheard]:
+        raise PeerError(f"{what}: {', '.join(lost)} {processes.ENDED} and never stated theirs")
+    return unheard
+
+
+@contextlib.contextmanager
+def waiting(store: Any, seconds: float) -> Iterator[Any]:
+    """Let ``store`` wait ``seconds`` at most; its own time-out is back afterwards.
+
+    ``store``: the default one, which torch.distributed and upstream wait with as well.
+    """
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield store
+    finally:
+        store.set_timeout(before)
 
 
 def _timeout_s() -> float:

@@ -15,10 +15,11 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hybridcomp import process
+from hybridcomp import environment, process
 from hybridcomp.codecs import CODECS, make_codec
 from hybridcomp.devices import device_name
 from hybridcomp.errors import HybridcompError
+from hybridcomp.foreign import printable
 from hybridcomp.kernels import kernels_of
 from hybridcomp.kernels.cuda import images, setup
 from hybridcomp.kernels.cuda.setup import CudaSetup
@@ -43,7 +44,7 @@ def run(cluster: Path | None = None) -> int:
     """
     failed = False
     for mark, text in findings(cluster):
-        print(f"{mark:4} {text}", flush=True)
+        print(f"{mark:4} {printable(text)}", flush=True)
         failed = failed or mark == FAIL
     return int(failed)
 
@@ -205,6 +206,7 @@ def _environment() -> Iterator[Finding]:
             "; DeepSpeed's launcher hands it to other machines only if ~/.deepspeed_env has it too"
         )  # fmt: skip
         yield INFO, f"{name}={os.environ[name]}{where}"
+    yield from ((FAIL, text) for text in environment.unknown())
     if CONFIG in names:
         try:
             process.configured()

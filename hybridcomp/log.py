@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import TextIO
 
 NAME = "hybridcomp"
 PREFIX = f"[{NAME}]"
@@ -21,9 +22,19 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-            print(f"{PREFIX} {record.getMessage()}", file=stream, flush=True)
+            _write(f"{PREFIX} {record.getMessage()}", stream)
         except Exception:
             self.handleError(record)
+
+
+def _write(text: str, stream: TextIO) -> None:
+    """Write a line of its own: a progress bar of tqdm ends without a newline."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is not None and getattr(bars, "_instances", None):
+        bars.write(text, file=stream)  # takes the bars away, writes, and draws them again
+        stream.flush()
+    else:
+        print(text, file=stream, flush=True)
 
 
 def _logger() -> logging.Logger:

@@ -18,13 +18,18 @@ inter_ratio         as ratio, of what crosses nodes
 native_since        the step from which a guard or "when": "auto" made it native         step
 encoded_since       the step from which "when": "auto" encodes it after all              step
 residual_norm       L2 norm of what error feedback holds, all ranks                      as values
+total_raw_MB        since the run began: what native would have sent, all ranks          1e6 bytes
+total_wire_MB       since the run began: what was sent, all ranks                        1e6 bytes
+saved_s             since the run began: seconds saved as far as "when": "auto" has      s
+                    measured them, less those that measuring took
 =================== ==================================================================== =========
 
 The first four stand under their own names, one record a step. The others are of one dimension and
 direction since the report before: in JSON lines ``dimensions.<dimension>.<direction>.<figure>``
-(``residual_norm`` beside ``dimensions``), elsewhere ``Train/Compression/<dimension>[/<direction>]/
-<figure>``, the direction left out for dp and zero, which have one. In the log of a trainer
-(``hybridcomp.trainers``) ``compression/`` stands in the place of ``Train/Compression/``.
+(``residual_norm`` and the last three beside ``dimensions``), elsewhere
+``train/compression/<dimension>[/<direction>]/<figure>``, the direction left out for dp and zero,
+which have one, and ``train/compression/<figure>``. Hugging Face's Trainer writes ``train/`` itself:
+in its own log they are ``compression/...``.
 
 Imports nothing: programs that only read figures need no torch.
 """
@@ -38,7 +43,11 @@ FIGURES = (
     "encoded_since",
 )  # fmt: skip
 RESIDUAL_NORM = "residual_norm"
-PREFIX = "Train/Compression/"
+#: of the whole job, since it began
+TOTALS, SAVED_S = ("total_raw_MB", "total_wire_MB"), "saved_s"
+PREFIX = "train/compression/"
+#: what runs of the version before wrote in its place
+BEFORE = "Train/Compression/"
 #: in the place of it where a trainer writes ``train/`` before every name
 TRAINER_PREFIX = "compression/"
 #: the axis of these figures in a W&B run whose rows somebody else numbers: optimizer steps
@@ -53,12 +62,14 @@ def event_name(dimension: str, direction: str, figure: str, one_way: bool) -> st
 
 
 def trainer_name(event: str) -> str:
-    """The name in a trainer's log of what is called ``event`` elsewhere."""
+    """The name in the log of Hugging Face's Trainer of what is called ``event`` elsewhere."""
     return TRAINER_PREFIX + event.removeprefix(PREFIX)
 
 
 def split_event(name: str, prefix: str = PREFIX) -> tuple[str, str, str] | None:
     """``(dimension, direction, figure)`` of a name, None for names of other things."""
+    if prefix == PREFIX and name.startswith(BEFORE):
+        name = PREFIX + name.removeprefix(BEFORE)
     parts = name.removeprefix(prefix).split("/")
     if not name.startswith(prefix) or len(parts) not in (2, 3):
         return None

@@ -40,9 +40,9 @@ class Seam:
         qualname: dotted path inside the module, private names already mangled.
         parameters: names of the parameters, or a tuple of alternatives where versions differ;
             ``None`` for classes, whose parameters say nothing.
-        source: for an upstream that is used from a checkout and has no version: what was found,
-            once it is known to be one that the seam fits; else it raises SeamError. The
-            requirement is then for people only.
+        source: for an upstream that is used from a checkout and has no version, or whose versions
+            are judged by more than a number: what was found, once it is known to be one that the
+            seam fits; else it raises SeamError. The requirement is then for people only.
     """
 
     requirement: str

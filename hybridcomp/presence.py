@@ -13,25 +13,28 @@ import importlib
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from hybridcomp.agreement import start, tell
+from hybridcomp import processes
+from hybridcomp.agreement import start, tell, waiting
 from hybridcomp.errors import ConfigError, HybridcompError, PeerError
+from hybridcomp.processes import Known, Peer
 
 #: seconds that ranks of other hosts get to say that they have failed as well
 ROLL_CALL_S = 5.0
+#: seconds in which a rank that has closed its connections has to show as ended
+LOOK_S = 5.0
 _CPU = torch.device("cpu")
 #: what torch.distributed's back ends say when a peer is gone or silent
 _LOST = re.compile(
@@ -39,62 +42,69 @@ _LOST = re.compile(
     r"process ?group|rendezvous",
     re.IGNORECASE,
 )
+#: what they say when time is up, with all connections as they were
+_SILENT = re.compile("timed out|time-?out", re.IGNORECASE)
+
+_hooked = False
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A rank, and the process that it runs in."""
+def announce(ranks: Sequence[int] | None = None) -> None:
+    """Let other ranks know where this one runs; a collective through the store, once for each part.
 
-    rank: int
-    host: str
-    space: str  # of process ids: the boot and the pid namespace
-    pid: int
-    began: str  # when the process began, "" where that is not known
-
-
-class _Known:
-    peers: Sequence[Peer] = ()
-    hooked = False
-
-
-def announce() -> None:
-    """Let all ranks know where this one runs; the first time a collective through the store."""
-    if not _Known.peers:
-        said = tell(asdict(_myself()), what="place")
-        _Known.peers = tuple(Peer(**peer) for peer in said)
-    if not _Known.hooked:
-        _Known.hooked = True
-        _hook()
+    It lasts as long as the default process group, whatever is detached: ranks may still be missed.
+    ``ranks``: global ranks of the part of the job that calls this, this one among them; None: all.
+    """
+    global _hooked
+    job = dist.group.WORLD
+    if Known.job() is not job:
+        Known.peers, Known.parts, Known.job = (), set(), weakref.ref(job)
+    part = None if ranks is None or len(ranks) == dist.get_world_size() else tuple(ranks)
+    if not Known.parts & {None, part}:
+        said = tell(asdict(_myself()), what="place", ranks=part)
+        found = {peer.rank: peer for peer in (*Known.peers, *(Peer(**peer) for peer in said))}
+        Known.peers = tuple(found[rank] for rank in sorted(found))
+        Known.parts.add(part)
         _prepare_last_words()
-    limit_waits()
+    if not _hooked:
+        _hooked = True
+        _hook()
 
 
-def time_limit() -> timedelta | None:
+def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
     """How long a message may take: the time-out of the default group, None where it has none.
 
     A group that is made later gets torch's 30 minutes over gloo, whatever ``init_process_group``
-    was told, and DeepSpeed sends through groups of its own.
+    was told, and DeepSpeed sends through groups of its own. ``group``: what carries the message,
+    whose own time-out counts where somebody chose one.
     """
     try:
-        backend = dist.distributed_c10d._get_default_group()._get_backend(_CPU)
-        limit: timedelta = backend.options._timeout
+        limit = _waits(dist.distributed_c10d._get_default_group())
+        own = limit if group is None else _waits(group)
     except (AttributeError, RuntimeError, ValueError):  # not over gloo
         return None
-    return limit
+    return limit if own == dist.distributed_c10d.default_pg_timeout else own
+
+
+def _waits(group: dist.ProcessGroup) -> timedelta:
+    """The time-out of a group over gloo."""
+    found: timedelta = group._get_backend(_CPU).options._timeout
+    return found
 
 
 def limit_waits() -> None:
-    """Give the groups of this process, where they wait longer, the default group's time-out.
+    """Give the default group's time-out to upstream's groups of this process that wait longer.
 
-    To be called again when upstream has made groups.
+    To be called again when upstream has made groups. A group that was given a time-out of its own
+    keeps that: only those are changed that wait as long as torch lets a group wait by itself.
     """
-    limit = time_limit()
-    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    limit, c10d = time_limit(), dist.distributed_c10d
+    change = getattr(dist, "set_timeout", getattr(c10d, "_set_pg_timeout", None))  # torch 2.14
     if limit is None or change is None:
         return
-    for group in list(dist.distributed_c10d._world.pg_map):
+    unsaid = c10d.default_pg_timeout
+    for group in list(c10d._world.pg_map):
         with contextlib.suppress(AttributeError, RuntimeError, ValueError):
-            if group._get_backend(_CPU).options._timeout > limit:
+            if _waits(group) == unsaid > limit:
                 change(limit, group)
 
 
@@ -104,9 +114,9 @@ def _prepare_last_words() -> None:
         last_words = importlib.import_module("hybridcomp._last_words")
     except ImportError:
         return  # not Linux, or built from older sources
-    me = _myself()
-    near = [peer for peer in _Known.peers if peer.space == me.space and peer.pid != me.pid]
-    last_words.set(_me(), [(f"/proc/{peer.pid}/stat", peer.began, _named(peer)) for peer in near])
+    here = processes.space()
+    near = [peer for peer in processes.others() if peer.space == here]
+    last_words.set(_me(), [(f"/proc/{peer.pid}/stat", peer.began, str(peer)) for peer in near])
 
 
 def lost(error: BaseException, where: str = "") -> PeerError | None:
@@ -116,8 +126,8 @@ def lost(error: BaseException, where: str = "") -> PeerError | None:
     """
     if isinstance(error, HybridcompError) or not _is_about_messages(error):
         return None
-    missing = _missing()
-    found = "; ".join(missing) if missing else "no rank of this host is missing"
+    missing = _missing(patient=_SILENT.search(str(error)) is None)
+    found = "; ".join(missing) if missing else "the processes of this host's ranks still run"
     return PeerError(f"{_me()}: {where or 'a message'} failed: {found} ({_first_line(error)})")
 
 
@@ -127,51 +137,23 @@ def _is_about_messages(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
-def _missing() -> list[str]:
-    """Sentences about ranks that ended, were stopped, or do not answer."""
-    me = _myself()
-    others = [peer for peer in _Known.peers if peer.pid != me.pid or peer.space != me.space]
-    found = [_shown(peer, state) for peer in others if (state := _state(peer, me)) is not None]
-    far = [peer for peer in others if peer.space != me.space]
-    if found or not far:
-        return found
-    return [_shown(peer, "does not answer") for peer in _silent(far)]
+def _missing(patient: bool) -> list[str]:
+    """Make sentences about ranks that ended, were stopped, or do not answer.
+
+    ``patient``: a peer's connection broke. The kernel closes the sockets of a process before it
+    shows the process as ended, and a rank that raised closes them before it ends.
+    """
+    deadline = time.monotonic() + (LOOK_S if patient else 0.0)
+    far = [peer for peer in processes.others() if peer.space != processes.space()]
+    silent = [] if _disturbed() or not far else _silent(far)
+    while not (found := _disturbed()) and not silent and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found or [f"{peer} does not answer" for peer in silent]
 
 
-def _shown(peer: Peer, state: str) -> str:
-    return f"{_named(peer)} {state}"
-
-
-def _named(peer: Peer) -> str:
-    return f"rank {peer.rank} (process {peer.pid} on {peer.host})"
-
-
-def _state(peer: Peer, me: Peer) -> str | None:
-    """What is wrong with the process of ``peer``, None where nothing is or cannot be seen."""
-    if peer.space != me.space:
-        return None
-    stat = _stat(peer.pid)
-    if stat is None:
-        try:
-            os.kill(peer.pid, 0)
-        except ProcessLookupError:
-            return "has ended"
-        except OSError:
-            return None
-        return None
-    if stat[0] in "ZXx" or (peer.began and stat[1] != peer.began):
-        return "has ended"
-    return "is stopped (SIGSTOP, or a debugger)" if stat[0] in "Tt" else None
-
-
-def _stat(pid: int) -> tuple[str, str] | None:
-    """State and time of the beginning of a process, as Linux shows them."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text[text.rindex(")") + 2 :].split()
-    return fields[0], fields[19]
+def _disturbed() -> list[str]:
+    """Make sentences about ranks of this host that ended or were stopped."""
+    return [f"{p} {state}" for p in processes.others() if (state := processes.state(p))]
 
 
 def _silent(peers: Sequence[Peer]) -> list[Peer]:
@@ -183,26 +165,26 @@ def _silent(peers: Sequence[Peer]) -> list[Peer]:
     thread = threading.Thread(target=_roll_call, args=(peers, silent), daemon=True)
     thread.start()
     thread.join(ROLL_CALL_S + 1)
-    host = next(peer for peer in _Known.peers if peer.rank == 0)
-    return [host] if thread.is_alive() and host in peers else list(silent)
+    host = [peer for peer in peers if peer.rank == 0]
+    return host if thread.is_alive() and host else list(silent)
 
 
 def _roll_call(peers: Sequence[Peer], silent: list[Peer]) -> None:
     try:
-        store = PrefixStore(f"hybridcomp/failed/{start()}", _store())
-        store.set(str(dist.get_rank()), json.dumps(True))
-        deadline = time.monotonic() + ROLL_CALL_S
-        silent.extend(peers)
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.2)
-            silent[:] = [peer for peer in silent if not store.check([str(peer.rank)])]
+        with waiting(_store(), ROLL_CALL_S) as whole:
+            store = PrefixStore(f"hybridcomp/failed/{start()}", whole)
+            store.set(str(dist.get_rank()), json.dumps(True))
+            deadline = time.monotonic() + ROLL_CALL_S
+            silent.extend(peers)
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.2)
+                silent[:] = [peer for peer in silent if not store.check([str(peer.rank)])]
     except (RuntimeError, dist.DistError):
         silent[:] = [peer for peer in peers if peer.rank == 0]  # usually the store's host
 
 
 def _store() -> Store:
     store: Store = dist.distributed_c10d._get_default_store()
-    store.set_timeout(timedelta(seconds=ROLL_CALL_S))
     return store
 
 
@@ -226,29 +208,22 @@ def _last_words(error: Exception) -> str:
         return str(found)
     kind = type(error).__name__
     # torchrun ends the ranks that are left, often while they are about to say who is missing
-    missing = _missing() if kind == "SignalException" else []
+    missing = _disturbed() if kind == "SignalException" else []
     return "; ".join([f"{_me()} fails: {kind}: {_first_line(error)}", *missing])
 
 
 def _me() -> str:
     mine = _myself()
-    world = len(_Known.peers) or int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        world = dist.get_world_size()  # Known may hold a part of the job only
+    else:
+        world = len(Known.peers) or int(os.environ.get("WORLD_SIZE", "1"))
     return f"rank {mine.rank} of {world} (process {mine.pid} on {mine.host})"
 
 
 def _myself() -> Peer:
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    stat = _stat(os.getpid())
-    return Peer(rank, socket.gethostname(), _space(), os.getpid(), stat[1] if stat else "")
-
-
-def _space() -> str:
-    """What two processes share whose ids mean the same."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
+    return processes.myself(rank)
 
 
 def _first_line(error: BaseException) -> str:

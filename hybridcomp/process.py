@@ -24,16 +24,17 @@ import torch.distributed as dist
 # init_process_group, as DistributedDataParallel does, that group is never let go (see _let_go).
 import torch.distributed.nn.functional  # noqa: F401
 
+from hybridcomp import environment, last_messages
 from hybridcomp.channels import Channels
-from hybridcomp.config import BLOCK, CompressionConfig, load_config, read_source
+from hybridcomp.config import BLOCK, SOURCE, CompressionConfig, load_config, read_source
 from hybridcomp.config.error_messages import NOTHING
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 from hybridcomp.policy import Dimension, directions_of
 from hybridcomp.session import EngineSession
 
-#: environment variable with the path of a block, or of a file that holds one under "compression"
-ENVIRONMENT = "HYBRIDCOMP_CONFIG"
+#: environment variable that names the block of a process without a file of upstream's
+ENVIRONMENT = environment.CONFIG
 #: dimensions whose layers know no engine
 ENGINELESS: tuple[Dimension, ...] = ("tp", "cp", "tp2d")
 
@@ -56,12 +57,12 @@ _holder = _Holder()
 def _let_go() -> None:
     """Drop the session, and with it the process groups, while the interpreter still runs.
 
-    A group of gloo that lives on until the interpreter ends is not joined by torch's
-    ``destroy_process_group``; a thread of it that then lets go of a tensor ends the process with
-    SIGABRT (seen once in ten starts on a busy machine).
+    Groups that somebody else holds keep their threads: those get the time to let go of their
+    last message.
     """
     global _holder
     _holder = _Holder()
+    last_messages.let_go()
 
 
 def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None) -> None:
@@ -91,8 +92,29 @@ def parse(
 def configured() -> CompressionConfig | None:
     """The block of this process, by call or by environment. Raises ConfigError."""
     if not _holder.explicit and (path := os.environ.get(ENVIRONMENT)):
-        _holder.config = parse(path)
+        try:
+            _holder.config = parse(path)
+        except ConfigError as error:
+            if error.key != SOURCE:
+                raise
+            raise ConfigError(ENVIRONMENT, error.found, error.todo) from None
     return _holder.config
+
+
+def say_native(what: str, looked: str = "") -> None:
+    """Tell the user that nothing of ``what`` is compressed, and where no block was found.
+
+    ``looked``: what a configuration of upstream holds in the place of a block.
+    """
+    path = os.environ.get(ENVIRONMENT)
+    if _holder.explicit:
+        places = ["that of hybridcomp.install is not enabled"]
+    elif path:
+        places = [f"that of {ENVIRONMENT}={path} is not enabled"]
+    else:
+        places = ["hybridcomp.install was given none", f"{ENVIRONMENT} is not set"]
+    found = "; ".join([looked] * bool(looked) + places)
+    say_once(f"no block found ({found}): nothing of {what} is compressed")
 
 
 def use(channels: Channels | None) -> None:
@@ -200,6 +222,8 @@ def _settle() -> None:
     config = configured()
     packages = ("megatron-core",)
     _holder.session = EngineSession.begin(config, packages=packages, layout=_layout)
+    if config is None:
+        say_native("this process's layers and data-parallel groups")
     if config is None or _holder.session is None:
         return
     if config.error_feedback("dp"):

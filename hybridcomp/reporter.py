@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import sys
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,21 @@ import torch.distributed as dist
 from hybridcomp.channels import Channels
 from hybridcomp.channels.ledger import KEYS, Entry, Key, entries_of
 from hybridcomp.channels.ledger_file import JsonLines
+from hybridcomp.closing import Account, before_the_end, open_account
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import CompressionConfig, LedgerConfig
 from hybridcomp.log import say
-from hybridcomp.metric_names import CONFIG_BLOCK, CONFIG_CODECS, FIGURES, RESIDUAL_NORM, event_name
+from hybridcomp.metric_names import (
+    CONFIG_BLOCK,
+    CONFIG_CODECS,
+    FIGURES,
+    PREFIX,
+    RESIDUAL_NORM,
+    SAVED_S,
+    TOTALS,
+    event_name,
+)
 from hybridcomp.policy import ONE_WAY
 
 #: name and figure, as DeepSpeed's monitors take them
@@ -29,8 +39,12 @@ Event = tuple[str, float]
 class Reporter:
     """Sums the ledgers of all ranks now and then, and tells their readers.
 
-    ``report`` is a collective: every rank calls it at the same step.
+    ``report`` is a collective: every rank calls it at the same step. One that is dropped closes its
+    file, as the end of the process does for those that are left.
     """
+
+    _jsonl: JsonLines | None = None
+    _account: Account | None = None
 
     def __init__(self, channels: Channels, jsonl: Path | None, device: torch.device) -> None:
         self._channels = channels
@@ -39,9 +53,11 @@ class Reporter:
         self._used: dict[Key, dict[str, None]] = {}
         self._step = 0
         self._untaken: list[Event] = []
-        self._jsonl = JsonLines(jsonl) if jsonl is not None and dist.get_rank() == 0 else None
-        if self._jsonl is not None:
-            atexit.register(self.close)
+        if dist.get_rank() == 0:
+            if jsonl is not None:
+                self._jsonl = JsonLines(jsonl)
+            self._account = open_account(channels.gains, "" if jsonl is None else str(jsonl))
+            _open.add(self)
 
     def report(self, step: int) -> list[Event]:
         """Sum the interval over the job; rank 0 prints and writes.
@@ -66,14 +82,26 @@ class Reporter:
             self._totals[key].add(entry)
             self._used.setdefault(key, {}).update(used.get(key, {}))
         self._step = step
+        if self._account is not None:
+            self._account.step = step
+            self._account.add(interval)
         rows = ledger.rows(interval, used)
         norm = float(vector[-1]) ** 0.5
-        say(line(step, rows))
+        say(line(step, rows, dist.get_world_size()))
+        totals = self._sums()
         if self._jsonl is not None:
-            self._jsonl.write({"step": step, RESIDUAL_NORM: norm, "dimensions": rows})
+            self._jsonl.write({"step": step, RESIDUAL_NORM: norm, **totals, "dimensions": rows})
         describe_run(self._channels.config)
-        self._untaken = events_of(rows, norm)
+        self._untaken = [*events_of(rows, norm), *((PREFIX + n, v) for n, v in totals.items())]
         return self._untaken
+
+    def _sums(self) -> dict[str, float]:
+        """What was sent and saved since the run began, by name of the figure."""
+        entries = self._totals.values()
+        raw, wire = sum(e.raw_nbytes for e in entries), sum(e.wire_nbytes for e in entries)
+        found = dict(zip(TOTALS, (raw / 1e6, wire / 1e6), strict=True))
+        gains = self._channels.gains
+        return {**found, SAVED_S: gains.net_s} if gains.by_dimension else found
 
     def take(self) -> list[Event]:
         """The events of the last report, once; for a reader that logs at moments of its own."""
@@ -85,6 +113,10 @@ class Reporter:
 
         What was sent since the last report is in no total, as no rank can ask the others now.
         """
+        if self._account is not None:
+            step = self._channels.step
+            self._account.close(self._channels.ledger.interval, self._channels.idle_reason(step))
+            self._account = None
         if self._jsonl is not None:
             ledger = self._channels.ledger
             rows = ledger.rows(self._totals, self._used)
@@ -102,6 +134,22 @@ class Reporter:
             self._jsonl.close()
             self._jsonl = None
 
+    def __del__(self) -> None:
+        self.close()
+
+
+#: those with an open file, held weakly: a model that was dropped takes its ledger along
+_open: weakref.WeakSet[Reporter] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Write the totals of whatever still reports when the process ends."""
+    for reporter in list(_open):
+        reporter.close()
+
+
+before_the_end(_close_all)
+
 
 def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
     """Optimizer steps between two reports, at least 1.
@@ -115,8 +163,10 @@ def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
     return int(steps_per_print)
 
 
-def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """The progress line of one interval."""
+def line(
+    step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]], ranks: int | None = None
+) -> str:
+    """The progress line of one interval; ``ranks``: those whose seconds are added up."""
     parts = []
     for dimension, ways in rows.items():
         for direction, row in ways.items():
@@ -139,17 +189,18 @@ def line(step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
                 )
             parts.append(
                 f"{name} {codec} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB"
-                f"{_times(row)}{error}{native}{between})"
+                f"{_times(row, ranks)}{error}{native}{between})"
             )
     return f"step {step}: " + ("; ".join(parts) or "nothing was sent")
 
 
-def _times(row: Mapping[str, Any]) -> str:
+def _times(row: Mapping[str, Any], ranks: int | None) -> str:
     """What coding and waiting took; nothing where no step of the interval was timed."""
     if row["codec_ms"] is None:
         return ""
     whose = "device " if row["clock"] == "device" else ""
-    return f", {whose}codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms"
+    of = "" if ranks is None else f" over {ranks} ranks"
+    return f", {whose}codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms{of}"
 
 
 def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import hybridcomp
+from hybridcomp import agreement
+from hybridcomp.log import say
 
 USAGE = (
     "usage: deepspeed --module hybridcomp.run SCRIPT [ARGUMENT ...]\n"
@@ -42,7 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not module and not os.path.isfile(script):
         _end(f"hybridcomp.run: no such script: {script}\n{USAGE}", 2)
     hybridcomp.install()
-    sys.argv = [script, *launcher, *rest[1:]]
+    _run(script, module, [script, *launcher, *rest[1:]])
+    _say_if_idle()
+
+
+def _run(script: str, module: bool, words: list[str]) -> None:
+    """Become the script, or the module, with ``words`` as its command line."""
+    sys.argv = words
     if module:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -50,6 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # what `python script.py` does: the script's folder, not ours, comes first
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
+
+
+def _say_if_idle() -> None:
+    """Tell the user of a job of several ranks that hybridcomp met nothing that it serves."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not agreement.has_compared():
+        say(
+            "nothing was compressed: this script trained nothing under DeepSpeed, megatron-core, "
+            "fully_shard or DistributedDataParallel"
+        )
 
 
 def _end(text: str, status: int) -> NoReturn:

@@ -5,20 +5,24 @@ DeepSpeed's launcher sets ``CROSS_RANK`` on every rank (its ``launch.py``), torc
 same host name and boot id share a node, as NCCL sees it (its ``getHostHash``).
 
 Subgroups are made once, at start-up, by all ranks of the job in the same order: ``new_group`` is a
-collective over the whole job. They stay for as long as torch.distributed: every engine of a process
-that reduces over the same ranks uses the same ones.
+collective over the whole job. Every engine of a process that reduces over the same ranks uses the
+same ones. torch.distributed holds them, and the engines that use them; they are referred to weakly
+here, so that their threads and sockets end with ``destroy_process_group``, or with ``let_go``.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
 
+from hybridcomp import presence
 from hybridcomp.agreement import tell
 from hybridcomp.collectives import Group, Levels
 from hybridcomp.errors import ConfigError
@@ -30,8 +34,10 @@ Ranks = tuple[int, ...]
 VARIABLES = ("CROSS_RANK", "GROUP_RANK")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-_made: dict[Ranks, dist.ProcessGroup] = {}
-_made_in: list[dist.ProcessGroup | None] = [None]  # the default group that they belong to
+_Reference = Callable[[], dist.ProcessGroup | None]
+#: those of this process's default group, None where this rank is no member
+_made: dict[Ranks, _Reference | None] = {}
+_made_in: list[_Reference] = [lambda: None]  # the default group that they belong to
 
 
 class Nodes:
@@ -42,7 +48,10 @@ class Nodes:
         self.of_rank = tuple(of_rank)
         self.source = source
         self._levels: dict[Ranks, Levels] = {}
+        self.uses: set[Ranks] = set()  # subgroups of this rank
+        self._rows: dict[Ranks, list[Ranks]] = {}
         self._deep = False
+        _users.add(self)
 
     @property
     def deep(self) -> bool:
@@ -55,6 +64,13 @@ class Nodes:
         far = [self.of_rank[rank] != self.of_rank[me] for rank in ranks]
         remote = frozenset(index for index, is_far in enumerate(far) if is_far)
         return Group.of(group, remote, self._levels.get(ranks) if two_levels else None)
+
+    def rows(self, group: Ranks) -> list[Ranks]:
+        """Those of ``group`` that encode a sum together: by node in two levels, else each alone.
+
+        ``group``: the global ranks of any group of the job; the same on all ranks.
+        """
+        return self._rows.get(group) or [(rank,) for rank in group]
 
     def prepare(self, groups: Iterable[Ranks]) -> list[str]:
         """Make the subgroups of all groups of the job that have two levels; a collective.
@@ -75,6 +91,7 @@ class Nodes:
                 notes[grid] = None
             elif grid is not None:
                 self._deep = True
+                self._rows[ranks] = [tuple(ranks[index] for index in row) for row in grid]
                 self._make(ranks, grid)
                 notes[
                     f"two levels over {count} nodes (by {self.source}): native inside a node, "
@@ -88,17 +105,18 @@ class Nodes:
         return list(notes)
 
     def _make(self, ranks: Ranks, grid: tuple[Ranks, ...]) -> None:
-        inner = [_group(tuple(ranks[index] for index in row)) for row in grid]
-        columns = list(zip(*grid, strict=True))
-        outer = [_group(tuple(ranks[index] for index in column)) for column in columns]
+        rows = [tuple(ranks[index] for index in row) for row in grid]
+        columns = [tuple(ranks[index] for index in column) for column in zip(*grid, strict=True)]
+        inner, outer = [_group(row) for row in rows], [_group(column) for column in columns]
         if dist.get_rank() in ranks:
             me = ranks.index(dist.get_rank())
             node = next(index for index, row in enumerate(grid) if me in row)
             local = grid[node].index(me)
             others = frozenset(range(len(grid))) - {node}
-            self._levels[ranks] = Levels(
-                grid, node, local, Group.of(inner[node]), Group.of(outer[local], others)
-            )
+            near, far = inner[node], outer[local]
+            assert near is not None and far is not None  # None would be the default group
+            self._levels[ranks] = Levels(grid, node, local, Group.of(near), Group.of(far, others))
+            self.uses |= {rows[node], columns[local]}
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
@@ -175,17 +193,44 @@ def _host() -> str:
 
 def _alive() -> bool:
     """Whether the subgroups that were made before still exist: anyone may destroy groups."""
-    world, me = dist.group.WORLD, dist.get_rank()
-    if _made_in[0] is not world:  # torch.distributed was started anew
-        _made_in[0] = world
+    world = dist.group.WORLD
+    if _made_in[0]() is not world:  # torch.distributed was started anew
+        _made_in[0] = weakref.ref(world)
         return not _made
+    return all(_living(ranks) is not None for ranks, group in _made.items() if group is not None)
+
+
+def _living(ranks: Ranks) -> dist.ProcessGroup | None:
+    """Find the subgroup of ``ranks``; None where it was destroyed, or this rank is no member."""
+    reference = _made[ranks]
+    group = None if reference is None else reference()
     try:
-        return all(ranks_of(group) == ranks for ranks, group in _made.items() if me in ranks)
+        return group if group is not None and ranks_of(group) == ranks else None
     except (KeyError, ValueError, RuntimeError):  # what torch raises for a destroyed one
-        return False
+        return None
 
 
-def _group(ranks: Ranks) -> dist.ProcessGroup:
-    if ranks not in _made:
-        _made[ranks] = dist.new_group(list(ranks))
-    return _made[ranks]
+def _group(ranks: Ranks) -> dist.ProcessGroup | None:
+    if ranks in _made:
+        return _living(ranks)
+    group = dist.new_group(list(ranks), timeout=presence.time_limit())
+    _made[ranks] = weakref.ref(group) if dist.get_rank() in ranks else None
+    return group if dist.get_rank() in ranks else None
+
+
+def let_go() -> None:
+    """Destroy the subgroups that no engine of this process uses: their threads and sockets end.
+
+    The next ``prepare`` makes them anew, on all ranks. Engines that live keep theirs.
+    """
+    if not _made or not dist.is_initialized() or _made_in[0]() is not dist.group.WORLD:
+        return
+    gc.collect()  # engines hang in reference cycles: one that was deleted must not count
+    used = {ranks for nodes in _users for ranks in nodes.uses}
+    for ranks in _made.keys() - used:
+        if (group := _living(ranks)) is not None:
+            dist.destroy_process_group(group)
+
+
+#: what refers to subgroups for an engine, held weakly
+_users: weakref.WeakSet[Nodes] = weakref.WeakSet()

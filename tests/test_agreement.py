@@ -6,17 +6,19 @@ import contextlib
 import io
 import itertools
 import os
+import signal
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from hybridcomp import agreement
+from hybridcomp import agreement, presence
 from hybridcomp.agreement import agree
-from hybridcomp.errors import AgreementError
-from tests.ranks import run_ranks
+from hybridcomp.errors import AgreementError, PeerError
+from tests.ranks import RankPool, run_ranks
 
 
 def same() -> str:
@@ -37,7 +39,7 @@ def restarted() -> list[dict[str, Any]]:
     """What ranks say that torchrun has started again, with the store of the start before."""
     agree({"compression.dp": "of the start before"})
     dist.barrier()
-    agreement._round = itertools.count()
+    agreement._rounds_of.clear()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if dist.get_rank() == 1:
         time.sleep(0.5)  # rank 0 must not take what rank 1 said before it was restarted
@@ -99,6 +101,60 @@ def test_a_silent_rank_is_named_early_by_one_rank_and_ends_the_job() -> None:
         assert notice.startswith("[hybridcomp] waiting for rank(s) 1 to state their compression")
         assert "--module hybridcomp.run" in notice
     assert "rank(s) 1 never stated theirs, in 2 s" in end
+
+
+def killed(rank: int) -> str:
+    """``rank`` ends without a word in front of a checkpoint; what another one is told."""
+    presence.announce()
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    agreement.NOTICE_S = 3600.0  # what is waited for is the process, not a time
+    with pytest.raises(PeerError) as caught:
+        agreement.tell({"rank": dist.get_rank()}, what="checkpoint")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_died_is_named_at_once(rank: int) -> None:
+    with RankPool(3) as pool, pytest.raises(AssertionError) as ended:
+        pool.run(killed, rank, grace=60.0)
+    assert "exit code -9" in str(ended.value) and "still running" not in str(ended.value)
+    # the two that are left have met their PeerError and ended well: one failure is shown
+    assert str(ended.value).count("of 3:") == 1
+
+
+def counted(_: None) -> list[int]:
+    """Keys in the store after a few rounds of all ranks, and of a part."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    found = []
+    for _round in range(4):
+        agree({"x": 1})
+        if dist.get_rank() != 1:
+            agree({"x": 1}, ranks=(0, 2))
+        dist.barrier()
+        found.append(store.num_keys())
+        dist.barrier()
+    return found
+
+
+def test_what_was_said_is_deleted_once_all_have_spoken_again() -> None:
+    for counts in run_ranks(3, counted, None):
+        assert counts[1] <= counts[0] == counts[-1], counts
+
+
+def limited(_: None) -> list[timedelta]:
+    """The time-out of the store that torch.distributed shares with everybody."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    before = store.timeout
+    with contextlib.suppress(RuntimeError), agreement.waiting(store, 5.0):
+        inside = store.timeout
+        raise RuntimeError("the rank that holds it has gone")
+    return [before, inside, store.timeout]
+
+
+def test_the_shared_store_keeps_its_time_out() -> None:
+    ((before, inside, after),) = run_ranks(1, limited, None)
+    assert before == after != inside == timedelta(seconds=5)
 
 
 def test_patience_is_that_of_the_process_group() -> None:

@@ -21,34 +21,43 @@ PACKAGE = ROOT / "hybridcomp"
 #: room -> rooms that it may import. Anything else is a wrong turn.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "foreign": set(),
     "kernels": {"errors"},
     "codecs": {"errors", "kernels"},
     "collectives": {"errors", "codecs", "presence"},
     "policy": {"errors", "codecs"},
-    "config": {"errors", "codecs", "policy"},
+    "config": {"errors", "codecs", "foreign", "policy"},
     "patching": {"errors"},
     "log": set(),
-    "agreement": {"errors", "log"},
+    "processes": set(),
+    "agreement": {"errors", "log", "processes"},
     "devices": set(),
-    "presence": {"errors", "agreement"},
+    "presence": {"errors", "agreement", "processes"},
     "saved": {"errors", "agreement"},
-    "topology": {"errors", "agreement", "collectives"},
+    "topology": {"errors", "agreement", "collectives", "presence"},
     "autotune": {"agreement", "codecs", "collectives", "policy", "topology"},
     "channels": {
         "errors", "codecs", "policy", "config", "collectives", "topology", "autotune", "log",
         "saved", "agreement",
     },
     "metric_names": set(),
+    "environment": set(),
     "wandb_run": {"metric_names"},
+    "closing": {"channels", "log", "policy"},
     "reporter": {
-        "errors", "codecs", "collectives", "policy", "config", "metric_names", "channels", "log",
+        "closing", "errors", "codecs", "collectives", "policy", "config", "metric_names",
+        "channels", "log",
     },
     # what attaching to an engine means, and the engine of a process that has none
     "session": {
         "agreement", "channels", "codecs", "collectives", "config", "errors", "log", "policy",
         "presence", "reporter", "topology", "wandb_run",
     },
-    "process": {"channels", "config", "errors", "log", "policy", "session", "upstream"},
+    "last_messages": set(),
+    "process": {
+        "channels", "config", "environment", "errors", "last_messages", "log", "policy", "session",
+        "upstream",
+    },
     # what upstream does with traffic that no seam covers: tables, without an upstream
     "rules": {"config", "errors", "policy"},
     # what the seams of several upstreams share
@@ -57,11 +66,11 @@ ALLOWED: dict[str, set[str]] = {
     },
     # what is known of upstream's objects: read, never replaced
     "upstream": {
-        "config",
+        "config", "environment",
         "channels", "codecs", "errors", "log", "metric_names", "patching", "policy", "process",
         "routing", "saved", "session",
     },
-    "compare": {"config", "errors", "metric_names"},
+    "compare": {"config", "errors", "foreign", "metric_names"},
     # what of a collective a patch needs it gets from its channel
     "patches": {
         "errors", "codecs", "policy", "config", "channels", "autotune",
@@ -69,6 +78,7 @@ ALLOWED: dict[str, set[str]] = {
         "upstream", "wandb_run", "engines", "nn", "devices",
     },
     "engines": {
+        "presence",  # the ranks of a model say where they run
         "agreement", "autotune", "channels", "codecs", "collectives", "config", "errors", "log",
         "patching", "policy", "process", "reporter", "rules", "saved", "session", "topology",
         "devices",
@@ -83,20 +93,25 @@ ALLOWED: dict[str, set[str]] = {
         "plan",  # of which slices take an algorithm alone
         "policy", "process", "session", "topology",
     },
+    "job_files": {"config", "errors", "policy", "rules"},
     "pays": {"errors", "codecs", "policy", "config"},
-    "plan": {"codecs", "collectives", "compare", "config", "errors", "pays", "policy", "rules"},
+    "pays_command": {"errors", "policy", "config", "job_files", "pays"},
+    "plan": {
+        "codecs", "collectives", "compare", "config", "errors", "foreign", "pays", "policy",
+        "rules",
+    },
     "measure": {
         "agreement", "autotune", "channels", "codecs", "collectives", "config", "devices", "errors",
         "log", "plan", "policy", "routing", "topology", "upstream",
         "",  # its small trainings are those of a user: installed, then DeepSpeed's own
     },
     "neox": {"", "config", "errors", "patches", "rules", "upstream"},
-    "run": {""},
+    "run": {"", "agreement", "log"},
     # hybridcomp/__init__.py: the public names, imported late
-    "uncaught": {"errors"},
+    "uncaught": {"environment", "errors"},
     "": {
-        "errors", "channels", "config", "engines", "patches", "patching", "process", "uncaught",
-        "upstream",
+        "errors", "channels", "config", "engines", "environment", "log", "patches", "patching",
+        "process", "topology", "uncaught", "upstream",
     },
 }  # fmt: skip
 FREE = {"cli", "doctor", "validate"}  # the command line may look into every room

@@ -11,18 +11,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from hybridcomp import presence
+import hybridcomp
+from hybridcomp import presence, processes, topology
 from hybridcomp.agreement import start
 from hybridcomp.errors import CodecError, ConfigError, PeerError
-from hybridcomp.presence import Peer
+from hybridcomp.processes import Peer
 from tests.paths import ROOT
-from tests.ranks import run_ranks
+from tests.ranks import LIMIT_S, run_ranks
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 GLOO = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
@@ -37,15 +42,15 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def peer_of(pid: int, rank: int = 1) -> Peer:
-    stat = presence._stat(pid)
+    stat = processes.stat(pid)
     assert stat is not None
-    return Peer(rank, "host", presence._space(), pid, stat[1])
+    return Peer(rank, "host", processes.space(), pid, stat[1])
 
 
 def until(process: subprocess.Popen[bytes], states: str) -> None:
     """Wait for the kernel to have done what a signal asked for."""
     for _ in range(500):
-        stat = presence._stat(process.pid)
+        stat = processes.stat(process.pid)
         if stat is not None and stat[0] in states:
             return
         time.sleep(0.01)
@@ -53,47 +58,68 @@ def until(process: subprocess.Popen[bytes], states: str) -> None:
 
 
 def test_states_of_a_process(child: subprocess.Popen[bytes]) -> None:
-    me, peer = presence._myself(), peer_of(child.pid)
-    assert presence._state(peer, me) is None
+    peer = peer_of(child.pid)
+    assert processes.state(peer) is None
     child.send_signal(signal.SIGSTOP)
     until(child, "T")
-    assert presence._state(peer, me) == "is stopped (SIGSTOP, or a debugger)"
+    assert processes.state(peer) == "is stopped (SIGSTOP, or a debugger)"
     child.send_signal(signal.SIGCONT)
     until(child, "SR")
-    assert presence._state(peer, me) is None
+    assert processes.state(peer) is None
     child.kill()
     until(child, "Z")
-    assert presence._state(peer, me) == "has ended"  # while nobody has asked for its status
+    assert processes.state(peer) == "has ended"  # while nobody has asked for its status
     child.wait()
-    assert presence._state(peer, me) == "has ended"
+    assert processes.state(peer) == "has ended"
 
 
 def test_another_process_with_the_number_of_a_rank_is_not_that_rank() -> None:
-    me = presence._myself()
     reused = replace(peer_of(os.getpid()), began="1")
-    assert presence._state(reused, me) == "has ended"
+    assert processes.state(reused) == "has ended"
 
 
 def test_a_process_of_another_host_cannot_be_seen(child: subprocess.Popen[bytes]) -> None:
     far = replace(peer_of(child.pid), space="another boot")
     child.kill()
     child.wait()
-    assert presence._state(far, presence._myself()) is None
+    assert processes.state(far) is None
 
 
 def test_a_lost_message_names_the_rank_that_ended(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence._Known, "peers", (presence._myself(), peer_of(child.pid)))
+    monkeypatch.setattr(processes.Known, "peers", (presence._myself(), peer_of(child.pid)))
+    monkeypatch.setattr(presence, "LOOK_S", 0.0)
     found = presence.lost(GLOO, "dp at step 12")
     assert isinstance(found, PeerError)
-    assert "dp at step 12 failed: no rank of this host is missing (" in str(found)
+    assert "dp at step 12 failed: the processes of this host's ranks still run (" in str(found)
     child.kill()
     child.wait()
     text = str(presence.lost(GLOO, "dp at step 12"))
     assert f"rank 1 (process {child.pid} on host) has ended" in text
     assert text.startswith(f"rank 0 of 2 (process {os.getpid()} on ")
     assert "Connection closed by peer" in text
+
+
+def test_a_rank_whose_connection_broke_is_looked_at_until_it_has_ended(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel closes the sockets of a process that was killed before it shows it as ended."""
+    monkeypatch.setattr(processes.Known, "peers", (presence._myself(), peer_of(child.pid)))
+    monkeypatch.setattr(presence, "LOOK_S", 3600.0)
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            child.kill()
+            child.wait()
+
+    monkeypatch.setattr(presence, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    assert f"rank 1 (process {child.pid} on host) has ended" in str(presence.lost(GLOO))
+    # when time is up, and no connection broke, there is nothing to come
+    assert presence.lost(RuntimeError("Timed out waiting 5000ms for recv")) is not None
+    assert len(looks) == 3
 
 
 @pytest.mark.parametrize(
@@ -115,7 +141,7 @@ def test_errors_about_other_things_are_left_alone(error: Exception) -> None:
     ],
 )
 def test_what_back_ends_say_of_a_lost_peer(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence._Known, "peers", ())
+    monkeypatch.setattr(processes.Known, "peers", ())
     assert presence.lost(RuntimeError(text)) is not None
 
 
@@ -131,7 +157,7 @@ def test_who_says_nothing_in_the_store_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(presence, "ROLL_CALL_S", 0.5)
     monkeypatch.setattr(presence, "_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(presence._Known, "peers", far_peers())
+    monkeypatch.setattr(processes.Known, "peers", far_peers())
     text = str(presence.lost(GLOO))
     assert "rank 2 (process 7 on node2) does not answer" in text
     assert "node0" not in text and "node1" not in text
@@ -147,7 +173,7 @@ def test_a_store_that_is_gone_names_its_host(answer: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(presence, "ROLL_CALL_S", -0.5)  # and one second more
     monkeypatch.setattr(presence, "_store", store)
-    monkeypatch.setattr(presence._Known, "peers", far_peers())
+    monkeypatch.setattr(processes.Known, "peers", far_peers())
     assert "rank 0 (process 7 on node0) does not answer" in str(presence.lost(GLOO))
 
 
@@ -156,7 +182,7 @@ def test_the_hook_adds_one_line_below_the_traceback(
 ) -> None:
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
-    monkeypatch.setattr(presence._Known, "peers", ())
+    monkeypatch.setattr(processes.Known, "peers", ())
     presence._hook()
     for error in (
         ValueError("a\nb"),
@@ -177,7 +203,7 @@ def test_a_rank_that_its_agent_ends_says_who_is_missing(
 ) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    monkeypatch.setattr(presence._Known, "peers", (peer_of(os.getpid(), 0), peer_of(child.pid)))
+    monkeypatch.setattr(processes.Known, "peers", (peer_of(os.getpid(), 0), peer_of(child.pid)))
     ended = SignalException("Process 7 got signal: 15", sigval=signal.SIGTERM)
     said = presence._last_words(ended)
     assert said.endswith("fails: SignalException: Process 7 got signal: 15")
@@ -186,21 +212,45 @@ def test_a_rank_that_its_agent_ends_says_who_is_missing(
     assert presence._last_words(ended) == f"{said}; rank 1 (process {child.pid} on host) has ended"
 
 
+def seconds(group: dist.ProcessGroup) -> float:
+    """How long a group waits."""
+    return presence._waits(group).total_seconds()
+
+
 def limits() -> list[float]:
-    """Seconds that a group waits: that which upstream made later, then all."""
-    later = dist.new_group([0])
-    longer = presence._CPU
-    found = [later._get_backend(longer).options._timeout.total_seconds()]
-    limit = timedelta(seconds=7)
-    dist.distributed_c10d._set_pg_timeout(limit, dist.distributed_c10d._get_default_group())
+    """Seconds that a group waits which upstream made later, and one whose maker said how long."""
+    later, told = dist.new_group([0]), dist.new_group([0], timeout=timedelta(hours=3))
+    found = [seconds(later)]
+    c10d, limit = dist.distributed_c10d, timedelta(seconds=7)
+    getattr(dist, "set_timeout", c10d._set_pg_timeout)(limit, c10d._get_default_group())
     assert presence.time_limit() == limit
     presence.limit_waits()
-    return [*found, later._get_backend(longer).options._timeout.total_seconds()]
+    return [*found, seconds(later), seconds(told)]
 
 
 def test_groups_wait_no_longer_than_the_default_group() -> None:
-    before, after = run_ranks(1, limits)[0]
-    assert before > 7 and after == 7
+    before, after, told = run_ranks(1, limits)[0]
+    assert before > 7 and after == 7 and told == 3 * 3600
+
+
+def limits_of_models() -> list[float]:
+    """What groups of the user wait after two models were attached, and one of hybridcomp's own."""
+    groups = [dist.new_group(), dist.new_group(timeout=timedelta(hours=3))]
+    replicated = DistributedDataParallel(nn.Linear(8, 8), process_group=groups[0])
+    hybridcomp.attach(replicated, {"dp": {"codec": "blockint"}})
+    sharded: Any = fully_shard(nn.Linear(8, 8))
+    hybridcomp.attach(sharded, {"dp": {"codec": "blockint"}})
+    limits = [presence.time_limit(group) for group in groups]
+    assert [limit.total_seconds() for limit in limits if limit is not None] == [LIMIT_S, 3 * 3600]
+    own = topology._group((1, 0))
+    assert own is not None
+    return [*map(seconds, groups), seconds(own)]
+
+
+def test_attach_leaves_the_time_outs_of_the_user_s_groups_alone() -> None:
+    for default, told, own in run_ranks(2, limits_of_models):
+        assert default == 1800 and told == 3 * 3600
+        assert own == LIMIT_S, "the time-out of the default group (tests/ranks.py)"
 
 
 LAST_WORDS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,10 @@ print("armed", registry._armed)
 """
 
 
-def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hybridcomp.run", *arguments],
-        cwd=cwd, capture_output=True, text=True, check=False,
+        cwd=cwd, env={**os.environ, **more}, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
@@ -84,6 +85,42 @@ def test_split() -> None:
         ["a.py", "--local_rank=9"],
     )
     assert split(["--local_rank=0"]) == (["--local_rank=0"], [])
+
+
+DDP = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+for _ in range(2):
+    model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+def test_a_job_without_a_block_says_where_it_looked(folder: Path) -> None:
+    (folder / "ddp.py").write_text(DDP.replace("{folder}", str(folder)))
+    result = launch("ddp.py", cwd=folder, HYBRIDCOMP_CONFG="block.json")
+    assert result.returncode == 0, result.stderr
+    assert [line for line in result.stdout.splitlines() if "[hybridcomp]" in line] == [
+        "[hybridcomp] HYBRIDCOMP_CONFG is not known and has no effect; did you mean "
+        "HYBRIDCOMP_CONFIG?",
+        "[hybridcomp] no block found (hybridcomp.install was given none; HYBRIDCOMP_CONFIG is not "
+        "set): nothing of models under DistributedDataParallel is compressed",
+    ]
+
+
+def test_a_job_in_which_nothing_is_trained_says_so(folder: Path) -> None:
+    (folder / "idle.py").write_text("print('done')\n")
+    result = launch("idle.py", cwd=folder, WORLD_SIZE="2", RANK="0")
+    assert result.stdout.startswith("done\n[hybridcomp] nothing was compressed: this script")
+    assert launch("idle.py", cwd=folder, WORLD_SIZE="2", RANK="1").stdout == "done\n"
+    assert launch("idle.py", cwd=folder, WORLD_SIZE="1").stdout == "done\n"
+
+
+def test_a_file_that_is_not_there_is_told_with_its_variable(folder: Path) -> None:
+    result = launch("job/train.py", cwd=folder, HYBRIDCOMP_CONFIG="nowhere.json")
+    assert result.returncode == 2
+    assert result.stderr.startswith("hybridcomp: HYBRIDCOMP_CONFIG: found 'nowhere.json'; expected")
 
 
 def test_install_takes_a_config(tmp_path: Path) -> None:

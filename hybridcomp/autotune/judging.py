@@ -21,17 +21,24 @@ from hybridcomp.autotune.verdicts import Verdict
 
 #: values of a message of a trial, one after the other
 SIZES = (1 << 19, 1 << 21, 1 << 23)
-#: timings of either kind at a size, in turns after one of each, which says how many there is time
-#: for; the shortest counts, as whatever disturbs a timing makes it longer
-REPEATS = 5, 20
-#: the same for the messages of a step, which may be shorter or longer
-REPEATS_SEEN = 2, 100
+#: rounds of either kind that count, at least and at most, after one that fills caches and makes
+#: buffers; the shortest counts, as whatever disturbs a timing makes it longer. A close trial is
+#: decided by steps of the run (``recheck``), so more of them would only take time
+REPEATS = 1, 4
+#: the same for messages of layers and stages, which are short; their median counts
+REPEATS_SEEN = 2, 8
 #: fp32 values that are written in between: 64 MB, above the caches of most processors and GPUs
 WORK_NUMEL = 1 << 24
-#: no larger trial after this many seconds: on a slow link they take long, and a small one tells
-BUDGET_S = 2.0
+#: seconds that the trials of a dimension aim at: on a slow link they take long, and small ones tell
+BUDGET_S = 1.0
+#: where the messages of a step are known, single ones that took this share of it are enough to
+#: tell how many of them there is time for
+FIRST_LOOK = 0.1
 #: encoded messages must be this much faster: the codec takes cores that the model wants as well
 MARGIN = 1.1
+#: and where a small one is this much faster, larger ones are not tried: per byte they cost the
+#: link as much, and the codec less
+SURE = 3.0
 
 
 def judge(
@@ -50,25 +57,38 @@ def judge(
     """
     longest = max(sent.numels)
     largest = _largest(longest, device)
+    enough = BUDGET_S * (FIRST_LOOK if whole else 1.0)
     spent = 0.0
     for size in SIZES:
         one = replace(sent, numels=(max(1, min(size, longest)),))
-        rows = _timed(trials(one), REPEATS, BUDGET_S / len(SIZES), device)
+        rows = _timed(trials(one), BUDGET_S / len(SIZES), device)
         spent += float(rows.sum())
-        if spent > BUDGET_S or size >= largest:
+        if spent > enough or size >= largest or _is_sure(rows):
             break
     messages, values = 1, min(size, largest)
-    if whole and spent <= BUDGET_S:
-        in_time = int(BUDGET_S / (1 + REPEATS_SEEN[0]) / float(rows.amin(dim=0).sum()) * values)
-        part = sent.cut(min(room_for(device), max(values, in_time)))
-        rows = _timed(trials(part), REPEATS_SEEN, BUDGET_S, device)
+    in_time = int(BUDGET_S / (1 + REPEATS[0]) / float(rows.amin(dim=0).sum()) * values)
+    total = _largest(sent.numel, device) if whole else values
+    if min(total, in_time) > values and not _is_sure(rows):
+        part = sent.cut(min(room_for(device), in_time))
+        rows = _timed(trials(part), BUDGET_S, device)
         messages = _largest(len(part.numels), device)
         values = _largest(part.numel, device)
     native_s, coded_s = rows.amin(dim=0).tolist()
     pays = coded_s * MARGIN <= native_s
-    total = _largest(sent.numel, device) if whole else values
-    of = total * itemsize if total > values else 0
-    return Verdict(pays, values * itemsize, native_s, coded_s, messages=messages, of=of)
+    return Verdict(
+        pays,
+        values * itemsize,
+        native_s,
+        coded_s,
+        messages=messages,
+        of=total * itemsize if total > values else 0,
+        gain_s=(native_s - coded_s) * total / values if whole else None,
+    )
+
+
+def _is_sure(rows: torch.Tensor) -> bool:
+    native_s, coded_s = rows.amin(dim=0).tolist()
+    return bool(coded_s * SURE <= native_s)
 
 
 def _largest(numel: int, device: torch.device) -> int:
@@ -78,11 +98,10 @@ def _largest(numel: int, device: torch.device) -> int:
     return int(largest)
 
 
-def _timed(
-    runs: tuple[Run, Run], limits: tuple[int, int], budget_s: float, device: torch.device
-) -> torch.Tensor:
+def _timed(runs: tuple[Run, Run], budget_s: float, device: torch.device) -> torch.Tensor:
+    """Seconds of the rounds that count, ``[rounds, 2]``."""
     once = float(_race(runs, 1, device).sum())
-    return _race(runs, _repeats(limits, budget_s / once), device)
+    return _race(runs, _repeats(REPEATS, budget_s / once - 1), device)
 
 
 def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verdict:
@@ -101,8 +120,11 @@ def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verd
         work.add_(1.0)
         dist.barrier()  # ranks that end it at different times would be timed waiting
 
-    once = float(_race(runs, 1, device, compute).sum())
-    repeats = _repeats(REPEATS_SEEN, BUDGET_S / once)
+    start = time.perf_counter()
+    _race(runs, 1, device, compute)
+    once = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+    dist.all_reduce(once, op=dist.ReduceOp.MAX)
+    repeats = _repeats(REPEATS_SEEN, BUDGET_S / float(once))
     native_s, coded_s = _race(runs, repeats, device, compute).median(dim=0).values.tolist()
     return Verdict(coded_s * MARGIN <= native_s, nbytes, native_s, coded_s)
 

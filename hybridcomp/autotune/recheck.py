@@ -1,7 +1,8 @@
 """Whether verdicts hold in the run itself: some of its steps natively, some encoded, in turns.
 
 A trial times messages alone. In a step they meet the model's own work, which hides some of the wire
-and none of the codec's time, and each other. So where a trial was close, once the run is warm:
+and none of the codec's time, and each other. So where a trial was close or encoding won, once the
+run is warm:
 
 1. ``REHEARSED`` steps: one with all dimensions native, one with all encoded. What they have to make
    for that (buffers, residuals) is made here, and they are not counted;
@@ -11,6 +12,9 @@ and none of the codec's time, and each other. So where a trial was close, once t
    Where that is unclear for one, a second round follows, in which one pair of eight may disagree.
    Back to native, which is what one has anyway, less is enough: ``BACK``, and the median of both
    rounds. Two dimensions that each cost two per cent would otherwise stay.
+
+Where the other mode loses clearly (``SURELY``) in every pair of the first steps, the comparison
+ends there: it costs two or three steps in the slower mode.
 
 All that chooses a mode is the number of the step, which is equal on all ranks.
 """
@@ -36,6 +40,9 @@ CELLS = 1 << MOST
 #: share of a step that encoding has to save where a dimension is native, and native where it is not
 GAIN, BACK = 0.03, 0.01
 ROUNDS = 2
+#: share of a step that the other mode has to cost for an early end, in a pair that is the only one;
+#: of several each may show as many times less
+SURELY = 0.3
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,15 @@ class Recheck:
         self.names = tuple(names)
         self.first = first
         self.rounds = 1
+        self._cut: int | None = None
         self._starts: dict[int, Any] = {}
         self._stops: dict[int, Any] = {}
 
     @property
     def stop(self) -> int:
         """The first step after it."""
+        if self._cut is not None:
+            return self._cut
         return self.first + REHEARSED + self.rounds * CELLS
 
     def covers(self, step: int) -> bool:
@@ -84,9 +94,37 @@ class Recheck:
         if self.covers(step) and step not in self._starts:
             self._starts[step] = _mark(device)
 
+    def reopen(self, step: int) -> None:
+        """Begin ``step`` anew: it was skipped, and what that took is none of its time."""
+        self._starts.pop(step, None)
+
     def close(self, step: int, device: torch.device) -> None:
         """The step before ``step`` is over, on a GPU behind its work."""
         self._stops[step - 1] = _mark(device)
+
+    def end_early(self, step: int, pays: Mapping[Dimension, bool], device: torch.device) -> None:
+        """End before ``step`` where its pairs are sure; a collective after some of its steps.
+
+        ``pays``: whether each dimension is encoded now. On a GPU those steps are waited for.
+        """
+        begin, cells = self.first + REHEARSED, 1 << len(self.names)
+        if not begin < step < self.stop or self.rounds > 1 or (step - begin) % cells:
+            return
+        seconds = self._slowest(begin, step, device)
+        pairs = {name: self._pairs(name, seconds) for name in self.names}
+        if all(
+            found and all(p[not pays[n]] >= (1 + SURELY / len(found)) * p[pays[n]] for p in found)
+            for n, found in pairs.items()
+        ):
+            self._cut = step
+
+    def _slowest(self, begin: int, stop: int, device: torch.device) -> list[float]:
+        """Seconds of the slowest rank in each step; a collective over the job."""
+        found = torch.tensor([self._seconds(s) for s in range(begin, stop)], dtype=torch.float64)
+        found = found.to(device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        seconds: list[float] = found.tolist()
+        return seconds
 
     def judge(
         self, pays: Mapping[Dimension, bool], device: torch.device
@@ -95,13 +133,7 @@ class Recheck:
 
         ``pays``: whether each dimension is encoded now.
         """
-        begin = self.first + REHEARSED
-        found = torch.tensor(
-            [self._seconds(step) for step in range(begin, self.stop)], dtype=torch.float64
-        )
-        found = found.to(device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        seconds = found.tolist()
+        seconds = self._slowest(self.first + REHEARSED, self.stop, device)
         findings = {name: self._judged(name, pays[name], seconds) for name in self.names}
         if self.rounds < ROUNDS and any(one is None for one in findings.values()):
             self.rounds += 1
@@ -122,9 +154,11 @@ class Recheck:
         """The verdict; None while it is unclear and more may come."""
         pairs = self._pairs(name, seconds)
         last = self.rounds == ROUNDS
-        if len(pairs) < CELLS // 2:
+        if len(pairs) < CELLS // 2 and self._cut is None:
             return None
         native_s, coded_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+        if self._cut is not None:
+            return Finding(native_s, coded_s, False)
         now, other = (1, 0) if pays else (0, 1)
         gains = [(pair[now] - pair[other]) / pair[now] for pair in pairs]
         gain, agree = statistics.median(gains), sum(one > 0 for one in gains)
@@ -168,7 +202,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _between(start: Any, stop: Any) -> float:
-    """Seconds; waits for the device, once in a run."""
+    """Seconds; waits for the device."""
     if isinstance(stop, float):
         return stop - float(start)
     stop.synchronize()

@@ -17,8 +17,12 @@ from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
 from hybridcomp.policy import Dimension
 
-#: a trial in which one of the two took this many times as long as the other needs no other look
+#: a trial in which encoding took this many times as long as native needs no other look: in a step
+#: it takes the model's cores besides
 CLEAR = 2.0
+#: nor one in which it was this many times as fast. Below that the model's own work may hide
+#: the wire: over 1 Gb/s messages of DDP were twice as fast encoded, and steps slower
+CLEAR_CODED = 8.0
 #: steps with codecs allowed, before steps are compared: they load kernels and find their buffers
 WARM = 3
 
@@ -39,13 +43,17 @@ class Verdict:
     first: int = -1  # the first step of the comparison
     checked: bool = False  # whether that is over
     since: int = 0  # the first step of which ``pays`` says what it says
+    gain_s: float | None = None  # what encoding saves of a step, where that is known
     flush: int = -1  # the step in which what error feedback holds is sent, if none is encoded then
 
     @property
     def is_close(self) -> bool:
         """Whether steps have to tell: the trial was not clear, or there was none."""
-        fast, slow = sorted((self.native_s, self.coded_s))
-        return not self.checked and (not self.nbytes or slow < CLEAR * fast)
+        if self.checked or not self.nbytes:
+            return not self.checked
+        if self.pays:
+            return self.native_s < CLEAR_CODED * self.coded_s
+        return self.coded_s < CLEAR * self.native_s
 
     def told(self, dimension: Dimension) -> str:
         """One sentence."""
@@ -89,6 +97,13 @@ class Verdicts:
         )
         return undone or not self._is_planned
 
+    @property
+    def may_change(self) -> bool:
+        """Whether steps will be compared, or are."""
+        if self._is_planned:
+            return self.may_compare
+        return any(verdict.is_close for verdict in self.by_dimension.values())
+
     def begins(self, dimension: Dimension) -> bool:
         """Whether a comparison would begin now, with ``dimension`` in it."""
         verdict = self.by_dimension.get(dimension)
@@ -120,6 +135,8 @@ class Verdicts:
                 told.append(self._begin(close[: recheck.MOST], step))
         if self.recheck is not None and step <= self.recheck.stop:
             self.recheck.close(step, device)
+            pays = {name: self.by_dimension[name].pays for name in self.recheck.names}
+            self.recheck.end_early(step, pays, device)
             if step == self.recheck.stop:
                 told += self._end(self.recheck, without, device)
         return told
@@ -129,8 +146,8 @@ class Verdicts:
         for name in names:
             self.by_dimension[name] = replace(self.by_dimension[name], first=step)
         return (
-            f"{', '.join(names)}: as neither way was clearly faster in its trial, steps "
-            f"{step} to {self.recheck.stop - 1} run in both ways, in turns, and are compared"
+            f"{', '.join(names)}: a trial times messages alone, so steps {step} to at most "
+            f"{self.recheck.stop - 1} run in both ways, in turns, and are compared"
         )
 
     def _end(
@@ -140,6 +157,8 @@ class Verdicts:
         told = []
         for name, found in ({} if findings is None else findings).items():
             verdict = replace(self.by_dimension[name], checked=True)
+            if found.native_s:
+                verdict = replace(verdict, gain_s=found.native_s - found.coded_s)
             if found.changes:
                 verdict = replace(verdict, pays=not verdict.pays, since=done.stop)
             if name not in without:

@@ -1,9 +1,8 @@
 """The figures of the last report of a model's ledger, whichever engine the model is under.
 
-Names are those of ``metric_names`` with ``compression/`` in front: trainers write prefixes of their
-own (``train/``) before what they are given. A W&B run that the process has open gets the figures by
-itself, as ``Train/Compression/...`` on the axis of optimizer steps (``wandb_run``): readers of such
-a run must not find them twice under one name.
+Names are those of ``metric_names``, ``train/compression/...``: one name in every log. A W&B run
+that the process has open gets the figures by itself, under these names on the axis of optimizer
+steps (``wandb_run``); a trainer that logs into the same run writes the same value there once more.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from hybridcomp.engines.attach import ATTRIBUTE
-from hybridcomp.metric_names import trainer_name
 from hybridcomp.session import session_of
 
 
@@ -26,11 +24,7 @@ def take(model: nn.Module | None) -> dict[str, float]:
     """
     if model is None:
         return {}
-    return {
-        trainer_name(name): value
-        for reporter in reporters(model)
-        for name, value in reporter.take_events()
-    }
+    return {name: value for reporter in reporters(model) for name, value in reporter.take_events()}
 
 
 def reporters(model: nn.Module) -> Iterator[Any]:

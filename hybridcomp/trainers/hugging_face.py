@@ -25,6 +25,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.engines import steps
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
+from hybridcomp.metric_names import trainer_name
 from hybridcomp.trainers.figures import reporters, take
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
         if figures:
             due = control.should_log  # logging unsets it, and the losses of this step must follow
             # not what a subclass made of it: TRL's averages its own figures whenever it is called
-            Trainer.log(self._trainer, figures)
+            named = {trainer_name(name): value for name, value in figures.items()}
+            Trainer.log(self._trainer, named)
             control.should_log = due
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -111,6 +111,22 @@ def test_less_is_enough_to_go_back_to_native(
     assert (found["dp"].changes, one.rounds) == (changes, rounds)
 
 
+def test_a_step_that_was_skipped_is_timed_when_it_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With torch's engines a loss scaler that skips a step leaves its number to the next one."""
+    seconds = 0.0
+    monkeypatch.setattr(recheck, "now", lambda: seconds)
+    one = Recheck(("dp",), 0)
+    one.open(2, CPU)
+    seconds = 5.0
+    one.reopen(2)
+    one.open(2, CPU)
+    seconds = 6.0
+    one.close(3, CPU)
+    assert one._seconds(2) == pytest.approx(1.0)
+
+
 def test_a_continued_run_that_saw_half_a_round_takes_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

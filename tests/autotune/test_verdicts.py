@@ -75,7 +75,9 @@ def test_all_ranks_decide_alike(
             assert (verdict["pays"], verdict["nbytes"]) == (pays, 2 << (9 + count))
         assert list(state) == ["dp", "zero"] and native == [not pays] * 2
         assert sizes == [1 << (10 + index) for index in range(count)] * 2
-        assert len(told) == 2 and ("native for this run" in told[0]) != pays
+        assert ("native for this run" in told[0]) != pays
+        surely = not pays and slowest[1] >= 2 * slowest[0]  # no step will tell otherwise
+        assert ["nothing is compressed in this run" in text for text in told[2:]] == [True] * surely
         assert told[1].startswith("zero: ") and "(compression.zero.when: auto)" in told[1]
 
 
@@ -111,7 +113,7 @@ def test_a_fast_link_makes_the_run_native(pool: RankPool, stage: int) -> None:
     job = Job(stage, steps=4, block=BLOCK if stage else {"dp": FEEDBACK, "min_bytes": 0})
     plain = {"dp": "none", "zero": "none"} if stage else {"dp": "none"}
     off = pool.run(trained, job, (0.01, 0.02))
-    on = pool.run(trained, job, (0.02, 0.01))
+    on = pool.run(trained, job, (0.09, 0.01))
     native = pool.run(trained, replace(job, block=plain), (0.01, 0.02))
     for rank in range(2):
         losses, weights, rows, held = off[rank]
@@ -144,7 +146,7 @@ def resumed(
     return whole, losses, verdicts, channels.ledger.native_since, channels.residuals.nbytes
 
 
-SLOW, FAST = (0.02, 0.01), (0.01, 0.02)
+SLOW, FAST = (0.09, 0.01), (0.01, 0.02)
 
 
 @pytest.mark.parametrize(("first", "second"), [(SLOW, FAST), (FAST, SLOW)], ids=["on", "off"])
@@ -263,11 +265,49 @@ def test_messages_that_ranks_see_differently_are_not_sent(pool: RankPool) -> Non
 
 def test_what_there_is_no_time_for_is_said(pool: RankPool) -> None:
     """Trials of both messages would take longer than there is, or there is none left."""
-    for times, last in (((0.25, 0.24), [2000]), ((0.4, 0.25), [])):
+    for times, last in (((0.12, 0.11), [1484]), ((0.4, 0.25), [])):
         for verdicts, told, sizes in pool.run(weighed_whole, times, None):
-            assert sizes == [1024, 2000, *last] * 2
-            assert {(v.nbytes, v.messages, v.of) for v in verdicts.values()} == {(4000, 1, 5802)}
-            assert told[1].startswith("zero: 0.004 MB (of 0.0058 MB a step) take ")
+            assert sizes == [1024, *last] * 2
+            nbytes = 2 * sizes[-1]
+            assert {(v.nbytes, v.messages, v.of) for v in verdicts.values()} == {(nbytes, 1, 5802)}
+            assert told[1].startswith(f"zero: {nbytes / 1e6:.3g} MB (of 0.0058 MB a step) take ")
+            gains = [verdict.gain_s for verdict in verdicts.values()]
+            assert gains == pytest.approx([(times[0] - times[1]) * 5802 / nbytes] * 2)
+
+
+def test_a_link_that_is_surely_slow_is_not_waited_for(pool: RankPool) -> None:
+    """A small message three times as fast encoded tells what larger ones would."""
+    for verdicts, _, sizes in pool.run(weighed_whole, (0.04, 0.01), None):
+        assert sizes == [1024] * 2 and all(verdict.pays for verdict in verdicts.values())
+
+
+def left_out() -> tuple[Any, ...]:
+    """The preset in a job without gathers and layers to measure."""
+    channels = Channels(CompressionConfig.parse({"preset": "recommended", "min_bytes": 0}))
+    channels.leave_out({"zero", "tp", "pp"})
+    with clock(*FAST):
+        told = channels.weigh(None, torch.bfloat16, CPU, 5000)
+    codec = channels["dp"].codec(1000, torch.bfloat16, None)
+    return told, codec, channels.seen.waiting, list(channels.verdicts.by_dimension)
+
+
+def test_the_preset_measures_what_the_job_has(pool: RankPool) -> None:
+    for told, codec, waiting, judged in pool.run(left_out):
+        assert codec is None and waiting == () and judged == ["dp"]
+        assert len(told) == 1 and "native for this run" in told[0]
+
+
+def preset_unmeasured() -> tuple[Any, ...]:
+    channels = Channels(CompressionConfig.parse({"preset": "recommended", "min_bytes": 0}))
+    codec = channels["dp"].codec(1000, torch.bfloat16, None)
+    channels.step = 1
+    return codec, channels.close_step(False, CPU)
+
+
+def test_a_preset_that_cannot_be_measured_compresses_and_says_so(pool: RankPool) -> None:
+    for codec, told in pool.run(preset_unmeasured):
+        assert codec is not None
+        assert [line for line in told if line.startswith("dp, zero: compressed, not timed")]
 
 
 def test_a_part_of_what_is_sent() -> None:

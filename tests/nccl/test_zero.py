@@ -67,7 +67,7 @@ def test_lossy_runs_follow_the_baseline(train: Trainings, name: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets(train: Trainings, preset: str) -> None:
     job = JOBS["zero1"]
-    settings = {"preset": preset, "min_bytes": 0, "on_unsupported": "native"}
+    settings = {"preset": preset, "when": "always", "min_bytes": 0, "on_unsupported": "native"}
     base, found = train(job), train(with_block(job, settings))
     assert found[0].digests == found[1].digests
     assert tail(found) == pytest.approx(tail(base), rel=0.05)

@@ -41,8 +41,10 @@ def test_each_report_is_taken_once_on_every_rank(on_ranks: RunRanks) -> None:
     ranks = on_ranks(2, taken)
     for found in ranks:
         assert [bool(figures) for figures in found] == [False, True, False, True]
-        assert found[1]["compression/dp/ratio"] == pytest.approx(7.5, rel=0.05)
-        assert {"compression/dp/error", "compression/dp/residual_norm"} <= found[3].keys()
+        assert found[1]["train/compression/dp/ratio"] == pytest.approx(7.5, rel=0.05)
+        assert {"train/compression/dp/error", "train/compression/dp/residual_norm"} <= found[
+            3
+        ].keys()
         assert found == ranks[0]
 
 

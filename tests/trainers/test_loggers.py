@@ -119,7 +119,7 @@ def test_trackers_of_accelerate_get_the_figures(tmp_path: Path) -> None:
     )
     read = accumulator.EventAccumulator(str(tmp_path / "out" / "hybridcomp"))
     read.Reload()
-    assert [event.step for event in read.Scalars("compression/dp/error")] == [10, 20, 30, 40]
+    assert [event.step for event in read.Scalars("train/compression/dp/error")] == [10, 20, 30, 40]
 
 
 def test_loggers_of_lightning_get_the_figures(tmp_path: Path) -> None:
@@ -128,12 +128,12 @@ def test_loggers_of_lightning_get_the_figures(tmp_path: Path) -> None:
     command += "scripts/examples/train_lightning.py --output out --strategy fsdp2"
     launch(tmp_path, f"HYBRIDCOMP_CONFIG=scripts/examples/fsdp2.json {command}")
     with (tmp_path / "out/lightning_logs/version_0/metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["compression/dp/ratio"]]
+        rows = [row for row in csv.DictReader(file) if row["train/compression/dp/ratio"]]
     assert [int(row["step"]) for row in rows] == [9, 19, 29, 39]
     reports = ledger(tmp_path)[:-1]
     for row, report in zip(rows, reports, strict=True):
         of_ledger = report["dimensions"]["zero"]["forward"]
-        assert float(row["compression/zero/error"]) == pytest.approx(of_ledger["error"])
+        assert float(row["train/compression/zero/error"]) == pytest.approx(of_ledger["error"])
 
 
 def test_torchtitans_tensorboard_gets_the_figures(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_torchtitans_tensorboard_gets_the_figures(tmp_path: Path) -> None:
     (board,) = (tmp_path / "out" / "tb").iterdir()
     read = accumulator.EventAccumulator(str(board))
     read.Reload()
-    (event,) = read.Scalars("compression/dp/wire_MB")
+    (event,) = read.Scalars("train/compression/dp/wire_MB")
     wire = [report["dimensions"]["dp"]["forward"]["wire_MB"] for report in ledger(tmp_path)[:-1]]
     # both reports since torchtitan's last log
     assert event.step == 20 and event.value == pytest.approx(sum(wire), rel=1e-5)

@@ -35,8 +35,14 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
     "native": None,
     "none": dict.fromkeys(("dp", "zero", "tp", "pp"), "none"),
     "lossless": {"preset": "naive-mpc", "min_bytes": 0},
-    "recommended": {"preset": "recommended", "min_bytes": 0},
-    "directions": {"preset": "recommended", "min_bytes": 0, "tp": FEW_BITS, "pp": FEW_BITS},
+    "recommended": {"preset": "recommended", "when": "always", "min_bytes": 0},
+    "directions": {
+        "preset": "recommended",
+        "when": "always",
+        "min_bytes": 0,
+        "tp": FEW_BITS,
+        "pp": FEW_BITS,
+    },
 }
 Results = dict[tuple[str, str], list[Outcome]]  # (job, block) -> outcome of every rank
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hybridcomp.errors import CheckpointError
 from tests.ranks import run_ranks
 
 pytest.importorskip("deepspeed")
@@ -227,6 +230,89 @@ def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor:
     size = max(left.numel(), right.numel())
     pad = torch.nn.functional.pad
     return pad(left, (0, size - left.numel())) + pad(right, (0, size - right.numel()))
+
+
+def damage(path: Path) -> None:
+    """Flip a bit of a residual, or cut what is JSON in half."""
+    raw = bytearray(path.read_bytes())
+    if path.suffix == ".json":
+        raw = raw[: len(raw) // 2]
+    else:
+        with zipfile.ZipFile(path) as archive:
+            largest = max(archive.infolist(), key=lambda one: one.file_size)
+        raw[largest.header_offset + 200] ^= 1  # behind its name and what aligns it
+    path.write_bytes(bytes(raw))
+
+
+def refused_loads(folder: str) -> list[tuple[str, list[bool]]]:
+    """What a load of each damaged copy of a checkpoint says, and which weights it left alone.
+
+    The last copy has no damage: it has to load, and to change weights.
+    """
+    import torch.distributed as dist
+
+    engine = make_engine(1)
+    train(engine, 0, 2, dist.get_rank())
+    engine.save_checkpoint(folder, tag="whole")
+    train(engine, 2, 3, dist.get_rank())
+    before = [weight.detach().clone() for weight in engine.module.parameters()]
+    found = []
+    for name in ("hybridcomp_residuals_rank_00001.pt", "hybridcomp_state.json", None):
+        if dist.get_rank() == 0:
+            copy = Path(shutil.copytree(Path(folder, "whole"), Path(folder, f"damaged {name}")))
+            if name is not None:
+                damage(copy / name)
+        dist.barrier()
+        said = ""
+        try:
+            engine.load_checkpoint(folder, tag=f"damaged {name}")
+        except CheckpointError as error:
+            said = str(error)
+        after = engine.module.parameters()
+        found.append((said, [torch.equal(*pair) for pair in zip(before, after, strict=True)]))
+    return found
+
+
+def test_damage_is_told_on_all_ranks_before_a_weight_changes(tmp_path: Path) -> None:
+    for residuals, state, whole in run_ranks(2, refused_loads, str(tmp_path)):
+        assert "rank 1: " in residuals[0] and "hybridcomp_residuals_rank_00001.pt" in residuals[0]
+        assert "checksum" in residuals[0], residuals[0]
+        assert "rank 0: " in state[0] and "hybridcomp_state.json" in state[0]
+        assert all(residuals[1]) and all(state[1])
+        assert whole[0] == "" and not any(whole[1]), "a sound one loads"
+
+
+def save_under_zero(folder: str) -> None:
+    for name, block in (("native", {"enabled": False}), ("ours", {})):
+        engine = make_engine(1, block=block)
+        train(engine, 0, 2, 0)
+        engine.save_checkpoint(f"{folder}/{name}")
+
+
+def load_under_zero(folder: str) -> tuple[list[str], int, float]:
+    """What loads raise natively and with hybridcomp; step and residuals after the second."""
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    from hybridcomp.channels import channels_of
+
+    said = []
+    for name, block in (("native", {"enabled": False}), ("ours", {})):
+        engine = make_engine(1, block=block)
+        with pytest.raises(ZeRORuntimeException) as raised:
+            engine.load_checkpoint(f"{folder}/{name}")
+        said.append(str(raised.value))
+    channels = channels_of(engine)
+    assert channels is not None
+    return said, channels.step, channels.residuals.norm()
+
+
+def test_other_ranks_under_zero_are_refused_as_upstream_refuses_them(tmp_path: Path) -> None:
+    """DeepSpeed does not split its optimizer's state anew; nothing of ours is taken over then."""
+    run_ranks(2, save_under_zero, str(tmp_path))
+    for (native, ours), step, residual in run_ranks(3, load_under_zero, str(tmp_path)):
+        assert native == ours
+        assert "used a DP world size of 2 but the current world size is 3" in ours
+        assert step == 0 and residual == 0
 
 
 def overflow_run() -> list[tuple[bool, float, float]]:

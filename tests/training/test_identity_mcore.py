@@ -111,7 +111,7 @@ def two() -> Results:
     )
     for name, dimensions in AUTO.items():
         auto = block(dimensions, {**B8, "when": "auto"})
-        for way, link in {"fast": (0.01, 0.02), "slow": (0.02, 0.01)}.items():
+        for way, link in {"fast": (0.01, 0.02), "slow": (0.09, 0.01)}.items():
             jobs[f"{name}/{way}"] = replace(TWO[name][0], steps=6, link=link, block=auto)
         later = {**block(dimensions, B8), "start_step": 1}
         jobs[f"{name}/from step 1"] = replace(TWO[name][0], steps=6, block=later)

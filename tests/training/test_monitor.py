@@ -85,8 +85,8 @@ def test_wandb(folder: Path) -> None:
     assert config["codecs"]["dp/forward"] == "blockint(bits=4)"
     names = {name for values in history.values() for name in values}
     for figure in ("ratio", "wire_MB", "raw_MB", "codec_ms", "wait_ms", "error"):
-        assert {f"Train/Compression/{dim}/{figure}" for dim in ("dp", "zero")} <= names
-    assert "Train/Compression/dp/residual_norm" in names
+        assert {f"train/compression/{dim}/{figure}" for dim in ("dp", "zero")} <= names
+    assert "train/compression/dp/residual_norm" in names
     found = read_training(file.parent)
     assert found.ledger["zero"]["forward"]["codec"] == "blockint(bits=8)"
     assert found.losses == pytest.approx(mean_losses(folder))

@@ -28,7 +28,7 @@ pytestmark = [
 
 CONFIGS = ROOT / "configs" / "neox"
 KEYS = [
-    f"Train/Compression/tp/{way}/{figure}"
+    f"train/compression/tp/{way}/{figure}"
     for way in ("forward", "backward")
     for figure in ("ratio", "wire_MB", "raw_MB", "codec_ms", "wait_ms", "error")
 ]

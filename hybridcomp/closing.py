@@ -1,0 +1,130 @@
+"""The last line of a job: bytes sent, seconds saved as far as measured, worst error, the report.
+
+Each engine or model opens an ``Account`` on rank 0. Accounts hold figures alone, so a model that is
+dropped before the end still counts. The line comes when the process ends, by ``sys.exit`` and
+by an exception too, and in ranks that ``multiprocessing`` started, which run no ``atexit``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import util
+
+from hybridcomp.channels.gains import Gains
+from hybridcomp.channels.ledger import Entry, Key
+from hybridcomp.log import say
+from hybridcomp.policy import Dimension
+
+#: what is written where none of a run's seconds were measured
+UNTIMED = 'seconds were not measured ("when": "auto" measures them)'
+
+
+@dataclass
+class Account:
+    """What one engine or model has sent, on all ranks as far as it was reported."""
+
+    gains: Gains
+    report: str = ""  # the file with its records
+    step: int = 0  # of the last report
+    raw_nbytes: float = 0.0
+    wire_nbytes: float = 0.0
+    encoded: float = 0.0  # messages
+    error: float = 0.0
+    worst: Dimension | None = None
+    outside: float = 0.0
+    rest: float = 0.0  # messages since the last report, of this rank
+    idle: str = ""  # why nothing is compressed, where that is so
+    dimensions: set[Dimension] = field(default_factory=set)  # encoded ones
+
+    def add(self, entries: Mapping[Key, Entry]) -> None:
+        """Add what was sent: of all ranks in a report, of this rank where there was none."""
+        for (dimension, _), entry in entries.items():
+            self.raw_nbytes += entry.raw_nbytes
+            self.wire_nbytes += entry.wire_nbytes
+            self.outside += entry.outside
+            if entry.messages > entry.native:
+                self.encoded += entry.messages - entry.native
+                self.dimensions.add(dimension)
+            if entry.error is not None and entry.error > self.error:
+                self.error, self.worst = entry.error, dimension
+
+    def close(self, entries: Mapping[Key, Entry], idle: str) -> None:
+        """Take what no report had; ``idle``: why nothing was compressed, if that is so."""
+        self.rest = sum(entry.messages for entry in entries.values())
+        if not self.step:
+            self.add(entries)
+        self.idle = idle
+
+
+_accounts: list[Account] = []
+_callbacks: list[Callable[[], None]] = []
+_registered_in: list[int] = []  # the process whose end is waited for: forks inherit the list
+
+
+def open_account(gains: Gains, report: str) -> Account:
+    """Open the account of a model on rank 0; its figures are part of the job's last line."""
+    if os.getpid() not in _registered_in:
+        _registered_in[:] = [os.getpid()]
+        _accounts.clear()
+        util.Finalize(None, _end, exitpriority=0)
+    account = Account(gains, report)
+    _accounts.append(account)
+    return account
+
+
+def before_the_end(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called ahead of the last line, such as to close what still reports."""
+    _callbacks.append(callback)
+
+
+def _end() -> None:
+    for callback in _callbacks:
+        callback()
+    if _accounts:
+        say(last_line(_accounts), anywhere=True)
+    _accounts.clear()
+
+
+def last_line(accounts: list[Account]) -> str:
+    """Sum up accounts in one sentence."""
+    raw, wire = sum(a.raw_nbytes for a in accounts), sum(a.wire_nbytes for a in accounts)
+    files = dict.fromkeys(a.report for a in accounts if a.report)
+    report = f"report {', '.join(files)}" if files else "no report file"
+    if not any(a.encoded for a in accounts):
+        why = "; ".join(dict.fromkeys(a.idle for a in accounts if a.idle))
+        spent = sum(a.gains.spent_s for a in accounts)
+        lost = f"; measuring took {spent:.1f} s" if spent else ""
+        return f"this run compressed nothing: {why}{lost} ({report})"
+    reported = any(a.step for a in accounts)
+    late = reported and any(a.rest for a in accounts)
+    whose = f"until step {max(a.step for a in accounts)} " if late else ""
+    whose = whose if reported else "rank 0 alone "
+    parts = [f"{whose}sent {_megabytes(wire)} of {_megabytes(raw)} MB (native)"]
+    parts += [_saved(accounts), _error(accounts), report]
+    return f"this run {', '.join(parts)}"
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.0f}" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g}"
+
+
+def _saved(accounts: list[Account]) -> str:
+    encoded = dict.fromkeys(name for a in accounts for name in sorted(a.dimensions))
+    timed = [n for n in encoded if any(n in a.gains.by_dimension for a in accounts)]
+    if not timed:
+        return UNTIMED
+    saved = sum(a.gains.net_s for a in accounts)
+    verb = "saved" if saved >= 0 else "lost"
+    whose = f" ({', '.join(timed)} alone)" if len(timed) < len(encoded) else ""
+    return f"{verb} about {abs(saved):.{0 if abs(saved) >= 10 else 1}f} s as far as measured{whose}"
+
+
+def _error(accounts: list[Account]) -> str:
+    outside = round(sum(a.outside for a in accounts))
+    told = f", {outside} sampled values OUTSIDE THE BOUND" if outside else ""
+    worst = max(accounts, key=lambda account: account.error)
+    if worst.worst is None:
+        return f"no error sampled{told}"
+    return f"worst error {worst.error:.1e} ({worst.worst}){told}"

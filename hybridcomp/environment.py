@@ -1,0 +1,39 @@
+"""The environment variables that hybridcomp reads, and what becomes of others with its prefix."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+
+PREFIX = "HYBRIDCOMP_"
+#: path of a file with a block, or with one under "compression"
+CONFIG = f"{PREFIX}CONFIG"
+#: path of the file into which the losses of a DeepSpeed engine are written
+RECORD = f"{PREFIX}RECORD"
+#: asks for the traceback of a mistake in the configuration
+TRACEBACK = f"{PREFIX}TRACEBACK"
+#: runs GPT-NeoX on CPUs
+NEOX_CPU = f"{PREFIX}NEOX_CPU"
+#: what a job reads
+VARIABLES = (CONFIG, RECORD, TRACEBACK, NEOX_CPU)
+#: what the tests and scripts of a checkout read, which may stand beside a job
+CHECKOUT = tuple(
+    PREFIX + name
+    for name in (
+        "FUZZ_CASES", "NCCL_DEVICE", "NIGHTLY", "SEED", "SLOW_PROCESSOR", "TEST_INSTALL",
+        "TEST_WORKERS", "TORCH_VENVS", "UPSTREAM_ARCHIVES",
+    )
+)  # fmt: skip
+
+
+def unknown(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Make a sentence about each variable with our prefix that nothing reads."""
+    for name in sorted(name for name in environment if name.startswith(PREFIX)):
+        if name not in VARIABLES + CHECKOUT:
+            ends = [known.removeprefix(PREFIX) for known in VARIABLES]
+            near = difflib.get_close_matches(name.removeprefix(PREFIX), ends, n=1)
+            todo = (
+                f"did you mean {PREFIX}{near[0]}?" if near else f"there are {', '.join(VARIABLES)}"
+            )
+            yield f"{name} is not known and has no effect; {todo}"
