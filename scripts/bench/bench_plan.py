@@ -58,7 +58,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "native": {"preset": "none"},
     "8 bits": {"dp": {"codec": "blockint", "bits": 8}, "zero": {"codec": "blockint", "bits": 8},
                "pp": {"codec": "blockint", "bits": 8}},
-    "recommended": {"preset": "recommended"},
+    "recommended": {"preset": "recommended", "when": "always"},
 }  # fmt: skip
 #: by ranks: replicas, stages, ZeRO stage, and the blocks that are tried
 TRIED: dict[int, tuple[tuple[int, int, int, tuple[str, ...]], ...]] = {

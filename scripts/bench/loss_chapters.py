@@ -167,9 +167,9 @@ class Study:
             f"\n## {TITLES.get(layout, '')}\n",
             f"{result.aligned.axis[-1]:,.0f} tokens in {len(result.aligned.axis)} steps, "
             f"{self.say_seeds()}; learning rate {rate:g} after the warm-up, falling to 0.\n",
+            f"![loss curves, {layout}]({picture or f'loss_{layout}.png'})\n",
             *markdown_rows(losses(result)),
-            f"\n![loss curves, {layout}]({picture or f'loss_{layout}.png'})\n",
-            "Bytes of all ranks over the whole run of one seed:\n",
+            "\nBytes of all ranks over the whole run of one seed:\n",
             *markdown_rows([row[:-1] for row in bytes_of(result.runs)]),
             *(
                 f"\nLeft out: {name}, of which {len(seeds)} of {len(self.seeds)} seeds finished."

@@ -162,7 +162,7 @@ def environment(folder: Path) -> dict[str, str]:
 def blocks_of(options: argparse.Namespace, layout: str) -> dict[str, dict[str, Any] | None]:
     """Name -> block of what is trained in ``layout``, the baseline first."""
     found: dict[str, dict[str, Any] | None] = {BASELINE: None}
-    found.update({name: {"preset": name} for name in options.presets})
+    found.update({name: {"preset": name, "when": "always"} for name in options.presets})
     if options.blocks:
         written = json.loads(options.blocks.read_text())
         known = {key for key in written if key in LAYOUTS}

@@ -212,6 +212,6 @@ def try_all(folder: str, seed: int = 1) -> list[tuple[str, str]]:
 def _channels() -> Channels:
     channels = Channels(CompressionConfig.parse(BLOCK))
     channels.step = STEP
-    flat = channels.residuals.get("sender", [Piece("w", 0, NUMEL)], 2, torch.zeros(1))
+    flat = channels.residuals.get("sender", [Piece("w", 0, NUMEL)], torch.zeros(1))
     flat.normal_(generator=torch.Generator().manual_seed(dist.get_rank()))
     return channels

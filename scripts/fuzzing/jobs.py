@@ -150,7 +150,7 @@ class Job:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
-        self._reader.join(5)
+        self._reader.join(60)  # to the last line: until the last process that prints has ended
         return True
 
     def left(self) -> list[int]:
@@ -158,6 +158,13 @@ class Job:
         launcher = [] if self.has_ended() else [self._pid]
         ranks = (self.rank_pid(rank) for rank in range(self.settings["ranks"]))
         return [*launcher, *(pid for pid in ranks if pid is not None)]
+
+    def left_after(self, seconds: float) -> list[int]:
+        """Those that still run when all had ``seconds``: killed ones need a core to end."""
+        deadline = time.monotonic() + seconds
+        while (left := self.left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
 
     def end(self) -> None:
         """Kill what is left."""

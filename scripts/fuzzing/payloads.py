@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuzzing.private_folder import private_folder
+
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "hybridcomp" / "kernels"
 #: files of a codec's loops, and what makes damage.cpp know it
@@ -80,7 +82,7 @@ def build(
     ]
     parts = ["casts", *(part for codec in codecs for part in SOURCES[codec])]
     defines = [f"-DWITH_{codec.upper()}" for codec in codecs if SOURCES[codec]]
-    folder = folder or Path(tempfile.gettempdir()) / f"hybridcomp-fuzz-{os.getuid()}"
+    folder = folder or private_folder("hybridcomp-fuzz")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest = hashlib.sha256(repr((compiler, flags)).encode())
     for source in sorted([*KERNELS.glob("formats/*.h"), *KERNELS.glob("cpu/*"), *HERE.glob("*.*")]):

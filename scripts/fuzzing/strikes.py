@@ -18,11 +18,13 @@ from typing import Any
 from fuzzing.checkpoints import FILE, flip_record
 from fuzzing.jobs import Job
 
-#: seconds of a process group's time-out in these jobs; a launcher then gives a stopped rank 30
+#: seconds of a process group's time-out where it ends the job; a launcher then gives a stopped
+#: rank 30
 TIMEOUT = 10
 LAUNCHER_S = 30
-#: seconds for imports and the start of ranks, on a machine that does much else
-START_S = 240
+#: seconds for imports and the start of ranks, on a machine that does much else; the time-out of all
+#: other jobs, which nothing but their strike may end
+START_S = 600
 
 
 @dataclass
@@ -59,7 +61,7 @@ def make(seed: int, checkpoint: Path) -> Strike:
 def _settings(choose: random.Random, **more: Any) -> dict[str, Any]:
     return {
         "ranks": choose.choice([2, 2, 2, 3]), "stage": choose.choice([1, 2, 3]),
-        "timeout": TIMEOUT, "pause": 0.05, "save_every": 3, "steps": 8, **more,
+        "timeout": START_S, "pause": 0.05, "save_every": 3, "steps": 8, **more,
     }  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def _kill(choose: random.Random, _: Path) -> Strike:
 
 
 def _stop(choose: random.Random, _: Path) -> Strike:
-    settings = _settings(choose)
+    settings = _settings(choose, timeout=TIMEOUT)
     rank = choose.randrange(settings["ranks"])
     says = [_named(rank) + r" is stopped"]
     return Strike("stop", settings, rank, choose.randrange(7), says, act=_send(signal.SIGSTOP))
@@ -179,8 +181,7 @@ def run(
         limit = START_S + (LAUNCHER_S + TIMEOUT if strike.kind == "stop" else 0)
         if not job.wait(limit):
             problems.append(f"hung: did not end within {limit} s")
-        time.sleep(0.1)
-        if left := job.left():
+        if left := job.left_after(LAUNCHER_S):
             problems.append(f"left processes {left}")
     finally:
         job.end()

@@ -127,7 +127,7 @@ def convert(arguments: argparse.Namespace, config: ModelConfig, model: Any, load
 
         (two_dimensional.load_plain if load else two_dimensional.save_plain)(model, path)
     elif load:
-        model.load_state_dict(torch.load(path, map_location="cpu"))
+        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     elif dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), path)

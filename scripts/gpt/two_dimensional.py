@@ -95,4 +95,4 @@ def save_plain(model: nn.Module, path: Path) -> None:
 
 def load_plain(model: nn.Module, path: Path) -> None:
     """Take over the weights of the plain model. Raises hybridcomp's ConfigError on others."""
-    tp2d.load_state(model, mesh(), torch.load(path, map_location="cpu"))
+    tp2d.load_state(model, mesh(), torch.load(path, map_location="cpu", weights_only=True))

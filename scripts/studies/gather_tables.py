@@ -37,6 +37,8 @@ which a checkpoint holds. A scale for a shard, the rotation at more than 4 bits 
 feedback of parameters are no settings of the product; they are here for comparison. Ways and bits
 of which no run has finished are left out.
 
+![error and loss against bits](gathers.png)
+
 | bits | way | bits on the wire | error | gap % | by seed | valid gap % | on exact parameters |
 |---|---|---|---|---|---|---|---|"""
 
@@ -111,8 +113,6 @@ def chapter(folder: Path, out: Path) -> str:
         for row in rows
     ]
     tail = f"""
-![error and loss against bits](gathers.png)
-
 ```
 scripts/prepare_data.py --output data/text
 scripts/studies/gather_study.py --steps {steps} --seeds {" ".join(map(str, seeds))}

@@ -79,6 +79,8 @@ GPT, two replicas, error feedback, the bound of each length chosen for equal bit
 seeds {", ".join(map(str, seeds))}. Gaps are per cent of the native loss over the last {last} steps.
 `tensor`, one step for a whole parameter, is no setting; it is here for comparison.
 
+![loss over native, by length of the segment](segments.png)
+
 | bits | segment | bound | measured bits | gap % | by seed |
 |---|---|---|---|---|---|"""
     lines = [
@@ -87,8 +89,6 @@ seeds {", ".join(map(str, seeds))}. Gaps are per cent of the native loss over th
         for row in rows
     ]
     tail = f"""
-![loss over native, by length of the segment](segments.png)
-
 ```
 scripts/prepare_data.py --output data/text
 scripts/studies/segment_study.py --steps {steps} --seeds {" ".join(map(str, seeds))}

@@ -16,7 +16,8 @@ pytest.importorskip("deepspeed")
 
 from fuzzing import jobs, strikes
 
-pytestmark = pytest.mark.slow
+#: the job's own limits say what hung; this one only ends what they do not
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * strikes.START_S)]
 
 
 @pytest.fixture(scope="module")

@@ -72,9 +72,8 @@ def chapter(source: Path, out: Path) -> str:
         [
             HEAD,
             report.said(kept),
-            "",
+            "\n![milliseconds of a pass by length](context.png)\n",
             report.table(rows),
-            "\n![milliseconds of a pass by length](context.png)",
             verdict(rows),
             said,
             _about(slices),

@@ -9,15 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bench.offload_bench import say
+from fuzzing.private_folder import private_folder
 
 DEVICE = "DS_ACCELERATOR"
 BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load(verbose=False)"
@@ -42,7 +41,7 @@ def builds_cpu_adam(limit: float) -> bool:
 
     In a folder of its own: one that is given up leaves a lock, at which all others wait for good.
     """
-    folder = Path(tempfile.gettempdir(), f"hybridcomp-bench-{os.getuid()}-{os.environ[DEVICE]}")
+    folder = private_folder(f"hybridcomp-bench-{os.environ[DEVICE]}")
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     say(f"CPUAdam, built within {limit:.0f} s or not at all ...")
     start, pipe = time.perf_counter(), subprocess.PIPE

@@ -87,9 +87,19 @@ class Team:
                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
                     )
                 )  # fmt: skip
+        try:
+            self._check(source)
+        except RuntimeError:
+            self.end()
+            raise
+
+    def _check(self, source: Path) -> None:
+        """Raise RuntimeError where a rank ended, or has hybridcomp from elsewhere."""
         for path in self._answers():
-            if source not in Path(path).parents:
-                raise RuntimeError(f"expected hybridcomp of {source}, found {path}")
+            # None: ``source`` has a folder of that name without a package in it, and the modules
+            # come from wherever hybridcomp is installed
+            if path is None or source not in Path(path).parents:
+                raise RuntimeError(f"expected hybridcomp of {source}, found {path or 'no package'}")
 
     def turn(self, steps: int) -> float:
         """Seconds of ``steps`` steps, those of the slowest rank."""

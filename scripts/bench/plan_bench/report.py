@@ -37,7 +37,7 @@ python scripts/bench/bench_plan.py slow
 python scripts/bench/bench_plan.py report
 ```
 """
-#: what the issue asks for: rank correlation, median and p90 of the miss, loss of the chosen plan
+#: what the planner aims at: rank correlation, median and p90 of the miss, loss of the chosen plan
 AIMS = (0.9, 0.06, 0.12, 0.05)
 LEAST_ROWS, LEAST_RATES = 16, 3
 #: how much faster the planned stages are to be where a rank is slowed by half

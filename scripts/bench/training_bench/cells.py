@@ -123,6 +123,7 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
         blocks["delta"] = {**DELTA, **{name: {"codec": "blockint", "bits": 8} for name in model}}
     # recommended, where the measured link is not faster than the codec: nothing of it on a loopback
     switching = {name: {"when": "auto"} for name in dimensions}
+    blocks["recommended"]["when"] = "always"  # what it does where it acts
     blocks["recommended when auto"] = {"preset": "recommended", **switching}
     if LAYOUTS[layout].per_node > 1:
         for name in ("recommended", "bound"):

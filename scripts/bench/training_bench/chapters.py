@@ -25,7 +25,10 @@ bf16 of the same round ("pairs": how many), with the 95 % interval of that media
 there twice: the second one makes its steps while the links have no limit, which says what r was in
 these rounds (in brackets). "Of ideal" is the speed-up over what the measured bytes allow, (1 + r) /
 (1 + r / bytes saved), with that r. MB are those of the interface of the node that sends most, TCP
-and Ethernet headers included.
+and Ethernet headers included. [How it was measured](#how-it-was-measured) has the rest.
+"""
+SPEED_NOTES = """
+## How it was measured
 
 * Ranks with a core to themselves (here: layouts of two) are scheduled as SCHED_BATCH, all arms
   alike: a link without latency answers before `send` has returned, and gloo's thread, on the
@@ -61,16 +64,17 @@ def speed_chapter(source: Path, out: Path) -> str:
         own = [row for row in rows if row["layout"] == layout]
         if not own:
             continue
-        parts.append(f"\n## {layout}\n\n{busy_of(own)}\n\n{report.table(rows, layout)}")
+        parts.append(f"\n## {layout}\n")
         drawn = out / f"speed_{layout}.png"
         if any(row["layout"] == layout for row in fresh):
             picture.draw(rows, layout, drawn)
         if drawn.is_file():
-            parts.append(f"\n![tokens a second, {layout}]({drawn.name})")
+            parts.append(f"![tokens a second, {layout}]({drawn.name})\n")
+        parts.append(f"{busy_of(own)}\n\n{report.table(rows, layout)}")
     missing = [name for name in LAYOUTS if not any(row["layout"] == name for row in rows)]
     if missing:
         parts.append(f"\nNot measured: {', '.join(missing)}.")
-    parts.append(verdict(rows))
+    parts += [verdict(rows), SPEED_NOTES.rstrip()]
     command = "scripts/bench/bench_training.py --layouts LAYOUT ... --out runs/training_bench"
     parts.append(
         f"\n## Commands\n\n```\n{command}\n"

@@ -21,7 +21,7 @@ FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}
 #: name -> block, the most telling first
 BLOCKS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
-    "recommended": {"preset": "recommended"},
+    "recommended": {"preset": "recommended", "when": "always"},
     "lossless": {name: {"codec": "expcode"} for name in ("dp", "zero")},
     "delta": dict(cells.DELTA),
     "bound": {name: cells.BOUND[name] for name in ("dp", "zero")},

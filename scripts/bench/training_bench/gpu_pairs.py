@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
-import pickle
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,42 @@ class Pair:
                 raise RuntimeError(f"turn {self._turn}: the other rank does not come")
 
 
+def told(arguments: Sequence[Any], handles: Sequence[bytes]) -> bytes:
+    """Write, for the other rank, the numbers and handles of what rebuilds a tensor, as JSON."""
+    return json.dumps([[_plain(a) for a in arguments], [_plain(h) for h in handles]]).encode()
+
+
+def heard(message: bytes, own: Sequence[Any]) -> tuple[list[Any], list[bytes]]:
+    """Read what ``told`` wrote: the ``own`` arguments with the other rank's numbers and handles.
+
+    Classes and dtypes are the own ones: nothing of the store is run. Raises RuntimeError on
+    anything else.
+    """
+    try:
+        theirs, handles = json.loads(message)
+        pairs = zip(own, theirs, strict=True)
+        return [_like(mine, other) for mine, other in pairs], [bytes.fromhex(h) for h in handles]
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(f"expected the handles of the other rank ({error})") from None
+
+
+def _plain(value: Any) -> int | str | None:
+    """A number, or a handle in hexadecimal digits; None for what both ranks have alike."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if type(value) is int else None
+
+
+def _like(mine: Any, other: Any) -> Any:
+    if isinstance(mine, bytes):
+        return bytes.fromhex(other)
+    if type(mine) is not int:
+        return mine
+    if type(other) is not int:
+        raise TypeError(f"expected a number, found {other!r}")
+    return other
+
+
 class DevicePair(Pair):
     """Through slots in the GPU's memory that both processes have mapped (CUDA IPC).
 
@@ -99,10 +136,10 @@ class DevicePair(Pair):
         for event in self._told:
             event.record(self._stream)
         torch.cuda.synchronize()
-        mine = SHARE(self._own), [event.ipc_handle() for event in self._told]
-        store.set(f"pair{rank}", pickle.dumps(mine))
+        rebuild, own = SHARE(self._own)
+        store.set(f"pair{rank}", told(own, [event.ipc_handle() for event in self._told]))
         store.wait([f"pair{1 - rank}"], timedelta(seconds=SETUP_S))
-        (rebuild, arguments), handles = pickle.loads(store.get(f"pair{1 - rank}"))
+        arguments, handles = heard(store.get(f"pair{1 - rank}"), own)
         self._theirs = rebuild(*arguments)
         device = torch.device("cuda", torch.cuda.current_device())
         self._tells = [CUDA.Event.from_ipc_handle(device, each) for each in handles]

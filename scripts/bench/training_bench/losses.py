@@ -20,7 +20,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "8 bits, deltas 8": {
         "dp": {**FEEDBACK, "bits": 8}, "zero": {**DELTA["zero"], "bits": 8},
     },
-    "recommended": {"preset": "recommended"},
+    "recommended": {"preset": "recommended", "when": "always"},
     "4 bits, deltas 4": DELTA,
     "4 bits, deltas 3": {**DELTA, "zero": {**DELTA["zero"], "bits": 3}},
     "3 bits, deltas 3": {

@@ -25,6 +25,7 @@ def chapter(source: Path, out: Path) -> str:
         "cells of the training table, is asked about GPT-NeoX-20B. The "
         "paper does not say parallel degrees, batch sizes, links or speeds "
         f"of codecs; assumed here: {assumed} (bytes, seconds; codecs in GB/s).\n",
+        "![gains against GPUs](projection.png)\n",
         "| cells | number | within 15 % | mean error | p90 | worst | of |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -43,7 +44,7 @@ def chapter(source: Path, out: Path) -> str:
         ]
     parts += plans(found.get("planned", []))
     parts.append(
-        "\n![gains against GPUs](projection.png)\n\n## Commands\n\n```\n"
+        "\n## Commands\n\n```\n"
         "scripts/studies/project_scale.py docs/results/speed.json --out runs/projection\n"
         "scripts/bench/results.py --projection runs/projection\n```"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -363,3 +364,15 @@ def test_losses_on_cpus(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (folder / "baseline/seed0/loss.jsonl").is_file()
     assert gpu_losses.main([*words, str(out), *arms]) == 0  # nothing is trained twice
     assert "begins" not in capsys.readouterr().out.rpartition("imported")[2]
+
+
+def test_what_a_pair_says_by_the_store_is_data() -> None:
+    """Numbers and handles of the other rank; classes of the own, and no code of anybody."""
+    own = (torch.Tensor, (4,), 3, b"mine", torch.uint8, False, 16)
+    message = gpu_pairs.told((torch.Tensor, (4,), 5, b"\x00theirs", torch.uint8, True, 32), [b"e"])
+    expected = [torch.Tensor, (4,), 5, b"\x00theirs", torch.uint8, False, 32]
+    assert gpu_pairs.heard(message, own) == (expected, [b"e"])
+    wrong = [gpu_pairs.told(own[:3], []), gpu_pairs.told((None,) * 7, []), pickle.dumps(own)]
+    for message in wrong:
+        with pytest.raises(RuntimeError, match="handles of the other rank"):
+            gpu_pairs.heard(message, own)

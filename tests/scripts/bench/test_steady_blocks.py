@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -33,25 +33,47 @@ def computed(length: int) -> tuple[Tensor, Tensor]:
     return blocks.forward(values, values, values, blocks.Mask(causal=True), 0.5)
 
 
+class Clock:
+    """Stands in for ``time``: only blocks and sleeps take time, so figures are exact."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 0.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_block_lasts_as_long_as_it_was_seen_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, function = computed(8), blocks.forward
-    slept: list[float] = []
+    clock, function = Clock(), blocks.forward
+    taken = iter([2.0, 1.0, 4.0, 5.0])
+
+    def timed(*args: Any) -> Any:
+        clock.now += next(taken)
+        return function(*args)
+
+    plain = computed(8)
+    monkeypatch.setattr(steady, "time", clock)
+    monkeypatch.setattr(blocks, "forward", timed)
     with steady.SteadyBlocks() as own:
         own.learn()
-        computed(8)
-        (seen,) = (times[0] for times in own._seen.values())
+        computed(8)  # 2 s: from now on a block is given 3 s, which is ``MARGIN`` times as long
         own.settle()
-        monkeypatch.setattr("bench.context_bench.steady.time.sleep", slept.append)
-        start = time.monotonic()
-        again = computed(8)
-        took = time.monotonic() - start
-        computed(16)  # was never timed
-        assert own.late_share() in (0.0, 1.0)
+        begin = clock.now
+        again = computed(8)  # 1 s
+        assert (clock.slept, clock.now - begin) == ([2.0], 3.0)
+        assert own.late_share() == 0.0
+        computed(8)  # 4 s
+        assert (clock.slept, clock.now - begin) == ([2.0, 0.0], 7.0)
+        assert own.late_share() == 0.5
+        computed(16)  # 5 s, and was never timed: it neither sleeps nor counts
+        assert (clock.slept, own.late) == ([2.0, 0.0], [1, 2])
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    assert own.late[1] == 1 and len(slept) == 1
-    assert slept[0] <= steady.MARGIN * seen and slept[0] + took >= steady.MARGIN * seen
-    assert blocks.forward is function
+    assert blocks.forward is timed
 
 
 def test_the_slowest_rank_counts_but_not_every_outlier() -> None:
