@@ -6,11 +6,10 @@ import ast
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
-from hybridcomp import cli
+from hybridcomp import cli, environment
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.rules import ds_check as check
@@ -127,14 +126,29 @@ def test_launcher_lines_name_the_module() -> None:
             assert kept, f"{fence.place}: {line}"
 
 
+VARIABLE = re.compile(r"\bHYBRIDCOMP_[A-Z_]*[A-Z]\b")
+
+
 def test_environment_variables_are_known() -> None:
-    sources = [
-        path.read_text(encoding="utf-8", errors="replace")
-        for folder in ("hybridcomp", "patches", "scripts", "tests")
-        for path in Path(ROOT / folder).rglob("*")
-        if path.is_file() and (path.suffix == ".py" or not path.suffix)
-    ]
-    whole = "\n".join(sources)
-    for page in (ROOT / "docs").rglob("*.md"):
-        for name in re.findall(r"\b(HYBRIDCOMP_[A-Z_]+)", page.read_text(encoding="utf-8")):
-            assert name in whole, name
+    known = {*environment.VARIABLES, *environment.CHECKOUT}
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        assert set(VARIABLE.findall(page.read_text(encoding="utf-8"))) <= known, page
+    table = re.findall(
+        r"^\| `(HYBRIDCOMP_\w+)` \|",
+        (ROOT / "docs" / "commands.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
+    assert tuple(table) == environment.VARIABLES
+
+
+#: tests that misspell one
+MISSPELT = ("test_environment.py", "test_run.py")
+
+
+def test_no_variable_is_read_that_the_table_lacks() -> None:
+    known = {*environment.VARIABLES, *environment.CHECKOUT}
+    for folder in ("hybridcomp", "patches", "scripts", "tests", ".ci"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix in (".py", "") and path.name not in MISSPELT:
+                text = path.read_text(encoding="utf-8", errors="replace")
+                assert set(VARIABLE.findall(text)) <= known, path
