@@ -38,6 +38,8 @@ PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed"]
 COMPILER = ["torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx"]
 #: seconds that the other ranks get to fail too, so that the message can show all of them
 GRACE_S = 1.0
+#: seconds after which ranks hang: seconds on a machine of their own, minutes beside other jobs
+LIMIT_S = 240.0
 
 
 def python_path() -> str:
@@ -89,7 +91,7 @@ def serve(pipe: Connection, backend: str, rank: int, world_size: int, folder: st
                 init_method=f"file://{folder}/store",
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=LIMIT_S),
             )
             try:
                 while True:
@@ -131,7 +133,7 @@ class RankPool:
         self,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 120.0,
+        timeout: float = LIMIT_S,
         grace: float = GRACE_S,
     ) -> list[Any]:
         """Call ``function(*args)`` on every rank; the results by rank.
@@ -246,7 +248,7 @@ class RankPool:
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = LIMIT_S
 ) -> list[Any]:
     """``RankPool.run`` on fresh ranks that end afterwards."""
     with RankPool(world_size) as pool:
