@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hybridcomp.config import CompressionConfig, load_config
-    from hybridcomp.engines.attached import Attached
+    from hybridcomp.patches.torch.attached import Attached
 
     __version__: str
 
@@ -61,19 +61,20 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     somebody else (nothing stays half-patched), ConfigError on a config that cannot act, and where a
     DeepSpeed engine or a data-parallel wrapper of Megatron that it is for was built before.
     """
-    from hybridcomp import environment, patching, process, uncaught
-    from hybridcomp.engines import arm as engines
+    from hybridcomp import patching
+    from hybridcomp.job import environment, uncaught
     from hybridcomp.log import say_once
-    from hybridcomp.patches import registry
-    from hybridcomp.upstream import late
+    from hybridcomp.patches.common import early_engines, registry
+    from hybridcomp.patches.torch import auto_attach
+    from hybridcomp.session import process
 
     uncaught.install()
     say_once(*environment.unknown())
     if config is not None:
         process.configure(config)
-    late.check(frozenset(patching.IN_PLACE), process.configured(), new=config is not None)
+    early_engines.check(frozenset(patching.IN_PLACE), process.configured(), new=config is not None)
     registry.arm()
-    engines.arm(new=config is not None)
+    auto_attach.arm(new=config is not None)
 
 
 def uninstall() -> None:
@@ -81,13 +82,14 @@ def uninstall() -> None:
 
     Every rank calls it between two steps; all of them send natively afterwards.
     """
-    from hybridcomp import topology, uncaught
-    from hybridcomp.engines import arm as engines
+    from hybridcomp.collectives import topology
+    from hybridcomp.job import uncaught
     from hybridcomp.patches import registry
+    from hybridcomp.patches.torch import auto_attach
 
     uncaught.uninstall()
     registry.disarm()
-    engines.disarm()
+    auto_attach.disarm()
     topology.let_go()
 
 
@@ -109,8 +111,8 @@ def attach(
     no block. Raises ConfigError on a setting that cannot act here, AgreementError where ranks have
     different blocks, SeamError on a version of torch outside the window.
     """
-    from hybridcomp import uncaught
-    from hybridcomp.engines.attach import attach
+    from hybridcomp.job import uncaught
+    from hybridcomp.patches.torch.attach import attach
 
     uncaught.install()  # blocks that differ are one line of the job, not a traceback of each rank
     return attach(model, block)
@@ -131,7 +133,7 @@ def detach(model: Module) -> None:
 
     Raises ConfigError on a model that was never attached.
     """
-    from hybridcomp.engines.attach import detach
+    from hybridcomp.patches.torch.attach import detach
 
     detach(model)
 
@@ -148,7 +150,7 @@ def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:
 
     Raises ConfigError where there is no block.
     """
-    from hybridcomp.engines.attach import stateful
+    from hybridcomp.patches.torch.attach import stateful
 
     return stateful(model, checkpoint)
 
@@ -165,8 +167,8 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Raises ConfigError in a process without a block.
     """
-    from hybridcomp import process
-    from hybridcomp.engines import state_files, steps
+    from hybridcomp.patches.torch import state_files, steps
+    from hybridcomp.session import process
 
     if models := steps.living():
         state_files.save_files(Path(folder), models)
@@ -186,8 +188,8 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Raises ConfigError in a process without a block.
     """
-    from hybridcomp import process
-    from hybridcomp.engines import state_files, steps
+    from hybridcomp.patches.torch import state_files, steps
+    from hybridcomp.session import process
 
     if models := steps.living():
         state_files.load_files(Path(folder), models)
@@ -206,9 +208,9 @@ def resync(engine: Any = None) -> None:
 
     Raises ConfigError where nothing is compressed, which has nothing to resynchronize.
     """
-    from hybridcomp import process
     from hybridcomp.channels import channels_of
     from hybridcomp.errors import ConfigError
+    from hybridcomp.session import process
 
     channels = process.current() if engine is None else channels_of(engine)
     if channels is None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import hybridcomp
-from hybridcomp import agreement
+from hybridcomp.job import agreement
 from hybridcomp.log import say
 
 USAGE = (

@@ -14,11 +14,13 @@ from types import ModuleType
 
 from wrapt import register_post_import_hook
 
-from hybridcomp import session
 from hybridcomp.errors import SeamError
+from hybridcomp.patches.neox.checkout import (
+    is_neox,
+)
 from hybridcomp.patching import IN_PLACE, UNFIT, Patch, apply_all, revert_all
 from hybridcomp.policy import DIMENSIONS
-from hybridcomp.upstream.neox.checkout import is_neox
+from hybridcomp.session import engine_session
 
 #: upstream package -> patch modules, in the order of application
 MODULES: dict[str, tuple[str, ...]] = {
@@ -50,7 +52,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformer_engine.pytorch": ("mcore.transformer_engine",),
     "megatron.mpu": ("neox.mpu",),
     "megatron.training": ("neox.log",),
-    "torch.distributed.tensor.experimental._context_parallel._attention": ("torch_context",),
+    "torch.distributed.tensor.experimental._context_parallel._attention": (
+        "torch.context_parallel",
+    ),
 }
 #: packages whose name another upstream bears too -> whether this process has the one that is meant
 TOLD_BY: dict[str, Callable[[], bool]] = {"megatron.mpu": is_neox, "megatron.training": is_neox}
@@ -73,7 +77,7 @@ def modules_of(package: str) -> list[ModuleType]:
     What they want to do with an engine that is attached (``ATTACHED``) is told to ``session``.
     """
     modules = [importlib.import_module(f"{__package__}.{name}") for name in MODULES[package]]
-    session.WHEN_ATTACHED[package] = [m.ATTACHED for m in modules if hasattr(m, "ATTACHED")]
+    engine_session.WHEN_ATTACHED[package] = [m.ATTACHED for m in modules if hasattr(m, "ATTACHED")]
     return modules
 
 
@@ -89,7 +93,7 @@ def support_matrix() -> str:
     docstring says what of them.
     """
     from hybridcomp import nn
-    from hybridcomp.engines import attach as engines  # DTensor takes its time to import
+    from hybridcomp.patches.torch import attach  # DTensor takes its time to import
 
     rows = ["| dimension | what | upstream |", "|---|---|---|"]
     found = []
@@ -98,7 +102,7 @@ def support_matrix() -> str:
             what = (module.__doc__ or "").partition("\n\n")[0].partition(", dimension ``")[0]
             requirement = module.PATCHES[0][0].requirement
             found += [(name, what.rstrip("."), requirement) for name in covers(module)]
-    found += engines.rows()  # torch's own engines have slots, and no seams
+    found += attach.rows()  # torch's own engines have slots, and no seams
     found += nn.rows()  # and what no upstream has is called by its name
     order = DIMENSIONS
     found.sort(key=lambda row: order.index(row[0]))

@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import native_nbytes
+from hybridcomp.patches.common.routes import (
+    flat,
+    route,
+)
 from hybridcomp.patching import Seam
-from hybridcomp.routing.routes import flat, route
 
 #: the symbol, the versions of the package that are known, and the parameters that it has in them
 AVERAGE = Seam(

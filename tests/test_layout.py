@@ -21,103 +21,58 @@ PACKAGE = ROOT / "hybridcomp"
 #: room -> rooms that it may import. Anything else is a wrong turn.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "log": set(),
     "foreign": set(),
+    # the ranks of a job: what they compare, who died, what they write together
+    "job": {"errors", "log"},
     "kernels": {"errors"},
     "codecs": {"errors", "kernels"},
-    "collectives": {"errors", "codecs", "presence"},
-    "policy": {"errors", "codecs"},
-    "config": {"errors", "codecs", "foreign", "policy"},
+    "collectives": {"codecs", "errors", "job"},
+    "policy": {"codecs", "errors"},
+    "config": {"codecs", "errors", "foreign", "policy"},
     "patching": {"errors"},
-    "log": set(),
-    "processes": set(),
-    "agreement": {"errors", "log", "processes"},
-    "devices": set(),
-    "presence": {"errors", "agreement", "processes"},
-    "saved": {"errors", "agreement"},
-    "topology": {"errors", "agreement", "collectives", "presence"},
-    "autotune": {"agreement", "codecs", "collectives", "policy", "topology"},
+    "autotune": {"codecs", "collectives", "job", "policy"},
     "channels": {
-        "errors", "codecs", "policy", "config", "collectives", "topology", "autotune", "log",
-        "saved", "agreement",
+        "autotune", "codecs", "collectives", "config", "errors", "job", "log", "policy",
     },
-    "metric_names": set(),
-    "environment": set(),
-    "wandb_run": {"metric_names"},
-    "closing": {"channels", "log", "policy"},
-    "reporter": {
-        "closing", "errors", "codecs", "collectives", "policy", "config", "metric_names",
-        "channels", "log",
-    },
-    # what attaching to an engine means, and the engine of a process that has none
+    # what attaching to an engine means, and the session of a process that has none
     "session": {
-        "agreement", "channels", "codecs", "collectives", "config", "errors", "log", "policy",
-        "presence", "reporter", "topology", "wandb_run",
-    },
-    "last_messages": set(),
-    "process": {
-        "channels", "config", "environment", "errors", "last_messages", "log", "policy", "session",
-        "upstream",
+        "channels", "codecs", "collectives", "config", "errors", "job", "log", "policy",
     },
     # what upstream does with traffic that no seam covers: tables, without an upstream
     "rules": {"config", "errors", "policy"},
-    # what the seams of several upstreams share
-    "routing": {
-        "channels", "codecs", "errors", "log", "patching", "policy", "process",
-    },
-    # what is known of upstream's objects: read, never replaced
-    "upstream": {
-        "config", "environment",
-        "channels", "codecs", "errors", "log", "metric_names", "patching", "policy", "process",
-        "routing", "saved", "session",
-    },
-    "compare": {"config", "errors", "foreign", "metric_names"},
-    # what of a collective a patch needs it gets from its channel
+    # all that knows an upstream: seams, facts, checkpoints; layers of our own are named beside them
     "patches": {
-        "errors", "codecs", "policy", "config", "channels", "autotune",
-        "reporter", "topology", "patching", "process", "session", "log", "rules", "routing",
-        "upstream", "wandb_run", "engines", "nn", "devices",
-    },
-    "engines": {
-        "presence",  # the ranks of a model say where they run
-        "agreement", "autotune", "channels", "codecs", "collectives", "config", "errors", "log",
-        "patching", "policy", "process", "reporter", "rules", "saved", "session", "topology",
-        "devices",
+        "autotune", "channels", "codecs", "collectives", "config", "errors", "job", "log", "nn",
+        "patching", "policy", "rules", "session",
     },
     # callbacks of the trainers that people use; each module imports its own
-    "trainers": {
-        "", "config", "engines", "errors", "log", "metric_names", "session", "wandb_run",
-    },
+    "trainers": {"", "config", "errors", "log", "patches", "session"},
     # layers whose own traffic goes through the channels of a session, or natively without one
     "nn": {
-        "agreement", "channels", "codecs", "collectives", "config", "errors", "log",
+        "channels", "codecs", "collectives", "config", "errors", "job", "log",
         "plan",  # of which slices take an algorithm alone
-        "policy", "process", "session", "topology",
+        "policy", "session",
     },
-    "job_files": {"config", "errors", "policy", "rules"},
-    "pays": {"errors", "codecs", "policy", "config"},
-    "pays_command": {"errors", "policy", "config", "job_files", "pays"},
-    "plan": {
-        "codecs", "collectives", "compare", "config", "errors", "foreign", "pays", "policy",
-        "rules",
-    },
+    "compare": {"config", "errors", "foreign", "session"},  # of the session the names of metrics
+    "plan": {"codecs", "collectives", "compare", "config", "errors", "foreign", "policy", "rules"},
     "measure": {
-        "agreement", "autotune", "channels", "codecs", "collectives", "config", "devices", "errors",
-        "log", "plan", "policy", "routing", "topology", "upstream",
+        "autotune", "channels", "codecs", "collectives", "config", "errors", "job", "log",
+        "patches", "plan", "policy",
         "",  # its small trainings are those of a user: installed, then DeepSpeed's own
     },
-    "neox": {"", "config", "errors", "patches", "rules", "upstream"},
-    "run": {"", "agreement", "log"},
+    "neox": {"", "config", "errors", "patches", "rules"},
+    "run": {"", "job", "log"},
     # hybridcomp/__init__.py: the public names, imported late
-    "uncaught": {"environment", "errors"},
     "": {
-        "errors", "channels", "config", "engines", "environment", "log", "patches", "patching",
-        "process", "topology", "uncaught", "upstream",
+        "channels", "collectives", "config", "errors", "job", "log", "patches", "patching",
+        "session",
     },
 }  # fmt: skip
-FREE = {"cli", "doctor", "validate"}  # the command line may look into every room
+FREE = {"commands"}  # the command line may look into every room
 UPSTREAM = {"deepspeed", "megatron"}
 #: seams, what they know, and what starts GPT-NeoX from its checkout
-NAMES_UPSTREAM = {"patches", "upstream", "neox"}
+NAMES_UPSTREAM = {"patches", "neox"}
 
 
 def room_of(path: Path) -> str:
@@ -223,7 +178,7 @@ def test_import_needs_no_upstream() -> None:
         "import hybridcomp\n"
         "hybridcomp.install()\n"
         "hybridcomp.CompressionConfig\n"
-        "import hybridcomp.channels, hybridcomp.reporter, hybridcomp.cli\n"
+        "import hybridcomp.channels, hybridcomp.session.reporter, hybridcomp.commands.cli\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -238,22 +193,29 @@ def seam_modules() -> dict[str, Path]:
     }
 
 
-def test_patches_holds_seams_and_little_between_them() -> None:
-    """A module is a seam, or the registry; what they share lies below, and few import another."""
-    modules = seam_modules()
-    helpers = {"hybridcomp.patches.registry", "hybridcomp.patches.mcore.pipeline_message"}
-    assert {
-        name for name, path in modules.items() if "\nPATCHES" not in path.read_text()
-    } <= helpers
-    arrows = {
-        (name, target)
-        for name, path in modules.items()
-        for found in imported(path)
-        for target in modules
-        if target != name and (found == target or found.startswith(f"{target}."))
-    }
-    assert "hybridcomp.patches.registry" not in {target for _, target in arrows}
-    assert len(arrows) <= 38, sorted(arrows)
+#: folder of patches/ -> folders of other upstreams that it may ask
+ASKS: dict[str, set[str]] = {
+    "common": set(),
+    "torch": {"common"},
+    "mcore": {"common"},
+    "neox": {"common"},
+    # DeepSpeed trains models whose groups Megatron or GPT-NeoX has made
+    "ds": {"common", "mcore", "neox"},
+    "registry": {"common", "ds", "mcore", "neox", "torch"},
+    "template": {"common"},
+}
+
+
+def test_folders_of_patches_ask_few_others() -> None:
+    """A folder knows one upstream; no seam imports another, except for what an upstream shares."""
+    for name, path in seam_modules().items():
+        folder = name.split(".")[2]
+        asked = {
+            found.split(".")[2]
+            for found in imported(path)
+            if found.startswith("hybridcomp.patches.") and found.split(".")[2] in ASKS
+        }
+        assert asked - {folder} <= ASKS[folder], f"{name} asks {asked}"
 
 
 #: rooms beside the way of a message, which have words of their own

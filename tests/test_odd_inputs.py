@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp import cli
+from hybridcomp.commands import cli
 from tests.compare.made import ROW, write_run
 from tests.plan.answer.test_command import CLUSTER, CONFIG
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybridcomp.agreement import tell
 from hybridcomp.autotune.trials import PlannedMessage
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.topology import Ranks, ranks_of
+from hybridcomp.job.agreement import tell
 from hybridcomp.policy import Dimension, Direction
-from hybridcomp.topology import Ranks, ranks_of
 
 
 @dataclass(frozen=True)

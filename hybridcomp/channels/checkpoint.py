@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp import saved
-from hybridcomp.agreement import tell
 from hybridcomp.channels import checkpoint_note, resharing
 from hybridcomp.channels.engine_channels import Channels
 from hybridcomp.channels.error_feedback import held_in
 from hybridcomp.errors import CheckpointError
+from hybridcomp.job import saved
+from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
 
 #: the file of the job

@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hybridcomp import saved
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
+from hybridcomp.job import saved
 
 FILE = "hybridcomp_checkpoint.json"
 FORMAT = 1

@@ -19,10 +19,12 @@ from hybridcomp.channels.error_samples import Samples
 from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import Group, Meter
+from hybridcomp.collectives.topology import (
+    Nodes,
+)
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import ONE_WAY, Dimension, Direction, Traffic, directions_of
-from hybridcomp.topology import Nodes
 
 #: dimensions whose groups are seen as nodes times local ranks
 TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")

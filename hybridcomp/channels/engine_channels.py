@@ -28,9 +28,12 @@ from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.codecs import poll_payloads, require_kernels
 from hybridcomp.collectives import poll_headers
+from hybridcomp.collectives.topology import (
+    Ranks,
+    discover,
+)
 from hybridcomp.config import CompressionConfig
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
-from hybridcomp.topology import Ranks, discover
 
 #: of parameters that do not exist yet: no fewer than any trial is made of
 UNKNOWN = 1 << 62

@@ -15,12 +15,14 @@ from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.channels.low_rank import Factors
+from hybridcomp.collectives.topology import (
+    Nodes,
+)
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import ONE_WAY, Dimension, Direction, Policy
-from hybridcomp.topology import Nodes
 
 #: attribute that an attached engine, its optimizer and its parameters carry: its ``Channels``
 ATTRIBUTE = "_hybridcomp_channels"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridcomp.agreement import tell
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.agreement import tell
 
 
 def set_aside(path: Path) -> None:

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.agreement import tell
 from hybridcomp.channels.error_feedback import Held, Residuals
+from hybridcomp.collectives.topology import Nodes, Ranks
 from hybridcomp.errors import CheckpointError
+from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
-from hybridcomp.topology import Nodes, Ranks
 
 Range = tuple[int, int]
 WHAT = "residuals of another number of ranks"

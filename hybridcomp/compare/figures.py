@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hybridcomp.compare.runs import Rows
-from hybridcomp.metric_names import PREFIX, split_event
+from hybridcomp.session.metric_names import PREFIX, split_event
 
 
 def ledger_of(

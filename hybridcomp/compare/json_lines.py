@@ -1,7 +1,7 @@
 """Trainings from JSON lines: a log with header, steps and summary, and hybridcomp's ledger.
 
 The log is what ``scripts/train_gpt.py --log`` and ``HYBRIDCOMP_RECORD`` write: ``{"run": {..}}``,
-then a record with ``step``, ``loss`` and more (``hybridcomp.metric_names``) for each step, then
+then a record with ``step``, ``loss`` and more (``session/metric_names.py``) for each step, then
 ``{"summary": true, ..}``. Between them may stand records of evaluations, as loops with a callback
 of Hugging Face's Trainer write them.
 """
@@ -16,7 +16,12 @@ import numpy as np
 
 from hybridcomp.compare.runs import CompareError, Curve, Rows, Training, check_curve
 from hybridcomp.foreign import parsed_json
-from hybridcomp.metric_names import LOSS, SPEED, TOKENS, VALID_LOSS
+from hybridcomp.session.metric_names import (
+    LOSS,
+    SPEED,
+    TOKENS,
+    VALID_LOSS,
+)
 
 #: name of the log in the folder of a run
 LOG = "loss.jsonl"

@@ -19,7 +19,7 @@ import numpy as np
 
 from hybridcomp.compare.figures import ledger_of
 from hybridcomp.compare.runs import CompareError, Curve, Training, check_curve
-from hybridcomp.metric_names import (
+from hybridcomp.session.metric_names import (
     CONFIG_CODECS,
     CONFIG_RUN,
     LOSS,

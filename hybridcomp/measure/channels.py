@@ -32,16 +32,16 @@ from hybridcomp.measure.kernels import DTYPES
 from hybridcomp.measure.links import Key, reduce_scatter_single
 from hybridcomp.measure.messages import CODECS, payload_nbytes
 from hybridcomp.measure.team import Part, Shape, Team
-from hybridcomp.plan.machines.figures import Figure, summary
-from hybridcomp.plan.machines.rows import NATIVE, Carried, LeftOut, Operation
-from hybridcomp.policy import Direction
-from hybridcomp.routing.collective_wrappers import (
+from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,
     make_all_to_all_single,
     make_reduce_scatter_tensor,
 )
-from hybridcomp.routing.routes import Layers
+from hybridcomp.patches.common.routes import Layers
+from hybridcomp.plan.machines.figures import Figure, summary
+from hybridcomp.plan.machines.rows import NATIVE, Carried, LeftOut, Operation
+from hybridcomp.policy import Direction
 
 Name = Literal["tp", "pp", "ep", "cp"]
 #: messages of each dimension; those from rank to rank in pairs alone

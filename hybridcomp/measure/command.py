@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hybridcomp.collectives.topology import Hierarchy
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.log import say
 from hybridcomp.measure.block import BlockSize
@@ -19,7 +20,6 @@ from hybridcomp.measure.report import lines
 from hybridcomp.measure.run import measure
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.missing import missing
-from hybridcomp.topology import Hierarchy
 
 #: exit status where nothing was measured
 NOT_STARTED = 2

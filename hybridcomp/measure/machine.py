@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.agreement import versions
+from hybridcomp.job.agreement import versions
 from hybridcomp.measure.team import Team
 
 cuda: Any = torch.cuda  # parts of it are untyped

@@ -8,8 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from hybridcomp.devices import device_name
+from hybridcomp.collectives.topology import (
+    Hierarchy,
+    discover,
+)
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.devices import device_name
 from hybridcomp.log import say
 from hybridcomp.measure.block import BlockSize
 from hybridcomp.measure.channels import channel_rows
@@ -23,7 +27,6 @@ from hybridcomp.measure.team import Budget, Team, connected, shapes_of
 from hybridcomp.measure.trainings import training_rows
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.rows import Coding, Copy, Kernel, Rank
-from hybridcomp.topology import Hierarchy, discover
 
 #: shares of the time at whose end the parts are over
 UNTIL = {

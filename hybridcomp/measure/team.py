@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridcomp.collectives.topology import Nodes
 from hybridcomp.log import say
-from hybridcomp.topology import Nodes
 
 Ranks = tuple[int, ...]
 #: sizes of groups that are measured beside pairs; the planner's ring model knows the others

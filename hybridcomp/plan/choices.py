@@ -16,7 +16,7 @@ import torch
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config.codec_settings import build_codec
 from hybridcomp.errors import HybridcompError
-from hybridcomp.pays import bits as typical_bits
+from hybridcomp.plan.pays import bits as typical_bits
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension, Direction, directions_of
 
 Key = tuple[Dimension, Direction]

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from hybridcomp.engines.attach import ATTRIBUTE
-from hybridcomp.session import session_of
+from hybridcomp.patches.torch.attach import ATTRIBUTE
+from hybridcomp.session.engine_session import session_of
 
 
 def take(model: nn.Module | None) -> dict[str, float]:

@@ -22,10 +22,10 @@ from transformers import Trainer, TrainerCallback
 import hybridcomp
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
-from hybridcomp.engines import steps
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
-from hybridcomp.metric_names import trainer_name
+from hybridcomp.patches.torch import steps
+from hybridcomp.session.metric_names import trainer_name
 from hybridcomp.trainers.figures import reporters, take
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import derive, override
 
 import hybridcomp
+from hybridcomp.session.wandb_run import added
 from hybridcomp.trainers.figures import take
-from hybridcomp.wandb_run import added
 
 
 class LedgerMetrics(MetricsProcessor):  # type: ignore[misc]

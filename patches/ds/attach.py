@@ -17,22 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp import process, wandb_run
 from hybridcomp.channels import ATTRIBUTE, Channels
+from hybridcomp.collectives.topology import machines, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
-from hybridcomp.devices import device_name
+from hybridcomp.job.devices import device_name
+from hybridcomp.patches.common import early_engines
+from hybridcomp.patches.ds import job_facts, layer_scope, record, step_messages
+from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.policy import Dimension
-from hybridcomp.reporter import Event, describe_run, report_interval
-from hybridcomp.routing import layer_scope
 from hybridcomp.rules import ds_check, neox
 from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
-from hybridcomp.session import ATTRIBUTE as SESSION
-from hybridcomp.session import WHEN_ATTACHED, EngineSession, agree_on, session_of
-from hybridcomp.topology import machines, ranks_of
-from hybridcomp.upstream import late
-from hybridcomp.upstream.ds import job_facts, record, step_messages
-from hybridcomp.upstream.ds.job_facts import loss_scale
+from hybridcomp.session import process, wandb_run
+from hybridcomp.session.engine_session import ATTRIBUTE as SESSION
+from hybridcomp.session.engine_session import WHEN_ATTACHED, EngineSession, agree_on, session_of
+from hybridcomp.session.reporter import Event, describe_run, report_interval
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.engine"
@@ -81,7 +80,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         absent: frozenset[Dimension] = frozenset()
         if block is not None:
             notes, absent = _plan(block, ds_json, bound.arguments)
-        late.saw(self, attached=block is not None)
+        early_engines.saw(self, attached=block is not None)
         original(self, *args, **kwargs)
         if block is None:
             process.say_native("DeepSpeed's engine", _lacking(ds_json))

@@ -20,12 +20,13 @@ from dataclasses import replace
 from typing import Any
 
 from hybridcomp.channels import Channels
-from hybridcomp.patching import Seam
-from hybridcomp.routing.collective_wrappers import (
+from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,
 )
-from hybridcomp.routing.layer_scope import (
+from hybridcomp.patches.common.routes import make_stand_in
+from hybridcomp.patches.ds.job_facts import DOMINO
+from hybridcomp.patches.ds.layer_scope import (
     REQUIREMENT,
     TENSOR,
     make_backward,
@@ -37,8 +38,7 @@ from hybridcomp.routing.layer_scope import (
     upstream_has,
     whose,
 )
-from hybridcomp.routing.routes import make_stand_in
-from hybridcomp.upstream.ds.job_facts import DOMINO
+from hybridcomp.patching import Seam
 
 LAYERS = "deepspeed.module_inject.layers"
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from hybridcomp.channels import channels_of, checkpoint_note
 from hybridcomp.log import say
+from hybridcomp.patches.ds import exact_weights
+from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patching import Seam
-from hybridcomp.session import session_of
-from hybridcomp.upstream.ds import exact_weights
-from hybridcomp.upstream.ds.job_facts import loss_scale
+from hybridcomp.session.engine_session import session_of
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.engine"

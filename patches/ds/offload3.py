@@ -28,9 +28,8 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.codecs.base import Codec
-from hybridcomp.patching import Seam
-from hybridcomp.upstream.ds.offload_accumulation import add_on_host, adds_on_device, sums_of
-from hybridcomp.upstream.ds.offload_sums import (
+from hybridcomp.patches.ds.offload_accumulation import add_on_host, adds_on_device, sums_of
+from hybridcomp.patches.ds.offload_sums import (
     at_boundary,
     close_step,
     has,
@@ -39,6 +38,7 @@ from hybridcomp.upstream.ds.offload_sums import (
     settle,
     upload,
 )
+from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.zero.stage3"

@@ -32,10 +32,10 @@ from torch import Tensor
 from hybridcomp.channels import Channels
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
+from hybridcomp.patches.ds.pipe import PIPE, RUNNING, Pipe
+from hybridcomp.patches.ds.pipeline_agreement import Agreed, set_marks, take_marks
+from hybridcomp.patches.ds.pipeline_values import carries_values
 from hybridcomp.patching import Seam
-from hybridcomp.upstream.ds.pipe import PIPE, RUNNING, Pipe
-from hybridcomp.upstream.ds.pipeline_agreement import Agreed, set_marks, take_marks
-from hybridcomp.upstream.ds.pipeline_values import carries_values
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 ENGINE = "deepspeed.runtime.pipe.engine"

@@ -25,9 +25,9 @@ from typing import Any
 from torch import Tensor
 
 from hybridcomp.channels import channels_of, native_nbytes
+from hybridcomp.patches.ds.pipe import running
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
-from hybridcomp.upstream.ds.pipe import running
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 

@@ -25,10 +25,9 @@ from typing import Any
 from torch import Tensor
 
 from hybridcomp.channels import Channels
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Direction
-from hybridcomp.routing.collective_wrappers import make_all_to_all_single
-from hybridcomp.routing.layer_scope import (
+from hybridcomp.patches.common.collective_wrappers import make_all_to_all_single
+from hybridcomp.patches.common.routes import make_stand_in
+from hybridcomp.patches.ds.layer_scope import (
     REQUIREMENT,
     SEQUENCE,
     Scope,
@@ -40,7 +39,8 @@ from hybridcomp.routing.layer_scope import (
     refuse,
     upstream_has,
 )
-from hybridcomp.routing.routes import make_stand_in
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Direction
 
 LAYER = "deepspeed.sequence.layer"
 ALST = "deepspeed.runtime.sequence_parallel.ulysses_sp"

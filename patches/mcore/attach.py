@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from hybridcomp import process
-from hybridcomp.devices import device_name
+from hybridcomp.collectives.topology import machines
+from hybridcomp.job.devices import device_name
+from hybridcomp.patches.mcore import groups
 from hybridcomp.patching import Seam
 from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
-from hybridcomp.topology import machines
-from hybridcomp.upstream.mcore import groups
+from hybridcomp.session import process
 
 REQUIREMENT = groups.REQUIREMENT
+process.GROUP_SIZES["megatron.core"] = groups.sizes
 
 #: nothing of its signature is used: the arguments differ in every release and are handed on
 INITIALIZE = Seam(

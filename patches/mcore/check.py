@@ -14,12 +14,12 @@ from typing import Any
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.log import say_once
+from hybridcomp.patches.common import early_engines
+from hybridcomp.patches.mcore.groups import REQUIREMENT, sizes
 from hybridcomp.patching import Seam, missing
-from hybridcomp.process import current
 from hybridcomp.rules import mcore
 from hybridcomp.rules.engine import hold
-from hybridcomp.upstream import late
-from hybridcomp.upstream.mcore.groups import REQUIREMENT, sizes
+from hybridcomp.session.process import current
 
 BASE = Seam(
     requirement=REQUIREMENT,
@@ -60,7 +60,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         channels = current()
-        late.saw(self, attached=channels is not None)
+        early_engines.saw(self, attached=channels is not None)
         if channels is not None and type(self).__name__ != "DistributedDataParallel":
             given = signature.bind(self, *args, **kwargs).arguments
             check(channels.config, self, given["config"], None, given["module"])

@@ -25,9 +25,9 @@ from torch import Tensor
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn import ring_attention
+from hybridcomp.patches.mcore.groups import REQUIREMENT
 from hybridcomp.patching import Seam
-from hybridcomp.process import current
-from hybridcomp.upstream.mcore.groups import REQUIREMENT
+from hybridcomp.session.process import current
 
 MODULE = "megatron.core.transformer.dot_product_attention"
 #: of ``forward``; the same in all versions

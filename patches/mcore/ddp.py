@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp import process
 from hybridcomp.channels import native_nbytes
+from hybridcomp.patches.common.routes import make_torch, route, torch_seam
 from hybridcomp.patches.mcore import check
+from hybridcomp.patches.mcore.ddp_batch import BucketBatch, Call, Kind
+from hybridcomp.patches.mcore.groups import REQUIREMENT, coordinates, sizes
 from hybridcomp.patching import Seam
-from hybridcomp.process import current
-from hybridcomp.routing.routes import make_torch, route, torch_seam
-from hybridcomp.upstream.mcore.ddp_batch import BucketBatch, Call, Kind
-from hybridcomp.upstream.mcore.groups import REQUIREMENT, coordinates, sizes
+from hybridcomp.session import process
+from hybridcomp.session.process import current
 
 MODULE = "megatron.core.distributed.param_and_grad_buffer"
 WRAPPER = "megatron.core.distributed.distributed_data_parallel"

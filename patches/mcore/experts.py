@@ -11,9 +11,9 @@ native. DeepEP, HybridEP and other dispatchers move tokens themselves; ``check``
 
 from __future__ import annotations
 
+from hybridcomp.patches.common.routes import Layers, make_backward
+from hybridcomp.patches.mcore.groups import REQUIREMENT, dimension_of
 from hybridcomp.patching import Seam
-from hybridcomp.routing.routes import Layers, make_backward
-from hybridcomp.upstream.mcore.groups import REQUIREMENT, dimension_of
 
 BACKWARD = Seam(
     requirement=REQUIREMENT,

@@ -36,11 +36,11 @@ from hybridcomp.channels import Posted
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.mcore.groups import REQUIREMENT
 from hybridcomp.patches.mcore.pipeline_message import message_of
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
-from hybridcomp.process import current
-from hybridcomp.upstream.mcore.groups import REQUIREMENT
+from hybridcomp.session.process import current
 
 MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 OPERATIONS = tuple(

@@ -11,8 +11,8 @@ from torch import Tensor
 from hybridcomp.channels import Channel, Channels, Posted
 from hybridcomp.codecs.base import Codec
 from hybridcomp.log import say_once
+from hybridcomp.patches.common.routes import flat
 from hybridcomp.policy import Direction
-from hybridcomp.routing.routes import flat
 from hybridcomp.rules.engine import Rule, apply
 
 VARIABLE: Rule[None] = Rule(

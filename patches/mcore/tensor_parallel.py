@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybridcomp.patches.mcore.experts import TOKENS
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Dimension, Direction
-from hybridcomp.routing.collective_wrappers import (
+from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_gather_list,
     make_all_reduce,
@@ -30,8 +27,11 @@ from hybridcomp.routing.collective_wrappers import (
     make_reduce_scatter_list,
     make_reduce_scatter_tensor,
 )
-from hybridcomp.routing.routes import Layers, make_backward, make_torch, torch_seam
-from hybridcomp.upstream.mcore.groups import REQUIREMENT, dimension_of
+from hybridcomp.patches.common.routes import Layers, make_backward, make_torch, torch_seam
+from hybridcomp.patches.mcore.experts import TOKENS
+from hybridcomp.patches.mcore.groups import REQUIREMENT, dimension_of
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Dimension, Direction
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 LAYERS = "megatron.core.tensor_parallel.layers"

@@ -29,17 +29,17 @@ import torch.distributed as dist
 
 from hybridcomp.channels import native_nbytes
 from hybridcomp.errors import SeamError
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Dimension, Direction
-from hybridcomp.routing.collective_wrappers import (
+from hybridcomp.patches.common.collective_wrappers import (
     Collective,
     Maker,
     make_all_gather_into_tensor,
     make_all_reduce,
     make_reduce_scatter_tensor,
 )
-from hybridcomp.routing.routes import Layers, make_torch, torch_seam
-from hybridcomp.upstream.mcore.groups import dimension_of
+from hybridcomp.patches.common.routes import Layers, make_torch, torch_seam
+from hybridcomp.patches.mcore.groups import dimension_of
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Dimension, Direction
 
 REQUIREMENT = "transformer-engine >= 2.0, < 2.19"
 PACKAGE = "transformer_engine.pytorch"

@@ -14,10 +14,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from hybridcomp.patches.neox.checkout import REQUIREMENT, source
 from hybridcomp.patching import Seam
-from hybridcomp.reporter import Event
-from hybridcomp.session import session_of
-from hybridcomp.upstream.neox.checkout import REQUIREMENT, source
+from hybridcomp.session.engine_session import session_of
+from hybridcomp.session.reporter import Event
 
 TRAINING_LOG = Seam(
     REQUIREMENT,

@@ -19,17 +19,21 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Dimension
-from hybridcomp.routing.collective_wrappers import (
+from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_gather_list,
     make_all_reduce,
     make_reduce_scatter_list,
     make_reduce_scatter_tensor,
 )
-from hybridcomp.routing.routes import Layers, make_backward, make_torch, torch_seam
-from hybridcomp.upstream.neox.checkout import MAPPINGS, REQUIREMENT, source
+from hybridcomp.patches.common.routes import Layers, make_backward, make_torch, torch_seam
+from hybridcomp.patches.neox.checkout import (
+    MAPPINGS,
+    REQUIREMENT,
+    source,
+)
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Dimension
 
 #: autograd functions whose backward pass communicates
 FUNCTIONS = (

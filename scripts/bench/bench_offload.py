@@ -87,7 +87,7 @@ def measure(engine: Any, arguments: argparse.Namespace, deadline: float) -> dict
     """Seconds a step of every turn, by variant, and the bytes of the encoded ones."""
     import hybridcomp
     from hybridcomp.channels import channels_of
-    from hybridcomp.upstream.ds.offload_accumulation import sums_of
+    from hybridcomp.patches.ds.offload_accumulation import sums_of
 
     channels = channels_of(engine)
     assert channels is not None

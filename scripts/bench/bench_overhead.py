@@ -81,7 +81,7 @@ def rank_main(rank: int, stage: int, arguments: argparse.Namespace, folder: str)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     import hybridcomp
-    from hybridcomp.session import session_of
+    from hybridcomp.session.engine_session import session_of
 
     engine = build(stage, arguments.width, folder)
     session, silent = session_of(engine), cast(Any, Silent())

@@ -46,7 +46,7 @@ LAYOUTS = (
 TAIL, MARKS = 12, ("FAILED", "MISSED")
 #: folders and files with tests for a GPU; each is a step, of which none takes ten minutes
 TESTS = {
-    "kernels": ("tests/kernels/cuda", "tests/measure", "tests/nn", "tests/test_doctor.py"),
+    "kernels": ("tests/kernels/cuda", "tests/measure", "tests/nn", "tests/commands/test_doctor.py"),
     "devices": ("tests/training/test_devices.py",),
     "zero": ("tests/nccl/test_zero.py",),
     "mcore": ("tests/nccl/test_mcore.py",),
@@ -102,7 +102,7 @@ def steps(out: Path) -> Iterator[Step]:
         return (python, f"scripts/bench/{name}.py", *map(str, words))
 
     yield Step("doctor", "driver, torch, CuPy and NVRTC fit together", 1,
-               (python, "-m", "hybridcomp.cli", "doctor"))  # fmt: skip
+               (python, "-m", "hybridcomp.commands.cli", "doctor"))  # fmt: skip
     for name, places in TESTS.items():
         yield Step(f"tests-{name}", "pytest -m gpu is green, under 10 minutes in all", 3,
                    (python, "-m", "pytest", "-m", "gpu", "-q", *places))  # fmt: skip

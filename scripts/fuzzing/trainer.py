@@ -95,7 +95,7 @@ def train(folder: Path, settings: dict[str, Any]) -> float:
 
 def _pretend(settings: dict[str, Any], rank: str) -> None:
     """Be of another version, or on a disk that is nearly full."""
-    agreement: Any = importlib.import_module("hybridcomp.agreement")
+    agreement: Any = importlib.import_module("hybridcomp.job.agreement")
 
     if rank in settings.get("version", {}):
         real, claimed = agreement.version, settings["version"][rank]

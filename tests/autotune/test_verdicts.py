@@ -26,7 +26,7 @@ from tests.stand_ins.link_clock import clock
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from hybridcomp.upstream.ds import step_messages
+from hybridcomp.patches.ds import step_messages
 from tests.training.trainer import Job, digests, make_engine, train_step
 
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybridcomp.channels import Channels
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
-from hybridcomp.reporter import Reporter
+from hybridcomp.session.reporter import Reporter
 from tests.ranks import run_ranks
 
 NUMEL = 256

@@ -14,7 +14,7 @@ from hybridcomp.collectives.wire import HOST
 from hybridcomp.collectives.wire.device_clock import SILENT, DeviceClock
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.reporter import events_of, line
+from hybridcomp.session.reporter import events_of, line
 from tests.stand_ins.device_events import Device
 
 DP: Key = ("dp", "forward")

@@ -15,7 +15,7 @@ from hybridcomp.channels.ledger import KEYS, Ledger, entries_of
 from hybridcomp.channels.ledger_file import JsonLines
 from hybridcomp.collectives import Meter
 from hybridcomp.config import CompressionConfig
-from hybridcomp.reporter import events_of, line
+from hybridcomp.session.reporter import events_of, line
 
 
 def filled() -> Ledger:

@@ -15,7 +15,7 @@ from hybridcomp.channels import Channels, ledger_file
 from hybridcomp.channels.ledger_file import JsonLines
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.session import EngineSession
+from hybridcomp.session.engine_session import EngineSession
 from tests.ranks import RunRanks
 
 
@@ -45,7 +45,7 @@ def test_all_ranks_are_told_which_file_of_which_key(on_ranks: RunRanks, tmp_path
 
 def recorded(folder: str) -> str:
     pytest.importorskip("deepspeed")
-    from hybridcomp.upstream.ds import record
+    from hybridcomp.patches.ds import record
 
     os.environ[record.ENVIRONMENT] = folder  # which is no file
     record._recorded = False

@@ -168,8 +168,8 @@ def test_it_acts_in_the_block(toy: Path) -> None:
 def test_commands_know_it(toy: Path) -> None:
     (toy / "block.json").write_text(json.dumps({"compression": {"dp": SETTINGS}}))
     checks = run(toy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_toy.py")
-    valid = run(toy, "-m", "hybridcomp.cli", "validate", "block.json")
-    schema = json.loads(output(run(toy, "-m", "hybridcomp.cli", "schema")))["$defs"]
+    valid = run(toy, "-m", "hybridcomp.commands.cli", "validate", "block.json")
+    schema = json.loads(output(run(toy, "-m", "hybridcomp.commands.cli", "schema")))["$defs"]
     assert "2 passed" in output(checks)
     assert "dp            toy(keep=3)" in output(valid)
     keep = schema["GradientConfig"]["properties"]["keep"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp import cli
+from hybridcomp.commands import cli
 from hybridcomp.compare import CompareError, Wishes, compared
 from hybridcomp.compare.reading import read_run, split_label
 from hybridcomp.compare.runs import short

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp import cli
+from hybridcomp.commands import cli
 from hybridcomp.compare import CompareError
 from hybridcomp.compare.launch import RunPlan, armed, block_of, config_of
 from hybridcomp.errors import ConfigError

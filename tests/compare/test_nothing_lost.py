@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridcomp import cli
+from hybridcomp.commands import cli
 from hybridcomp.compare import chart, children, command, launch
 from hybridcomp.compare.json_lines import LOG
 from hybridcomp.compare.runs import CompareError

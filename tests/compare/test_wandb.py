@@ -12,10 +12,10 @@ from unittest import mock
 
 import pytest
 
-from hybridcomp import wandb_run
 from hybridcomp.compare import CompareError, Wishes, compared
 from hybridcomp.compare.chart import final_figures
 from hybridcomp.compare.wandb_files import HEADER, payloads, read, read_training
+from hybridcomp.session import wandb_run
 from tests.compare.made import write_run
 
 wandb = pytest.importorskip("wandb")
@@ -54,7 +54,7 @@ run.finish()
 
 # a stand-in for Hugging Face's Trainer: its callback's calls, with the names and config keys that
 # transformers 5.23 gave a run of GPT-2, and the ledger's figures put between them
-from hybridcomp import wandb_run
+from hybridcomp.session import wandb_run
 os.makedirs(f"{folder}/trainer")
 run = start("trainer", {"seed": 0, "transformers_version": "5.23.0", "model_type": "gpt2",
                         "vocab_size": 64, "per_device_train_batch_size": 4,
@@ -213,7 +213,7 @@ def test_cut_off_and_damaged_files(folder: Path, tmp_path: Path) -> None:
 
 CHART = """
 import sys
-from hybridcomp.cli import main
+from hybridcomp.commands.cli import main
 sys.exit(main(["compare", *sys.argv[1:]]))
 """
 

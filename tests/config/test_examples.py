@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridcomp.cli import main
+from hybridcomp.commands.cli import main
 from hybridcomp.config import examples, load_config
 from tests.paths import CONFIGS
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import hybridcomp
-from hybridcomp import process
 from hybridcomp.channels import Channels, checkpoint
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
+from hybridcomp.session import process
 from tests.digests.made import sha, values
 
 BLOCK: dict[str, Any] = {

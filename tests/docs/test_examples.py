@@ -9,8 +9,9 @@ import shlex
 
 import pytest
 
-from hybridcomp import cli, environment
+from hybridcomp.commands import cli
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
+from hybridcomp.job import environment
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.rules import ds_check as check
 from tests.docs.pages import Fence, commands, fences, prose_of

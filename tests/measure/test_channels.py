@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from hybridcomp.collectives.topology import Nodes
 from hybridcomp.measure.channels import MESSAGES, Name, channels_of, in_turns, runner
 from hybridcomp.measure.clock import HostClock
 from hybridcomp.measure.links import Key
 from hybridcomp.measure.team import Team, connected, shapes_of
 from hybridcomp.plan.machines.rows import Operation
-from hybridcomp.topology import Nodes
 from tests.ranks import RunRanks
 
 #: of a pair: values of a message

@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridcomp import cli, doctor
 from hybridcomp.codecs import make_codec
+from hybridcomp.collectives.topology import Nodes
+from hybridcomp.commands import cli, doctor
 from hybridcomp.errors import ConfigError
 from hybridcomp.measure import (
     channels,
@@ -34,7 +35,6 @@ from hybridcomp.measure.team import Budget, Team
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.rows import Coding, Rank
-from hybridcomp.topology import Nodes
 from tests.ranks import RunRanks
 
 SMALL = kernels.Sizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,))

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridcomp.collectives.topology import Nodes
 from hybridcomp.measure.team import Budget, Team, connected, shapes_of
-from hybridcomp.topology import Nodes
 from tests.ranks import RunRanks
 
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor
 
-from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.nn import RingAttention, gather, ring_attention, shard
 from hybridcomp.nn.context import blocks
 from hybridcomp.policy import DIRECTIONS
+from hybridcomp.session import process
 from tests.nn.dense import Case, inputs, whole
 from tests.nn.test_ring import errors, with_block
 from tests.ranks import RunRanks, run_ranks
@@ -275,7 +275,7 @@ def torch_ring() -> list[tuple[list[float], float, float]]:
     """By setting: errors of torch's ring on this machine, messages of ``cp`` and native ones."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-    from hybridcomp.patches import torch_context
+    from hybridcomp.patches.torch import context_parallel as torch_context
     from hybridcomp.patching import Patch, apply_all, revert_all
 
     case, found = Case(kept=4, width=16), []

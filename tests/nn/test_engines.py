@@ -64,7 +64,7 @@ def train(run: Run) -> tuple[list[float], dict[str, tuple[float, float]]]:
     from gpt.data import Share
     from gpt.model import GPT
     from gpt.weights import ModelConfig
-    from hybridcomp import process
+    from hybridcomp.session import process
 
     if run.cp > 1:
         context_parallel.start(run.cp, 1, 1)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives.wire import HEADER_NBYTES, transport
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
 from hybridcomp.nn import RingAttention, gather, ring_attention, shard
+from hybridcomp.session import process
 from tests.nn.dense import Case, attention, inputs, whole
 from tests.ranks import RunRanks
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp import cli
+from hybridcomp.commands import cli
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
@@ -123,7 +123,7 @@ def test_an_engine_of_another_layout_is_refused(tmp_path: Path) -> None:
 def attach_megatron(path: str) -> list[str]:
     """What megatron-core's groups of the planned layout say, and those of another one."""
     import hybridcomp
-    from hybridcomp import process
+    from hybridcomp.session import process
     from tests.stand_ins import megatron_on_cpu
     from tests.training.mcore_trainer import destroy_groups
 

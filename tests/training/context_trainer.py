@@ -46,7 +46,7 @@ class Outcome:
 def run(jobs: Sequence[Job]) -> list[Outcome]:
     """Every job in turn."""
     import hybridcomp
-    from hybridcomp import process
+    from hybridcomp.session import process
 
     start_deepspeed()
     sys.path.insert(0, str(SCRIPTS))
@@ -96,8 +96,8 @@ def build(job: Job) -> Any:
 def train(job: Job) -> Outcome:
     """One training, and the whole model's on the samples of all replicas."""
     from hybridcomp.channels import channels_of
+    from hybridcomp.patches.ds.job_facts import layout
     from hybridcomp.policy import DIRECTIONS
-    from hybridcomp.upstream.ds.job_facts import layout
 
     trainer = build(job)
     share, found = trainer.share, Outcome([], [])

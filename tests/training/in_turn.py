@@ -13,8 +13,8 @@ from tests.training.pipe_trainer import start_deepspeed
 def in_turn(jobs: Sequence[Any], train: Callable[[Any], Any]) -> list[Any]:
     """What ``train`` gives for every job, patched; an error of ours as its text."""
     import hybridcomp
-    from hybridcomp import process
     from hybridcomp.errors import HybridcompError
+    from hybridcomp.session import process
 
     start_deepspeed()
     sys.path.insert(0, str(SCRIPTS))

@@ -87,8 +87,8 @@ def _device() -> torch.device:
 
 def _run(job: Job) -> Outcome | str:
     import hybridcomp
-    from hybridcomp import process
     from hybridcomp.errors import HybridcompError
+    from hybridcomp.session import process
 
     torch.manual_seed(1 + job.seed)
     if job.block is not None:
@@ -123,7 +123,7 @@ def _train(job: Job) -> Outcome:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from hybridcomp import process
+    from hybridcomp.session import process
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=job.tp,
@@ -167,7 +167,7 @@ def _train(job: Job) -> Outcome:
 def _restart(job: Job, chunks: Sequence[Any], optimizer: Any) -> tuple[list[Any], Any]:
     """As a job that is cut off and goes on: checkpoint, new objects, checkpoint loaded."""
     import hybridcomp
-    from hybridcomp import process
+    from hybridcomp.session import process
 
     model = [copy.deepcopy(chunk.module.state_dict()) for chunk in chunks]
     adam = copy.deepcopy(optimizer.state_dict())
@@ -186,8 +186,8 @@ def _restart(job: Job, chunks: Sequence[Any], optimizer: Any) -> tuple[list[Any]
 
 def _adjust(job: Job) -> None:
     """Settings of a job that no block can express."""
-    from hybridcomp import process
     from hybridcomp.policy import Policy
+    from hybridcomp.session import process
     from tests.stand_ins.raw_codec import Raw
 
     channels = process.current() if job.block is not None else None

@@ -118,7 +118,7 @@ def _train(training: Any, job: Job, data: str) -> Outcome:
     from megatron.neox_arguments import NeoXArgs
 
     import hybridcomp
-    from hybridcomp import process
+    from hybridcomp.session import process
 
     losses: list[float] = []
     engines: list[Any] = []
@@ -197,7 +197,7 @@ def _ledger(engine: Any) -> dict[Any, tuple[float, float, float, float]]:
 
 
 def _marks(engine: Any) -> list[bool]:
-    from hybridcomp.upstream.ds.pipe import PIPE
+    from hybridcomp.patches.ds.pipe import PIPE
 
     pipe = getattr(engine, PIPE, None)
     if pipe is None or pipe.outgoing.agreed is None:

@@ -181,11 +181,11 @@ def compiled(block: dict[str, Any]) -> tuple[bool, dict[str, tuple[int, int]]]:
     """ALST's exchange eager and compiled: whether they agree; messages and native ones by way."""
     from deepspeed.runtime.sequence_parallel import ulysses_sp
 
-    from hybridcomp import process
     from hybridcomp.channels import Channels
     from hybridcomp.config import CompressionConfig
     from hybridcomp.patches.ds import ulysses
     from hybridcomp.patching import Patch, apply_all, revert_all
+    from hybridcomp.session import process
 
     start_deepspeed()
     channels = Channels(CompressionConfig.parse(block))

@@ -55,8 +55,8 @@ class Outcome:
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     """Every job in turn, unpatched ones with all patches reverted; an error of ours as its text."""
     import hybridcomp
-    from hybridcomp import process
     from hybridcomp.errors import HybridcompError
+    from hybridcomp.session import process
 
     start_deepspeed()
     sys.path.insert(0, str(SCRIPTS))
@@ -141,8 +141,8 @@ def build(job: Job) -> Any:
 
 def train(job: Job) -> Outcome:
     """One training on this rank."""
-    from hybridcomp import process
     from hybridcomp.channels import NAME, channels_of
+    from hybridcomp.session import process
 
     torch.manual_seed(0)
     engine, trainer = build(job)

@@ -321,7 +321,7 @@ def overflow_run() -> list[tuple[bool, float, float]]:
     from deepspeed.accelerator import get_accelerator
 
     from hybridcomp.channels import channels_of
-    from hybridcomp.upstream.ds.job_facts import loss_scale
+    from hybridcomp.patches.ds.job_facts import loss_scale
 
     type(get_accelerator()).is_fp16_supported = lambda self: True
     fp16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 4, "hysteresis": 1}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybridcomp.compare import json_lines
 from hybridcomp.compare.wandb_files import read, read_training
 from hybridcomp.config import LedgerConfig
-from hybridcomp.reporter import report_interval
+from hybridcomp.session.reporter import report_interval
 from tests.ranks import run_ranks
 from tests.training.test_checkpoint import make_engine, train
 

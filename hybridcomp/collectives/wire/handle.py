@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Typ
 from torch import Tensor
 from torch.distributed import Work
 
-from hybridcomp import presence
+from hybridcomp.job import peer_liveness
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -256,7 +256,7 @@ class Pending(Generic[T]):
 
     def _failed(self, error: BaseException) -> BaseException:
         """What ``wait()`` raises from now on: who is missing, where ``error`` is about that."""
-        self._error = presence.lost(error, self._meter.where) or error
+        self._error = peer_liveness.lost(error, self._meter.where) or error
         return self._error
 
 

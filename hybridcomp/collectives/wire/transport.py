@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from hybridcomp import presence
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter, Works
+from hybridcomp.job import peer_liveness
 
 #: torch 2.13 renames it and warns about the old name
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -240,7 +240,7 @@ def _learn(group: Group) -> None:
     """Learn, once, who is in the group and how long its messages may take over gloo."""
     if not group.global_ranks:
         group.global_ranks = tuple(dist.get_process_group_ranks(group.process_group))
-        group.limit = presence.time_limit(group.process_group)
+        group.limit = peer_liveness.time_limit(group.process_group)
 
 
 def _limited(work: Work, tensor: Tensor, group: Group) -> Work:

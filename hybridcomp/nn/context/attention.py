@@ -15,10 +15,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridcomp import process
 from hybridcomp.nn.context.layout import LAYOUTS, Layout, shard
 from hybridcomp.nn.context.passes import RingCall, RingFunction
 from hybridcomp.nn.context.traffic import RingTraffic
+from hybridcomp.session import process
 
 COVERS = ("cp",)
 REQUIREMENT = "torch >= 2.4"

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.channels.channel import Channel
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn.slices.past import Past
 from hybridcomp.policy import Direction
+from hybridcomp.session import process
 
 
 class Stage(Protocol):

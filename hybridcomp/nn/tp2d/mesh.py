@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybridcomp import collectives, process
+from hybridcomp import collectives
 from hybridcomp.channels import Channels
 from hybridcomp.channels.channel import Channel
 from hybridcomp.collectives import Group, Handle, Meter, native_nbytes
@@ -19,6 +19,7 @@ from hybridcomp.collectives.wire import transfer, transport
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Direction
+from hybridcomp.session import process
 
 #: a line of the mesh that this rank is on: ``row`` has the ranks (i, 0) to (i, q - 1) of its i
 Axis = Literal["row", "column"]

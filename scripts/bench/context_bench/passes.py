@@ -16,9 +16,9 @@ from torch import Tensor
 from bench.context_bench import methods, report
 from bench.context_bench.links import Links
 from bench.context_bench.steady import SteadyBlocks
-from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
+from hybridcomp.session import process
 
 #: passes over links without limit that the rate of the links is taken from
 LOOKS = 3

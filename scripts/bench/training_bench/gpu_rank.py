@@ -53,7 +53,7 @@ class Seat:
 
 def ledger_of(engine: Any) -> dict[str, Any]:
     """What the ledger of all ranks holds by dimension and direction; a collective."""
-    from hybridcomp.session import session_of
+    from hybridcomp.session.engine_session import session_of
 
     session = session_of(engine)
     if session is None or session.reporter is None:

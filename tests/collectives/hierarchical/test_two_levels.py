@@ -13,8 +13,8 @@ from torch import Tensor
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
+from hybridcomp.collectives.topology import Nodes, discover, grid_of
 from hybridcomp.errors import ConfigError
-from hybridcomp.topology import Nodes, discover, grid_of
 from tests.collectives import calls
 from tests.collectives.common import all_reduce_wire, bound, digest, rank_order_sum, values_of
 from tests.ranks import RunRanks

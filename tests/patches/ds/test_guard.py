@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
-from hybridcomp.reporter import line
+from hybridcomp.session.reporter import line
 from tests.ranks import RankPool
 
 if find_spec("deepspeed") is None:

@@ -18,9 +18,8 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import pipeline
-from hybridcomp.patching import Patch, apply_all, revert_all
-from hybridcomp.upstream.ds.pipe import PIPE, RUNNING, Pipe
-from hybridcomp.upstream.ds.pipeline_agreement import (
+from hybridcomp.patches.ds.pipe import PIPE, RUNNING, Pipe
+from hybridcomp.patches.ds.pipeline_agreement import (
     VALUES,
     Agreed,
     Agreement,
@@ -29,7 +28,8 @@ from hybridcomp.upstream.ds.pipeline_agreement import (
     set_marks,
     take_marks,
 )
-from hybridcomp.upstream.ds.pipeline_values import carries_values, passed_through, two_valued
+from hybridcomp.patches.ds.pipeline_values import carries_values, passed_through, two_valued
+from hybridcomp.patching import Patch, apply_all, revert_all
 
 FLOAT, HALF, INT = torch.float32, torch.float16, torch.int64
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import hybridcomp
-from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import attach
+from hybridcomp.session import process
 from tests.ranks import run_ranks
 
 EVERY = 3
@@ -119,7 +119,9 @@ def channels_of(block: dict[str, Any]) -> Channels:
 def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     channels = channels_of({"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}})
     process.use(channels)
-    monkeypatch.setattr("hybridcomp.session.default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(
+        "hybridcomp.session.engine_session.default_device", lambda: torch.device("cpu")
+    )
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)  # of the guard
     monkeypatch.setattr(Optimizer, "inner", attach.make_step(Optimizer.inner))
     monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import check as mcore_refuse
 from hybridcomp.patches.mcore import pipeline, pipeline_message
 from hybridcomp.rules import mcore
+from hybridcomp.session import process
 from tests.stand_ins.process_groups import fake_group
 
 B8 = {"codec": "blockint", "bits": 8}

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp import patching, process
+from hybridcomp import patching
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.patches.mcore import transformer_engine
 from hybridcomp.patches.registry import patches_of
 from hybridcomp.patching import apply_all, missing, revert_all
+from hybridcomp.session import process
 from tests.ranks import run_ranks
 from tests.stand_ins import transformer_engine as te_stub
 

@@ -20,10 +20,10 @@ import hybridcomp
 from hybridcomp.codecs import make_codec
 from hybridcomp.errors import SeamError
 from hybridcomp.patches import registry as patches
+from hybridcomp.patches.neox import checkout
 from hybridcomp.patches.registry import patches_of
 from hybridcomp.patching import apply_all, revert_all
 from hybridcomp.rules import neox as rules
-from hybridcomp.upstream.neox import checkout
 from tests.ranks import run_ranks
 from tests.stand_ins import gpt_neox
 
@@ -133,7 +133,7 @@ def test_unknown_checkout_is_refused(clean: Path, old: str, new: str, message: s
 
 
 def test_figures_go_where_neox_logs(neox: Path) -> None:
-    from hybridcomp.session import ATTRIBUTE
+    from hybridcomp.session.engine_session import ATTRIBUTE
 
     pending = [("train/compression/tp/forward/ratio", 3.9)]
 
@@ -167,10 +167,10 @@ def test_settings_are_read_off_neox_arguments_only() -> None:
 
 def exchange(folder: str, block: dict[str, Any] | None, copy: bool) -> dict[str, Any]:
     """Every function once on this rank, with some values; and what the ledger says."""
-    from hybridcomp import process
     from hybridcomp.channels import Channels
     from hybridcomp.config import CompressionConfig
     from hybridcomp.policy import Policy
+    from hybridcomp.session import process
     from tests.stand_ins.raw_codec import Raw
 
     if folder not in sys.path:

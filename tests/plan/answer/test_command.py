@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from hybridcomp import cli
+from hybridcomp.commands import cli
 from hybridcomp.config import load_config
 from hybridcomp.plan.answer import arguments
 from hybridcomp.plan.answer.command import fixed_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp import cli
+from hybridcomp.commands import cli
 from hybridcomp.config import load_config
 from hybridcomp.plan.answer import files
 from hybridcomp.plan.plan import Plan

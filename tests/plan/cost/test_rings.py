@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hybridcomp import process
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
@@ -26,6 +25,7 @@ from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.models.model import Messages
 from hybridcomp.plan.request import Batch, Limits
 from hybridcomp.policy import Direction
+from hybridcomp.session import process
 from tests.plan.clusters import cluster, small
 from tests.ranks import RunRanks
 

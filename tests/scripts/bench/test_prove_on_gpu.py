@@ -70,7 +70,7 @@ def test_every_test_for_a_gpu_is_in_one_step() -> None:
         if "pytest.mark.gpu" in file.read_text() or file.parent.name == "nccl"
         if "scripts" not in file.parts and "plan" not in file.parts
     }
-    assert "tests/nccl/test_zero.py" in marked and "tests/test_doctor.py" in marked
+    assert "tests/nccl/test_zero.py" in marked and "tests/commands/test_doctor.py" in marked
     for file in marked:
         steps = [
             name

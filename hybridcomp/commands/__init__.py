@@ -1,0 +1,1 @@
+"""The subcommands of ``hybridcomp``, one module each; ``cli`` parses the arguments."""

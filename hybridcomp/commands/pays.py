@@ -1,0 +1,143 @@
+"""``hybridcomp pays``: the table, the estimate of a step, and what the job's own file says."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hybridcomp.commands.job_files import JobFile, read_job_file
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.config.presets import PRESETS
+from hybridcomp.errors import ConfigError
+from hybridcomp.plan.pays import DEVICES, Coder, MessageGroup, bits, codecs_of, cost, step_cost
+from hybridcomp.policy import BETWEEN_RANKS, ONE_WAY, Dimension
+
+#: ranks that share a message where nobody says how many
+RANKS = 8
+#: what figures of the command line may be, and counts
+LEAST, MOST, MOST_RANKS = 1e-9, 1e15, 10**6
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: bytes of the messages that the table is printed for
+MESSAGES = (0.25e6, 4e6, 64e6)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table, and what becomes of a step where its figures are given."""
+    _check(options)
+    config, file = _block(options.block)
+    job, micro_batches = _job(options, file)
+    device = DEVICES[options.device]
+    if options.codec_gbs is not None:
+        speeds = dict.fromkeys(device.speeds, options.codec_gbs)
+        device = replace(device, what=f"{options.codec_gbs:g} GB/s", speeds=speeds)
+    codecs = codecs_of(config)
+    if not codecs:
+        print(f"{options.block}: nothing that goes from rank to rank is compressed")
+        return 0
+    there = BETWEEN_RANKS if file is None else file.dimensions(config)
+    for line in table(config, job, device, there):
+        print(line)
+    left_out = dict.fromkeys(name for name, _ in codecs if name not in there)
+    if left_out:
+        print(f"left out: {', '.join(left_out)}, of which {options.block} shows nothing; write one "
+              'into its block to see it')  # fmt: skip
+    if options.link is not None:
+        print(step_line(config, job, device, options, micro_batches))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what no estimate can be made of, before anything is printed. Raises ConfigError."""
+    figures = {name: getattr(options, name) for name in ("parameters", "compute", "link")}
+    for name, found in {**figures, "codec_gbs": options.codec_gbs}.items():
+        if found is not None and not LEAST <= found <= MOST:
+            todo = f"expected a number from {LEAST:g} to {MOST:g}"
+            raise ConfigError(f"--{name.replace('_', '-')}", found, todo)
+    for name, least in (("ranks", 2), ("micro_batches", 1)):
+        found = getattr(options, name)
+        if found is not None and not least <= found <= MOST_RANKS:
+            why = "one rank sends nothing; " if found == 1 and least == 2 else ""
+            todo = f"{why}expected a whole number from {least} to {MOST_RANKS}"
+            raise ConfigError(f"--{name.replace('_', '-')}", found, todo)
+    lacking = [f"--{name}" for name, found in figures.items() if found is None]
+    if 0 < len(lacking) < len(figures):
+        todo = "a step is estimated from --parameters, --compute and --link together; give all"
+        raise ConfigError(", ".join(lacking), None, todo)
+
+
+def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGroup, int]:
+    """The messages and the micro-batches of a step: options, else the file, else the usual."""
+    said = MessageGroup(RANKS), 1
+    if file is not None and file.whose != "block":
+        ranks = file.replicas if file.replicas not in (None, 1) else RANKS
+        accumulation = file.accumulation or 1
+        said = MessageGroup(ranks or RANKS, file.job.stage, DTYPES[file.dtype]), accumulation
+    return MessageGroup(
+        said[0].ranks if options.ranks is None else options.ranks,
+        said[0].stage if options.stage is None else options.stage,
+        said[0].dtype if options.dtype is None else DTYPES[options.dtype],
+    ), said[1] if options.micro_batches is None else options.micro_batches
+
+
+def _block(text: str) -> tuple[CompressionConfig, JobFile | None]:
+    """The block of a preset, of a file with a block, or of a job's file; and that file.
+
+    Raises ConfigError.
+    """
+    if text in PRESETS:
+        return CompressionConfig.parse({"preset": text}), None
+    if not text or not Path(text).is_file():
+        todo = f"no such file, and no preset; expected a file or one of {', '.join(PRESETS)}"
+        raise ConfigError("BLOCK", text, todo)
+    file = read_job_file(text)
+    if BLOCK not in file.settings:
+        raise ConfigError(text, "no block", f'expected "{BLOCK}" in it, or name a preset')
+    return CompressionConfig.parse(file.settings[BLOCK]), file
+
+
+def table(
+    config: CompressionConfig, job: MessageGroup, device: Coder,
+    there: Collection[Dimension] = BETWEEN_RANKS,
+) -> Iterator[str]:  # fmt: skip
+    """Up to which speed of a rank's link each dimension pays, for messages of several sizes.
+
+    ``there``: the dimensions of which the job has messages.
+    """
+    kind = next(name for name, dtype in DTYPES.items() if dtype == job.dtype)
+    yield (
+        f"{kind} messages among {job.ranks} ranks, ZeRO {job.stage}, codecs on {device.what}: "
+        "compression pays below"
+    )
+    sizes = "".join(f"{f'{nbytes / 1e6:g} MB':>12}" for nbytes in MESSAGES)
+    yield f"{'dimension':13} {'codec':26} {'bits':>5} {sizes}   Gb/s of a rank's link"
+    codecs = codecs_of(config)
+    for (name, way), codec in codecs.items():
+        same = codecs.get((name, "forward")) == codecs.get((name, "backward"))
+        if (same and way == "backward") or name not in there:
+            continue
+        told = name if same or name in ONE_WAY else f"{name} {way}"
+        cells = ""
+        for nbytes in MESSAGES:
+            found = cost(name, codec, nbytes / job.dtype.itemsize, job, device)
+            below = "native" if nbytes < config.min_bytes else f"{found.pays_below / 1e9:.3g}"
+            cells += f"{below:>12}"
+        yield f"{told:13} {codec.spec[:26]:26} {bits(codec, job.dtype):5.1f} {cells}"
+
+
+def step_line(
+    config: CompressionConfig, job: MessageGroup, device: Coder, options: argparse.Namespace,
+    micro_batches: int,
+) -> str:  # fmt: skip
+    """What becomes of a step whose gradients and parameters are compressed."""
+    found = step_cost(config, options.parameters, job, device, micro_batches)
+    faster = found.speed_up(1e9 * options.link, options.compute)
+    return (
+        f"A step of {options.compute:g} s of compute sends {found.native_nbytes / 1e6:.5g} MB of "
+        f"gradients and parameters natively and {found.wire_nbytes / 1e6:.5g} MB encoded, whose "
+        f"coding takes {1e3 * found.coding_s:.4g} ms: over {options.link:g} Gb/s it runs "
+        f"{faster:.2f} times as fast as natively (an estimate; measure with hybridcomp compare)"
+    )

@@ -1,0 +1,167 @@
+"""``hybridcomp validate``: whether a block can act, what it does, and how such a job starts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridcomp.channels import checkpoint_note
+from hybridcomp.channels.ledger_file import unwritable
+from hybridcomp.commands.job_files import read_job_file
+from hybridcomp.config import (
+    BLOCK,
+    CompressionConfig,
+    describe,
+    idle_notes,
+    load_config,
+)
+from hybridcomp.config import notes as dtype_notes
+from hybridcomp.errors import ConfigError
+from hybridcomp.rules import ds_check as check
+from hybridcomp.rules import neox as rules
+from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.planned import hold_to_plan
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SILENT = "started in another way, the job ignores the block without a word"
+DEEPSPEED_START = """\
+start with  deepspeed --module hybridcomp.run SCRIPT ... --deepspeed_config {file}
+        or  torchrun ... -m hybridcomp.run SCRIPT ... (accelerate launch likewise)
+        or  hybridcomp.install() in the script, before DeepSpeed's engine is built;
+            {silent}"""
+NEOX_START = """\
+start with  GPT_NEOX_HOME=CHECKOUT python -m hybridcomp.neox {file}
+            in the place of GPT-NeoX's deepy.py train.py;
+            {silent}"""
+BARE_START = """\
+start with  HYBRIDCOMP_CONFIG={file} torchrun ... -m hybridcomp.run SCRIPT ...
+        or  hybridcomp.install({text}) in the script, before the model is wrapped;
+        or  as "{block}" in the DeepSpeed file;
+            {silent}"""
+
+
+def lines(
+    file: Path,
+    facts: Mapping[str, bool | None],
+    world_size: int | None = None,
+    checkpoint: Path | None = None,
+) -> Iterator[str]:
+    """What there is to say about ``file``: a ds_config, a GPT-NeoX configuration, or a bare block.
+
+    Args:
+        file: JSON, Hjson or YAML.
+        facts: ``pipeline`` and ``moe``, what the model is; None where that is not known.
+        world_size: ranks of the job.
+        checkpoint: folder of a checkpoint that the job is to resume.
+
+    Raises ConfigError where the block cannot act, or the checkpoint cannot be resumed.
+    """
+    found = read_job_file(file)
+    bare, neox = found.whose == "block", found.whose == "neox"
+    source = found.settings
+    known: dict[str, Any] = dict(facts)
+    if neox:
+        written = {key: value for key, value in known.items() if value is not None}
+        known = {**rules.facts(found.whole), **written, "neox": found.whole}
+    block = CompressionConfig.parse(source[BLOCK]) if bare else load_config(source)
+    if block is None or not block.enabled:
+        why = "the block is not enabled" if BLOCK in source else f'there is no "{BLOCK}" block'
+        yield f"{file}: {why}; everything stays native"
+        if checkpoint is not None:
+            yield from _resumed(None, checkpoint)
+        return
+    notes = [*idle_notes(block), *_ledger_notes(block)]
+    if not bare:
+        notes += dtype_notes(block, DTYPES[found.dtype])
+        notes += check.check(block, source, **known, world_size=world_size)
+        hold_to_plan(block, _written_layout(source, world_size))
+    if not neox and file.suffix not in (".yml", ".yaml") and not _is_strict(file):
+        notes.append(_NOT_STRICT)
+    yield f"{file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}"
+    yield from (f"  {line}" for line in describe(block))
+    yield from (f"  note: {note}" for note in notes)
+    if checkpoint is not None:
+        yield from _resumed(block, checkpoint)
+    start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
+    yield start.format(
+        file=shlex.quote(str(file)), text=json.dumps(str(file)), block=BLOCK, silent=SILENT
+    )
+
+
+def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
+    """Say what stands in the way of the ledger's file, seen from here."""
+    name = block.ledger.jsonl
+    problem = None if name is None else unwritable(Path(name))
+    if problem is not None:
+        yield (
+            f"{BLOCK}.ledger.jsonl: {name} cannot be written here ({problem}); where rank 0 meets "
+            "the same, the job ends before its first step"
+        )
+
+
+def _written_layout(source: Mapping[str, Any], world_size: int | None) -> dict[str, int | None]:
+    """What a ds_config says of the layout, by the names of a plan; None: it does not."""
+    job = Job(source, world_size=world_size)
+    return {
+        "ranks": world_size,
+        "zero_stage": job.stage,
+        "micro_batch": job.get("train_micro_batch_size_per_gpu"),
+        "accumulation": job.get("gradient_accumulation_steps"),
+        "offload": int(job.cpu_offload),
+    }
+
+
+_NOT_STRICT = (
+    "this is Hjson (comments, commas): DeepSpeed reads it, Hugging Face's Trainer and Accelerate "
+    "read JSON only"
+)
+
+
+def _is_strict(file: Path) -> bool:
+    """Whether the file is JSON to everybody."""
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
+
+
+def _resumed(block: CompressionConfig | None, place: Path) -> Iterator[str]:
+    """What a job with ``block`` takes over from a checkpoint. Raises ConfigError."""
+    folder = checkpoint_note.folder_of(place)
+    note = checkpoint_note.read(folder)
+    if note is None:
+        older = any(folder.glob(f"{checkpoint_note.RESIDUALS}_rank_*.pt"))
+        saved = "an older hybridcomp saved residuals there" if older else "no run of hybridcomp's"
+        yield f"checkpoint {folder}: {saved}" + ("" if older else "; residuals start at zero")
+        return
+    yield (
+        f"checkpoint {folder}: step {note.get('step')} of {note.get('world_size')} ranks, saved by "
+        f"hybridcomp {note.get('hybridcomp')}"
+    )
+    lacking = checkpoint_note.missing(folder, note)
+    if lacking and block is not None:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        todo = "which was saved there; restore it, or remove all of its kind to begin without"
+        raise ConfigError(str(folder), f"no {lacking[0]}{more}", todo)
+    lost = checkpoint_note.dropped(folder, block)
+    yield from (f"  {text}" for text in lost)
+    if block is not None:
+        yield from (f"  {text}" for text in _differences(block, note))
+        taken = [what for what in note["files"].values() if not lost]
+        yield from (f"  takes over: {what}" for what in taken)
+
+
+def _differences(block: CompressionConfig, note: Mapping[str, Any]) -> Iterator[str]:
+    """The settings that the checkpoint's run had otherwise."""
+    if note.get("digest") == block.digest():
+        return
+    before, now = CompressionConfig.parse(note.get(BLOCK)).flat(), block.flat()
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
+            yield f"note: {key} is {now.get(key)!r}, and was {before.get(key)!r} in that run"

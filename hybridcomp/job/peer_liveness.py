@@ -1,0 +1,234 @@
+"""Which ranks of the job are still there, for the message of one that waited for them in vain.
+
+gloo says "Connection closed by peer" and "Timed out waiting", and names no rank; DeepSpeed's
+launcher names process ids. Ranks state once where they run (``announce``). When a message fails, a
+rank looks at the processes of its own host, which takes no time, and asks through the rendezvous
+store who else has failed: a rank that has ended, was stopped or is cut off does not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from hybridcomp.errors import ConfigError, HybridcompError, PeerError
+from hybridcomp.job import processes
+from hybridcomp.job.agreement import start, tell, waiting
+from hybridcomp.job.processes import (
+    Known,
+    Peer,
+)
+
+#: seconds that ranks of other hosts get to say that they have failed as well
+ROLL_CALL_S = 5.0
+#: seconds in which a rank that has closed its connections has to show as ended
+LOOK_S = 5.0
+_CPU = torch.device("cpu")
+#: what torch.distributed's back ends say when a peer is gone or silent
+_LOST = re.compile(
+    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed out|socket|"
+    r"process ?group|rendezvous",
+    re.IGNORECASE,
+)
+#: what they say when time is up, with all connections as they were
+_SILENT = re.compile("timed out|time-?out", re.IGNORECASE)
+
+_hooked = False
+
+
+def announce(ranks: Sequence[int] | None = None) -> None:
+    """Let other ranks know where this one runs; a collective through the store, once for each part.
+
+    It lasts as long as the default process group, whatever is detached: ranks may still be missed.
+    ``ranks``: global ranks of the part of the job that calls this, this one among them; None: all.
+    """
+    global _hooked
+    job = dist.group.WORLD
+    if Known.job() is not job:
+        Known.peers, Known.parts, Known.job = (), set(), weakref.ref(job)
+    part = None if ranks is None or len(ranks) == dist.get_world_size() else tuple(ranks)
+    if not Known.parts & {None, part}:
+        said = tell(asdict(_myself()), what="place", ranks=part)
+        found = {peer.rank: peer for peer in (*Known.peers, *(Peer(**peer) for peer in said))}
+        Known.peers = tuple(found[rank] for rank in sorted(found))
+        Known.parts.add(part)
+        _prepare_last_words()
+    if not _hooked:
+        _hooked = True
+        _hook()
+
+
+def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
+    """How long a message may take: the time-out of the default group, None where it has none.
+
+    A group that is made later gets torch's 30 minutes over gloo, whatever ``init_process_group``
+    was told, and DeepSpeed sends through groups of its own. ``group``: what carries the message,
+    whose own time-out counts where somebody chose one.
+    """
+    try:
+        limit = _waits(dist.distributed_c10d._get_default_group())
+        own = limit if group is None else _waits(group)
+    except (AttributeError, RuntimeError, ValueError):  # not over gloo
+        return None
+    return limit if own == dist.distributed_c10d.default_pg_timeout else own
+
+
+def _waits(group: dist.ProcessGroup) -> timedelta:
+    """The time-out of a group over gloo."""
+    found: timedelta = group._get_backend(_CPU).options._timeout
+    return found
+
+
+def limit_waits() -> None:
+    """Give the default group's time-out to upstream's groups of this process that wait longer.
+
+    To be called again when upstream has made groups. A group that was given a time-out of its own
+    keeps that: only those are changed that wait as long as torch lets a group wait by itself.
+    """
+    limit, c10d = time_limit(), dist.distributed_c10d
+    change = getattr(dist, "set_timeout", getattr(c10d, "_set_pg_timeout", None))  # torch 2.14
+    if limit is None or change is None:
+        return
+    unsaid = c10d.default_pg_timeout
+    for group in list(c10d._world.pg_map):
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+            if _waits(group) == unsaid > limit:
+                change(limit, group)
+
+
+def _prepare_last_words() -> None:
+    """Let a signal that ends this rank say who is missing."""
+    try:
+        last_words = importlib.import_module("hybridcomp.job._last_words")
+    except ImportError:
+        return  # not Linux, or built from older sources
+    here = processes.space()
+    near = [peer for peer in processes.others() if peer.space == here]
+    last_words.set(_me(), [(f"/proc/{peer.pid}/stat", peer.began, str(peer)) for peer in near])
+
+
+def lost(error: BaseException, where: str = "") -> PeerError | None:
+    """The error that names who is missing, where ``error`` is about a message between ranks.
+
+    ``where``: which message, for example ``dp at step 12``. None for other errors.
+    """
+    if isinstance(error, HybridcompError) or not _is_about_messages(error):
+        return None
+    missing = _missing(patient=_SILENT.search(str(error)) is None)
+    found = "; ".join(missing) if missing else "the processes of this host's ranks still run"
+    return PeerError(f"{_me()}: {where or 'a message'} failed: {found} ({_first_line(error)})")
+
+
+def _is_about_messages(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+def _missing(patient: bool) -> list[str]:
+    """Make sentences about ranks that ended, were stopped, or do not answer.
+
+    ``patient``: a peer's connection broke. The kernel closes the sockets of a process before it
+    shows the process as ended, and a rank that raised closes them before it ends.
+    """
+    deadline = time.monotonic() + (LOOK_S if patient else 0.0)
+    far = [peer for peer in processes.others() if peer.space != processes.space()]
+    silent = [] if _disturbed() or not far else _silent(far)
+    while not (found := _disturbed()) and not silent and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found or [f"{peer} does not answer" for peer in silent]
+
+
+def _disturbed() -> list[str]:
+    """Make sentences about ranks of this host that ended or were stopped."""
+    return [f"{p} {state}" for p in processes.others() if (state := processes.state(p))]
+
+
+def _silent(peers: Sequence[Peer]) -> list[Peer]:
+    """Find those of ``peers`` that do not say within ROLL_CALL_S that they have failed too.
+
+    In a thread: a store whose host was stopped never answers.
+    """
+    silent: list[Peer] = []
+    thread = threading.Thread(target=_roll_call, args=(peers, silent), daemon=True)
+    thread.start()
+    thread.join(ROLL_CALL_S + 1)
+    host = [peer for peer in peers if peer.rank == 0]
+    return host if thread.is_alive() and host else list(silent)
+
+
+def _roll_call(peers: Sequence[Peer], silent: list[Peer]) -> None:
+    try:
+        with waiting(_store(), ROLL_CALL_S) as whole:
+            store = PrefixStore(f"hybridcomp/failed/{start()}", whole)
+            store.set(str(dist.get_rank()), json.dumps(True))
+            deadline = time.monotonic() + ROLL_CALL_S
+            silent.extend(peers)
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.2)
+                silent[:] = [peer for peer in silent if not store.check([str(peer.rank)])]
+    except (RuntimeError, dist.DistError):
+        silent[:] = [peer for peer in peers if peer.rank == 0]  # usually the store's host
+
+
+def _store() -> Store:
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def _hook() -> None:
+    """Name this rank, and who is missing, below the traceback of an error that nobody caught."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if isinstance(error, Exception) and not isinstance(error, ConfigError):
+            print(f"[hybridcomp] {_last_words(error)}", file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
+
+
+def _last_words(error: Exception) -> str:
+    if isinstance(error, PeerError):
+        return str(error)
+    found = lost(error, "a message of the training program or of upstream")
+    if found is not None:
+        return str(found)
+    kind = type(error).__name__
+    # torchrun ends the ranks that are left, often while they are about to say who is missing
+    missing = _disturbed() if kind == "SignalException" else []
+    return "; ".join([f"{_me()} fails: {kind}: {_first_line(error)}", *missing])
+
+
+def _me() -> str:
+    mine = _myself()
+    if dist.is_initialized():
+        world = dist.get_world_size()  # Known may hold a part of the job only
+    else:
+        world = len(Known.peers) or int(os.environ.get("WORLD_SIZE", "1"))
+    return f"rank {mine.rank} of {world} (process {mine.pid} on {mine.host})"
+
+
+def _myself() -> Peer:
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return processes.myself(rank)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

@@ -1,0 +1,230 @@
+"""Files of a rank beside a checkpoint: written whole or not at all, checked before they are used.
+
+A damaged file is an error on every rank, with the rank and the file: a rank that raised alone would
+leave the others waiting in the next collective. Nothing of the engine is touched before all files
+are known to be good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import torch
+from torch import Tensor
+
+from hybridcomp.errors import CheckpointError
+from hybridcomp.job.agreement import tell
+
+T = TypeVar("T")
+FORMAT = 1
+#: how a file is made that nobody has opened before
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+#: problems of ranks that one message shows
+SHOWN = 4
+
+
+def write(path: Path, state: Mapping[str, Any]) -> None:
+    """Write ``state`` with torch; what was there before stays until all of it is on the disk.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder cannot be written.
+    """
+    _replace(path, lambda file: torch.save(dict(state), file))
+
+
+def write_json(path: Path, state: Mapping[str, Any], indent: int | None = None) -> None:
+    """Write ``state`` as JSON, as ``write`` does."""
+    text = json.dumps(dict(state), indent=indent) + "\n"
+    _replace(path, lambda file: file.write(text.encode()))
+
+
+def sweep(folder: Path, pattern: str, world_size: int) -> None:
+    """Remove unfinished files of ranks from ``world_size`` up, which no rank will write again.
+
+    A save that was ended half-way leaves them; those of lower ranks are written anew. ``pattern``:
+    the names of the files, with ``*`` for the rank. Raises CheckpointError.
+    """
+    start, _, end = pattern.partition("*")
+    for part in folder.glob(f"{pattern}.part"):
+        rank = part.name.removeprefix(start).removesuffix(f"{end}.part")
+        if rank.isdigit() and int(rank) >= world_size:
+            try:
+                part.unlink(missing_ok=True)
+            except OSError as error:
+                raise _unwritten(part, error) from error
+
+
+def _unwritten(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be written ({_first_line(error)}); this checkpoint is not complete: "
+        "make room and save again, or resume from the one before"
+    )
+
+
+def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Fill a new file beside ``path``, wait for the disk, and let it take the place of ``path``.
+
+    The new file is no link that somebody else has laid there, nor what one leads to.
+    """
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)
+        with os.fdopen(os.open(part, NEW_FILE, 0o666), "wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise _unwritten(path, error) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names in ``folder`` on the disk, where its file system can do so."""
+    with contextlib.suppress(OSError):
+        found = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(found)
+        finally:
+            os.close(found)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What ``write`` wrote, every record of it compared with its checksum.
+
+    Raises:
+        CheckpointError: the file is damaged, of another format, or no file of ours.
+    """
+    return _of_this_format(path, _checked(path, path))
+
+
+def unpack(packed: object, name: str) -> dict[str, Any]:
+    """What ``torch.save`` made ``packed``, the bytes of the entry ``name``; as ``read``."""
+    if not isinstance(packed, bytes):
+        raise damaged(name, f"expected bytes, found {type(packed).__name__}")
+    return _of_this_format(name, _checked(io.BytesIO(packed), name))
+
+
+def _checked(file: Any, name: Path | str) -> object:
+    try:
+        with zipfile.ZipFile(file) as archive:  # torch.load does not look at the checksums
+            bad = archive.testzip()
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
+        stored = {} if bad else torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file makes zipfile and pickle raise anything
+        raise damaged(name, f"it cannot be read ({_first_line(error)})") from error
+    if bad:
+        raise damaged(name, f"the checksum of {bad} is wrong")
+    return stored
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What ``write_json`` wrote. Raises CheckpointError."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise damaged(path, f"it cannot be read ({_first_line(error)})") from error
+    return _of_this_format(path, stored)
+
+
+def _of_this_format(path: Path | str, stored: object) -> dict[str, Any]:
+    found = stored.get("format") if isinstance(stored, dict) else type(stored).__name__
+    if not isinstance(stored, dict) or found != FORMAT:
+        raise damaged(path, f"expected format {FORMAT}, found {found!r}")
+    return stored
+
+
+def expect(
+    path: Path | str, stored: Mapping[str, Any], key: str, right: Callable[[Any], bool]
+) -> None:
+    """Raise CheckpointError unless ``stored[key]`` is there and ``right``."""
+    if key not in stored:
+        raise damaged(path, f"it has no {key!r}")
+    if not right(stored[key]):
+        found = repr(stored[key])
+        raise damaged(path, f"{key!r} cannot be {found if len(found) < 60 else found[:57] + '...'}")
+
+
+def is_count(value: Any) -> bool:
+    """Whether ``value`` is a whole number from 0 up."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_scale(value: Any) -> bool:
+    """Whether ``value`` may be a loss scale."""
+    return isinstance(value, (int, float)) and 0 < value < float("inf")
+
+
+def is_stretch(value: Any) -> bool:
+    """Whether ``value`` is an offset and the finite fp32 values from there on.
+
+    Of what a node has in common also which part of how many is this rank's.
+    """
+    if not isinstance(value, (tuple, list)) or len(value) not in (2, 4) or not is_count(value[0]):
+        return False
+    values, *part = value[1:]
+    if part and not (all(map(is_count, part)) and part[0] < part[1]):
+        return False
+    is_flat = isinstance(values, Tensor) and values.dtype == torch.float32 and values.dim() == 1
+    return is_flat and bool(values.isfinite().all())
+
+
+def are_residuals(value: Any) -> bool:
+    """Whether ``value`` is what ``Residuals.state_dict`` gives, with finite values."""
+    if not isinstance(value, dict) or set(value) - {"common"} != {"sender", "owner"}:
+        return False
+    return all(
+        isinstance(by_name, dict)
+        and all(isinstance(name, str) for name in by_name)
+        and all(isinstance(found, (list, tuple)) for found in by_name.values())
+        and all(is_stretch(one) for found in by_name.values() for one in found)
+        for by_name in value.values()
+    )
+
+
+def damaged(path: Path | str, what: str) -> CheckpointError:
+    """The error about a file that is not what was written."""
+    return CheckpointError(f"{path} is damaged or of another version of hybridcomp: {what}")
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What ``work`` returns and None, or None and what it has raised, in words.
+
+    Whatever it is: a rank that raised alone would leave the others in ``all_well``.
+    """
+    try:
+        return work(), None
+    except CheckpointError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {_first_line(error)}"
+
+
+def all_well(problem: str | None, what: str, todo: str = "") -> None:
+    """Return when no rank has a ``problem``; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, with the ranks that have one and what it is.
+    """
+    said = [rank["problem"] for rank in tell({"problem": problem}, what=what)]
+    bad = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
+    if not bad:
+        return
+    more = f"; and {len(bad) - SHOWN} more ranks" if len(bad) > SHOWN else ""
+    raise CheckpointError(f"{what}: {'; '.join(bad[:SHOWN])}{more}{todo and '. ' + todo}")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

@@ -1,0 +1,177 @@
+"""How a rank ends on a mistake of its user: one line for the job, no traceback, one status.
+
+``install`` puts ``show`` in front of ``sys.excepthook``: errors of the configuration, of versions
+and of ranks that differ say themselves what to do. A traceback through upstream and hybridcomp
+would only hide that, on every rank again; ``HYBRIDCOMP_TRACEBACK=1`` shows it.
+
+Every rank meets the same mistake. Once the process group is up they count in its store who has
+come so far, and the first one tells; before that the ranks of one node see each other by a name
+that only one process may hold. Where neither is to be had every rank tells: a message too many is
+better than none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hybridcomp.errors import AgreementError, ConfigError, HybridcompError, SeamError
+from hybridcomp.job.environment import TRACEBACK
+
+#: exit status of a configuration that cannot act, as argparse uses it for bad arguments
+BAD_INPUT = 2
+#: what a user has to mend; a CodecError may be a fault of ours or of the machine
+MISTAKES: tuple[type[HybridcompError], ...] = (ConfigError, AgreementError, SeamError)
+#: seconds for which the rank that told stays, so that others meet it
+LINGER_S = 3.0
+
+_sockets: list[socket.socket] = []  # held until the process ends
+_before = sys.excepthook
+
+
+def install() -> None:
+    """Show uncaught mistakes as one line from now on; harmless when called twice."""
+    global _before
+    if sys.excepthook is not show:
+        _before, sys.excepthook = sys.excepthook, show
+
+
+def uninstall() -> None:
+    """Give the hook back, unless somebody has put another in front of it."""
+    if sys.excepthook is show:
+        sys.excepthook = _before
+
+
+def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Tell a mistake; hand everything else to the hook that was there before."""
+    asked = os.environ.get(TRACEBACK, "0") not in ("", "0")
+    if isinstance(error, MISTAKES) and not asked:
+        tell(f"hybridcomp: {error}")
+        raise SystemExit(BAD_INPUT)  # the interpreter takes it as the process's status
+    _before(kind, error, traceback)
+
+
+def tell(text: str) -> None:
+    """Print ``text`` on stderr, on the first of the ranks that come here with it.
+
+    The others stay until it is told: a launcher ends all ranks once one has ended.
+    """
+    meeting = _meeting(text)
+    if not meeting.first and meeting.is_told():
+        return
+    rank = os.environ.get("RANK")
+    where = "" if rank in (None, "0") else f" (told by rank {rank})"
+    # torch.distributed puts a buffer in the place of sys.stderr around hooks older than its own
+    print(f"{text}{where}", file=sys.__stderr__ or sys.stderr, flush=True)
+    meeting.tell()
+
+
+class _Alone:
+    """No other rank can be asked, so this one tells."""
+
+    first = True
+
+    def is_told(self) -> bool:
+        """Say whether the first rank has told within LINGER_S."""
+        return False
+
+    def tell(self) -> None:
+        """Let the others know that it is told, and stay for them to meet."""
+
+
+def _meeting(text: str) -> _Alone:
+    """Meet the ranks that come here with ``text``."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return _Alone()
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        with contextlib.suppress(Exception):  # the rank that holds the store may be gone
+            return _InStore(distributed, name)
+    try:
+        return _OnNode(name)
+    except OSError:
+        return _Alone()
+
+
+class _InStore(_Alone):
+    """Ranks meet in the process group's store, which every rank of the job reaches."""
+
+    def __init__(self, distributed: Any, name: str) -> None:
+        started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # see agreement.start
+        whole = distributed.distributed_c10d._get_default_store()
+        self._store = distributed.PrefixStore(f"hybridcomp/uncaught/{started}", whole)
+        self._name, self._ranks = name, distributed.get_world_size()
+        self.first = self._add(name, 1) == 1
+
+    def _add(self, key: str, number: int) -> int:
+        """Add to a number in the store, whose own time-out stays what it is for everybody else."""
+        before = self._store.timeout
+        self._store.set_timeout(timedelta(seconds=LINGER_S))
+        try:
+            return int(self._store.add(key, number))
+        finally:
+            self._store.set_timeout(before)
+
+    def is_told(self) -> bool:
+        """Say whether the first rank has told within LINGER_S."""
+        return self._until(lambda: self._add(f"{self._name}/told", 0) > 0)
+
+    def tell(self) -> None:
+        """Let the others know, and stay until all came: the store may live in this process."""
+        with contextlib.suppress(Exception):
+            self._add(f"{self._name}/told", 1)
+        self._until(lambda: self._add(self._name, 0) >= self._ranks)
+
+    def _until(self, done: Callable[[], bool]) -> bool:
+        """Ask until ``done``, for LINGER_S; False when time is up or the store is gone."""
+        deadline = time.monotonic() + LINGER_S
+        with contextlib.suppress(Exception):
+            while not done():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.02)
+            return True
+        return False
+
+
+class _OnNode(_Alone):
+    """Ranks that one launcher started on this node meet at a socket's name (Linux)."""
+
+    def __init__(self, name: str) -> None:
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        self._address = f"\0hybridcomp-{os.getppid()}-{started}-{name}"
+        self._socket = socket.socket(socket.AF_UNIX)
+        _sockets.append(self._socket)
+        try:
+            self._socket.bind(self._address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:  # else it is held by the rank that tells
+                raise
+            self.first = False
+
+    def is_told(self) -> bool:
+        """Say whether the first rank has told within LINGER_S: it listens then."""
+        deadline = time.monotonic() + LINGER_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
+                asking.connect(self._address)
+                return True
+            time.sleep(0.02)
+        return False
+
+    def tell(self) -> None:
+        """Let the others know, and stay for LINGER_S, in which they come."""
+        with contextlib.suppress(OSError):  # not bound: the first one never told
+            self._socket.listen(socket.SOMAXCONN)
+        time.sleep(LINGER_S)

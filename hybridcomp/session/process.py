@@ -1,0 +1,277 @@
+"""The block and the session of this process, for seams that have no engine at hand.
+
+Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine: there is one
+``EngineSession`` for the process. It is that of the first engine that attaches (``lend``); without
+one it begins with the block of ``hybridcomp.install(config)`` or of the file that
+``HYBRIDCOMP_CONFIG`` names.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+# Its functions take the default group as default argument, for good: where it is imported after
+# init_process_group, as DistributedDataParallel does, that group is never let go (see _let_go).
+import torch.distributed.nn.functional  # noqa: F401
+
+from hybridcomp.channels import Channels
+from hybridcomp.config import BLOCK, SOURCE, CompressionConfig, load_config, read_source
+from hybridcomp.config.error_messages import NOTHING
+from hybridcomp.errors import ConfigError
+from hybridcomp.job import environment, last_messages
+from hybridcomp.log import say_once
+from hybridcomp.policy import Dimension, directions_of
+from hybridcomp.session.engine_session import (
+    EngineSession,
+)
+
+#: environment variable that names the block of a process without a file of upstream's
+ENVIRONMENT = environment.CONFIG
+#: dimensions whose layers know no engine
+ENGINELESS: tuple[Dimension, ...] = ("tp", "cp", "tp2d")
+#: package of an upstream -> the ranks in each of its groups; its patches put this here
+GROUP_SIZES: dict[str, Callable[[], Mapping[Any, int]]] = {}
+
+
+@dataclass
+class _Holder:
+    """What this process has instead of an engine."""
+
+    config: CompressionConfig | None = None
+    explicit: bool = False  # configured by call: the environment is not asked
+    session: EngineSession | None = None
+    lender: weakref.ref[Any] | None = None  # the engine whose session it is
+    settled: bool = False  # the ranks agreed, with or without a block
+
+
+_holder = _Holder()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Drop the session, and with it the process groups, while the interpreter still runs.
+
+    Groups that somebody else holds keep their threads: those get the time to let go of their
+    last message.
+    """
+    global _holder
+    _holder = _Holder()
+    last_messages.let_go()
+
+
+def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None) -> None:
+    """Set the block of this process; None forgets it, and asks the environment again.
+
+    Takes a CompressionConfig, a block, a dict or file with a block under "compression", or the path
+    of any of these. Acts on the next message; channels that exist are dropped. Raises ConfigError.
+    """
+    global _holder
+    _holder = _Holder(config=parse(config), explicit=config is not None)
+    say_once.forget()
+
+
+def parse(
+    config: Mapping[str, Any] | str | Path | CompressionConfig | None,
+) -> CompressionConfig | None:
+    """The block in any of these forms; None where there is none. Raises ConfigError."""
+    if config is None or isinstance(config, CompressionConfig):
+        return config
+    whole = read_source(config)
+    if BLOCK in whole:
+        return load_config(whole)
+    block = CompressionConfig.parse(whole)
+    return block if block.enabled else None
+
+
+def configured() -> CompressionConfig | None:
+    """The block of this process, by call or by environment. Raises ConfigError."""
+    if not _holder.explicit and (path := os.environ.get(ENVIRONMENT)):
+        try:
+            _holder.config = parse(path)
+        except ConfigError as error:
+            if error.key != SOURCE:
+                raise
+            raise ConfigError(ENVIRONMENT, error.found, error.todo) from None
+    return _holder.config
+
+
+def say_native(what: str, looked: str = "") -> None:
+    """Tell the user that nothing of ``what`` is compressed, and where no block was found.
+
+    ``looked``: what a configuration of upstream holds in the place of a block.
+    """
+    path = os.environ.get(ENVIRONMENT)
+    if _holder.explicit:
+        places = ["that of hybridcomp.install is not enabled"]
+    elif path:
+        places = [f"that of {ENVIRONMENT}={path} is not enabled"]
+    else:
+        places = ["hybridcomp.install was given none", f"{ENVIRONMENT} is not set"]
+    found = "; ".join([looked] * bool(looked) + places)
+    say_once(f"no block found ({found}): nothing of {what} is compressed")
+
+
+def use(channels: Channels | None) -> None:
+    """Take over channels that somebody else made, agreed on and reports about."""
+    global _holder
+    session = None if channels is None else EngineSession(channels)
+    _holder = _Holder(session=session, explicit=True, settled=True)
+    say_once.forget()
+
+
+def lend(engine: Any, session: EngineSession) -> None:
+    """Let the layers of this process send through ``engine``'s session, while it lives.
+
+    The first living engine lends: layers cannot tell whose they are. Raises ConfigError when a
+    second engine's block asks for other codecs in their dimensions.
+    """
+    channels = session.channels
+    if borrowed() is not None:
+        gc.collect()  # engines hang in reference cycles: one that was deleted must not count
+    first = borrowed()
+    if first is None:
+        if _holder.session is not None:
+            _holder.session.close()  # the engine reports from now on, maybe into the same file
+        _holder.session, _holder.lender = session, weakref.ref(engine)
+        _holder.settled = True
+        say_once.forget()
+        return
+    asked = first.config.explicit | channels.config.explicit  # a preset names all dimensions
+    for name in (name for name in ENGINELESS if name in asked):
+        for way in directions_of(name):
+            mine = channels.policy.codecs.get((name, way))
+            theirs = first.policy.codecs.get((name, way))
+            if mine != theirs:
+                raise ConfigError(
+                    f"{BLOCK}.{name}",
+                    mine or "none",
+                    f"another engine of this process set {theirs or 'none'}, and layers cannot "
+                    "tell whose they are; write the same in both blocks",
+                )
+
+
+def decline() -> None:
+    """The ranks agreed, at an engine's construction, that there is no block for its messages.
+
+    So no layer has to ask: in a pipeline the first message of a stage comes only after the last
+    stage's neighbours sent theirs, and a question to all ranks would wait forever.
+    """
+    _holder.settled = True
+
+
+def release(engine: Any) -> None:
+    """``engine`` is destroyed: it lends no more, though something may still hold it."""
+    if _holder.lender is not None and _holder.lender() is engine:
+        configure(_holder.config)
+
+
+def borrowed() -> Channels | None:
+    """The channels that a living engine lent, else None."""
+    if _holder.lender is None or _holder.lender() is None or _holder.session is None:
+        return None
+    return _holder.session.channels
+
+
+def session() -> EngineSession | None:
+    """The session of this process, None without a block: an engine's that lends, or its own.
+
+    The first call after torch.distributed is up begins it: a collective through the rendezvous
+    store, which every rank reaches without waiting for a message of upstream.
+    """
+    if _holder.lender is not None and _holder.lender() is None:
+        configure(_holder.config)  # the engine is gone, and its traffic with it
+    if not _holder.settled and dist.is_initialized():
+        _settle()
+    return _holder.session
+
+
+def own_session() -> EngineSession | None:
+    """The session of this process, None where an engine lends its own."""
+    found = session()
+    return None if _holder.lender is not None else found
+
+
+def has_begun() -> bool:
+    """Whether the session of a process without an engine exists; begins none."""
+    return _holder.session is not None and _holder.lender is None
+
+
+def current() -> Channels | None:
+    """The channels of this process, None without a block; see ``session``."""
+    found = session()
+    return None if found is None else found.channels
+
+
+def known() -> Channels | None:
+    """``current`` where this rank may have a block; else None, without asking the other ranks.
+
+    For what works without hybridcomp's patches: ranks that compute something else do not answer.
+    """
+    return None if _holder.session is None and configured() is None else current()
+
+
+def _settle() -> None:
+    """Begin the session of a process without an engine: a job on megatron-core."""
+    _holder.settled = True
+    config = configured()
+    packages = ("megatron-core",)
+    _holder.session = EngineSession.begin(config, packages=packages, layout=_layout)
+    if config is None:
+        say_native("this process's layers and data-parallel groups")
+    if config is None or _holder.session is None:
+        return
+    if config.error_feedback("dp"):
+        _holder.session.say(
+            "dp: Megatron's checkpoints do not hold residuals; call hybridcomp.save_state(folder) "
+            "where it saves and hybridcomp.load_state(folder) where it loads"
+        )
+    if config.zero.delta:
+        _holder.session.say(
+            "zero: Megatron's checkpoints do not hold what deltas are added to; the first gather "
+            "after a restart is exact"
+        )
+
+
+def _layout() -> Mapping[str, int]:
+    """Ranks in each group whose coordinates stand in the names of Megatron's parameters."""
+    found: dict[str, int] = {}
+    for package, sizes in GROUP_SIZES.items():
+        if package in sys.modules:
+            found.update(sizes())
+    return {name: size for name, size in found.items() if name in ("tp", "pp", "ep")}
+
+
+def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
+    """See ``hybridcomp.save_state``."""
+    found = _session_for("save_state")
+    if found.kept_in:
+        found.say(f"save_state: {found.kept_in} hold this already; nothing is written")
+    else:
+        found.save(folder, loss_scale)
+
+
+def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
+    """See ``hybridcomp.load_state``."""
+    found = _session_for("load_state")
+    if found.kept_in:
+        found.say(f"load_state: {found.kept_in} hold this already; nothing is read")
+    else:
+        found.load(folder, loss_scale)
+
+
+def _session_for(call: str) -> EngineSession:
+    found = session()
+    if found is None:
+        todo = f"this process has no block, or torch.distributed is not up; do not call {call} here"
+        raise ConfigError(BLOCK, NOTHING, todo)
+    return found

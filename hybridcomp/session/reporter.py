@@ -1,0 +1,240 @@
+"""Ledger -> progress line, JSONL file, and whoever else wants the figures (``figures``)."""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.channels import Channels
+from hybridcomp.channels.ledger import KEYS, Entry, Key, entries_of
+from hybridcomp.channels.ledger_file import JsonLines
+from hybridcomp.codecs import check_payloads
+from hybridcomp.collectives import check_headers
+from hybridcomp.config import CompressionConfig, LedgerConfig
+from hybridcomp.log import say
+from hybridcomp.policy import ONE_WAY
+from hybridcomp.session.closing import Account, before_the_end, open_account
+from hybridcomp.session.metric_names import (
+    CONFIG_BLOCK,
+    CONFIG_CODECS,
+    FIGURES,
+    PREFIX,
+    RESIDUAL_NORM,
+    SAVED_S,
+    TOTALS,
+    event_name,
+)
+
+#: name and figure, as DeepSpeed's monitors take them
+Event = tuple[str, float]
+
+
+class Reporter:
+    """Sums the ledgers of all ranks now and then, and tells their readers.
+
+    ``report`` is a collective: every rank calls it at the same step. One that is dropped closes its
+    file, as the end of the process does for those that are left.
+    """
+
+    _jsonl: JsonLines | None = None
+    _account: Account | None = None
+
+    def __init__(self, channels: Channels, jsonl: Path | None, device: torch.device) -> None:
+        self._channels = channels
+        self._device = device
+        self._totals: dict[Key, Entry] = {key: Entry() for key in KEYS}
+        self._used: dict[Key, dict[str, None]] = {}
+        self._step = 0
+        self._untaken: list[Event] = []
+        if dist.get_rank() == 0:
+            if jsonl is not None:
+                self._jsonl = JsonLines(jsonl)
+            self._account = open_account(channels.gains, "" if jsonl is None else str(jsonl))
+            _open.add(self)
+
+    def report(self, step: int) -> list[Event]:
+        """Sum the interval over the job; rank 0 prints and writes.
+
+        Returns the events on every rank, for whichever has the reader. Raises CodecError where a
+        GPU has met a damaged payload, or a header that was not expected, that nobody has told of
+        yet: the device is waited for here anyway.
+        """
+        check_payloads()
+        check_headers()
+        ledger = self._channels.ledger
+        ledger.drain(wait=True)
+        residual = self._channels.residuals.norm() ** 2
+        vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])
+        used = ledger.used
+        ledger.restart()
+        vector = vector.to(self._device)
+        dist.all_reduce(vector)
+        vector = vector.cpu()
+        interval = entries_of(vector[:-1])
+        for key, entry in interval.items():
+            self._totals[key].add(entry)
+            self._used.setdefault(key, {}).update(used.get(key, {}))
+        self._step = step
+        if self._account is not None:
+            self._account.step = step
+            self._account.add(interval)
+        rows = ledger.rows(interval, used)
+        norm = float(vector[-1]) ** 0.5
+        say(line(step, rows, dist.get_world_size()))
+        totals = self._sums()
+        if self._jsonl is not None:
+            self._jsonl.write({"step": step, RESIDUAL_NORM: norm, **totals, "dimensions": rows})
+        describe_run(self._channels.config)
+        self._untaken = [*events_of(rows, norm), *((PREFIX + n, v) for n, v in totals.items())]
+        return self._untaken
+
+    def _sums(self) -> dict[str, float]:
+        """What was sent and saved since the run began, by name of the figure."""
+        entries = self._totals.values()
+        raw, wire = sum(e.raw_nbytes for e in entries), sum(e.wire_nbytes for e in entries)
+        found = dict(zip(TOTALS, (raw / 1e6, wire / 1e6), strict=True))
+        gains = self._channels.gains
+        return {**found, SAVED_S: gains.net_s} if gains.by_dimension else found
+
+    def take(self) -> list[Event]:
+        """The events of the last report, once; for a reader that logs at moments of its own."""
+        events, self._untaken = self._untaken, []
+        return events
+
+    def close(self) -> None:
+        """Write the totals as the last record; harmless when called twice.
+
+        What was sent since the last report is in no total, as no rank can ask the others now.
+        """
+        if self._account is not None:
+            step = self._channels.step
+            self._account.close(self._channels.ledger.interval, self._channels.idle_reason(step))
+            self._account = None
+        if self._jsonl is not None:
+            ledger = self._channels.ledger
+            rows = ledger.rows(self._totals, self._used)
+            record: dict[str, Any] = {"summary": True, "step": self._step, "dimensions": rows}
+            missing = round(sum(entry.messages for entry in ledger.interval.values()))
+            if missing:  # an evaluation at the end, or steps after the last report
+                record["unreported_messages"] = missing
+            if missing and not self._step:
+                say(
+                    "the run ended before its first report, so the ledger's summary is empty. One "
+                    "is made every compression.ledger.every steps (default: DeepSpeed's "
+                    "steps_per_print, else 10); set it to no more than the number of steps"
+                )
+            self._jsonl.write(record)
+            self._jsonl.close()
+            self._jsonl = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+#: those with an open file, held weakly: a model that was dropped takes its ledger along
+_open: weakref.WeakSet[Reporter] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Write the totals of whatever still reports when the process ends."""
+    for reporter in list(_open):
+        reporter.close()
+
+
+before_the_end(_close_all)
+
+
+def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
+    """Optimizer steps between two reports, at least 1.
+
+    Accelerate, and with it Hugging Face's Trainer, writes ``steps_per_print: inf`` to silence
+    DeepSpeed's own line, and without the key DeepSpeed prints none. Neither says anything about
+    ours, of which a job would then never see one.
+    """
+    if ledger.every is not None or not steps_per_print or math.isinf(steps_per_print):
+        return ledger.interval
+    return int(steps_per_print)
+
+
+def line(
+    step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]], ranks: int | None = None
+) -> str:
+    """The progress line of one interval; ``ranks``: those whose seconds are added up."""
+    parts = []
+    for dimension, ways in rows.items():
+        for direction, row in ways.items():
+            name = dimension if dimension in ONE_WAY else f"{dimension}.{direction}"
+            ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
+            error = f", error {row['error']:.1e}" if row["error"] is not None else ""
+            left = row["native_messages"]
+            if row["outside_bound"]:
+                error += f", {row['outside_bound']} sampled values OUTSIDE THE BOUND"
+            native = f", {left} of {row['messages']} messages native" if left else ""
+            codec = row["codec"]
+            for mode in ("native", "encoded"):
+                if row[f"{mode}_since"] is not None:
+                    codec += f", {mode} since step {row[f'{mode}_since']}"
+            between = ""
+            if row["inter_ratio"] is not None:
+                between = (
+                    f", between nodes {row['inter_ratio']:.2f}x "
+                    f"({row['inter_MB']:.2f} of {row['inter_raw_MB']:.2f} MB)"
+                )
+            parts.append(
+                f"{name} {codec} {ratio} ({row['wire_MB']:.2f} of {row['raw_MB']:.2f} MB"
+                f"{_times(row, ranks)}{error}{native}{between})"
+            )
+    return f"step {step}: " + ("; ".join(parts) or "nothing was sent")
+
+
+def _times(row: Mapping[str, Any], ranks: int | None) -> str:
+    """What coding and waiting took; nothing where no step of the interval was timed."""
+    if row["codec_ms"] is None:
+        return ""
+    whose = "device " if row["clock"] == "device" else ""
+    of = "" if ranks is None else f" over {ranks} ranks"
+    return f", {whose}codec {row['codec_ms']:.0f} ms, wait {row['wait_ms']:.0f} ms{of}"
+
+
+def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:
+    """The figures of one interval, where the rows have them; ``figures`` says what they are."""
+    events: list[Event] = []
+    for dimension, ways in rows.items():
+        for direction, row in ways.items():
+            events += [
+                (event_name(dimension, direction, figure, dimension in ONE_WAY), float(row[figure]))
+                for figure in FIGURES
+                if row[figure] is not None
+            ]
+    if norm:
+        events.append((event_name("dp", "forward", RESIDUAL_NORM, True), norm))
+    return events
+
+
+def describe_run(config: CompressionConfig | None) -> None:
+    """Write the block and its codecs into the config of this process's W&B run, where it has one.
+
+    The run is DeepSpeed's, Megatron's or GPT-NeoX's own: none is made here. None: no block.
+    """
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is None or CONFIG_CODECS in run.config:
+        return
+    if config is None:
+        found: dict[str, Any] = {CONFIG_BLOCK: None, CONFIG_CODECS: {}}
+    else:
+        codecs = {
+            f"{dimension}/{way}": codec.spec
+            for (dimension, way), codec in config.codecs().items()
+            if codec is not None
+        }
+        block = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        found = {CONFIG_BLOCK: block, CONFIG_CODECS: codecs}
+    # GPT-NeoX writes its own view of the block under that name
+    run.config.update(found, allow_val_change=True)

@@ -1,1 +1,0 @@
-"""What is known of a checkout of GPT-NeoX."""

@@ -1,0 +1,194 @@
+"""Exact weights in checkpoints, and the same training after a restart.
+
+Training computes with decoded weights, a checkpoint holds exact ones: the module's weights are
+gathered natively to be saved, and are given back what training computed with after it. That is what
+the last gather's bytes decode to: encoded again from the masters, which gives the same bytes. With
+``delta`` it depends on all steps before: it is put together from the shares that the ranks keep
+(``channels/parameter_deltas.py``), and each rank saves its own beside the checkpoint, so that a
+resumed run goes on bit for bit. Stage 3 saves partitions, which only ``offload`` encodes, on their
+way to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import Channels, parameter_deltas
+from hybridcomp.channels.checkpoint_note import PARAMETERS
+from hybridcomp.job import saved
+from hybridcomp.log import say
+from hybridcomp.patches.ds import offload_sums
+
+WHAT = "parameter references beside the checkpoint"
+TODO = (
+    "Restore the file, or delete every hybridcomp_parameters_rank_*.pt of this checkpoint: the "
+    "first gather is exact then"
+)
+#: by optimizer: the flat groups, their partitions by rank
+GROUPS = (
+    ("bit16_groups_flat", "parallel_partitioned_bit16_groups"),
+    ("bf16_groups_flat", "bf16_partitioned_groups"),
+)
+
+
+@contextmanager
+def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
+    """The module holds the exact weights inside, and what training computes with again after it."""
+    if channels is None or not _encodes_weights(engine, channels):
+        yield
+        return
+    offload_sums.refresh(engine.optimizer, channels, exact=("zero", "offload"))
+    try:
+        yield
+    finally:
+        decode_parameters(engine, channels)
+        if channels["zero"].delta:
+            _spread(engine, channels)
+
+
+def decode_parameters(engine: Any, channels: Channels) -> None:
+    """Give the module what the copies after the last step gave it, or would have given it.
+
+    With ``delta`` only those to the device: what is gathered then depends on all steps before.
+    """
+    deltas = channels["zero"].delta
+    if not _encodes_weights(engine, channels) or (
+        deltas and not offload_sums.sends_to_device(engine.optimizer, channels)
+    ):
+        return
+    channels.step, step = channels.step - 1, channels.step
+    offload_sums.refresh(engine.optimizer, channels, exact=("zero",) if deltas else ())
+    channels.step = step
+
+
+def resume(folder: Path, engine: Any, channels: Channels) -> None:
+    """Give the module what the run computed with that saved the checkpoint in ``folder``."""
+    decode_parameters(engine, channels)
+    if channels["zero"].delta and _saves(engine, channels):
+        _load(folder, engine, channels)
+
+
+def check(folder: Path, channels: Channels) -> None:
+    """Raise CheckpointError, on every rank, where the references of any in ``folder`` are damaged.
+
+    A collective; nothing is changed.
+    """
+    if channels["zero"].delta:
+        _, problem = saved.attempt(lambda: _stored(folder))
+        saved.all_well(problem, WHAT, TODO)
+
+
+def forget(engine: Any) -> None:
+    """Forget what ranks hold, which a load makes useless: the next gather is exact."""
+    for flat, _, _ in flat_groups(engine.optimizer):
+        parameter_deltas.forget(flat)
+
+
+def save(folder: Path, engine: Any, channels: Channels) -> bool:
+    """Write the shares that this rank keeps of what all ranks hold (``delta``); whether it did."""
+    if not channels["zero"].delta or not _saves(engine, channels):
+        return False
+    found = [parameter_deltas.reference_of(flat) for flat, _, _ in flat_groups(engine.optimizer)]
+    shares = [None if reference is None else reference.own for reference in found]
+    state = {"format": saved.FORMAT, "world_size": dist.get_world_size(), "shares": shares}
+    _, problem = saved.attempt(lambda: saved.write(_path(folder), state))
+    saved.all_well(problem, WHAT)
+    return True
+
+
+def flat_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[Tensor], Any]]:
+    """The flat groups that are gathered after a step: buffer, partitions by rank, group."""
+    for flats, partitions in GROUPS:
+        if hasattr(optimizer, flats):
+            yield from zip(
+                getattr(optimizer, flats),
+                getattr(optimizer, partitions),
+                optimizer.real_dp_process_group,
+                strict=True,
+            )
+
+
+def _load(folder: Path, engine: Any, channels: Channels) -> None:
+    """Take the saved shares, or say once that deltas start anew; the same on all ranks."""
+    groups = list(flat_groups(engine.optimizer))
+    shares, problem = saved.attempt(lambda: _stored(folder))
+    saved.all_well(problem, WHAT, TODO)
+    fits = (
+        shares is not None
+        and len(shares) == len(groups)
+        and all(
+            share is None or (share.dtype == flat.dtype and share.shape == partitions[0].shape)
+            for share, (flat, partitions, _) in zip(shares, groups, strict=True)
+        )
+    )
+    verdict = torch.tensor([fits], dtype=torch.int32, device=engine.device)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    if not verdict.item():
+        say(
+            f"{folder} holds no parameter references of {dist.get_world_size()} ranks; the first "
+            "gather is exact"
+        )
+        return
+    assert shares is not None
+    for share, (flat, _, _) in zip(shares, groups, strict=True):
+        if share is not None:
+            own = share.to(flat.device)
+            setattr(
+                flat,
+                parameter_deltas.ATTRIBUTE,
+                parameter_deltas.Reference(own, channels.generation),
+            )
+    _spread(engine, channels)
+
+
+def _stored(folder: Path) -> list[Tensor | None] | None:
+    path = _path(folder)
+    if not path.is_file():
+        return None
+    stored = saved.read(path)
+    saved.expect(path, stored, "world_size", saved.is_count)
+    saved.expect(path, stored, "shares", _are_shares)
+    if stored["world_size"] != dist.get_world_size():
+        return None
+    shares: list[Tensor | None] = stored["shares"]
+    return shares
+
+
+def _are_shares(value: Any) -> bool:
+    return isinstance(value, list) and all(s is None or isinstance(s, Tensor) for s in value)
+
+
+@torch.no_grad()
+def _spread(engine: Any, channels: Channels) -> None:
+    """Put together what all ranks hold, from the shares that they keep."""
+    from deepspeed.runtime import utils
+
+    for flat, partitions, group in flat_groups(engine.optimizer):
+        reference = parameter_deltas.reference_of(flat)
+        if reference is not None:
+            partitions[dist.get_rank(group)].data.copy_(reference.own)
+            with channels["zero"].suspended():
+                utils.all_gather_into_tensor_dp_groups([flat], [partitions], [group])
+
+
+def _path(folder: Path) -> Path:
+    return folder / f"{PARAMETERS}_rank_{dist.get_rank():05d}.pt"
+
+
+def _saves(engine: Any, channels: Channels) -> bool:
+    """Whether what ranks hold differs from the exact weights, and is not to be had from them."""
+    return channels.lossy("zero") and _encodes_weights(engine, channels)
+
+
+def _encodes_weights(engine: Any, channels: Channels) -> bool:
+    """Whether the module's weights came out of an encoded gather (stages 1 and 2, BF16) or copy."""
+    gathers = hasattr(engine.optimizer, "update_lp_params") and channels["zero"].active
+    copies = offload_sums.sends_to_device(engine.optimizer, channels)
+    return (gathers or copies) and channels.step > 0

@@ -1,0 +1,170 @@
+"""What the model and its process groups tell about a DeepSpeed job."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.channels import NAME
+from hybridcomp.patches.mcore.groups import sizes
+from hybridcomp.patches.neox.checkout import (
+    is_neox,
+)
+
+#: module whose layers reduce over tensor-parallel ranks themselves
+DOMINO = "deepspeed.runtime.domino"
+#: classes of attention layers that exchange heads for sequence, or let keys go round
+SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAttention"})
+#: class of hybridcomp's own attention over a ring
+RING = "RingAttention"
+#: package of hybridcomp's own layers that are cut over a mesh
+MESH_LAYERS = "hybridcomp.nn.tp2d"
+#: class of hybridcomp's own stages of pipelines over token slices
+SLICED_STAGE = "SlicedStage"
+
+
+def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
+    """What ``ds_config.check`` wants to know, before an engine is built."""
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    kinds = {cls for module in model.modules() for cls in type(module).__mro__}
+    names = {cls.__name__ for cls in kinds}
+    layout = model.mpu() if isinstance(model, PipelineModule) else mpu
+    replicas = getattr(layout, "get_data_parallel_world_size", None)
+    domino = any(cls.__module__.startswith(DOMINO) for cls in kinds)
+    return {
+        "pipeline": isinstance(model, PipelineModule),
+        "moe": not names.isdisjoint({"MoE", "MOELayer"}),
+        "world_size": dist.get_world_size(),
+        "tensor": domino or "TensorParallel_Layer" in names or tensor_ranks() > 1,
+        "replicas": None if replicas is None else replicas(),
+        "slices": SLICED_STAGE in names,
+        "mesh": any(cls.__module__.startswith(MESH_LAYERS) for cls in kinds),
+        "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
+    }
+
+
+def layout(engine: Any) -> dict[str, int | None]:
+    """The layout of an engine, by the names of a plan (``config.planned``); None: not known."""
+    stages = getattr(engine, "num_stages", None)  # of a PipelineEngine
+    if stages is None:
+        stages = next((one.count for one in engine.module.modules()
+                       if type(one).__name__ == SLICED_STAGE), None)  # fmt: skip
+    experts = getattr(engine, "expert_data_parallel_group", None) or {}
+    ring, mesh = _own_cuts(engine.module)
+    return {
+        "ranks": dist.get_world_size(),
+        # ranks that share a sequence by a ring are replicas to the engine
+        "data": dist.get_world_size(engine.data_parallel_group) // ring,
+        "context": ring if ring > 1 else None,
+        "mesh": mesh,
+        "tensor": max(tensor_ranks(), engine.autotp_size() or 1),
+        "stages": 1 if stages is None else int(stages),
+        "expert": None if experts else 1,
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
+        "accumulation": int(engine.gradient_accumulation_steps()),
+        "offload": int(engine.zero_use_cpu_optimizer()),
+    }
+
+
+def _own_cuts(model: Any) -> tuple[int, int]:
+    """Ranks of hybridcomp's rings of a model, and on a side of its meshes; 1 where it has none."""
+    ring = mesh = 1
+    for module in model.modules():
+        if type(module).__name__ == RING:
+            ring = max(ring, dist.get_world_size(module.group))
+        elif type(module).__module__.startswith(MESH_LAYERS):
+            mesh = int(module.mesh.q)
+    return ring, mesh
+
+
+def sequence_size(mpu: Any, mesh_device: Any) -> int:
+    """Ranks over which the sequence is split."""
+    size = getattr(mpu, "get_sequence_parallel_world_size", None)
+    if size is not None:
+        return int(size())
+    if mesh_device is not None:
+        return dist.get_world_size(mesh_device.get_group(mesh_dim="sequence_parallel"))
+    return 1
+
+
+def unique_name(engine: Any, name: str, parameter: Any) -> str:
+    """The parameter's name, with its rank where ranks hold different parameters under one name.
+
+    Residuals are summed by name when the number of ranks changes. Ranks that share a sequence hold
+    the same parameters, and reduce their gradients in one group.
+    """
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.utils import groups
+
+    if is_moe_param(parameter):
+        name += f"#ep{groups._get_expert_parallel_rank(parameter.group_name)}"
+    if name.startswith("tied_modules."):  # on several stages, each of which reduces its copy
+        stage = engine.mpu.get_pipe_parallel_rank()
+        name += f"#pp{stage}" if stage else ""
+    rank = _tensor_rank(engine.mpu)
+    return f"{name}#tp{rank}" if rank else name
+
+
+def _tensor_rank(mpu: Any) -> int:
+    """Rank in the tensor-parallel group; 0 without one."""
+    rank: Callable[[], int] | None = getattr(mpu, "get_tensor_model_parallel_rank", None)
+    if rank is None:
+        rank = getattr(mpu, "get_model_parallel_rank", None)
+        if rank is getattr(mpu, "get_sequence_parallel_rank", None):
+            return 0  # ALST calls its sequence groups so; None and None: there is no such group
+    return 0 if rank is None else rank()
+
+
+def common_names(engine: Any) -> frozenset[str]:
+    """Names of vectors (norms, biases) that tensor-parallel ranks have in common.
+
+    By upstream's own marks, which its gradient norm depends on. A vector that lacks the mark though
+    it is cut is only sent exactly without need; common matrices, such as experts, are too large.
+    """
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    size = getattr(engine.mpu, "get_tensor_model_parallel_world_size", tensor_ranks)
+    if size() < 2:
+        return frozenset()
+    return frozenset(
+        getattr(parameter, NAME)
+        for parameter in engine.module.parameters()
+        if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+        and not is_model_parallel_parameter(parameter)
+    )
+
+
+def tensor_ranks() -> int:
+    """Ranks in the tensor-parallel groups of GPT-NeoX or megatron-core; 1 where there are none.
+
+    DeepSpeed does not know of them: with a pipeline GPT-NeoX does not even hand over its ``mpu``.
+    """
+    if "megatron.mpu" in sys.modules and is_neox():
+        mpu = importlib.import_module("megatron.mpu")
+        if mpu.model_parallel_is_initialized():
+            return int(mpu.get_model_parallel_world_size())
+    if "megatron.core.parallel_state" in sys.modules:
+        return sizes().get("tp", 1)
+    return 1
+
+
+def loss_scale(engine: Any) -> float:
+    """The factor on the gradients now.
+
+    1.0 where ``engine.backward`` does not scale: the fp16 optimizers of stage 0 have a loss scale,
+    but 0.19 multiplies the loss only for a ZeROOptimizer or an autocast scaler.
+    """
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    if scaler is not None:
+        return float(scaler.get_scale())
+    if isinstance(engine.optimizer, ZeROOptimizer):
+        return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
+    return 1.0

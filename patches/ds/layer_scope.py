@@ -1,0 +1,160 @@
+"""What the tensor- and sequence-parallel seams of DeepSpeed share.
+
+Upstream's layers reach collectives through the global ``dist`` of their module, looked up at call
+time. A stand-in there keeps upstream's overlap, buffers and autograd functions. It acts only inside
+an autograd function that a maker below wrapped: the same modules gather parameters for checkpoints,
+which must stay exact. Functions know no layer, and backward passes run in other threads, so a
+function's context remembers whose layer it served.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hybridcomp.channels import ATTRIBUTE, Channels
+from hybridcomp.errors import ConfigError
+from hybridcomp.log import say_once
+from hybridcomp.patches.common.routes import Layers
+from hybridcomp.patching import has_module
+from hybridcomp.policy import Dimension, Direction
+from hybridcomp.session import process
+
+REQUIREMENT = "deepspeed >= 0.19, < 0.20"
+
+#: classes whose objects are tagged with the channels of their engine
+LAYERS = frozenset({"TensorParallel_Layer", "DistributedAttention"})
+#: attribute of an autograd context: the channels of the layer it served
+_CONTEXT = "_hybridcomp_owner"
+_NOBODY = object()
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What the collectives called now are for."""
+
+    channels: Channels | None
+    direction: Direction
+
+
+class _Local(threading.local):
+    owner: Any = _NOBODY  # channels of the layer that runs, None: of an engine without a block
+    scope: Scope | None = None
+
+
+_local = _Local()
+
+
+def tag(engine: Any, channels: Channels | None) -> None:
+    """Tell the layers of ``engine`` whose they are; None: the engine has no block."""
+    for module in engine.module.modules():
+        if not LAYERS.isdisjoint(cls.__name__ for cls in type(module).__mro__):
+            setattr(module, ATTRIBUTE, channels)
+
+
+def owner() -> Channels | None:
+    """The channels of the layer that runs; those of the process for layers of no engine."""
+    found = _local.owner
+    if found is _NOBODY:
+        return process.current()
+    channels: Channels | None = found
+    return channels
+
+
+@contextmanager
+def inside(scope: Scope) -> Iterator[None]:
+    """Collectives called inside are for ``scope``."""
+    before = _local.scope
+    _local.scope = scope
+    try:
+        yield
+    finally:
+        _local.scope = before
+
+
+def make_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``__call__`` of a layer: publish whose it is. Recomputation comes here again."""
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _local.owner
+        _local.owner = getattr(self, ATTRIBUTE, _NOBODY)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _local.owner = before
+
+    return __call__
+
+
+def make_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of an autograd function; in its own backward pass it is the gradient's way."""
+
+    @functools.wraps(original)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = _local.scope or Scope(owner(), "forward")
+        setattr(ctx, _CONTEXT, scope.channels)
+        with inside(scope):
+            return original(ctx, *args, **kwargs)
+
+    return forward
+
+
+def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward`` of an autograd function whose ``forward`` is wrapped."""
+
+    @functools.wraps(original)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with inside(Scope(getattr(ctx, _CONTEXT), "backward")):
+            return original(ctx, *grads)
+
+    return backward
+
+
+def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of a layer that calls collectives outside of an autograd function."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with inside(Scope(owner(), "forward")):
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _direction() -> Direction:
+    return "forward" if _local.scope is None else _local.scope.direction
+
+
+def whose() -> Channels | None:
+    """The channels of the collectives called now; None outside of a wrapped function."""
+    return None if _local.scope is None else _local.scope.channels
+
+
+#: collectives inside a wrapped function: of tensor-parallel layers and of sequence-parallel ones
+TENSOR = Layers(lambda group: "tp", _direction, whose)
+SEQUENCE = Layers(lambda group: "cp", _direction, whose)
+
+
+def upstream_has(module: str, name: str) -> bool:
+    """Whether the installed DeepSpeed has it; releases of 0.19 differ."""
+    return has_module(module) and hasattr(importlib.import_module(module), name)
+
+
+def refuse(channels: Channels, dimension: Dimension, found: str, reason: str, todo: str) -> None:
+    """A part of the model moves ``dimension`` where no seam is: raise ConfigError, or say so."""
+    config = channels.config
+    if not channels[dimension].active:
+        return
+    if config.on_unsupported == "error" and dimension in config.explicit:
+        raise ConfigError(
+            f"compression.{dimension}",
+            found,
+            f'{reason}; {todo}, set "{dimension}": "none", or set "on_unsupported": "native"',
+        )
+    say_once(f"{dimension} stays native in {found}: {reason}")

@@ -1,0 +1,171 @@
+"""What the seams of ZeRO-Offload share: copies of parameters, steps, exact refreshes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hybridcomp.channels import Channels, channels_of
+from hybridcomp.log import say
+from hybridcomp.patches.ds.offload_accumulation import forget, sums_of
+from hybridcomp.patching import has_module
+
+
+def has(module: str, name: str, method: str) -> bool:
+    """Whether a class of the installed DeepSpeed defines a method; releases of 0.19 differ.
+
+    False without DeepSpeed: the seams can then be listed, and none will be applied.
+    """
+    return has_module(module) and method in vars(getattr(importlib.import_module(module), name))
+
+
+class Uploads(TorchFunctionMode):
+    """Inside, what is copied out of the optimizer's 16-bit host buffers travels encoded."""
+
+    def __init__(self, optimizer: Any, channels: Channels) -> None:
+        super().__init__()
+        self._channels = channels
+        buffers = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+        self._buffers = {_start(buffer) for buffer in buffers if buffer.numel()}
+        self._waiting: dict[int, Tensor] = {}  # what a buffer should have been filled with
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], Tensor):
+            out, values = args[0], args[1]
+            if _start(out) in self._buffers and values.shape == out.shape:
+                # rounding to 16 bits in a pass of its own would take longer than encoding
+                self._waiting[_start(out)] = values
+                return out
+            if _start(values) in self._buffers:
+                masters = self._waiting.pop(_start(values), values)
+                if upload(self._channels, masters, out):
+                    return out
+                if masters is not values:
+                    values.copy_(masters)
+        return func(*args, **(kwargs or {}))
+
+
+def _start(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
+    """Move updated parameters to ``out`` on the device; False: left to upstream."""
+    channel, raw_nbytes = channels["offload"], out.numel() * out.itemsize
+    codec = channel.copy_codec(out.numel(), out.dtype, "forward")
+    if codec is None:
+        channel.native(raw_nbytes, "forward")
+        return False
+    channels.host.to_device(values, out, codec, raw_nbytes=raw_nbytes)
+    return True
+
+
+def settle(optimizer: Any, channels: Channels) -> bool:
+    """Wait for the gradients on their way to the host and tell upstream the norms of sums.
+
+    Returns whether one of these norms is not finite.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    channels.host.finish()
+    sums = sums_of(optimizer)
+    device = get_accelerator().current_device_name()
+    finite = all(bool(norm.isfinite()) for norm in sums.norms.values())
+    for key, norm in sums.norms.items():
+        optimizer.norm_for_param_grads[key] = norm.to(device)
+    sums.norms.clear()
+    sums.open.clear()
+    return not finite
+
+
+def close_step(optimizer: Any, channels: Channels) -> None:
+    """Time a step that has ended, where that is asked for."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().current_device_name())
+    pace, skipped = channels.host.pace, bool(getattr(optimizer, "overflow", False))
+    told = pace.took(channels.step, device, skipped=skipped)
+    say(*told)
+    if told and not pace.encodes("backward", channels.step + 1, channels.policy.start_step):
+        forget(optimizer)
+    channels.host.note()
+
+
+def at_boundary(optimizer: Any) -> bool:
+    """Whether the micro-batch is the last before a step; 0.19.0 has it as a plain attribute."""
+    found = optimizer.is_gradient_accumulation_boundary
+    return bool(found() if callable(found) else found)
+
+
+def norm_dtype(optimizer: Any) -> torch.dtype:
+    """The dtype in which upstream takes norms of gradients; always fp64 in 0.19.0."""
+    module = importlib.import_module("deepspeed.runtime.zero.utils")
+    found = getattr(module, "get_norm_dtype", None)
+    dtype: torch.dtype = torch.float64 if found is None else found()
+    return dtype
+
+
+def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
+    """Close the sums of the host, too; the boundary is one method at stages 1, 2 and 3."""
+
+    @functools.wraps(original)
+    def finalize_gradient_accumulation_boundary(self: Any) -> None:
+        original(self)
+        channels = channels_of(self)
+        if channels is not None and offloads(self):
+            sums = sums_of(self)
+            for key in list(sums.open):
+                sums.open.pop(key)()
+
+    return finalize_gradient_accumulation_boundary
+
+
+def offloads(optimizer: Any) -> bool:
+    """Whether copies of this optimizer between device and host go through our seams."""
+    if hasattr(optimizer, "cpu_offload"):
+        return bool(optimizer.cpu_offload) and not getattr(optimizer, "zenflow", False)
+    return (
+        bool(getattr(optimizer, "offload_optimizer", False))
+        and type(optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"  # not SuperOffload's
+        and not optimizer.swap_optimizer
+        and optimizer.partial_offload == 1.0
+    )
+
+
+def sends_to_device(optimizer: Any, channels: Channels) -> bool:
+    """Whether the device computes with parameters that were decoded."""
+    codec = channels.policy.codecs.get(("offload", "forward"))
+    return codec is not None and offloads(optimizer) and not getattr(optimizer, "offload_param", 0)
+
+
+def refresh(optimizer: Any, channels: Channels, *, exact: tuple[str, ...] = ()) -> None:
+    """Copy the master weights to the device again as a step would, and gather them.
+
+    ``exact``: dimensions without their codec meanwhile. All ranks call it together.
+    """
+    assert channels_of(optimizer) is channels
+    with ExitStack() as stack:
+        for channel in channels:
+            if channel.dimension in exact:
+                stack.enter_context(channel.suspended())
+        if hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+            return
+        optimizer._partition_all_parameters()
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -1,0 +1,109 @@
+"""The pipeline of a DeepSpeed engine on this rank: which message comes next, and in which codec.
+
+``patches/ds/pipeline.py`` says how the stages come to agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hybridcomp.channels import Channel
+from hybridcomp.codecs.base import Codec
+from hybridcomp.patches.ds.pipeline_agreement import (
+    Agreed,
+    Agreement,
+    Neighbour,
+)
+from hybridcomp.policy import Direction
+
+#: attribute of an attached pipeline engine
+PIPE = "_hybridcomp_pipe"
+
+
+@dataclass
+class Pipe:
+    """The pipeline of one engine on this rank."""
+
+    engine: Any
+    channel: Channel
+    outgoing: Neighbour = field(default_factory=Neighbour)  # with the next stage
+    incoming: Neighbour = field(default_factory=Neighbour)  # with the previous stage
+    #: while the message of shapes is sent: the marks to set
+    marks: Sequence[bool] | None = None
+    #: while the message of shapes is received: the marks are to be read
+    reading: bool = False
+    agreed_without_grad: bool = False
+    #: the last marks made in training, for evaluations, where nothing requires grad
+    trained: Sequence[bool] | None = None
+
+    def begin(self) -> None:
+        """Prepare a schedule. May ask the engine to send the shapes again (mutates it).
+
+        In an evaluation nobody knows which tensors will require grad, so the first training
+        batch after it agrees anew: 1 KiB. Every stage runs the same schedule and does the same.
+        """
+        self.outgoing.restart()
+        self.incoming.restart()
+        if self.agreed_without_grad and torch.is_grad_enabled():
+            self.agreed_without_grad = False
+            self.engine.first_output_send = True
+            self.engine.pipe_recv_buf = None
+
+    def advance(self, peer: int, sending: bool) -> tuple[Agreed | None, Direction]:
+        """What is agreed about the next message with the stage ``peer``, and its direction.
+
+        Activations go to the next stage, gradients to the previous one.
+        """
+        is_next = peer == self.engine.next_stage
+        link = self.outgoing if is_next else self.incoming
+        if is_next == sending:
+            return link.activation(), "forward"
+        return link.gradient(), "backward"
+
+    def codec(
+        self, agreed: Agreed | None, numel: int, direction: Direction, between: tuple[int, int]
+    ) -> Codec | None:
+        """The codec of a message between the global ranks of ``between``; equal on both sides."""
+        if agreed is None or not agreed.values:
+            return None
+        return self.channel.codec(numel, agreed.dtype, None, direction, between)
+
+    @functools.cached_property
+    def own_rank(self) -> int:
+        """The global rank of this stage."""
+        return self.rank(self.engine.stage_id)
+
+    def rank(self, stage: int) -> int:
+        """The global rank of ``stage`` in this pipeline."""
+        return int(self.engine.grid.stage_to_global(stage_id=stage))
+
+    def agree(self, neighbour: Neighbour, activations: Sequence[Agreed]) -> None:
+        """Take over a set of tensors, and derive which gradients come back for it."""
+        engine = self.engine
+        back = list(activations)
+        if engine.has_attention_mask or engine.has_bool_tensors:
+            back.pop()  # upstream drops the mask, which travels as half
+        if engine.is_grad_partitioned:
+            back = back[:2]
+        else:
+            if engine.is_pipe_partitioned:
+                del back[0]  # the description of the partition: the gradient comes back whole
+            back = [agreed for agreed in back if agreed.dtype.is_floating_point]
+        neighbour.agreed = Agreement(tuple(activations), tuple(back))
+        self.agreed_without_grad = not torch.is_grad_enabled()
+
+
+#: the pipeline whose schedule runs in this thread
+RUNNING: ContextVar[Pipe | None] = ContextVar("hybridcomp_pipe", default=None)
+
+
+def running() -> Any:
+    """The attached engine whose pipeline schedule runs in this thread, None outside of one."""
+    pipe = RUNNING.get()
+    return None if pipe is None else pipe.engine

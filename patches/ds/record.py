@@ -1,0 +1,209 @@
+"""Loss, speed and identity of a DeepSpeed run as JSON lines, with or without a block.
+
+``HYBRIDCOMP_RECORD=FILE`` asks for it; ``hybridcomp compare --launch`` sets it, so that scripts
+that log nothing can be compared. The methods of the one engine are wrapped, not those of the class:
+an engine that is not recorded keeps upstream's own. Reading the loss waits for the device once a
+step.
+
+What makes two runs comparable is taken from what the engine sees: shapes and first values of its
+parameters on rank 0, the seed of torch, and the tensors of the first steps' batches on rank 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.channels.ledger_file import JsonLines, make_together
+from hybridcomp.job import environment
+from hybridcomp.session.metric_names import (
+    LOSS,
+    SPEED,
+    TOKENS,
+)
+
+#: environment variable with the path of the file, relative to rank 0's working directory
+ENVIRONMENT = environment.RECORD
+#: steps whose batches make the fingerprint of the data
+FINGERPRINTED = 8
+#: elements of each parameter that its fingerprint looks at
+HEAD = 64
+
+_recorded = False
+
+
+def asked() -> bool:
+    """Whether this process is to record; all ranks have to say the same."""
+    return bool(os.environ.get(ENVIRONMENT))
+
+
+def attach(engine: Any) -> None:
+    """Record ``engine`` where that is asked for; the first one of the process that trains.
+
+    Raises ConfigError on every rank where rank 0 cannot write the file.
+    """
+    global _recorded
+    if asked() and not _recorded and engine.optimizer is not None:
+        _recorded = True
+        path = Path(os.environ[ENVIRONMENT])
+        make_together(path, ENVIRONMENT)
+        Recorder(engine, path)
+
+
+class Recorder:
+    """One engine's run. Every rank has one: the mean of the losses is a collective."""
+
+    def __init__(self, engine: Any, path: Path) -> None:
+        self._engine = engine
+        self._lines = JsonLines(path) if dist.get_rank() == 0 else None
+        if self._lines is not None:
+            atexit.register(self._lines.close)
+        self._losses: list[torch.Tensor] = []
+        self._batches = hashlib.sha256()
+        self._step_tokens = self._tokens = 0
+        self._start: float | None = None
+        self._steps = 0
+        if hasattr(engine, "train_batch"):
+            engine.train_batch = self._around_train_batch(engine.train_batch)
+            engine._next_batch = self._after_next_batch(engine._next_batch)
+        else:
+            engine.forward = self._before_forward(engine.forward)
+            engine.backward = self._before_backward(engine.backward)
+            engine.step = self._after_step(engine.step)
+        self._header: dict[str, Any] = {
+            "seed": torch.initial_seed(),
+            "model": fingerprint(engine.module),
+        }
+
+    def _before_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(*inputs: Any, **kwargs: Any) -> Any:
+            if self._engine.training:
+                self._see((inputs, kwargs))
+            return original(*inputs, **kwargs)
+
+        return forward
+
+    def _before_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._losses.append(loss.detach())
+            return original(loss, *args, **kwargs)
+
+        return backward
+
+    def _after_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before = self._engine.global_steps
+            result = original(*args, **kwargs)
+            if self._engine.global_steps != before and self._losses:
+                mean = torch.stack(self._losses).float().mean().to(self._engine.device)
+                self._losses.clear()
+                dist.all_reduce(mean)
+                self._finish(float(mean) / dist.get_world_size())
+            return result
+
+        return step
+
+    def _after_next_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _next_batch(*args: Any, **kwargs: Any) -> Any:
+            batch = original(*args, **kwargs)
+            if self._engine.module.training:
+                self._see(batch)
+            return batch
+
+        return _next_batch
+
+    def _around_train_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train_batch(*args: Any, **kwargs: Any) -> Any:
+            self._begin()
+            loss = original(*args, **kwargs)
+            self._finish(float(loss.mean()))  # of all replicas, and sent to all stages
+            return loss
+
+        return train_batch
+
+    def _begin(self) -> None:
+        if self._start is None:
+            self._start = time.perf_counter()
+
+    def _see(self, batch: Any) -> None:
+        """One micro-batch, before it is used; upstream may change it in place."""
+        self._begin()
+        tensors = list(tensors_of(batch))
+        # labels have the shape of the tokens: the largest counts, not the sum
+        whole = [found.numel() for found in tensors if not found.is_floating_point()]
+        self._step_tokens += max(whole, default=0)
+        if self._lines is not None and self._steps < FINGERPRINTED:
+            for found in tensors:
+                self._batches.update(_bytes(found))
+
+    def _finish(self, loss: float) -> None:
+        """Write one step; rank 0 alone has a file."""
+        assert self._start is not None
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        self._steps += 1
+        tokens = self._step_tokens * int(self._engine.seq_dp_world_size)
+        self._step_tokens, self._tokens = 0, self._tokens + tokens
+        if self._lines is None:
+            return
+        if self._steps in (1, FINGERPRINTED):
+            name = "first_batch" if self._steps == 1 else "first_batches"
+            data = {**self._header.get("data", {}), name: self._batches.hexdigest()[:16]}
+            self._header = {**self._header, "data": data, "tokens_per_step": tokens}
+            self._lines.write({"run": self._header})
+        record: dict[str, Any] = {"step": self._steps, LOSS: loss, "seconds": seconds}
+        if tokens:
+            record |= {TOKENS: self._tokens, SPEED: tokens / seconds}
+        self._lines.write(record)
+        if self._engine.monitor.enabled:
+            samples = self._engine.global_samples
+            names = (LOSS, "seconds", TOKENS, SPEED)
+            self._engine.monitor.write_events(
+                [(name, float(record[name]), samples) for name in names if name in record]
+            )
+
+
+def fingerprint(module: torch.nn.Module) -> dict[str, Any]:
+    """Number and shapes of the parameters, and a digest of how they begin."""
+    shapes, start, count = hashlib.sha256(), hashlib.sha256(), 0
+    for name, parameter in module.named_parameters():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 holds none itself
+        shapes.update(f"{name}{shape}".encode())
+        count += int(torch.Size(shape).numel())
+        held = getattr(parameter, "ds_tensor", parameter).detach()
+        start.update(_bytes(held.reshape(-1)[:HEAD].float()))
+    return {
+        "parameters": count,
+        "shapes": shapes.hexdigest()[:16],
+        "first_values": start.hexdigest()[:16],
+    }
+
+
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """All tensors in tuples, lists and dicts."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        yield from tensors_of(list(batch.values()))
+    elif isinstance(batch, (tuple, list)):
+        for part in batch:
+            yield from tensors_of(part)
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""

@@ -1,0 +1,73 @@
+"""What a DeepSpeed engine sends in a step, and when one begins, for ``auto``.
+
+Buckets fill as upstream fills them: a parameter that does not fit any more begins the next one.
+They hold what is trained in the order of the module, which that of the passes is nearly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hybridcomp.channels import Sent
+from hybridcomp.patches.ds.exact_weights import (
+    flat_groups,
+)
+from hybridcomp.policy import Dimension
+from hybridcomp.session.engine_session import EngineSession
+
+#: elements that ``DeepSpeedEngine.buffered_allreduce_fallback`` flattens at once
+STAGE0_BUCKET = 500_000_000
+
+
+def sent(engine: Any) -> dict[Dimension, Sent]:
+    """Messages of ``dp`` and ``zero`` of one micro-batch and one step; what is not known is not in.
+
+    Experts count as if they were reduced with everything else.
+    """
+    trained = [p for p in engine.module.parameters() if p.requires_grad]
+    numels = [int(getattr(p, "ds_numel", p.numel())) for p in trained]
+    stage = engine.zero_optimization_stage()
+    if not numels:
+        return {}
+    if stage == 3:
+        fetched = [n for p, n in zip(trained, numels, strict=True) if not p.ds_persist]
+        passes = buckets(fetched, int(engine.zero_prefetch_bucket_size()))
+        if sum(numels) > engine.zero_max_reuse_distance():
+            passes *= 2  # parameters do not stay from the forward to the backward pass
+        reduced = buckets(reversed(numels), int(engine.zero_reduce_bucket_size()))
+        found: dict[Dimension, Sent] = {"dp": Sent(reduced, "scatter")}
+        return {**found, "zero": Sent(passes, "gather", together=True)} if passes else found
+    groups = tuple(flat.numel() for flat, *_ in flat_groups(engine.optimizer))
+    gathers: dict[Dimension, Sent] = {"zero": Sent(groups, "gather")} if groups else {}
+    if stage:
+        reduced = buckets(reversed(numels), int(engine.zero_reduce_bucket_size()))
+        return {**gathers, "dp": Sent(reduced, "own")}
+    return {**gathers, "dp": Sent(groups or buckets(numels, STAGE0_BUCKET), "sum")}
+
+
+def watch(engine: Any, session: EngineSession) -> None:
+    """Tell ``session`` when a step begins, as long as it may compare steps.
+
+    By a hook, which upstream's ``forward`` calls for pipelines too: nothing else of an engine is
+    told of a step before it communicates.
+    """
+    if not session.channels.config.measured():
+        return
+
+    def begins(module: Any, *_: Any) -> None:
+        if module.training and not session.begin_step():
+            hook.remove()
+
+    hook = engine.module.register_forward_pre_hook(begins)
+
+
+def buckets(numels: Iterable[int], most: int) -> tuple[int, ...]:
+    """What ``numels`` fill, in order, if no bucket but of a single one has more than ``most``."""
+    found: list[int] = []
+    for numel in numels:
+        if found and found[-1] + numel <= most:
+            found[-1] += numel
+        else:
+            found.append(numel)
+    return tuple(found)

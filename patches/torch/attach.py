@@ -1,0 +1,175 @@
+"""``hybridcomp.attach`` and ``hybridcomp.stateful``: which engine a model is under."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridcomp.config import BLOCK
+from hybridcomp.config.error_messages import NOTHING, Shown
+from hybridcomp.errors import ConfigError, SeamError
+from hybridcomp.patches.torch import torch_versions
+from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.session import Source, read, say
+from hybridcomp.patches.torch.stateful import AtCheckpoint
+from hybridcomp.session import process
+
+#: attribute of a model: its Attached, None where it was looked at and there is no block
+ATTRIBUTE = "_hybridcomp_attached"
+_UNSEEN = object()
+#: models that were looked at when there was no block, held weakly
+without_block: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: models that were detached: nobody attaches them but the user, held weakly
+detached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+REPLICATE = (
+    "the composable replicate keeps its DistributedDataParallel, and the passes of the model, to "
+    "itself; wrap the model in DistributedDataParallel, or use fully_shard"
+)
+
+
+def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
+    """See ``hybridcomp.attach``."""
+    known: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
+    if known is not _UNSEEN and (source is None or known is not None):
+        if source is not None:
+            todo = (
+                "this model is attached already; hybridcomp.detach(model) before gives it another"
+            )
+            raise ConfigError(BLOCK, Shown("a second block"), todo)
+        found: Attached | None = known
+        return found
+    if not dist.is_initialized():
+        todo = "torch.distributed is not up; call attach after init_process_group"
+        raise ConfigError(BLOCK, NOTHING, todo)
+    attached = _attach(model, source)
+    if attached is not None and attached.channels["cp"].active:
+        process.lend(model, attached.session)  # attention over ranks knows no engine
+    object.__setattr__(model, ATTRIBUTE, attached)
+    detached.discard(model)
+    if attached is None:
+        without_block.add(model)
+    else:
+        attached.on_detach(functools.partial(_forget, model))
+    return attached
+
+
+def detach(model: nn.Module) -> None:
+    """See ``hybridcomp.detach``."""
+    attached: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
+    if attached is _UNSEEN and model not in detached:
+        todo = (
+            "expected a model that is attached: the root of fully_shard, or the "
+            "DistributedDataParallel; engines of DeepSpeed are let go by engine.destroy()"
+        )
+        raise ConfigError("hybridcomp.detach", Shown(type(model).__name__), todo)
+    if isinstance(attached, Attached):
+        attached.detach()
+
+
+def look_again() -> None:
+    """Have models that were looked at without a block be unseen: there is one now."""
+    for model in list(without_block):
+        vars(model).pop(ATTRIBUTE, None)
+    without_block.clear()
+
+
+def is_served(model: nn.Module) -> bool:
+    """Whether what ``fully_shard`` has made of ``model`` is part of a model that is attached."""
+    if not is_sharded(model):
+        return False
+    from hybridcomp.patches.torch import fsdp2
+
+    return fsdp2.is_served(model)
+
+
+def _forget(model: nn.Module) -> None:
+    vars(model).pop(ATTRIBUTE, None)
+    detached.add(model)
+    process.release(model)
+
+
+def _attach(model: nn.Module, source: Source | None) -> Attached | None:
+    if isinstance(model, DistributedDataParallel):
+        if isinstance(model.module, nn.ParameterList):  # nobody else wraps what has no forward
+            _refuse_replicate(source)
+            return None
+        from hybridcomp.patches.torch import ddp
+
+        return ddp.attach(model, source)
+    if is_sharded(model):
+        return _attach_sharded(model, source)
+    from torch.distributed._composable.replicate import DDP
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if isinstance(model, DDP):
+        _refuse_replicate(source)
+        return None
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        todo = "FSDP1 has no slots for communication; shard with torch's fully_shard (FSDP2)"
+        raise ConfigError(BLOCK, Shown("FullyShardedDataParallel (FSDP1)"), todo)
+    todo = (
+        "expected a model under fully_shard or DistributedDataParallel; call attach after one of "
+        "them. DeepSpeed and Megatron take hybridcomp.install"
+    )
+    raise ConfigError(BLOCK, Shown(type(model).__name__), todo)
+
+
+def _refuse_replicate(source: Source | None) -> None:
+    block = read(source)
+    if block is None:
+        return
+    if block.on_unsupported != "native":
+        raise ConfigError(BLOCK, Shown("replicate"), REPLICATE)
+    say(f"replicate stays native: {REPLICATE}")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``model`` or to a part of it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _attach_sharded(model: nn.Module, source: Source | None) -> Attached | None:
+    """Check torch first: an earlier one does not have what ``fsdp2`` imports."""
+    try:
+        torch_versions.check("fsdp2", torch_versions.FSDP2)
+    except SeamError:
+        if read(source) is None:
+            return None
+        raise
+    from hybridcomp.patches.torch import fsdp2
+
+    return fsdp2.attach(model, source)
+
+
+def stateful(model: nn.Module, checkpoint: str | Path | None = None) -> Any:
+    """See ``hybridcomp.stateful``."""
+    attached = attach(model)
+    if attached is None:
+        todo = "there is no block, and so no state; leave it out of the checkpoint"
+        raise ConfigError(BLOCK, NOTHING, todo)
+    return attached if checkpoint is None else AtCheckpoint(attached, checkpoint)
+
+
+def rows() -> Iterable[tuple[str, str, str]]:
+    """Rows of the support matrix: dimension, what of it, which versions."""
+    from hybridcomp.patches.torch import ddp
+
+    modules: list[Any] = [ddp]
+    with suppress(ImportError):  # torch before 2.9
+        from hybridcomp.patches.torch import fsdp2
+
+        modules.append(fsdp2)
+    for module in modules:
+        what = (module.__doc__ or "").partition(", dimension")[0]
+        for name in module.COVERS:
+            yield name, " ".join(what.split()), module.REQUIREMENT

@@ -1,0 +1,52 @@
+"""Rotation of torch's own ring attention (``context_parallel``), dimension ``cp``.
+
+``_create_rotater`` and not the attention around it: torch computes blocks and sums, and asks this
+function for what hands a tensor to the next rank. Keys and values are encoded once in each pass
+and handed on as bytes; sums of gradients, which torch hands round in fp32, are encoded at every
+hop. With settings that leave a message native, torch's own rotater sends it.
+
+The module is private to torch: a release that nobody has tested is taken only where the ring is the
+same (``engines/torch_versions.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.nn.context.rotation import Rotater
+from hybridcomp.nn.context.traffic import RingTraffic
+from hybridcomp.patches.torch import torch_versions
+from hybridcomp.patching import Seam
+from hybridcomp.policy import Direction
+from hybridcomp.session.process import current
+
+CREATE = Seam(
+    requirement=torch_versions.RING,
+    module="torch.distributed.tensor.experimental._context_parallel._attention",
+    qualname="_create_rotater",
+    parameters=("pg", "seq_dim", "method"),
+    source=torch_versions.checked("context_parallel", torch_versions.RING),
+)
+
+
+def make_create(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A rotater that sends through the channel; torch names a method for gradients only."""
+
+    @functools.wraps(original)
+    def _create_rotater(pg: dist.ProcessGroup, seq_dim: int, method: Any = None) -> Any:
+        channels, ranks = current(), dist.get_world_size(pg)
+        if channels is None or ranks == 1:
+            return original(pg, seq_dim, method)
+        direction: Direction = "forward" if method is None else "backward"
+        traffic = RingTraffic(channels, pg, dist.get_rank(pg), ranks)
+        return Rotater(traffic, direction, lambda: original(pg, seq_dim, method))
+
+    return _create_rotater
+
+
+COVERS = ("cp",)
+PATCHES = ((CREATE, make_create),)

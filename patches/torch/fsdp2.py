@@ -1,0 +1,182 @@
+"""FSDP2 (``fully_shard``): gathers of parameters and reductions of gradients, dimensions ``zero``
+and ``dp``.
+
+``set_custom_all_gather`` and ``set_custom_reduce_scatter`` are torch's own slots
+(``fsdp2_comms``); an HSDP mesh sums between its replicas with a plain ``all_reduce`` over the
+process group of the mesh, and there that group is exchanged for one that encodes.
+
+What is done to gradients stays upstream's: which messages are sent, micro-batches that are added
+up, divisors. Deltas cannot be sent, as unsharded parameters are freed; the fp32 or bf16 shards
+that every owner keeps are exact, so errors of gathers do not add up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from hybridcomp.autotune.trials import Sent
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.torch import (
+    fsdp2_comms,
+    fsdp2_rules,
+    rules,
+    steps,
+)
+from hybridcomp.patches.torch import (
+    torch_versions as windows,
+)
+from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.fsdp2_members import Members, names_of
+from hybridcomp.patches.torch.identity import identity_of
+from hybridcomp.patches.torch.session import Source, agree_on, read, session_of
+from hybridcomp.policy import Dimension
+from hybridcomp.session.engine_session import EngineSession
+
+REQUIREMENT = windows.FSDP2
+COVERS = ("zero", "dp")
+ZERO: tuple[Dimension, ...] = ("zero",)
+DP: tuple[Dimension, ...] = ("dp",)
+ROOT = (
+    "FSDP2 is attached as a whole, or a part would stay native: call attach once, for the root, "
+    "after the last fully_shard; hybridcomp.detach(part) lets go of a part"
+)
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """Torch's parameter groups of ``model``, each once, in the order of its modules."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(module._get_fsdp_state()):
+                found[id(group)] = group
+    return list(found.values())
+
+
+def _groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def attach(model: nn.Module, source: Source | None) -> Attached | None:
+    """Fill the slots. None where there is no block.
+
+    Raises ConfigError, AgreementError.
+    """
+    block, groups = read(source), groups_of(model)
+    if block is not None and any(map(fsdp2_comms.is_filled, groups)):
+        raise ConfigError("hybridcomp.attach", Shown("a part that is attached already"), ROOT)
+    job = fsdp2_rules.job_of(model, groups)
+    agree_on(block, "fsdp2", job.ranks)
+    if block is None:
+        return None
+    absent = rules.check(block, fsdp2_rules.FSDP2, job)
+    fsdp2_rules.check_hierarchy(block, job)
+    session = session_of(block, groups[0].device, absent)
+    names = names_of(model)
+    members = [Members(group, names, fsdp2_rules.whereabouts(group, job)) for group in groups]
+    for one in members:
+        for member in one.members:
+            session.channels.factors.learn(member.name, (member.rows, member.numel // member.rows))
+    session.place(job.process_groups, of_user=True)
+    _measure(session, job, members)
+    session.warn(job.dtypes)
+    inside = block.hierarchy != "none"
+    sends = fsdp2_comms.sends(members, inside)
+    attached = Attached(
+        "fsdp2", identity_of(model), session, lambda: _parameters(groups),
+        lambda: fsdp2_comms.divisors(members, inside), job.layout, lambda: sends,
+        reduces=len(job.ranks) > 1,
+    )  # fmt: skip
+    for one in members:
+        fsdp2_comms.fill(one, attached, native_inside=inside)
+        attached.on_detach(functools.partial(fsdp2_comms.empty, one))
+        for module in one.group.modules:
+            attached.on_detach(module.register_forward_pre_hook(_Enter(attached)).remove)
+            if not one.hears_of_messages:
+                attached.on_detach(module.register_forward_hook(_Leave(one)).remove)
+    steps.follow(attached)
+    return attached
+
+
+def is_served(model: nn.Module) -> bool:
+    """Whether the groups of ``model`` are those of a model that is attached."""
+    groups = groups_of(model)
+    return bool(groups) and all(map(fsdp2_comms.is_filled, groups))
+
+
+@dataclass
+class _Enter:
+    """A forward pre-hook of an FSDP2 module."""
+
+    attached: Attached
+    is_whole: bool = False
+
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        if not self.is_whole and not torch.compiler.is_compiling():
+            _check_whole(module)
+            self.is_whole = True
+        if module.training and torch.is_grad_enabled():
+            self.attached.entered()
+
+
+def _check_whole(module: Any) -> None:
+    """Raise ConfigError where a pass would send natively what nobody has said stays native.
+
+    FSDP knows in the first pass, before the hooks of ``attach``, which groups belong together.
+    """
+    for state in module._get_fsdp_state()._state_ctx.all_states:
+        if not all(map(fsdp2_comms.is_filled, _groups(state))):
+            raise ConfigError(
+                "hybridcomp.attach", Shown("fully_shard or a slot set after it"), ROOT
+            )
+
+
+@dataclass(frozen=True)
+class _Leave:
+    """A forward hook of an FSDP2 module: its unsharded parameters exist, and have no gradients."""
+
+    members: Members
+
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self.members.watch()
+
+
+def _parameters(groups: list[Any]) -> Iterator[Tensor]:
+    for group in groups:
+        for parameter in group.fsdp_params:
+            yield parameter.sharded_param
+
+
+def _measure(session: EngineSession, job: fsdp2_rules.Job, members: list[Members]) -> None:
+    """Let the dimensions that are timed see messages like those of a step, each on its own links.
+
+    Parameters are gathered inside a shard group; an HSDP mesh sums gradients between its replicas,
+    in the dtype that FSDP reduces in, which is often wider than that of the parameters.
+    """
+    if not session.channels.config.measured():
+        return
+    size = job.shards
+    numels = tuple(filter(None, (one.numel(one.trained, size) for one in members)))
+    whole = tuple(one.numel(range(len(one.members)), size) for one in members)
+    total = sum(numels)
+    if size > 1:
+        gathers: dict[Dimension, Sent] = {"zero": Sent(whole, "gather")}
+        dtype = next(iter(job.dtypes))
+        session.measure(job.shard_group, dtype, total, gathers, only=ZERO)
+    sums: dict[Dimension, Sent] = {"dp": Sent(numels, "scatter")}
+    group = job.shard_group
+    if job.replicas > 1:
+        sums["dp"] = Sent(tuple(-(-numel // size) for numel in numels), "sum")
+        group = job.replica_group
+    dtype = fsdp2_comms.reduce_dtype(members[0].group)
+    session.measure(group, dtype, total, sums, only=DP)

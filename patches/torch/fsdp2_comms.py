@@ -1,0 +1,351 @@
+"""What stands in the slots of an FSDP2 group: an all-gather, a reduce-scatter, an all-reduce.
+
+All of them run on the stream that FSDP has made current, and are complete there when they return,
+but for gathers that FSDP asks for asynchronously.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from hybridcomp.channels import Channel
+from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.resharing import Sends
+from hybridcomp.collectives import Handle, native_nbytes
+from hybridcomp.collectives.topology import ranks_of
+from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.fsdp2_members import Members
+from hybridcomp.patches.torch.session import say
+from hybridcomp.patches.torch.stateful import BETWEEN
+
+
+def fill(members: Members, attached: Attached, native_inside: bool) -> None:
+    """Put ours into the slots of one group.
+
+    Torch's two setters refuse a module with several groups, as they could not tell which is meant;
+    here every group has objects of its own, so they are set where the setters would set them.
+
+    Args:
+        native_inside: where there are replicas, gradients are reduce-scattered natively, as these
+            encode their sum.
+    """
+    group = members.group
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    if replicas is not None and replicas.size() < 2:
+        replicas = None
+    group._all_gather_comm = EncodedAllGather(members, attached, group._all_gather_comm)
+    native_inside = native_inside and replicas is not None
+    scatter = EncodedReduceScatter(members, attached, group._reduce_scatter_comm, native_inside)
+    group._reduce_scatter_comm = scatter
+    if replicas is not None:
+        # layers may share one object, as meshes that differ by parameter must
+        encoded = EncodedReplicas(replicas, scatter, group.mesh_info)
+        group.mesh_info = copy.copy(group.mesh_info)
+        group.mesh_info.replicate_process_group = encoded
+    members.follow_messages()
+
+
+def empty(members: Members) -> None:
+    """Put back what ``fill`` took out of the slots, where nobody has put something else there."""
+    group = members.group
+    gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    if isinstance(gather, EncodedAllGather):
+        group._all_gather_comm = gather.native
+    if isinstance(scatter, EncodedReduceScatter):
+        group._reduce_scatter_comm = scatter.native
+    if isinstance(replicas, EncodedReplicas):
+        group.mesh_info = replicas.mesh_info
+    members.unwatch()
+
+
+def is_filled(group: Any) -> bool:
+    """Whether ours are in the slots of a parameter group of torch's."""
+    gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
+    return isinstance(gather, EncodedAllGather) and isinstance(scatter, EncodedReduceScatter)
+
+
+class GatherWork(dist.Work):
+    """A handle as torch's own type: FSDP waits for nothing else."""
+
+    def __init__(self, handle: Handle) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until everything is decoded."""
+        self._handle.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` has run to its end."""
+        return self._handle.is_completed()
+
+
+class EncodedAllGather(AllGather):
+    """Gathers the parameters of one group, encoded where the policy says so."""
+
+    def __init__(self, members: Members, attached: Attached, native: AllGather) -> None:
+        self._members, self._attached, self.native = members, attached, native
+        self._channel: Channel = attached.channels["zero"]
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What upstream's own would allocate."""
+        return self.native.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` from all ranks' ``input_tensor``, here a view of it."""
+        world_size = group.size()
+        raw_nbytes = native_nbytes.all_gather_nbytes(
+            input_tensor.numel(), input_tensor.dtype, world_size
+        )
+        codec = self._channel.codec(output_tensor.numel(), output_tensor.dtype, group)
+        if codec is None or (not codec.lossless and self._stays_exact()):
+            self._channel.native(raw_nbytes)
+            return self.native(output_tensor, input_tensor, group, async_op)
+        cuts = () if codec.lossless else self._members.cuts(world_size)
+        handle = self._channel.all_gather(
+            input_tensor.detach(),
+            output_tensor.detach(),
+            codec,
+            group,
+            raw_nbytes=raw_nbytes,
+            cuts=cuts,
+            async_op=async_op and self._channel.posts_once(codec, group),
+        )
+        return GatherWork(handle) if async_op else None
+
+    def _stays_exact(self) -> bool:
+        """Whether this gather is none of a training or evaluation pass's first."""
+        state = self._members.group
+        if state.is_sharded_post_forward:
+            say(
+                "zero: backward gathers with reshard_after_forward=N stay native: they bring back "
+                "what the forward pass has decoded"
+            )
+            return True
+        if state._training_state == TrainingState.IDLE and not self._is_for_a_pass():
+            say(
+                "zero: unshard() outside of forward and backward passes gathers exact parameters, "
+                "natively"
+            )
+            return True
+        return False
+
+    def _is_for_a_pass(self) -> bool:
+        """Whether a gather that was asked for by hand serves several passes of a training step.
+
+        So losses in chunks do (torchtitan): the head is gathered between the passes of the layers,
+        and kept, with its gradients, until all chunks are through. In a first step upstream finds
+        it gathered already by the forward pass; exact parameters in later ones would be others.
+        """
+        group = self._members.group
+        keeps = not (group.reduce_grads or group.reshard_after_backward)
+        return keeps and self._attached.is_open
+
+
+class EncodedReduceScatter(ReduceScatter):
+    """Sums the gradients of one group, encoded where the policy says so."""
+
+    def __init__(
+        self, members: Members, attached: Attached, native: ReduceScatter, native_inside: bool
+    ) -> None:
+        self.members, self.attached, self.native = members, attached, native
+        self._native_inside = native_inside
+        self.channel: Channel = attached.channels["dp"]
+        self.places: tuple[int, ...] = ()  # parameters of the last message
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What upstream's own would allocate."""
+        return self.native.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Put this rank's part of the sum over ``group`` into ``output_tensor``."""
+        self.attached.reduced()
+        world_size = group.size()
+        self.places = self.members.of_message(input_tensor.numel(), world_size)
+        raw_nbytes = native_nbytes.reduce_scatter_nbytes(
+            input_tensor.numel(), input_tensor.dtype, world_size
+        )
+        codec = None
+        if not self._native_inside:
+            codec = self.channel.codec(input_tensor.numel(), input_tensor.dtype, group)
+        if codec is None:
+            self.channel.native(raw_nbytes)
+            return self.native(output_tensor, input_tensor, group, op, async_op)
+        pieces = None
+        if self.channel.wants_pieces(codec):
+            pieces = self.members.pieces(self.places, world_size)
+        shards = list(torch.split(input_tensor.detach(), output_tensor.numel()))
+        handle = self.channel.reduce_scatter(
+            shards, codec, group, raw_nbytes=raw_nbytes, pieces=pieces
+        )
+        total = handle.wait()
+        output_tensor.copy_(divided(total, op, self.members.group, world_size))
+        return None
+
+
+class EncodedReplicas(dist.ProcessGroup):
+    """The replicas of an HSDP mesh, whose ``allreduce`` encodes.
+
+    HSDP sums the shards between its replicas with ``torch.distributed.all_reduce`` over the process
+    group of the mesh, and asks nobody. Upstream decides when it does so
+    (``set_requires_all_reduce``) and what it divides by.
+    """
+
+    def __init__(
+        self, inner: dist.ProcessGroup, scatter: EncodedReduceScatter, mesh_info: Any
+    ) -> None:
+        """``mesh_info``: torch's own object, which the group gets back in the end."""
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self.inner, self._scatter, self.mesh_info = inner, scatter, mesh_info
+
+    def getBackendName(self) -> str:
+        """The backend of the group that sends."""
+        return str(dist.get_backend(self.inner))
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        """Sum one tensor over the replicas in place."""
+        (tensor,) = tensors
+        scatter, world_size = self._scatter, self.inner.size()
+        scatter.attached.reduced()
+        channel = scatter.channel
+        raw_nbytes = native_nbytes.all_reduce_nbytes(tensor.numel(), tensor.dtype, world_size)
+        codec = channel.codec(tensor.numel(), tensor.dtype, self.inner)
+        if codec is None:
+            channel.native(raw_nbytes)
+            return self.inner.allreduce(tensors, options)
+        pieces = self._pieces(tensor.numel()) if channel.wants_pieces(codec) else None
+        handle = channel.all_reduce(tensor, codec, self.inner, raw_nbytes=raw_nbytes, pieces=pieces)
+        handle.wait()
+        tensor.copy_(divided(tensor, options.reduceOp, scatter.members.group, world_size))
+        return GatherWork(handle)
+
+    def _pieces(self, numel: int) -> list[Piece]:
+        """What this rank's shard of the last reduce-scatter holds."""
+        members = self._scatter.members
+        mesh = members.group.mesh_info
+        shards = getattr(mesh, "shard_process_group", None)
+        size, rank = (1, 0) if shards is None else (shards.size(), shards.rank())
+        places = self._scatter.places
+        if size == 1:  # no reduce-scatter came before
+            places = members.of_message(numel, 1)
+        pieces = members.pieces(places, size)[rank]
+        return [Piece(BETWEEN + p.name if p.name else "", p.offset, p.numel) for p in pieces]
+
+
+def divided(total: Tensor, op: Any, group: Any, world_size: int) -> Tensor:
+    """``total``, a sum, as ``op`` would have left it; in place."""
+    if op == dist.ReduceOp.AVG:
+        return total.div_(world_size)
+    if op == dist.ReduceOp.PREMUL_SUM:  # it hides its factor, which is the group's
+        return total.div_(group.gradient_divide_factor)
+    assert op == dist.ReduceOp.SUM, f"FSDP2 reduces with {op}"
+    return total
+
+
+def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
+    """What the sum that a residual is a part of is divided by in the end, by its name.
+
+    The divisor of all gradients, or what of it is left: fp16 is divided by a power of two before,
+    and replicas sum what shards have averaged.
+    """
+    found: dict[str, float] = {}
+    for members in every:
+        group, mesh = members.group, members.group.mesh_info
+        shards = getattr(mesh, "shard_process_group", None)
+        replicas = getattr(mesh, "replicate_process_group", None)
+        size = 1 if shards is None else shards.size()
+        whole = size * (1 if replicas is None else replicas.size())
+        factor = float(group.gradient_divide_factor or whole)
+        between = factor
+        if reduce_dtype(group) == torch.float16:
+            before = 1.0
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+            factor = between = factor / before
+        elif not group.force_sum_reduction_for_comms:
+            between = 1.0 if group.gradient_divide_factor else factor / size
+        for member in members.members:
+            for row in member.pieces(size):
+                for piece in row:
+                    if piece.name and not (native_inside and whole > size):
+                        found[piece.name] = factor
+                    if piece.name and whole > size:
+                        found[BETWEEN + piece.name] = between
+    return found
+
+
+def sends(every: Iterable[Members], native_inside: bool) -> dict[str, Sends]:
+    """What of each residual's parameter this rank encodes, by its name.
+
+    All of it where shards are summed; between replicas what of it is this rank's shard. Asked for
+    before ``fill`` exchanges the group of the replicas.
+    """
+    found: dict[str, Sends] = {}
+    for members in every:
+        mesh = members.group.mesh_info
+        shards = getattr(mesh, "shard_process_group", None)
+        replicas = getattr(mesh, "replicate_process_group", None)
+        outer = None if replicas is None or replicas.size() < 2 else ranks_of(replicas)
+        size, rank = (1, 0) if shards is None else (shards.size(), shards.rank())
+        inner = None if shards is None else ranks_of(shards)
+        for member in members.members:
+            rows = member.pieces(size)
+            pieces = [piece for row in rows for piece in row if piece.name]
+            if pieces and not (native_inside and outer):
+                found[pieces[0].name] = Sends(tuple(_edges(pieces)), inner)
+            own = [piece for piece in rows[rank] if piece.name]
+            if own and outer:
+                found[BETWEEN + own[0].name] = Sends(tuple(_edges(own)), outer)
+    return found
+
+
+def _edges(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    return [(piece.offset, piece.offset + piece.numel) for piece in pieces]
+
+
+def reduce_dtype(group: Any) -> torch.dtype:
+    """What FSDP will reduce in; it settles that at the first forward pass only."""
+    every = group.fsdp_params
+    trained = [p for p in every if p.sharded_param.requires_grad] or every
+    return functools.reduce(torch.promote_types, map(_grad_dtype, trained))
+
+
+def _grad_dtype(parameter: Any) -> torch.dtype:
+    """What gradients of one parameter are reduced in.
+
+    From torch 2.15 on a policy without ``reduce_dtype`` keeps the dtype of the sharded parameter,
+    or what its ``grad_dtype`` says; before, it took that of the unsharded one.
+    """
+    policy, sharded = parameter.mp_policy, parameter.sharded_param
+    if hasattr(parameter, "sharded_grad_dtype"):
+        own = parameter.sharded_grad_dtype if parameter._has_sharded_grad_dtype_override else None
+        found = policy.reduce_dtype or own or sharded.dtype
+    else:
+        found = policy.reduce_dtype or policy.param_dtype or sharded.dtype
+    assert isinstance(found, torch.dtype)
+    return found

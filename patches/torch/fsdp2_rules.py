@@ -1,0 +1,176 @@
+"""What of a model under FSDP2 the slots reach, and what not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybridcomp.collectives.topology import (
+    Ranks,
+)
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.torch.rules import elsewhere, has_ring, lossy
+from hybridcomp.rules.engine import Rule
+
+#: comms whose place ours may take, and which then still send what stays native
+OWN_COMMS = (
+    "DefaultAllGather", "DefaultReduceScatter",
+    "ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model under FSDP2."""
+
+    ranks: Ranks  # of its largest mesh
+    shards: int  # ranks that a parameter is cut for, of the largest group
+    replicas: int  # of an HSDP mesh, else 1
+    shard_group: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
+    process_groups: tuple[dist.ProcessGroup, ...]
+    dtypes: frozenset[torch.dtype]  # of messages, so far as they are known before the first pass
+    tensor_parallel: bool
+    comms: frozenset[str]  # classes in the slots
+    ring: bool = False  # whether its layers cut sequences over ranks
+    meshes: frozenset[tuple[int, int]] = frozenset()  # shards and replicas of every group
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How residuals are spread; meshes of experts only where there are some."""
+        found: dict[str, Any] = {"shards": self.shards, "replicas": self.replicas}
+        if len(self.meshes) > 1:
+            found["meshes"] = sorted(map(list, self.meshes))
+        return found
+
+
+def job_of(model: nn.Module, groups: list[Any]) -> Job:
+    """The facts of a model; collectives: none."""
+    sizes = [(_size(group, "shard"), _size(group, "replicate")) for group in groups]
+    first = max(range(len(groups)), key=lambda place: sizes[place][0] * sizes[place][1])
+    shard, replicas = _group(groups[first], "shard"), _group(groups[first], "replicate")
+    every: dict[int, dist.ProcessGroup] = {}
+    ranks: set[int] = set()
+    for group in groups:
+        for role in ("shard", "replicate"):
+            found = _group(group, role)
+            if found is not None:
+                every[id(found)] = found
+        ranks |= set(_ranks(group))
+    parameters = [p for group in groups for p in group.fsdp_params]
+    return Job(
+        ranks=tuple(sorted(ranks)),
+        shards=sizes[first][0],
+        replicas=sizes[first][1],
+        shard_group=shard,
+        replica_group=replicas,
+        process_groups=tuple(every.values()),
+        dtypes=frozenset(p.mp_policy.param_dtype or p.sharded_param.dtype for p in parameters),
+        tensor_parallel=any(p.is_dtensor for p in parameters),
+        comms=frozenset(
+            type(comm).__name__
+            for group in groups
+            for comm in (group._all_gather_comm, group._reduce_scatter_comm)
+        ),
+        ring=has_ring(model),
+        meshes=frozenset(sizes),
+    )
+
+
+def _ranks(group: Any) -> list[int]:
+    found: list[int] = group.mesh_info.mesh.mesh.flatten().tolist()
+    return found
+
+
+def whereabouts(group: Any, job: Job) -> str:
+    """What tells the parameters of ``group`` from those of other ranks: "" on all ranks' mesh."""
+    ranks = sorted(_ranks(group))
+    return "" if tuple(ranks) == job.ranks else f" on ranks {', '.join(map(str, ranks))}"
+
+
+def _group(group: Any, role: str) -> dist.ProcessGroup | None:
+    """The process group that a parameter group shards or replicates over."""
+    found: dist.ProcessGroup | None = getattr(group.mesh_info, f"{role}_process_group", None)
+    return found
+
+
+def _size(group: Any, role: str) -> int:
+    found = _group(group, role)
+    return 1 if found is None else found.size()
+
+
+def _foreign(job: Job) -> bool:
+    return bool(job.comms - set(OWN_COMMS))
+
+
+#: of a ``Job``
+FSDP2: tuple[Rule[Job], ...] = (
+    *elsewhere("fully_shard", lambda job: job.ring),
+    Rule(
+        "refuse", ("dp", "zero"), "set_symm_mem_for_comm",
+        "symmetric memory sends from buffers of its own, and takes no other collective",
+        "do not call it",
+        lambda job: any(name.startswith("SymmMem") for name in job.comms),
+    ),
+    Rule(
+        "refuse", ("dp", "zero"), "set_custom_all_gather or set_custom_reduce_scatter",
+        "somebody else's communication is in the slot", "do not call it", _foreign,
+    ),
+    Rule(
+        "bypass", ("tp",), "layers that DTensor cuts (tensor parallel)",
+        "DTensor communicates by functional collectives, which have no slot",
+        "leave tp out", lambda job: job.tensor_parallel,
+    ),
+    Rule(
+        "absent", ("tp",), "a model whose layers are not cut", "nothing is sent", "leave tp out",
+        lambda job: not job.tensor_parallel,
+    ),
+    Rule(
+        "refuse", ("zero",), "a lossy codec with layers that DTensor cuts (tensor parallel)",
+        "norms that tensor ranks have in common would be decoded differently on each",
+        "use a lossless codec",
+        lambda job: job.tensor_parallel, lambda block: lossy(block, "zero"),
+    ),
+    Rule(
+        "refuse", ("dp",), "a lossy codec with layers that DTensor cuts (tensor parallel)",
+        "norms that tensor ranks have in common would be updated differently on each",
+        "use a lossless codec",
+        lambda job: job.tensor_parallel, lambda block: lossy(block, "dp"),
+    ),
+    Rule(
+        "refuse", ("zero",), '"delta": true under fully_shard',
+        "unsharded parameters are freed after use, and keeping what deltas are added to would take "
+        "the memory that sharding saves", "remove delta",
+        lambda job: True, lambda block: block.zero.delta,
+    ),
+    Rule(
+        "refuse", ("dp",), "powersgd under fully_shard",
+        "gradients are cut for their owners before they are reduced, and each cut would have "
+        "factors of its own", "use DistributedDataParallel, or another codec",
+        lambda job: True, lambda block: "dp" in block.policy().low_rank,
+    ),
+    Rule(
+        "absent", ("zero",), "one rank in each shard group", "nothing is gathered",
+        "leave zero out", lambda job: max((job.shards, *(n for n, _ in job.meshes))) < 2,
+    ),
+    Rule(
+        "absent", ("dp",), "one rank in the mesh", "nothing is sent", "leave dp out",
+        lambda job: job.shards * job.replicas < 2,
+    ),
+)  # fmt: skip
+
+
+def check_hierarchy(block: CompressionConfig, job: Job) -> None:
+    """Raise ConfigError where the block and an HSDP mesh see other nodes."""
+    if job.replicas > 1 and isinstance(block.hierarchy, int) and block.hierarchy != job.shards:
+        todo = (
+            f"the HSDP mesh shards over {job.shards} ranks and says by that which share a node; "
+            f'write {job.shards}, "auto" (native inside a shard group, encoded between replicas) '
+            'or "none" (both encoded)'
+        )
+        raise ConfigError(f"{BLOCK}.hierarchy", block.hierarchy, todo)

@@ -1,0 +1,56 @@
+"""Whose state it is: how an attached model is known again after a restart.
+
+By the names and shapes of its parameters, whatever ranks, engine or wrappers they are under; among
+models that are alike by the order in which they were attached. A number of the process alone would
+name another model as soon as an earlier one was dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hybridcomp.errors import CheckpointError
+from hybridcomp.job.agreement import tell
+
+#: what torch.compile and activation checkpointing put into the names of parameters
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def identity_of(model: nn.Module) -> str:
+    """Digest of the names and global shapes of the parameters of ``model``: 12 digits."""
+    found = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters(), key=lambda pair: _plain(pair[0])):
+        found.update(f"{_plain(name)} {tuple(parameter.shape)}\n".encode())
+    return found.hexdigest()[:12]
+
+
+def _plain(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def names_of(models: Sequence[Any]) -> list[str]:
+    """Names of attached models, the same on all ranks: identity and place among those alike.
+
+    A collective through the rendezvous store; names are those of rank 0, as stages of a pipeline
+    differ. Raises CheckpointError where ranks have attached different numbers of models.
+    """
+    said = tell({"models": [one.identity for one in models]}, what="attached models")
+    counts = [len(rank["models"]) for rank in said]
+    if len(set(counts)) > 1:
+        raise CheckpointError(
+            f"ranks have attached {counts} models; every rank attaches, and drops, as many in the "
+            "same order"
+        )
+    seen: Counter[str] = Counter()
+    names = []
+    for identity in said[0]["models"]:
+        names.append(f"{identity}_{seen[identity]:02d}")
+        seen[identity] += 1
+    return names

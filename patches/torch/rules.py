@@ -1,0 +1,113 @@
+"""What torch's engines do with the traffic of each dimension: refused, absent, or said once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hybridcomp.config import CompressionConfig
+from hybridcomp.patches.torch.session import say
+from hybridcomp.policy import Dimension, directions_of
+from hybridcomp.rules import engine
+from hybridcomp.rules.engine import Rule
+
+
+def lossy(block: CompressionConfig, name: Dimension) -> bool:
+    """Whether messages of ``name`` change values."""
+    codecs = [block.codecs().get((name, way)) for way in directions_of(name)]
+    return any(codec is not None and not codec.lossless for codec in codecs)
+
+
+def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ...]:
+    """What neither engine has; ``has_ring``: whether a job has layers of ``hybridcomp.nn``."""
+    return (
+        Rule(
+            "absent", ("pp", "ep", "offload"), f"a model under {name}",
+            "messages of pipelines and of routed tokens, and copies to the host, are encoded under "
+            "DeepSpeed and Megatron only", "leave it out", lambda job: True,
+        ),
+        Rule(
+            "absent", ("cp",), f"a model under {name}", "no layer of it cuts a sequence",
+            "use hybridcomp.nn.RingAttention", lambda job: not has_ring(job),
+        ),
+        Rule(
+            "absent", ("tp2d",), f"a model under {name}",
+            "layers of hybridcomp.nn.tp2d send through the channels of their mesh",
+            "give the mesh a session with tp2d in its block (docs/tp2d.md)", lambda job: True,
+        ),
+    )  # fmt: skip
+
+
+def has_ring(model: Any) -> bool:
+    """Whether layers of ``model`` cut sequences over ranks."""
+    return any(type(layer).__name__ == "RingAttention" for layer in model.modules())
+
+
+def _has_tensor_parallel(model: Any) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _is_sparse(model: Any) -> bool:
+    layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return any(isinstance(layer, layers) and layer.sparse for layer in model.modules())
+
+
+#: of a DistributedDataParallel
+DDP: tuple[Rule[Any], ...] = (
+    *elsewhere("DistributedDataParallel", has_ring),
+    Rule(
+        "bypass", ("tp",), "layers that DTensor cuts (tensor parallel)",
+        "DTensor communicates by functional collectives, which have no slot",
+        "leave tp out", _has_tensor_parallel,
+    ),
+    Rule(
+        "absent", ("tp",), "a model under DistributedDataParallel",
+        "its layers are not cut", "leave tp out", lambda model: not _has_tensor_parallel(model),
+    ),
+    Rule(
+        "absent", ("zero",), "a model under DistributedDataParallel",
+        "every rank holds all parameters, and none are gathered",
+        "leave zero out, or use fully_shard", lambda model: True,
+    ),
+    Rule(
+        "bypass", ("dp",), "Embedding(sparse=True)",
+        "sparse gradients are gathered row by row and come in buckets of their own",
+        "set sparse to False", _is_sparse,
+    ),
+    Rule(
+        "bypass", ("dp",), "delay_all_reduce_named_params",
+        "DDP sums the gradients of these parameters outside its buckets", "remove it",
+        lambda model: bool(model._delay_all_reduce_params),
+    ),
+    Rule(
+        "refuse", ("dp",), 'torch._dynamo.config.optimize_ddp = "python_reducer"',
+        "gradients are then reduced one by one in compiled code, without buckets", "set it to True",
+        lambda model: bool(model._use_python_reducer),
+    ),
+    Rule(
+        "refuse", ("dp",), "_apply_optimizer_in_backward",
+        "DDP takes its one communication hook for optimizers that run in the backward pass",
+        "run them after it",
+        lambda model: any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()),
+    ),
+    Rule(
+        "absent", ("dp",), "one rank", "nothing is sent", "leave dp out, or add ranks",
+        lambda model: dist.get_world_size(model.process_group) < 2,
+    ),
+)  # fmt: skip
+
+
+def check(block: CompressionConfig, table: Sequence[Rule[Any]], job: Any) -> frozenset[Dimension]:
+    """Hold the block against a model; the dimensions that it has no traffic of.
+
+    Raises ConfigError for the first dimension that cannot act. With ``"on_unsupported": "native"``
+    it is said once instead, on rank 0, what stays native and why.
+    """
+    rules = [(rule, job) for rule in table]
+    for sentence in engine.hold(block, rules):
+        say(sentence)
+    return engine.absent(rules)

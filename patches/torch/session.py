@@ -1,0 +1,91 @@
+"""What torch's engines add to ``EngineSession``: blocks in any form, agreement over one model.
+
+Making a session is a collective over the whole job where the block has two levels (``hierarchy``)
+or measures (``when: auto``): every rank attaches as many models, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.channels import Channels
+from hybridcomp.collectives.topology import (
+    Ranks,
+    machines,
+)
+from hybridcomp.config import BLOCK, CompressionConfig, describe
+from hybridcomp.job import peer_liveness
+from hybridcomp.job.agreement import agree, versions
+from hybridcomp.job.devices import device_name
+from hybridcomp.log import say_once
+from hybridcomp.policy import Dimension
+from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
+from hybridcomp.session import process
+from hybridcomp.session.engine_session import EngineSession
+
+#: what a user calls the engine of a kind
+ENGINES = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
+#: a block in any of the forms in which a user has it
+Source = Mapping[str, Any] | str | Path | CompressionConfig
+
+#: how many models write a ledger's file, by its path
+_writers: Counter[str] = Counter()
+
+
+def read(source: Source | None) -> CompressionConfig | None:
+    """The block of ``source``; None asks what ``hybridcomp.install`` or the environment named.
+
+    Returns None where there is no block, or one that says ``"enabled": false``. Raises ConfigError.
+    """
+    block = process.configured() if source is None else process.parse(source)
+    return block if block is not None and block.enabled else None
+
+
+def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
+    """Compare the block and the versions over the ranks of one model. Raises AgreementError.
+
+    Where there is a block, these ranks then know where each of them runs.
+    """
+    settings = {BLOCK: None} if block is None else block.flat()
+    agree({**settings, "engine": kind, **versions()}, ranks=ranks)
+    if block is None:
+        process.say_native(f"models under {ENGINES[kind]}")
+    else:
+        peer_liveness.announce(ranks)
+
+
+def session_of(
+    block: CompressionConfig, device: torch.device, absent: Collection[Dimension]
+) -> EngineSession:
+    """The session of a model whose ranks have agreed on ``block``; tells the user what it does.
+
+    ``absent``: dimensions that the model has no traffic of. Further models of a process write
+    their ledger into ``name.2.jsonl`` and so on. Raises ConfigError where ``block`` is a plan's
+    for another number of ranks.
+    """
+    hold_to_plan(block, {"ranks": dist.get_world_size()})
+    hold_to_machines(block, lambda: machines(device_name(device)))
+    found = EngineSession(Channels(block), device, kept_in="torch.distributed.checkpoint")
+    found.channels.leave_out(absent)
+    say(*describe(block, absent))
+    path = block.ledger.jsonl
+    if path:
+        _writers[path] += 1
+    found.open_reporter(_numbered(path, _writers[path]) if path else None)
+    return found
+
+
+def _numbered(path: str, number: int) -> Path:
+    whole = Path(path)
+    return whole if number == 1 else whole.with_name(f"{whole.stem}.{number}{whole.suffix}")
+
+
+def say(*texts: str) -> None:
+    """Tell the user each text on rank 0, once in this process."""
+    say_once(*texts)

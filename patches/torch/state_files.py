@@ -1,0 +1,107 @@
+"""Files of ``hybridcomp.save_state``: one for each rank and attached model, named after the model.
+
+What is loaded is what the model of that name had saved (``identity``), whichever other models lived
+then or live now. State that could be another model's is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.channels.resharing import share
+from hybridcomp.errors import CheckpointError
+from hybridcomp.job import saved
+from hybridcomp.patches.torch.identity import names_of
+from hybridcomp.patches.torch.session import say
+from hybridcomp.patches.torch.stateful import (
+    WHAT,
+    Attached,
+    checked,
+    entry,
+    state_dict_of,
+    take_over,
+)
+
+#: ``model``: as ``identity.names_of`` gives it
+FILE = "hybridcomp_model_{model}_rank_{rank:05d}.pt"
+
+
+def save_files(folder: Path, every: Iterable[Attached]) -> None:
+    """Write one file for each rank and model into ``folder``; every rank calls it.
+
+    Every file is written whole or not at all. Raises CheckpointError, on every rank, where one
+    could not write its own.
+    """
+    problem, models = None, list(every)
+    for name, attached in zip(names_of(models), models, strict=True):
+        path = folder / FILE.format(model=name, rank=dist.get_rank())
+        _, found = saved.attempt(functools.partial(saved.write, path, state_dict_of(attached)))
+        problem = problem or found
+    saved.all_well(problem, "saving the state of hybridcomp")  # nobody goes on before it is whole
+
+
+def load_files(folder: Path, every: Iterable[Attached]) -> None:
+    """Take over what ``save_files`` wrote; every rank calls it.
+
+    Raises CheckpointError, on every rank, where a file is damaged, one of a rank is missing, or the
+    folder holds the state of other models; nothing is taken over then.
+    """
+    models = list(every)
+    names = names_of(models)
+    _, problem = saved.attempt(functools.partial(_check_models, folder, names))
+    found = [saved.attempt(functools.partial(_read, folder, name)) for name in names]
+    problem = problem or next((text for _, text in found if text is not None), None)
+    saved.all_well(problem, WHAT)
+    for attached, (states, _) in zip(models, found, strict=True):
+        take_over(attached, states or {})
+
+
+def _check_models(folder: Path, names: Sequence[str]) -> None:
+    """Raise CheckpointError where it cannot be told whose state lies in ``folder``."""
+    here = Counter(name.partition("_")[0] for name in names)
+    start = FILE.partition("{")[0]
+    stored = {path.name.removeprefix(start).rpartition("_rank_")[0] for path in _files(folder, "*")}
+    there = Counter(name.partition("_")[0] for name in stored)
+    missing, left = set(here) - set(there), set(there) - set(here)
+    if missing and left:
+        raise CheckpointError(
+            f"{folder} holds the state of another model ({_shown(left)}), none of this one "
+            f"({_shown(missing)}): names or shapes of parameters differ; load it into the model "
+            "that saved it, or leave load_state out and begin with residuals of zero"
+        )
+    for identity in set(here) & set(there):
+        if here[identity] != there[identity]:
+            raise CheckpointError(
+                f"{folder} holds the state of {there[identity]} models with the parameters of "
+                f"{identity}, this process has attached {here[identity]} of them: which is which "
+                "cannot be told; attach as many as there were, in the same order"
+            )
+    if left:
+        say(f"{folder} also holds the state of {_shown(left)}, which is not attached: left there")
+
+
+def _shown(identities: Iterable[str]) -> str:
+    return ", ".join(sorted(identities))
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    return sorted(folder.glob(FILE.format(model=name, rank=0).replace("rank_00000", "rank_*")))
+
+
+def _read(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    """The states that this rank takes over, by entry; raises CheckpointError."""
+    paths = _files(folder, name)
+    if not paths:
+        return {}
+    old = checked(paths[0], saved.read(paths[0]))["world_size"]
+    wanted = {rank: folder / FILE.format(model=name, rank=rank) for rank in share(old)}
+    missing = [path.name for path in wanted.values() if not path.is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: expected files of {old} ranks, found no {missing[0]}")
+    return {entry(rank): checked(path, saved.read(path)) for rank, path in wanted.items()}

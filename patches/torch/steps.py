@@ -1,0 +1,122 @@
+"""Following optimizer steps and loss scales of models that are attached.
+
+Steps by ``torch.optim.optimizer.register_optimizer_step_post_hook``, a public slot that every
+optimizer calls. A loss scaler has no slot, and residuals are in units of the scaled loss: so
+``GradScaler.step`` and ``update`` are the one thing in torch that is replaced, and only once a
+model with error feedback, or with ``when: auto``, is attached. A step that the scaler skips runs no
+optimizer, hence no hook. Optimizers that are none of torch's: ``unseen_steps``.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from hybridcomp.patches.torch import torch_versions
+from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patching import Patch, Seam, apply_all, revert_all
+
+MODULE = "torch.amp.grad_scaler"
+FITS = torch_versions.checked("GradScaler", torch_versions.DDP)
+STEP = Seam(
+    torch_versions.DDP, MODULE, "GradScaler.step", ("self", "optimizer", "args", "kwargs"), FITS
+)
+UPDATE = Seam(torch_versions.DDP, MODULE, "GradScaler.update", ("self", "new_scale"), FITS)
+
+_attached: weakref.WeakSet[Attached] = weakref.WeakSet()
+_handles: list[Any] = []
+_patches: list[Patch] = []
+#: by loss scaler, the models whose optimizers it has stepped
+_followers: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Attached]] = weakref.WeakKeyDictionary()
+
+
+def follow(attached: Attached) -> None:
+    """Follow the optimizer steps of ``attached`` from now on."""
+    _attached.add(attached)
+    attached.on_detach(functools.partial(_attached.discard, attached))
+    if not _handles:
+        _handles.append(register_optimizer_step_post_hook(_after_step))
+    if _heeds_overflows(attached) and not _patches:
+        _patches.extend(apply_all([Patch(STEP, make_step), Patch(UPDATE, make_update)]))
+
+
+def models() -> list[Attached]:
+    """What is attached in this process, in the order of attaching; dropped ones may be among it."""
+    return sorted(_attached, key=lambda attached: attached.number)
+
+
+def living() -> list[Attached]:
+    """``models`` without those that were dropped, the same on all ranks: models hang in cycles."""
+    if _attached:
+        gc.collect()
+    return models()
+
+
+def _heeds_overflows(attached: Attached) -> bool:
+    """Whether a step that a loss scaler skips matters: to residuals, or to the time of steps."""
+    return attached.channels["dp"].error_feedback or bool(attached.channels.config.measured())
+
+
+def forget_all() -> None:
+    """Take hook and replacements away again."""
+    while _handles:
+        _handles.pop().remove()
+    revert_all(_patches)
+    _patches.clear()
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for attached in _owners(optimizer):
+        attached.optimizer_calls += 1
+        attached.stepped()
+
+
+def _owners(optimizer: Any) -> list[Attached]:
+    """The models that ``optimizer`` holds parameters of, in one order on all ranks."""
+    return [attached for attached in models() if attached.owns(optimizer)]
+
+
+def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Drop residuals, and begin the step anew, where the scaler skips it."""
+
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        owners = [attached for attached in _owners(optimizer) if _heeds_overflows(attached)]
+        before = [attached.optimizer_calls for attached in owners]
+        result = original(self, optimizer, *args, **kwargs)
+        for attached, calls in zip(owners, before, strict=True):
+            _followers.setdefault(self, weakref.WeakSet()).add(attached)
+            if attached.optimizer_calls == calls or _found_inf(self, optimizer):
+                attached.overflowed()
+        return result
+
+    return step
+
+
+def _found_inf(scaler: Any, optimizer: Any) -> bool:
+    """Whether an optimizer that unscales in its own kernel has met an overflow there."""
+    if not scaler.is_enabled() or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return any(bool(value.item()) for value in found.values())
+
+
+def make_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let residuals follow the loss scale."""
+
+    @functools.wraps(original)
+    def update(self: Any, new_scale: Any = None) -> Any:
+        followers = _followers.get(self, ())
+        before = self.get_scale() if followers else 1.0
+        result = original(self, new_scale)
+        if followers and (after := self.get_scale()) != before:
+            for attached in followers:
+                attached.rescale(after / before)
+        return result
+
+    return update

@@ -1,0 +1,80 @@
+"""Steps of an optimizer that is no ``torch.optim.Optimizer``, and so tells nobody of them.
+
+Seen from the next forward pass: parameters have changed in place since the pass before, or their
+gradients are gone. Where neither is to be seen the user is told how to count, as ``start_step``,
+ramps and reports would else stand still without a word.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from hybridcomp.patches.torch.session import (
+    say,
+)
+
+#: passes with reduced gradients and no step to be seen, until that is told
+PATIENCE = 8
+COUNTED = (
+    "no torch.optim.Optimizer holds the parameters of this model: a step is counted when the next "
+    "forward pass finds them changed or their gradients gone; count_step() of what "
+    "hybridcomp.attach gave, behind each update, counts it at once"
+)
+NOT_COUNTED = (
+    f"no optimizer step was seen in {PATIENCE} passes with reduced gradients, so none is counted, "
+    "and start_step, ramps and reports stand still; where the optimizer is no "
+    "torch.optim.Optimizer, call count_step() of what hybridcomp.attach gave behind each update"
+)
+
+
+class UnseenSteps:
+    """What is looked at until an optimizer of torch's tells of its first step."""
+
+    def __init__(
+        self, parameters: Callable[[], Iterable[Tensor]], owns: Callable[[Any], bool]
+    ) -> None:
+        """``parameters``: of the model, as they are now; ``owns``: whether an optimizer has any."""
+        self._parameters, self._owns = parameters, owns
+        self._is_foreign: bool | None = None  # once somebody looked
+        self._versions = 0
+        self._passes = 0
+
+    def begin(self) -> None:
+        """Note how the parameters are when their gradients are reduced."""
+        self._versions = sum(map(_version, self._parameters()))
+
+    def have_come(self) -> bool:
+        """Whether a step was taken since ``begin``; for a forward pass behind a reduction."""
+        if torch._C._current_graph_task_id() != -1:
+            return False  # a recomputation in the backward pass
+        if self._is_foreign is None:
+            self._is_foreign = not self._is_held()
+        self._passes += 1
+        if self._is_foreign:
+            trained = [p for p in self._parameters() if p.requires_grad]
+            changed = sum(map(_version, self._parameters())) != self._versions
+            if changed or all(parameter.grad is None for parameter in trained):
+                self._passes = 0
+                say(COUNTED)
+                return True
+        if self._passes == PATIENCE * (1 if self._is_foreign else 100):
+            say(NOT_COUNTED)
+        return False
+
+    def _is_held(self) -> bool:
+        """Whether a living optimizer of torch's holds parameters of the model, and may yet step."""
+        gc.collect()
+        found = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+        return any(self._owns(optimizer) for optimizer in found)
+
+
+def _version(parameter: Any) -> int:
+    """How often ``parameter`` was changed in place, or what it is a part of."""
+    local: Tensor = getattr(parameter, "_local_tensor", parameter)
+    return int(parameter._version) + int(local._version)

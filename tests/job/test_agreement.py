@@ -1,0 +1,165 @@
+"""Start-up agreement: every rank gets the error, and it names the ranks and keys."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import signal
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hybridcomp.errors import AgreementError, PeerError
+from hybridcomp.job import agreement, peer_liveness
+from hybridcomp.job.agreement import agree
+from tests.ranks import RankPool, run_ranks
+
+
+def same() -> str:
+    agree({"compression.dp": "blockint(bits=4)"})
+    agree({"compression.dp": "another round"})
+    return "fine"
+
+
+def differ() -> str:
+    try:
+        agree({"compression.dp": f"blockint(bits={4 + dist.get_rank() // 2})", "torch": "2"})
+    except AgreementError as error:
+        return str(error)
+    return "no error"
+
+
+def restarted() -> list[dict[str, Any]]:
+    """What ranks say that torchrun has started again, with the store of the start before."""
+    agree({"compression.dp": "of the start before"})
+    dist.barrier()
+    agreement._rounds_of.clear()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    if dist.get_rank() == 1:
+        time.sleep(0.5)  # rank 0 must not take what rank 1 said before it was restarted
+    agreement.agree({"compression.dp": "first"})
+    return agreement.tell({"rank": dist.get_rank()}, what="rank")
+
+
+def test_what_was_said_before_a_restart_does_not_count() -> None:
+    assert run_ranks(2, restarted) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def test_equal_ranks_pass() -> None:
+    assert run_ranks(3, same) == ["fine"] * 3
+
+
+def test_every_rank_learns_who_differs() -> None:
+    messages = run_ranks(4, differ)
+    for message in messages:
+        assert "rank(s) 2, 3 differ from rank 0" in message
+        assert "compression.dp: 'blockint(bits=4)' against 'blockint(bits=5)'" in message
+        assert "torch:" not in message
+
+
+def test_error_can_be_raised_anywhere() -> None:
+    with pytest.raises(AssertionError, match="AgreementError"):
+        run_ranks(2, _raise)
+
+
+def _raise() -> None:
+    raise AgreementError("x")
+
+
+def silent(_: None) -> str:
+    """Rank 1 is there and states nothing; what the others are told, and how it ends."""
+    agreement.NOTICE_S, agreement.REPEAT = 0.1, 4
+    agreement._timeout_s = lambda: 2.0
+    # a store may wait longer than it is asked to, so the time that passes is the test's own, and
+    # passes once both have had time to speak
+    ticks = itertools.count(-3)
+    clock = SimpleNamespace(monotonic=lambda: 0.5 * max(0, next(ticks)))
+    vars(agreement)["time"] = clock
+    said = io.StringIO()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.barrier()  # the others' store must not go before them
+        return ""
+    with contextlib.redirect_stderr(said), pytest.raises(AgreementError) as caught:
+        agree({"compression.dp": "bf16"})
+    dist.barrier()
+    return f"{said.getvalue()}{caught.value}"
+
+
+def test_a_silent_rank_is_named_early_by_one_rank_and_ends_the_job() -> None:
+    first, nothing, other = run_ranks(3, silent, None)
+    *notices, end = first.splitlines()
+    assert nothing == "" and other == end
+    assert len(notices) == 2  # after 0.1 and 0.4 s
+    for notice in notices:
+        assert notice.startswith("[hybridcomp] waiting for rank(s) 1 to state their compression")
+        assert "--module hybridcomp.run" in notice
+    assert "rank(s) 1 never stated theirs, in 2 s" in end
+
+
+def killed(rank: int) -> str:
+    """``rank`` ends without a word in front of a checkpoint; what another one is told."""
+    peer_liveness.announce()
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    agreement.NOTICE_S = 3600.0  # what is waited for is the process, not a time
+    with pytest.raises(PeerError) as caught:
+        agreement.tell({"rank": dist.get_rank()}, what="checkpoint")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_died_is_named_at_once(rank: int) -> None:
+    with RankPool(3) as pool, pytest.raises(AssertionError) as ended:
+        pool.run(killed, rank, grace=60.0)
+    assert "exit code -9" in str(ended.value) and "still running" not in str(ended.value)
+    # the two that are left have met their PeerError and ended well: one failure is shown
+    assert str(ended.value).count("of 3:") == 1
+
+
+def counted(_: None) -> list[int]:
+    """Keys in the store after a few rounds of all ranks, and of a part."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    found = []
+    for _round in range(4):
+        agree({"x": 1})
+        if dist.get_rank() != 1:
+            agree({"x": 1}, ranks=(0, 2))
+        dist.barrier()
+        found.append(store.num_keys())
+        dist.barrier()
+    return found
+
+
+def test_what_was_said_is_deleted_once_all_have_spoken_again() -> None:
+    for counts in run_ranks(3, counted, None):
+        assert counts[1] <= counts[0] == counts[-1], counts
+
+
+def limited(_: None) -> list[timedelta]:
+    """The time-out of the store that torch.distributed shares with everybody."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    before = store.timeout
+    with contextlib.suppress(RuntimeError), agreement.waiting(store, 5.0):
+        inside = store.timeout
+        raise RuntimeError("the rank that holds it has gone")
+    return [before, inside, store.timeout]
+
+
+def test_the_shared_store_keeps_its_time_out() -> None:
+    ((before, inside, after),) = run_ranks(1, limited, None)
+    assert before == after != inside == timedelta(seconds=5)
+
+
+def test_patience_is_that_of_the_process_group() -> None:
+    assert run_ranks(1, patience) == [pytest.approx(1800, rel=1)]
+
+
+def patience() -> float:
+    return agreement._timeout_s()

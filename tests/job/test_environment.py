@@ -1,0 +1,22 @@
+"""Variables with our prefix: those that nothing reads are told with the nearest one."""
+
+from __future__ import annotations
+
+from hybridcomp.job import environment
+
+
+def test_a_misspelt_variable_is_told_with_the_nearest_one() -> None:
+    said = list(environment.unknown({"HYBRIDCOMP_CONFG": "x", "HYBRIDCOMP_RECORD": "y", "A": "z"}))
+    assert said == [
+        "HYBRIDCOMP_CONFG is not known and has no effect; did you mean HYBRIDCOMP_CONFIG?"
+    ]
+
+
+def test_one_that_is_like_none_is_told_with_all() -> None:
+    (said,) = environment.unknown({"HYBRIDCOMP_Q": "1"})
+    assert said.endswith(f"there are {', '.join(environment.VARIABLES)}")
+
+
+def test_what_tests_and_scripts_read_is_known() -> None:
+    names = environment.VARIABLES + environment.CHECKOUT
+    assert not list(environment.unknown(dict.fromkeys(names, "1")))

@@ -1,0 +1,270 @@
+"""Whose layer runs and which way its messages go: AutoTP and Ulysses in parts."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from hybridcomp.channels import Channels
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.ds import autotp, job_facts, layer_scope
+from hybridcomp.patches.ds import ulysses as ds_ulysses
+from hybridcomp.patches.ds.layer_scope import SEQUENCE, TENSOR, Scope, inside, owner
+from hybridcomp.patching import Patch, apply_all, revert_all
+from hybridcomp.session import process
+from tests.ranks import RankPool
+from tests.training import split_parts
+from tests.training.split_trainer import Job
+
+BLOCKINT = {"codec": "blockint", "bits": 8}
+
+
+def channels(**settings: Any) -> Channels:
+    return Channels(CompressionConfig.parse(settings))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as found:
+        yield found
+
+
+class TensorParallel_Layer(torch.nn.Module):
+    """As far as ``tag`` looks."""
+
+
+class Column(TensorParallel_Layer):
+    def forward(self) -> Channels | None:
+        return owner()
+
+
+Column.__call__ = layer_scope.make_call(torch.nn.Module.__call__)  # type: ignore[method-assign]
+
+
+def test_layers_know_their_engine() -> None:
+    mine, of_process = channels(tp="mpc"), channels(tp="mpc")
+    tagged, bare, unknown = Column(), Column(), Column()
+    layer_scope.tag(SimpleNamespace(module=torch.nn.Sequential(tagged)), mine)
+    layer_scope.tag(SimpleNamespace(module=torch.nn.Sequential(bare)), None)
+    process.use(of_process)
+    try:
+        assert tagged() is mine
+        assert bare() is None  # its engine has no block
+        assert unknown() is of_process
+        assert owner() is of_process
+    finally:
+        process.configure(None)
+
+
+class Function:
+    """An autograd function whose two passes tell what their collectives would be for."""
+
+    @staticmethod
+    def forward(ctx: Any) -> tuple[Channels | None, str]:
+        return TENSOR.whose(), TENSOR.way()  # type: ignore[misc]
+
+    @staticmethod
+    def backward(ctx: Any) -> tuple[Channels | None, str]:
+        return TENSOR.whose(), TENSOR.way()  # type: ignore[misc]
+
+
+def test_a_context_remembers_whose_it_is() -> None:
+    forward = layer_scope.make_forward(Function.forward)
+    backward = layer_scope.make_backward(Function.backward)
+
+    class Layer(TensorParallel_Layer):
+        def forward(self, ctx: Any) -> Any:
+            return forward(ctx)
+
+    Layer.__call__ = layer_scope.make_call(torch.nn.Module.__call__)  # type: ignore[method-assign]
+    mine, ctx = channels(tp="mpc"), SimpleNamespace()
+    layer = Layer()
+    layer_scope.tag(SimpleNamespace(module=torch.nn.Sequential(layer)), mine)
+    assert layer(ctx) == (mine, "forward")
+    found: list[Any] = []  # autograd runs backward passes of a GPU in a thread of its own
+    thread = threading.Thread(target=lambda: found.append(backward(ctx)))
+    thread.start()
+    thread.join()
+    assert found == [(mine, "backward")]
+    assert Function.forward(ctx) == (None, "forward")  # outside, nothing is ours
+
+
+def test_a_backward_pass_that_applies_its_function_again_stays_backward() -> None:
+    """As ``_SeqAllToAll.backward`` does."""
+    mine, inner = channels(cp="mpc"), SimpleNamespace()
+    forward = layer_scope.make_forward(Function.forward)
+    backward = layer_scope.make_backward(lambda ctx: forward(inner))
+    assert backward(SimpleNamespace(_hybridcomp_owner=mine)) == (mine, "backward")
+    with inside(Scope(mine, "forward")):
+        assert SEQUENCE.way() == "forward"
+    assert SEQUENCE.whose is not None and SEQUENCE.whose() is None
+
+
+def test_the_group_of_the_operator_names_the_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: dict[str, Any] = {"sp": "the group"}
+    monkeypatch.setitem(sys.modules, ds_ulysses.LAYER, SimpleNamespace(_all_to_all_groups=groups))
+    asked: list[Any] = []
+
+    def original(values: Any, name: str) -> Any:
+        asked.append(groups[name])
+        return values
+
+    exchange = ds_ulysses.make_exchange(original)
+    values = torch.ones(1)
+    exchange(values, "sp")
+    name_of_forward = next(name for name in groups if groups[name] is asked[0])
+    exchange(values, name_of_forward)  # what autograd hands the backward pass
+    name_of_backward = next(name for name in groups if groups[name] is asked[1])
+    exchange(values, name_of_backward)
+    assert [(group.group, group.direction) for group in asked] == [
+        ("the group", "forward"), ("the group", "backward"), ("the group", "backward"),
+    ]  # fmt: skip
+    register = ds_ulysses.make_register(lambda group: str(groups.setdefault(group, group)))
+    assert register("late") == "late"
+    assert groups[ds_ulysses.FORWARD + "late"].group == "late"
+    assert len(groups) == 6
+
+
+class Fake(torch.nn.Module):
+    """A layer of an upstream module."""
+
+
+def fake(module: str) -> Any:
+    kind = type("Layer", (Fake,), {"__module__": module})
+    return SimpleNamespace(module=torch.nn.Sequential(kind()))
+
+
+@pytest.mark.parametrize(
+    ("seam", "dimension", "module", "what"),
+    [
+        (autotp, "tp", "deepspeed.runtime.domino.transformer", "Domino"),
+        (ds_ulysses, "cp", "deepspeed.sequence.fpdt_layer", "FPDT"),
+    ],
+)
+def test_layers_that_no_seam_reaches(
+    seam: Any,
+    dimension: str,
+    module: str,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    with pytest.raises(ConfigError, match=what) as caught:
+        seam.attached(fake(module), channels(**{dimension: "mpc"}))
+    assert caught.value.key == f"compression.{dimension}"
+    seam.attached(fake("torch.nn"), channels(**{dimension: "mpc"}))
+    seam.attached(fake(module), channels(dp="mpc"))
+    assert capsys.readouterr().out == ""
+    process.configure(None)
+    seam.attached(fake(module), channels(**{dimension: "mpc"}, on_unsupported="native"))
+    assert f"{dimension} stays native" in capsys.readouterr().out
+    process.configure(None)
+    seam.attached(fake(module), channels(preset="recommended"))  # made for every kind of job
+    assert f"{dimension} stays native" in capsys.readouterr().out
+
+
+def test_seams_of_an_older_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (autotp, ds_ulysses):
+        monkeypatch.setattr(module, "upstream_has", lambda *_: False)
+    names = {seam.qualname for seam, _ in autotp._patches()}
+    assert "RowParallel.forward" in names and "ColumnParallel.backward" in names
+    assert not any(name.startswith(later) for name in names for later in autotp.LATER)
+    assert [seam.qualname for seam, _ in ds_ulysses._alst()] == [
+        "_DimZeroAllToAll.forward", "_DimZeroAllToAll.backward",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [autotp, ds_ulysses])
+def test_apply_and_revert(module: Any) -> None:
+    patches = [Patch(seam, make) for seam, make in module.PATCHES]
+    before = [patch.check() for patch in patches]
+    apply_all(patches)
+    for patch, raw in zip(patches, before, strict=True):
+        holder, name = patch.seam.owner_and_name()
+        assert getattr(holder, name) is not raw
+    revert_all(patches)
+    assert [patch.check() for patch in patches] == before
+
+
+def test_facts_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    found = job_facts.facts(plain, None, None)
+    assert found == {"pipeline": False, "moe": False, "world_size": 4, "tensor": False,
+                     "sequence": False, "replicas": None, "mesh": False,
+                     "slices": False}  # fmt: skip
+    grid = SimpleNamespace(get_data_parallel_world_size=lambda: 2)
+    assert job_facts.facts(plain, grid, None)["replicas"] == 2
+    assert job_facts.facts(torch.nn.Sequential(Column()), None, None)["tensor"]
+    ulysses = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
+    assert job_facts.facts(plain, ulysses, None)["sequence"]
+    mesh = SimpleNamespace(get_group=lambda mesh_dim: mesh_dim)
+    assert job_facts.facts(plain, None, mesh)["sequence"]
+    domino = fake("deepspeed.runtime.domino.transformer").module
+    assert job_facts.facts(domino, None, None)["tensor"]
+
+
+def test_names_of_residuals() -> None:
+    def name(mpu: Any) -> str:
+        return job_facts.unique_name(
+            SimpleNamespace(mpu=mpu), "w", torch.nn.Parameter(torch.ones(1))
+        )
+
+    rank = lambda: 1  # noqa: E731 - one object under two names, as in ALST
+    assert name(None) == "w"
+    assert name(SimpleNamespace(get_model_parallel_rank=rank)) == "w#tp1"
+    assert name(SimpleNamespace(get_model_parallel_rank=lambda: 0)) == "w"
+    alst = SimpleNamespace(get_model_parallel_rank=rank, get_sequence_parallel_rank=rank)
+    assert name(alst) == "w"
+    alst.get_tensor_model_parallel_rank = lambda: 3  # Megatron with both
+    assert name(alst) == "w#tp3"
+
+
+def test_parameters_are_gathered_exactly(pool: RankPool) -> None:
+    for whole, shards, sent in pool.run(
+        split_parts.gather, Job(tp=2, block={"tp": BLOCKINT, "min_bytes": 0})
+    ):
+        assert torch.equal(whole, torch.cat(shards))
+        assert sent == 0
+
+
+def test_reduction_of_a_head_in_training_and_in_inference(pool: RankPool) -> None:
+    """A row-parallel LM head calls the all-reduce of inference, in 0.19.0 in training too."""
+    for exact, trained, inferred, counted in pool.run(
+        split_parts.head, {"tp": BLOCKINT, "min_bytes": 0}
+    ):
+        assert not torch.equal(trained, exact)
+        assert torch.allclose(trained, exact, atol=0.05)
+        assert torch.equal(inferred, exact)
+        assert counted == 1
+
+
+@pytest.mark.parametrize("codec", ["none", "mpc"])
+def test_overlapped_ulysses(pool: RankPool, codec: str) -> None:
+    """Gradients of queries and keys travel under a handle that decodes in ``wait()``."""
+    block = {"cp": codec, "min_bytes": 0}
+    for native, ours, pending, ledger in pool.run(split_parts.overlapped, block):
+        assert all(torch.equal(*pair) for pair in zip(native, ours, strict=True))
+        assert pending == (codec != "none")
+        assert ledger == {"forward": 4, "backward": 4}
+
+
+def test_a_compiled_exchange_keeps_its_directions(pool: RankPool) -> None:
+    from deepspeed.sequence import layer
+
+    if not hasattr(layer, "_dim_zero_all_to_all_op"):
+        pytest.skip("this DeepSpeed's exchange is no operator")
+    block = {"cp": {"forward": BLOCKINT, "backward": "none"}, "min_bytes": 0}
+    for same, ledger in pool.run(split_parts.compiled, block):
+        assert same
+        assert ledger == {"forward": (2, 0), "backward": (2, 2)}  # eager and compiled

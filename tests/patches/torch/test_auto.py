@@ -1,0 +1,84 @@
+"""``when: auto`` under torch's engines: each dimension is timed on its own links, and obeyed."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+import hybridcomp
+from hybridcomp.autotune import recheck
+from hybridcomp.autotune.recheck import Recheck
+from hybridcomp.channels import Channels
+from tests.patches.torch.trainer import Job, build, optimizer_of, outcome, train
+from tests.ranks import run_ranks
+from tests.stand_ins.link_clock import clock
+
+AUTO: dict[str, Any] = {
+    "dp": {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "auto"},
+    "min_bytes": 0,
+    "ledger": {"every": 1_000_000},
+}
+BOTH = {**AUTO, "zero": {"codec": "blockint", "bits": 8, "when": "auto"}}
+STEPS = 4
+
+
+def trained(job: Job, native_s: float, coded_s: float) -> tuple[Any, list[Any]]:
+    """The end of a run on such a link, and what was timed: dimensions, distance of ranks, dtype."""
+    seen: list[Any] = []
+    weigh = Channels.weigh
+
+    def noted(self: Channels, group: Any, dtype: Any, *rest: Any, **more: Any) -> list[str]:
+        ranks = dist.get_process_group_ranks(group)
+        seen.append((tuple(more["only"]), ranks[1] - ranks[0], str(dtype)))
+        return weigh(self, group, dtype, *rest, **more)
+
+    model, attached = build(job), None
+    with clock(native_s, coded_s), patch.object(Channels, "weigh", noted):
+        if job.block is not None:
+            attached = hybridcomp.attach(model, job.block)
+        losses = train(job, model, optimizer_of(job, model), 0, STEPS)
+    return outcome(losses, model, attached), seen
+
+
+@pytest.mark.parametrize("job", [Job(block=BOTH), Job(engine="ddp", block=AUTO)], ids=str)
+def test_a_fast_link_is_native_and_a_slow_one_is_not(job: Job) -> None:
+    """Native by verdict is native to the bit."""
+    native = run_ranks(2, trained, Job(engine=job.engine), 1.0, 1.0)
+    fast = run_ranks(2, trained, job, 0.01, 0.02)
+    slow = run_ranks(2, trained, job, 0.09, 0.01)
+    for (plain, _), (one, _), (other, _) in zip(native, fast, slow, strict=True):
+        assert (one.losses, one.parameters) == (plain.losses, plain.parameters)
+        assert all(count == exact for count, exact, *_ in one.ledger.values())
+        assert other.losses != plain.losses
+        assert all(exact == 0 for _, exact, *_ in other.ledger.values())
+
+
+def test_replicas_and_shards_are_timed_on_links_of_their_own() -> None:
+    job = Job(block=BOTH, replicas=2, bf16=True, reduce_dtype="float32")
+    for _, seen in run_ranks(4, trained, job, 0.09, 0.01):
+        # ranks 0, 1 and 2, 3 shard; 0, 2 and 1, 3 replicate
+        assert seen == [(("zero",), 1, "torch.bfloat16"), (("dp",), 2, "torch.float32")]
+
+
+def skipped() -> tuple[int, list[float]]:
+    """A step that the loss scaler skips, while steps are compared; when the next one began."""
+    model = build(Job(engine="ddp"))
+    with clock(0.011, 0.010):
+        attached = hybridcomp.attach(model, AUTO)
+    assert attached is not None
+    compared = Recheck(("dp",), 0)
+    attached.channels.verdicts.recheck = compared
+    seconds = iter(range(10))
+    with patch.object(recheck, "now", lambda: float(next(seconds))):
+        for _ in range(2):
+            attached.entered()
+            attached.overflowed()
+        attached.entered()
+    return attached.step, list(compared._starts.values())
+
+
+def test_a_step_that_a_loss_scaler_skipped_is_no_part_of_the_next() -> None:
+    assert run_ranks(2, skipped) == [(0, [2.0])] * 2

@@ -1,0 +1,305 @@
+"""Seldom met: meshes of experts, parameters on the host, ``replicate``, ``join``, damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridcomp
+from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.patches.torch import auto_attach
+from hybridcomp.session import process
+from tests.patches.torch.trainer import digest
+from tests.ranks import run_ranks
+
+WIDTH = 64
+B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
+LOSSLESS = {"codec": "mpc"}
+QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """One step on data of this rank; its loss."""
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    loss: Tensor = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
+    torch.autograd.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def trained(model: Any, block: dict[str, Any] | None, steps: int = 3) -> tuple[Any, ...]:
+    """Losses, digest of the parameters, and what is attached."""
+    attached = None if block is None else hybridcomp.attach(model, {**QUIET, **block})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = [step(model, optimizer, number) for number in range(steps)]
+    return losses, digest(model), attached
+
+
+def wire_of(attached: Any, name: str) -> float:
+    return float(attached.channels.ledger.interval[name, "forward"].wire_nbytes)
+
+
+# ---- meshes of experts
+
+
+def with_experts(replicas: int = 1) -> Any:
+    """The middle layer is an expert, another one on ranks 0, 2 than on 1, 3, and cut over two."""
+    model: Any = layers()
+    whole = init_device_mesh("cpu", (4,))
+    if replicas > 1:
+        whole = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("r", "s"))
+    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+    torch.manual_seed(1 + experts["expert"].get_local_rank())
+    nn.init.normal_(model[1].weight, std=0.1)
+    expert: Any = fully_shard(model[1], mesh=experts["shard"])
+    expert.set_gradient_divide_factor(4.0)
+    expert.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing before a sum
+    return fully_shard(model, mesh=whole)
+
+
+def experts(folder: Path) -> dict[str, Any]:
+    native = trained(with_experts(), None)[:2]
+    lossless = trained(with_experts(), {"zero": LOSSLESS})[:2]
+    model = with_experts()
+    losses, _, attached = trained(model, {"dp": B4, "zero": {"codec": "blockint", "bits": 8}})
+    hybridcomp.save_state(folder)
+    names = set(attached.channels.residuals.state_dict()["sender"])
+    before = attached.channels.residuals.norm()
+    attached.channels.residuals.drop()
+    hybridcomp.load_state(folder)
+    return {
+        "identity": native == lossless, "losses": (native[0], losses),
+        "wire": wire_of(attached, "dp"), "names": names, "layout": attached.layout,
+        "norms": (before, attached.channels.residuals.norm()),
+        "hsdp": wire_of(trained(with_experts(2), {"dp": B4})[2], "dp"),
+    }  # fmt: skip
+
+
+def test_meshes_of_experts(tmp_path: Path) -> None:
+    """Each mesh has its own bytes, and residuals of experts are not those of other ranks' ones."""
+    found = run_ranks(4, experts, tmp_path)
+    whole, part = 2 * (WIDTH * WIDTH + WIDTH), WIDTH * WIDTH + WIDTH
+    numel = whole * 3 / 4 + part / 2
+    for rank, one in enumerate(found):
+        assert one["identity"] and one["norms"][0] > 0
+        assert one["norms"][1] == pytest.approx(one["norms"][0])
+        native, lossy = one["losses"]
+        assert lossy == pytest.approx(native, rel=0.05) and lossy != native
+        assert one["wire"] == pytest.approx(3 * numel * 4.25 / 8, rel=0.05)
+        # native inside of a shard group, encoded between replicas; the expert has none of these
+        # and goes on as it did
+        encoded = whole / 2 + part / 2
+        assert one["hsdp"] == pytest.approx(3 * (whole / 2 * 4 + encoded * 4.25 / 8), rel=0.01)
+        ranks = f"{rank % 2}, {rank % 2 + 2}"
+        assert {"0.weight", f"1.weight on ranks {ranks}"} <= one["names"]
+        assert one["layout"]["meshes"] == [[2, 1], [4, 1]]
+
+
+# ---- one object for the meshes of many layers
+
+
+def shared_mesh(shared: bool) -> Any:
+    """Two shards of two replicas; the layers share torch's object for the mesh, or have their own.
+
+    Torch takes parameters of one layer on meshes that differ only from ``shard_placement_fn``, and
+    then asks for the same object in all groups of a mesh.
+    """
+    from torch.distributed.tensor import Shard
+
+    model: Any = layers()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    given: dict[str, Any] = {"mesh": mesh}
+    if shared:
+        info = _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        result = _fsdp_common.ShardPlacementResult(Shard(0), info)
+        given["shard_placement_fn"] = lambda parameter: result
+    for layer in model:
+        fully_shard(layer, **given)
+    return fully_shard(model, mesh=mesh)
+
+
+def on_shared_mesh() -> dict[str, Any]:
+    found: dict[str, Any] = {"native": trained(shared_mesh(True), None)[:2]}
+    blocks: dict[str, dict[str, Any]] = {"lossless": {"dp": LOSSLESS}, "lossy": {"dp": B4}}
+    for name, block in blocks.items():
+        block["hierarchy"] = "none"
+        both = [trained(shared_mesh(shared), block) for shared in (False, True)]
+        found[name] = [(*one[:2], wire_of(one[2], "dp")) for one in both]
+    return found
+
+
+def test_layers_that_share_the_object_of_their_mesh() -> None:
+    """Each group has its own residuals and its own bytes, whoever else holds the object."""
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        pytest.skip("this torch has one mesh for all parameters of a layer")
+    for found in run_ranks(4, on_shared_mesh):
+        assert found["lossless"][1][:2] == found["native"]
+        assert found["lossy"][0] == found["lossy"][1] and found["lossy"][1][:2] != found["native"]
+
+
+# ---- one rank
+
+
+def alone() -> tuple[int, int]:
+    """Steps that are counted where nothing is sent, with two micro-batches each."""
+    model: Any = fully_shard(layers())
+    block = {"dp": B4, "zero": LOSSLESS, "on_unsupported": "native", **QUIET}
+    attached = hybridcomp.attach(model, block)
+    assert attached is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        step(model, optimizer, number)
+    counted = attached.step
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    optimizer.step()
+    return counted, attached.step
+
+
+def test_steps_of_one_rank_are_counted() -> None:
+    assert run_ranks(1, alone) == [(3, 3)]
+
+
+# ---- parameters on the host
+
+
+def offloaded(is_offloaded: bool) -> Any:
+    model = layers()
+    given: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if is_offloaded else {}
+    for layer in model:
+        fully_shard(layer, **given)
+    return fully_shard(model, **given)
+
+
+def on_host() -> dict[str, Any]:
+    native = trained(offloaded(False), None)[:2]
+    lossless = trained(offloaded(True), {"zero": LOSSLESS})[:2]
+    lossy = [
+        trained(offloaded(on), {"dp": B4, "zero": {"codec": "blockint"}}) for on in (False, True)
+    ]
+    return {
+        "identity": native == lossless,
+        "as without": lossy[0][:2] == lossy[1][:2],
+        "wire": wire_of(lossy[1][2], "zero"),
+    }
+
+
+def test_parameters_on_the_host() -> None:
+    """CPUOffloadPolicy changes nothing of what is sent."""
+    for found in run_ranks(2, on_host):
+        assert found["identity"] and found["as without"] and found["wire"] > 0
+
+
+# ---- replicate
+
+
+def replicas() -> dict[str, Any]:
+    """FSDP's ``replicate`` is a mesh of replicas; the one around DDP cannot be followed."""
+    native = trained(replicate_with_fsdp(layers()), None)[:2]
+    lossless = trained(replicate_with_fsdp(layers()), {"dp": {"codec": "mpc"}})
+    lossy = trained(replicate_with_fsdp(layers()), {"dp": B4})[2]
+    found: dict[str, Any] = {
+        "identity": native == lossless[:2],
+        "wire": (wire_of(lossy, "dp"), lossy.step),
+    }
+    with pytest.raises(ConfigError) as caught:
+        hybridcomp.attach(replicate(layers()), {"dp": B4})
+    found["composable"] = str(caught.value)
+    process.configure({"dp": B4, **QUIET})
+    auto_attach.arm()
+    with pytest.raises(ConfigError) as caught:
+        replicate(layers())(torch.ones(2, WIDTH))
+    process.configure({"dp": B4, **QUIET, "on_unsupported": "native"})
+    replicate(layers())(torch.ones(2, WIDTH))
+    process.configure(None)
+    replicate(layers())(torch.ones(2, WIDTH))
+    auto_attach.disarm()
+    return {**found, "unasked": str(caught.value)}
+
+
+def test_replicate() -> None:
+    numel = 3 * (WIDTH * WIDTH + WIDTH)
+    for found in run_ranks(2, replicas):
+        assert found["identity"]
+        assert found["wire"] == (pytest.approx(3 * numel * 4.25 / 8, rel=0.05), 3)
+        assert "replicate" in found["composable"] and "replicate" in found["unasked"]
+
+
+# ---- join
+
+
+def joined() -> dict[str, Any]:
+    """Rank 0 has three batches, rank 1 five; then both have two more, of which torch tells nobody
+    that they are behind the context."""
+    found: dict[str, Any] = {}
+    for name, codec in (("native", None), ("lossless", LOSSLESS), ("lossy", B4)):
+        model = DistributedDataParallel(layers())
+        attached = None
+        if codec is not None:
+            block = {"dp": codec, **QUIET, "ledger": {"every": 2, "sample_every": 1}}
+            attached = hybridcomp.attach(model, block)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for number in range(3 + 2 * dist.get_rank()):
+                step(model, optimizer, number)
+        for number in range(2):
+            step(model, optimizer, number)
+        found[name] = (digest(model), 0 if attached is None else attached.step)
+    return found
+
+
+def test_ranks_that_join_early() -> None:
+    """Shadowed passes are encoded as all others; steps that only some make are not counted."""
+    one, other = run_ranks(2, joined)
+    assert one == other
+    assert one["native"] == one["lossless"] == (one["native"][0], 0)
+    assert one["lossy"][0] != one["native"][0] and one["lossy"][1] == 0
+
+
+# ---- files
+
+
+def damaged(folder: Path) -> list[str]:
+    """What is said on every rank about a file that is damaged, and about one that is missing."""
+    model = DistributedDataParallel(layers())
+    trained(model, {"dp": B4})
+    hybridcomp.save_state(folder)
+    said = []
+    for harm in (_flip, Path.unlink):
+        if dist.get_rank() == 0:
+            harm(next(folder.glob("hybridcomp_model_*_rank_00001.pt")))
+        dist.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            hybridcomp.load_state(folder)
+        said.append(str(caught.value))
+    return said
+
+
+def _flip(path: Path) -> None:
+    found = bytearray(path.read_bytes())
+    found[len(found) // 2] ^= 1
+    path.write_bytes(found)
+
+
+def test_damaged_files_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    for first, second in run_ranks(2, damaged, tmp_path):
+        assert "rank 1" in first and "is damaged" in first
+        assert "rank 1" in second and "found no hybridcomp_model_" in second

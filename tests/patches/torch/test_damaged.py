@@ -1,0 +1,132 @@
+"""A damaged entry of one rank: an error on all ranks, at once, that names rank and entry."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridcomp
+from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.patches.torch.attached import Attached
+from tests.ranks import RunRanks
+
+BLOCK: dict[str, Any] = {
+    "dp": {"codec": "blockint", "bits": 3, "error_feedback": True}, "min_bytes": 0,
+    "ledger": {"every": 1_000_000},
+}  # fmt: skip
+ENTRY = "rank_00001"
+
+
+def trained() -> tuple[Any, Attached]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(40, 30))
+    attached = hybridcomp.attach(model, BLOCK)
+    assert attached is not None
+    model(torch.randn(4, 40)).square().mean().backward()
+    return model, attached
+
+
+def changed(packed: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    state = torch.load(io.BytesIO(packed), weights_only=True)
+    change(state)
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def not_finite(state: dict[str, Any]) -> None:
+    state["residuals"]["sender"]["weight"][0][1][3] = float("nan")
+
+
+def far_away(state: dict[str, Any]) -> None:
+    state["residuals"]["sender"]["weight"].append((10**9, torch.ones(2)))
+
+
+def no_units(state: dict[str, Any]) -> None:
+    state["divisors"] = {}
+
+
+DAMAGE: dict[str, Callable[[bytes], Any]] = {
+    "cut": lambda packed: packed[:100],
+    "empty": lambda packed: b"",
+    "no bytes": lambda packed: 3,
+    "a list": lambda packed: changed(packed, dict.clear),
+    "not finite": lambda packed: changed(packed, not_finite),
+    "far away": lambda packed: changed(packed, far_away),
+    "no units": lambda packed: changed(packed, no_units),
+}
+
+
+def refused() -> dict[str, str]:
+    """What each damage of rank 1's entry raises on this rank."""
+    model, attached = trained()
+    state, norm = attached.state_dict(), attached.channels.residuals.norm()
+    assert norm > 0
+    found = {}
+    for title, damage in DAMAGE.items():
+        mine = dict(state)
+        if dist.get_rank() == 1:
+            mine[ENTRY] = damage(state[ENTRY])
+        with pytest.raises(CheckpointError) as caught:
+            attached.load_state_dict(mine)
+        found[title] = str(caught.value)
+        assert attached.channels.residuals.norm() == norm, "nothing was taken over"
+    return found
+
+
+def test_damage_of_one_rank_is_told_on_all(on_ranks: RunRanks) -> None:
+    for found in on_ranks(2, refused):
+        for title, text in found.items():
+            assert "rank 1" in text and ENTRY in text, (title, text)
+
+
+def flipped() -> int:
+    """How many single bits of an entry's residuals can be flipped with no error."""
+    model, attached = trained()
+    state = attached.state_dict()
+    mine = state[f"rank_{dist.get_rank():05d}"]
+    values = attached.channels.residuals.state_dict()["sender"]["weight"][0][1]
+    place = mine.index(values.numpy().tobytes()[:64])
+    silent = 0
+    for byte in range(place, place + 4 * values.numel(), 97):
+        bad = mine[:byte] + bytes([mine[byte] ^ 4]) + mine[byte + 1 :]
+        try:
+            attached.load_state_dict({f"rank_{dist.get_rank():05d}": bad})
+            silent += 1
+        except CheckpointError:
+            pass
+    return silent
+
+
+def test_no_flipped_bit_is_taken(on_ranks: RunRanks) -> None:
+    assert on_ranks(2, flipped) == [0, 0]
+
+
+def lacking() -> tuple[str, str]:
+    """Rank 1 has no entry; then one of an engine of another kind."""
+    model, attached = trained()
+    state = attached.state_dict()
+    texts = []
+    for case in ("none", "other"):
+        mine = dict(state)
+        if dist.get_rank() == 1 and case == "none":
+            del mine[ENTRY]
+        if dist.get_rank() == 1 and case == "other":
+            mine[ENTRY] = changed(state[ENTRY], lambda found: found.update(step=7))
+        with pytest.raises(ConfigError) as caught:
+            attached.load_state_dict(mine)
+        texts.append(str(caught.value))
+    return texts[0], texts[1]
+
+
+def test_what_does_not_belong_together_is_told_on_all(on_ranks: RunRanks) -> None:
+    for missing, other in on_ranks(2, lacking):
+        assert "rank 1 lacks" in missing
+        assert "ranks 0 and 1" in other

@@ -1,0 +1,138 @@
+"""What no codec takes travels natively: fp64, complex numbers under FSDP2, sparse gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridcomp
+from tests.patches.torch.trainer import digest
+from tests.ranks import run_ranks
+
+WIDTH = 32
+B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
+QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
+#: engine, dtype: DDP sums complex64 as pairs of fp32, which codecs take
+NATIVE = (
+    (DistributedDataParallel, torch.float64), (DistributedDataParallel, torch.complex128),
+    (fully_shard, torch.float64), (fully_shard, torch.complex64),
+)  # fmt: skip
+
+
+class Linear(nn.Module):
+    """A product with parameters of one dtype, whose result is fp64."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=dtype) / 6)
+
+    def forward(self, values: Tensor) -> Tensor:
+        made: Tensor = torch.view_as_real((values.to(self.weight.dtype) @ self.weight) * (1 + 0j))
+        return made.sum(-1).double()
+
+
+class Rows(nn.Module):
+    """An embedding whose gradients are sparse, and a product."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH, sparse=sparse)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        tokens = (values[:, :4] * 10).long().abs() % 50
+        head: Tensor = self.head(self.embedding(tokens).mean(1))
+        return head
+
+
+def trained(model: nn.Module, block: dict[str, Any] | None) -> tuple[str, Any]:
+    """Digest of the parameters after three steps, and what is attached."""
+    attached = None
+    if block is not None:
+        attached = hybridcomp.attach(model, {**block, **QUIET})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        loss = model(torch.randn(8, WIDTH, generator=generator)).square().mean()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest(model), attached
+
+
+def seeded(make: Any, *given: Any) -> Any:
+    torch.manual_seed(0)
+    return make(*given)
+
+
+def messages(attached: Any, name: str) -> tuple[int, int]:
+    """All messages, and those that were native."""
+    entry = attached.channels.ledger.interval[name, "forward"]
+    return entry.messages, entry.native
+
+
+def with_other_dtypes(when: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for wrap, dtype in NATIVE:
+        block: dict[str, Any] = {"dp": {**B4, "when": when}}
+        if wrap is fully_shard:
+            block["zero"] = {"codec": "fp8", "when": when}
+        native = trained(wrap(seeded(Linear, dtype)), None)[0]
+        ours, attached = trained(wrap(seeded(Linear, dtype)), block)
+        found[f"{wrap} {dtype}"] = [ours == native, *(messages(attached, name) for name in block)]
+    return found
+
+
+@pytest.mark.parametrize("when", ["always", "auto"])
+def test_what_no_codec_takes_is_native(when: str) -> None:
+    """Equal to the bit, and every message counted as native."""
+    for found in run_ranks(2, with_other_dtypes, when):
+        for name, (identical, *counts) in found.items():
+            assert identical and all(every == native > 0 for every, native in counts), name
+
+
+def of_pairs() -> dict[str, Any]:
+    """A model of complex numbers under DDP."""
+
+    def make() -> Any:
+        return DistributedDataParallel(seeded(Linear, torch.complex64))
+
+    native = trained(make(), None)[0]
+    found: dict[str, Any] = {}
+    for name, codec in (("lossless", {"codec": "mpc"}), ("blockint", B4),
+                        ("powersgd", {"codec": "powersgd", "rank": 2})):  # fmt: skip
+        digest_, attached = trained(make(), {"dp": codec})
+        found[name] = (digest_ == native, messages(attached, "dp"))
+    return found
+
+
+def test_complex_numbers_under_ddp_are_pairs() -> None:
+    for found in run_ranks(2, of_pairs):
+        for name, (identical, (every, native)) in found.items():
+            assert identical == (name == "lossless") and every > native == 0, name
+
+
+def sparse() -> dict[str, Any]:
+    native = trained(DistributedDataParallel(seeded(Rows)), None)[0]
+    given = {"on_unsupported": "native"}
+    same = trained(DistributedDataParallel(seeded(Rows)), {"dp": {"codec": "mpc"}, **given})[0]
+    lossy, attached = trained(DistributedDataParallel(seeded(Rows)), {"dp": B4, **given})
+    entry = attached.channels.ledger.interval["dp", "forward"]
+    return {
+        "identity": same == native, "lossy": lossy != native, "step": attached.step,
+        "counts": messages(attached, "dp"), "wire": entry.wire_nbytes / entry.raw_nbytes,
+    }  # fmt: skip
+
+
+def test_sparse_gradients_travel_natively_beside_encoded_ones() -> None:
+    for found in run_ranks(2, sparse):
+        assert found["identity"] and found["lossy"] and found["step"] == 3
+        every, native = found["counts"]
+        assert native == 3 and every > native, "the embedding's rows, once in each step"
+        assert 0 < found["wire"] < 1

@@ -1,0 +1,42 @@
+"""``detach`` gives the groups of FSDP2 back the very objects that ``attach`` took out of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hybridcomp
+from hybridcomp.patches.torch.fsdp2 import groups_of
+from hybridcomp.patches.torch.fsdp2_members import PREPARE
+from tests.ranks import run_ranks
+
+BLOCK: dict[str, Any] = {"dp": {"codec": "blockint"}, "ledger": {"every": 1_000_000}}
+
+
+def slots(group: Any) -> list[Any]:
+    """What stands in the slots; a method (torch 2.15) is told by the function that it calls."""
+    prepare = getattr(group, PREPARE, None)
+    replicas = group.mesh_info.replicate_process_group
+    comms = [group._all_gather_comm, group._reduce_scatter_comm]
+    return [group.mesh_info, replicas, *comms, getattr(prepare, "__func__", prepare)]
+
+
+def given_back() -> list[list[bool]]:
+    """Whether each slot holds its first object, while attached and after ``detach``."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    (group,) = groups_of(model)
+    before, found = slots(group), []
+    hybridcomp.attach(model, BLOCK)
+    found.append([a is b for a, b in zip(slots(group), before, strict=True)])
+    hybridcomp.detach(model)
+    found.append([a is b for a, b in zip(slots(group), before, strict=True)])
+    return found
+
+
+def test_detach_gives_back_the_objects_of_torch() -> None:
+    for attached, detached in run_ranks(2, given_back):
+        assert not any(attached[:4]) and all(detached), (attached, detached)

@@ -1,0 +1,191 @@
+"""Saved and resumed: bit for bit on as many ranks, with the sum of residuals on others."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+import hybridcomp
+from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.ddp_layout import BucketLayout
+from hybridcomp.patches.torch.stateful import AtCheckpoint
+from tests.patches.torch.trainer import (
+    Job,
+    Outcome,
+    build,
+    optimizer_of,
+    outcome,
+    sum_of_residuals,
+    train,
+)
+from tests.ranks import run_ranks
+
+BLOCK: dict[str, Any] = {
+    "dp": {"codec": "blockint", "bits": 3, "error_feedback": True},
+    "min_bytes": 0,
+    "ledger": {"every": 1_000_000},
+}
+JOBS = {
+    "FSDP2": Job(block={**BLOCK, "zero": {"codec": "blockint", "bits": 8}}),
+    "DDP": Job(engine="ddp", block=BLOCK),
+}
+HSDP = replace(JOBS["FSDP2"], replicas=2)
+CUT, LAST = 4, 8
+
+
+def started(job: Job) -> tuple[Any, Any, Attached]:
+    model = build(job)
+    attached = hybridcomp.attach(model, job.block)
+    assert attached is not None
+    return model, optimizer_of(job, model), attached
+
+
+def save(folder: Path, model: Any, optimizer: Any) -> None:
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states, "hybridcomp": hybridcomp.stateful(model)}
+    save_sharded(state, checkpoint_id=folder)
+
+
+def load(folder: Path, model: Any, optimizer: Any, named: bool) -> None:
+    weights, states = get_state_dict(model, optimizer)
+    part = hybridcomp.stateful(model, checkpoint=folder if named else None)
+    state = {"model": weights, "optimizer": states, "hybridcomp": part}
+    load_sharded(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+
+
+def unbroken(job: Job, folder: Path) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    """Train, saving in the middle in every way; what the end was, and residuals when saved."""
+    model, optimizer, attached = started(job)
+    train(job, model, optimizer, 0, CUT)
+    save(folder, model, optimizer)
+    hybridcomp.save_state(folder / "files")
+    folder.joinpath(f"pickle{dist.get_rank()}").write_bytes(pickle.dumps(attached))
+    missing = sum_of_residuals(attached)
+    losses = train(job, model, optimizer, CUT, LAST)
+    return outcome(losses, model, attached), missing
+
+
+def resumed(job: Job, folder: Path, way: str) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    """What the end is from the middle on, and residuals as they were loaded."""
+    model, optimizer, attached = started(job)
+    load(folder, model, optimizer, named=way != "unnamed")
+    if way in ("files", "pickle"):
+        attached.channels.residuals.drop()
+        attached.channels.step = 0
+    if way == "files":
+        hybridcomp.load_state(folder / "files")
+    if way == "pickle":
+        saved = pickle.loads(folder.joinpath(f"pickle{dist.get_rank()}").read_bytes())
+        attached.load_state_dict(saved)
+    missing = sum_of_residuals(attached)
+    losses = train(job, model, optimizer, CUT, LAST)
+    return outcome(losses, model, attached), missing
+
+
+def same(left: tuple[Outcome, Any], right: tuple[Outcome, Any]) -> bool:
+    one, other = left[0], right[0]
+    return (one.losses, one.parameters, one.step) == (other.losses, other.parameters, other.step)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_resumed_is_unbroken(name: str, tmp_path: Path) -> None:
+    job = JOBS[name]
+    whole = run_ranks(2, unbroken, job, tmp_path)
+    ways = ("unnamed", "named", "files", "pickle") if name == "DDP" else ("unnamed", "files")
+    for way in ways:
+        again = run_ranks(2, resumed, job, tmp_path, way)
+        assert all(same(a, b) for a, b in zip(whole, again, strict=True)), way
+    without = replace(job, block={**BLOCK, "dp": {"codec": "blockint", "bits": 3}})
+    forgotten = run_ranks(2, resumed, without, tmp_path, "unnamed")
+    assert not same(whole[0], forgotten[0])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ranks"),
+    [
+        (JOBS["FSDP2"], JOBS["FSDP2"], (4, 2)),
+        (JOBS["FSDP2"], JOBS["FSDP2"], (2, 3)),
+        (HSDP, JOBS["FSDP2"], (4, 2)),
+        (JOBS["DDP"], JOBS["DDP"], (4, 2)),
+    ],
+    ids=["FSDP2 4 to 2", "FSDP2 2 to 3", "HSDP 4 to FSDP2 2", "DDP 4 to 2"],
+)
+def test_sums_are_kept_on_other_ranks(
+    before: Job, after: Job, ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    old, new = ranks
+    missing = run_ranks(old, unbroken, before, tmp_path)[0][1]
+    results = run_ranks(new, resumed, after, tmp_path, "named")
+    taken = results[0][1]
+    assert set(taken) == set(missing)
+    assert any(float(tensor.norm()) > 0 for tensor in missing.values())
+    for name, tensor in missing.items():
+        torch.testing.assert_close(taken[name], tensor, rtol=1e-4, atol=1e-7)
+    assert results[0][0].step == LAST
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_layout_of_a_bucket(world_size: int) -> None:
+    """Chunks begin at multiples of 32, and everything comes back."""
+    numels = [100, 1, 64, 97]
+    layout = BucketLayout(["a", "b", "c", "d"], numels, world_size)
+    gradients = torch.arange(1.0, sum(numels) + 1)
+    flat = torch.full((layout.numel,), torch.nan)  # what another message has left there
+    layout.pack(2.0 * gradients, 0.5, flat)
+    assert layout.columns % 32 == 0 and flat.numel() == layout.columns * world_size
+    back = torch.zeros_like(gradients)
+    layout.unpack(flat, back)
+    assert torch.equal(back, gradients)
+    position, starts = 0, dict(zip("abcd", [0, 100, 101, 165], strict=True))
+    for piece in layout.pieces:
+        held = flat[position : position + piece.numel]
+        if piece.name:
+            first = starts[piece.name] + piece.offset
+            assert torch.equal(held, gradients[first : first + piece.numel])
+            assert position % 32 == 0
+        else:
+            assert not held.any()
+        position += piece.numel
+    assert position == flat.numel()
+
+
+def load_unnamed(job: Job, folder: Path) -> str:
+    model, optimizer, _ = started(job)
+    with pytest.raises(ConfigError) as caught:
+        load(folder, model, optimizer, named=False)
+    return str(caught.value)
+
+
+def test_another_number_of_ranks_wants_the_folder(tmp_path: Path) -> None:
+    run_ranks(4, unbroken, JOBS["DDP"], tmp_path)
+    for found in run_ranks(2, load_unnamed, JOBS["DDP"], tmp_path):
+        assert "checkpoint=folder" in found
+
+
+def metadata_on_one_rank(folder: str) -> tuple[str, list[str]]:
+    """What a rank is told whose folder has no metadata on rank 1; the entries it takes else."""
+    attached: Any = None
+    save_sharded({"hybridcomp": {f"rank_{dist.get_rank():05d}": b"x"}}, checkpoint_id=folder)
+    told = ""
+    try:
+        AtCheckpoint(attached, folder if dist.get_rank() == 0 else f"{folder}/not there")
+    except CheckpointError as error:
+        told = str(error)
+    return told, sorted(AtCheckpoint(attached, folder).state_dict())
+
+
+def test_metadata_that_one_rank_cannot_read_is_told_on_all(tmp_path: Path) -> None:
+    for rank, (told, entries) in enumerate(run_ranks(2, metadata_on_one_rank, str(tmp_path))):
+        assert "rank 1: FileNotFoundError" in told and "rank 0: " not in told
+        assert entries == [f"rank_{rank:05d}"]

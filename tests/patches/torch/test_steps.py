@@ -1,0 +1,174 @@
+"""What counts as a step: of torch's optimizers, late ones, foreign ones, and skipped ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import hybridcomp
+from hybridcomp.autotune import recheck
+from hybridcomp.autotune.recheck import Recheck
+from hybridcomp.patches.torch import steps, unseen_steps
+from tests.patches.torch.trainer import Job, build, train
+from tests.ranks import run_ranks
+from tests.stand_ins.link_clock import clock
+
+QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
+B8: dict[str, Any] = {"codec": "blockint", "bits": 8}
+LATER = {"dp": B8, "start_step": 2, **QUIET}
+
+
+class Foreign:
+    """Plain descent, as somebody writes it who has never heard of ``torch.optim.Optimizer``."""
+
+    def __init__(self, model: nn.Module, in_place: bool, forgets: bool) -> None:
+        self.parameters = list(model.parameters())
+        self.in_place, self.forgets = in_place, forgets
+        self.behind: Callable[[], object] = lambda: None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters:
+            held: Any = parameter if self.in_place else parameter.data
+            if parameter.grad is not None:
+                held.add_(parameter.grad, alpha=-0.01)
+        self.behind()
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            if self.forgets:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What is said of steps."""
+    said: list[str] = []
+    with patch.object(unseen_steps, "say", said.append):
+        yield said
+
+
+def foreign(engine: Any, in_place: bool, forgets: bool, counts: bool) -> dict[str, Any]:
+    """Steps by a foreign optimizer, one micro-batch or two for each: counted, encoded, told."""
+    found: dict[str, Any] = {}
+    for micro_batches in (1, 2):
+        job = Job(engine=engine, micro_batches=micro_batches, sync_last=False)
+        model = build(job)
+        attached = hybridcomp.attach(model, LATER)
+        assert attached is not None
+        optimizer = Foreign(model, in_place, forgets)
+        if counts:
+            optimizer.behind = attached.count_step
+        with heard() as said:
+            train(job, model, optimizer, 0, 5)
+        entry = attached.channels.ledger.interval["dp", "forward"]
+        encoded = entry.messages - entry.native
+        found[f"{micro_batches}"] = (attached.step, encoded > 0, sorted(set(said)))
+    return found
+
+
+def late() -> list[Any]:
+    """An optimizer of torch's that is given the parameters later, and one that accumulates."""
+    job = Job(engine="ddp")
+    model = build(job)
+    attached = hybridcomp.attach(model, LATER)
+    assert attached is not None
+    other = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([other], lr=0.01)
+    other.grad = torch.zeros(1)
+    optimizer.step()  # holds nothing of the model yet
+    optimizer.add_param_group({"params": list(model.parameters())})
+    with heard() as said:
+        train(Job(engine="ddp", micro_batches=10, sync_last=False), model, optimizer, 0, 3)
+    return [attached.step, said]
+
+
+def skipped(feedback: bool) -> tuple[float, int]:
+    """Seconds of a step, the first try of which a loss scaler skips, and steps taken."""
+    auto = {"codec": "blockint", "bits": 4, "error_feedback": feedback, "when": "auto"}
+    model = build(Job(engine="ddp"))
+    with clock(0.02, 0.01):
+        attached = hybridcomp.attach(model, {"dp": auto, **QUIET})
+    assert attached is not None
+    compared = attached.channels.verdicts.recheck = Recheck(("dp",), 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    seconds = 0.0
+    with patch.object(recheck, "now", lambda: seconds):
+        for factor in (float("inf"), 1.0):
+            seconds += 60.0  # something else
+            loss = model(torch.zeros(2, 6, dtype=torch.long)).square().mean() * factor
+            scaler.scale(loss).backward()
+            seconds += 1.0
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        compared.close(1, torch.device("cpu"))
+    steps.forget_all()
+    return compared._seconds(0), attached.step
+
+
+#: how a foreign optimizer changes parameters, whether it drops gradients, whether it tells of steps
+FOREIGN = {
+    "in place": (True, False, False),
+    "in place, forgets": (True, True, False),
+    "by data, forgets": (False, True, False),
+    "unseen": (False, False, False),
+    "by hand": (False, False, True),
+}
+ENGINES = ("ddp", "fsdp2")
+
+
+def every_case() -> dict[str, Any]:
+    """All of the above, on ranks that are launched once."""
+    found: dict[str, Any] = {
+        f"{engine}, {name}": foreign(engine, *how)
+        for engine in ENGINES
+        for name, how in FOREIGN.items()
+    }
+    return {**found, "late": late(), "skipped": [skipped(feedback) for feedback in (False, True)]}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, Any]]:
+    return run_ranks(2, every_case, timeout=600.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_of_a_foreign_optimizer_are_counted(
+    engine: str, outcomes: list[dict[str, Any]]
+) -> None:
+    """One step behind where nobody tells of them; the last one is seen by no pass."""
+    for found in outcomes:
+        for name in ("in place", "in place, forgets", "by data, forgets"):
+            for step, encoded, said in found[f"{engine}, {name}"].values():
+                assert (step, encoded, said) == (4, True, [unseen_steps.COUNTED]), name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_that_nobody_can_see_are_told_or_counted_by_hand(
+    engine: str, outcomes: list[dict[str, Any]]
+) -> None:
+    for found in outcomes:
+        unseen, counted = found[f"{engine}, unseen"], found[f"{engine}, by hand"]
+        assert unseen["1"] == (0, False, [])  # too few passes
+        assert unseen["2"] == (0, False, [unseen_steps.NOT_COUNTED])
+        assert counted["1"] == counted["2"] == (5, True, [])
+
+
+def test_an_optimizer_that_gets_the_parameters_later_is_followed(
+    outcomes: list[dict[str, Any]],
+) -> None:
+    assert [found["late"] for found in outcomes] == [[3, []]] * 2
+
+
+def test_a_skipped_step_adds_no_time_to_the_next_one(outcomes: list[dict[str, Any]]) -> None:
+    assert [found["skipped"] for found in outcomes] == [[(1.0, 1)] * 2] * 2

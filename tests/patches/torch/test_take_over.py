@@ -1,0 +1,54 @@
+"""What another layout of ranks left out is sent by the next step that encodes all parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.patches.torch.test_state import HSDP, JOBS, load, save, started
+from tests.patches.torch.trainer import Job, sum_of_residuals, train
+from tests.ranks import RunRanks
+
+
+def saved_by(job: Job, folder: Path) -> dict[str, torch.Tensor]:
+    model, optimizer, attached = started(job)
+    train(job, model, optimizer, 0, 3)
+    save(folder, model, optimizer)
+    return sum_of_residuals(attached)
+
+
+def taken_by(job: Job, folder: Path) -> tuple[dict[str, torch.Tensor], bool]:
+    """What is held after loading; whether any of it waits behind a step that encodes all."""
+    model, optimizer, attached = started(job)
+    load(folder, model, optimizer, named=True)
+    held = sum_of_residuals(attached)
+    train(job, model, optimizer, 3, 4)
+    return held, attached.channels.residuals.is_restored
+
+
+def two_levels(job: Job, hierarchy: int | str) -> Job:
+    return replace(job, block={**(job.block or {}), "hierarchy": hierarchy})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (JOBS["FSDP2"], two_levels(HSDP, "auto")),
+        (HSDP, JOBS["FSDP2"]),
+        (JOBS["FSDP2"], HSDP),
+        (JOBS["DDP"], two_levels(JOBS["DDP"], 2)),
+        (two_levels(JOBS["DDP"], 2), JOBS["DDP"]),
+    ],
+    ids=["FSDP to HSDP by nodes", "HSDP to FSDP", "FSDP to HSDP", "DDP to nodes", "DDP from nodes"],
+)
+def test_all_of_it_is_sent(before: Job, after: Job, on_ranks: RunRanks, tmp_path: Path) -> None:
+    missing = on_ranks(4, saved_by, before, tmp_path)[0]
+    assert any(float(tensor.norm()) > 0 for tensor in missing.values())
+    for held, waits in on_ranks(4, taken_by, after, tmp_path):
+        assert not waits
+        assert set(held) == set(missing)
+        for name, tensor in missing.items():
+            torch.testing.assert_close(held[name], tensor, rtol=1e-4, atol=1e-7)

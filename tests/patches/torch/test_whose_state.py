@@ -1,0 +1,154 @@
+"""State says whose it is: a restart takes its own model's, whatever else lived in the process."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridcomp
+from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.identity import identity_of
+from tests.patches.torch.trainer import Job, build, optimizer_of, train
+from tests.ranks import run_ranks
+
+DP: dict[str, Any] = {
+    "dp": {"codec": "blockint", "bits": 3, "error_feedback": True},
+    "min_bytes": 0,
+    "ledger": {"every": 1_000_000},
+}
+JOBS = {"DDP": Job(engine="ddp"), "FSDP2": Job()}
+
+
+def attached(model: nn.Module) -> Attached:
+    found = hybridcomp.attach(model, DP)
+    assert found is not None
+    return found
+
+
+def trained(job: Job, steps: int) -> Any:
+    model = build(job)
+    attached(model)
+    train(job, model, optimizer_of(job, model), 0, steps)
+    return model
+
+
+def state_of(model: nn.Module) -> tuple[int, float]:
+    found = hybridcomp.attach(model)
+    assert found is not None
+    return found.step, found.channels.residuals.norm()
+
+
+def rebuilt(job: Job, folder: Path) -> dict[str, Any]:
+    """States of a model, before it was saved and loaded into others, after earlier ones died."""
+    gc.disable()  # the first models are not collected by chance
+    first = trained(job, 1)
+    hybridcomp.save_state(folder / "first")
+    del first
+    second = trained(job, 3)
+    found: dict[str, Any] = {"saved": state_of(second)}
+    hybridcomp.save_state(folder / "second")
+    found["files"] = sorted(path.name for path in (folder / "second").iterdir())
+    del second
+    third = build(job)
+    attached(third)
+    hybridcomp.load_state(folder / "second")
+    found["loaded"] = state_of(third)
+    gc.enable()
+    return found
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_model_that_died_before_is_no_matter(name: str, tmp_path: Path) -> None:
+    for found in run_ranks(2, rebuilt, JOBS[name], tmp_path):
+        step, norm = found["saved"]
+        assert step == 3 and norm > 0
+        assert found["loaded"] == (3, pytest.approx(norm))
+        assert len(found["files"]) == 2 and found["files"][0].endswith("_00_rank_00000.pt")
+
+
+def linear(width: int) -> nn.Module:
+    torch.manual_seed(width)
+    return DistributedDataParallel(nn.Linear(width, 64))
+
+
+def step(model: nn.Module, width: int) -> None:
+    model(torch.randn(2, width)).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def several(folder: Path) -> dict[str, Any]:
+    """What becomes of files of two models that are alike and one that is not."""
+    found: dict[str, Any] = {}
+    models = [linear(8), linear(32), linear(8)]
+    for model in models:
+        attached(model)
+    for times, (model, width) in enumerate(zip(models, (8, 32, 8), strict=True), start=1):
+        for _ in range(times):
+            step(model, width)
+    hybridcomp.save_state(folder)
+    states = [state_of(model) for model in models]
+    for model in models:
+        hybridcomp.detach(model)
+    # in another order, but for those that are alike
+    again = [linear(8), linear(8), linear(32)]
+    for model in again:
+        attached(model)
+    hybridcomp.load_state(folder)
+    found["again"] = [state_of(model) for model in again] == [states[0], states[2], states[1]]
+    hybridcomp.detach(again[0])
+    found["one of two"] = refused(folder)
+    found["untouched"] = [state_of(model) for model in again[1:]] == [states[2], states[1]]
+    hybridcomp.detach(again[1])
+    hybridcomp.load_state(folder)  # the others stay where they are
+    hybridcomp.detach(again[2])
+    other = attached(linear(16))
+    found["another"] = refused(folder)
+    with pytest.raises(ConfigError) as caught:
+        other.load_state_dict(saved_part(32))
+    found["part"] = str(caught.value)
+    hybridcomp.load_state(folder / "empty")
+    found["empty"] = (other.step, other.channels.residuals.norm())
+    return found
+
+
+def saved_part(width: int) -> dict[str, Any]:
+    """What ``torch.distributed.checkpoint`` would keep of another model."""
+    model = linear(width)
+    part = attached(model).state_dict()
+    hybridcomp.detach(model)
+    return part
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        hybridcomp.load_state(folder)
+    return str(caught.value)
+
+
+def test_state_of_other_models_is_refused(tmp_path: Path) -> None:
+    for found in run_ranks(2, several, tmp_path):
+        assert found["again"] and found["untouched"]
+        assert "the state of 2 models" in found["one of two"]
+        assert "attached 1 of them" in found["one of two"]
+        assert "the state of another model" in found["another"]
+        assert "this one is" in found["part"] and "the state of" in found["part"]
+        assert found["empty"] == (0, 0.0)
+        assert all("\n" not in found[name] for name in ("one of two", "another", "part"))
+
+
+def test_identity_is_that_of_names_and_shapes() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    same = identity_of(model)
+    assert identity_of(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))) == same
+    assert identity_of(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6))) != same
+    assert identity_of(nn.Sequential(*model, nn.Linear(1, 1))) != same
+    model[0]._modules["_orig_mod"] = nn.Linear(3, 4)
+    del model[0]._parameters["weight"], model[0]._parameters["bias"]
+    assert identity_of(model) == same  # as torch.compile names them

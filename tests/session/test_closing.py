@@ -1,0 +1,155 @@
+"""The last line of a job: once, on rank 0, however it ends, with what was sent, saved and lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from hybridcomp.channels.gains import Gains
+from hybridcomp.channels.ledger import Entry
+from hybridcomp.session.closing import UNTIMED, Account, last_line
+from tests.paths import ROOT
+
+BEGIN = """
+    import hybridcomp, os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+    from torch.nn.parallel import DistributedDataParallel
+    BLOCK = {"dp": {"codec": "blockint", "bits": 8}, "min_bytes": 0, "ledger": {"every": 2}}
+
+    def train(rank, end, block=None, steps=4, times=None):
+        dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank,
+                                world_size=2)
+        if times is not None:
+            from hybridcomp.autotune import judging
+            judging.seconds = lambda run, device: (run(), times[run.__name__])[1]
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        hybridcomp.attach(model, block or BLOCK)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+        del model, optimizer
+        end()
+        dist.barrier()
+
+    def leave(): sys.exit(0)
+    def fail(): raise ValueError("the script's own")
+    def go_on(): pass
+"""
+
+
+def ends(tmp_path: Path, call: str) -> list[str]:
+    """The last lines of a job of two ranks that ``multiprocessing`` starts."""
+    end = f"""
+    if __name__ == "__main__":
+        try:
+            mp.spawn(train, args=({call},), nprocs=2)
+        except Exception as error:
+            print(type(error).__name__, file=sys.stderr)
+    """
+    script = tmp_path / "job.py"
+    script.write_text(dedent(BEGIN) + dedent(end))
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store")],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    return [text for text in done.stdout.splitlines() if "this run " in text]
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("end", ["go_on", "leave", "fail"])
+def test_one_line_however_the_job_ends(tmp_path: Path, end: str) -> None:
+    (text,) = ends(tmp_path, end)
+    assert text.startswith("[hybridcomp] this run sent 0.0") and " MB (native), " in text
+    assert UNTIMED in text and "worst error " in text and text.endswith("(dp), no report file")
+
+
+def test_what_no_report_has_is_said(tmp_path: Path) -> None:
+    (text,) = ends(tmp_path, 'go_on, {**BLOCK, "ledger": {"every": 2, "jsonl": "l.jsonl"}}, 3')
+    assert "this run until step 2 sent " in text and text.endswith("report l.jsonl")
+    (tmp_path / "store").unlink(missing_ok=True)
+    (text,) = ends(tmp_path, 'go_on, {**BLOCK, "ledger": {"every": 9}}, 3')
+    assert "this run rank 0 alone sent " in text
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ('go_on, {**BLOCK, "min_bytes": 10**9}', "no message had min_bytes, 1000000000"),
+        ('go_on, {**BLOCK, "start_step": 9}', "it ended at step 4, and start_step is 9"),
+        ('go_on, {**BLOCK, "when": "auto"}, 4, {"native": 0.01, "coded": 0.04}',
+         'the link is faster than the codecs ("when": "auto"); measuring took '),
+    ],
+    ids=["small", "early", "fast link"],
+)  # fmt: skip
+def test_a_job_that_compressed_nothing_says_so(tmp_path: Path, call: str, why: str) -> None:
+    (text,) = (t for t in ends(tmp_path, call) if "nothing is compressed" not in t)
+    assert "this run compressed nothing: " in text and why in text
+
+
+def test_seconds_are_those_of_the_verdicts(tmp_path: Path) -> None:
+    times = '{"native": 40.0, "coded": 10.0}'
+    (text,) = ends(tmp_path, f'go_on, {{**BLOCK, "when": "auto"}}, 2, {times}')
+    assert "saved about " in text and "as far as measured, " in text
+    saved = float(text.partition("saved about ")[2].split()[0])
+    assert 40 < saved <= 60  # two steps of 30 s, less what the trial took
+
+
+def account(**given: Any) -> Account:
+    found = Account(Gains(given.pop("gains", {}), given.pop("spent_s", 0.0)), step=10)
+    for name, value in given.items():
+        setattr(found, name, value)
+    return found
+
+
+def sent(dimension: str, raw: float, wire: float, native: int = 0, error: float = 0.0) -> Any:
+    entry = Entry(messages=4, native=native, raw_nbytes=raw, wire_nbytes=wire,
+                  error_sq=error**2, value_sq=1.0 if error else 0.0)  # fmt: skip
+    return {(dimension, "forward"): entry}
+
+
+def test_models_are_added_up() -> None:
+    first, second = account(gains={"dp": 12.0}, spent_s=2.0, report="a.jsonl"), account()
+    first.add(sent("dp", 300e6, 40e6, error=0.1))
+    second.add(sent("zero", 100e6, 60e6, error=0.02))
+    second.add(sent("tp", 5e6, 5e6, native=4))
+    assert last_line([first, second]) == (
+        "this run sent 105 of 405 MB (native), saved about 10 s as far as measured (dp alone), "
+        "worst error 1.0e-01 (dp), report a.jsonl"
+    )
+
+
+def test_a_loss_is_called_one() -> None:
+    one = account(gains={"dp": 1.0}, spent_s=2.5, outside=3.0)
+    one.add(sent("dp", 300e6, 40e6))
+    text = last_line([one])
+    assert "lost about 1.5 s as far as measured, no error sampled, 3 sampled values OUTSIDE" in text
+
+
+def test_lines_stand_beside_progress_bars(tmp_path: Path) -> None:
+    """A bar ends without a newline, and must not be the beginning of a line of ours."""
+    pytest.importorskip("tqdm")
+    code = """
+        import sys, tqdm
+        from hybridcomp.log import say
+        sys.stderr = sys.stdout
+        for _ in tqdm.tqdm(range(3), file=sys.stdout, mininterval=0):
+            say("a line")
+        say("the end")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(code)], capture_output=True, env=environment(), check=True
+    )
+    parts = done.stdout.decode().replace("\r", "\n").split("\n")
+    assert parts.count("[hybridcomp] a line") == 3 and parts.count("[hybridcomp] the end") == 1

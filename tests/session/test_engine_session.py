@@ -1,0 +1,199 @@
+"""A toy engine on ``EngineSession``: a plain loop of torch.distributed, with no patch behind it.
+
+Everything that ``Toy`` does somebody else could write outside of the package: it averages gradients
+over its ranks through the session's channel ``dp``, and tells the session names, groups and steps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.collectives.native_nbytes import all_reduce_nbytes
+from hybridcomp.collectives.topology import ranks_of
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import AgreementError
+from hybridcomp.session.engine_session import EngineSession
+from tests.ranks import run_ranks
+
+WIDTH, STEPS = 40, 12
+FEEDBACK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "min_bytes": 0}
+
+
+class Toy:
+    """A model, Adam, and gradients that are averaged in one flat buffer."""
+
+    def __init__(self, block: dict[str, Any] | None) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, WIDTH + 3), torch.nn.Tanh(), torch.nn.Linear(WIDTH + 3, WIDTH)
+        )
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.Adam(self.parameters, lr=1e-2)
+        config = None if block is None else CompressionConfig.parse(block)
+        self.session = EngineSession.begin(config)
+        self.worst = 0.0  # the largest error of a sum, in units of its bound's scale
+        if self.session is not None:
+            self.session.name_parameters(self.model.named_parameters())
+            self.session.place([ranks_of(None)])
+            numel = sum(parameter.numel() for parameter in self.parameters)
+            self.session.measure(None, torch.float32, numel)
+
+    def step(self, index: int) -> float:
+        """One batch of this rank; returns its loss."""
+        generator = torch.Generator().manual_seed(100 * index + dist.get_rank())
+        values = torch.randn(8, WIDTH, generator=generator)
+        if self.session is not None:
+            self.session.begin_step()
+        loss = (self.model(values) - values.roll(1, 1)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        gradients = [parameter.grad for parameter in self.parameters]
+        assert all(gradient is not None for gradient in gradients)
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients if gradient is not None])
+        self.add_up(flat)
+        parts = torch.split(flat / dist.get_world_size(), [p.numel() for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        self.optimizer.step()
+        if self.session is not None:
+            self.session.end_step()
+        return float(loss.detach())
+
+    def add_up(self, flat: Tensor) -> None:
+        """Sum ``flat`` over the ranks, in place: as the block says."""
+        if self.session is None:
+            dist.all_reduce(flat)
+            return
+        channel = self.session.channels["dp"]
+        raw_nbytes = all_reduce_nbytes(flat.numel(), flat.dtype, dist.get_world_size())
+        codec = channel.codec(flat.numel(), flat.dtype, None, "forward")
+        if codec is None:
+            channel.native(raw_nbytes)
+            dist.all_reduce(flat)
+            return
+        exact, scale = flat.clone(), self.scale(flat)
+        dist.all_reduce(exact)
+        pieces = self.session.pieces(self.parameters)
+        channel.all_reduce(flat, codec, None, raw_nbytes=raw_nbytes, pieces=pieces)
+        self.worst = max(self.worst, float(((flat - exact).abs() / scale).max()))
+
+    def scale(self, flat: Tensor) -> Tensor:
+        """By element: the sum over ranks of the largest magnitude in its parameter."""
+        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
+        largest = torch.cat([part.abs().max().expand(part.numel()) for part in parts])
+        dist.all_reduce(largest)
+        return largest
+
+    def train(self, first: int, last: int) -> list[float]:
+        return [self.step(index) for index in range(first, last)]
+
+
+def losses(block: dict[str, Any] | None) -> tuple[list[float], float, bool]:
+    """Losses of a whole run, its largest error, and whether the codec took its messages."""
+    toy = Toy(block)
+    found = toy.train(0, STEPS)
+    encoded = False
+    if toy.session is not None:
+        entry = toy.session.channels.ledger.interval["dp", "forward"]
+        encoded = entry.messages == STEPS and entry.native == 0
+        assert toy.session.channels.step == STEPS
+    return found, toy.worst, encoded
+
+
+def several(blocks: list[dict[str, Any] | None]) -> list[tuple[list[float], float, bool]]:
+    return [losses(block) for block in blocks]
+
+
+def test_exact_codecs_change_nothing_and_bounds_hold() -> None:
+    quiet = {"min_bytes": 0, "ledger": {"every": 1000}}
+    bound = {"codec": "auto", "error_bound": 1e-2}
+    blocks = [None, {"dp": "none", **quiet}, {"dp": "expcode", **quiet}, {"dp": bound, **quiet}]
+    for native, none, lossless, lossy in run_ranks(2, several, blocks):
+        assert none[0] == native[0] and not none[2]
+        assert lossless[0] == native[0] and lossless[2] and lossless[1] == 0
+        assert lossy[0] != native[0] and lossy[2]
+        assert 0 < lossy[1] <= 1e-2
+        assert lossy[0][-1] == pytest.approx(native[0][-1], rel=0.05)
+
+
+def resumed(folder: str) -> tuple[list[float], list[float], float]:
+    """A run in one go, and one that is saved half-way and goes on in a new engine."""
+    half = STEPS // 2
+    toy = Toy(FEEDBACK)
+    toy.train(0, half)
+    assert toy.session is not None
+    own = Path(folder) / f"toy_{dist.get_rank()}.pt"
+    toy.session.save(folder)
+    torch.save([toy.model.state_dict(), toy.optimizer.state_dict()], own)
+    whole = toy.train(half, STEPS)
+    again = Toy(FEEDBACK)
+    model, optimizer = torch.load(own)
+    again.model.load_state_dict(model)
+    again.optimizer.load_state_dict(optimizer)
+    assert again.session is not None
+    again.session.load(folder)
+    assert again.session.channels.step == half
+    residual = again.session.channels.residuals.norm()
+    return whole, again.train(half, STEPS), residual
+
+
+def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
+    for whole, after, residual in run_ranks(2, resumed, str(tmp_path)):
+        assert residual > 0
+        assert after == whole
+
+
+def followed() -> tuple[list[float], int]:
+    """Norms of residuals after a step, after the loss scale doubled, and after an overflow."""
+    toy = Toy(FEEDBACK)
+    toy.train(0, 1)
+    assert toy.session is not None
+    norms = [toy.session.channels.residuals.norm()]
+    toy.session.end_step(loss_scale=2.0)
+    norms.append(toy.session.channels.residuals.norm())
+    toy.session.end_step(overflow=True, loss_scale=1.0)
+    norms.append(toy.session.channels.residuals.norm())
+    toy.session.close()
+    return norms, toy.session.channels.step
+
+
+def test_residuals_follow_the_loss_scale_and_overflows() -> None:
+    for (first, doubled, dropped), step in run_ranks(2, followed):
+        assert first > 0 and doubled == pytest.approx(2 * first)
+        assert dropped == 0 and step == 3
+
+
+def reported(jsonl: str) -> None:
+    toy = Toy({**FEEDBACK, "ledger": {"jsonl": jsonl, "every": 4}})
+    toy.train(0, STEPS)
+    assert toy.session is not None
+    toy.session.close()
+
+
+def test_the_ledger_reports_without_an_engine(tmp_path: Path) -> None:
+    import json
+
+    jsonl = tmp_path / "ledger.jsonl"
+    run_ranks(2, reported, str(jsonl))
+    records = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    assert [record["step"] for record in records] == [4, 8, 12, 12]
+    assert records[-1]["summary"] and records[-1]["dimensions"]["dp"]["forward"]["messages"] == 24
+
+
+def disagreeing() -> str:
+    try:
+        Toy(FEEDBACK if dist.get_rank() else None)
+    except AgreementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_differ_are_told() -> None:
+    for text in run_ranks(2, disagreeing):
+        assert "rank(s) 1 differ" in text

@@ -1,0 +1,125 @@
+"""The channels of the process: who lends them, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hybridcomp.channels import Channels
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.session import process
+from hybridcomp.session.engine_session import EngineSession
+from tests.paths import ROOT
+
+
+class Engine:
+    """What lends; a cycle holds it, as DeepSpeed's engines are held."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def session(block: dict[str, Any]) -> EngineSession:
+    return EngineSession(Channels(CompressionConfig.parse(block)))
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    process.configure(None)
+    yield
+    process.configure(None)
+
+
+def test_an_engine_lends_while_it_lives() -> None:
+    engine, lent = Engine(), session({"tp": "bf16"})
+    process.lend(engine, lent)
+    assert process.current() is lent.channels
+    assert process.borrowed() is lent.channels
+    del engine
+    gc.collect()
+    assert process.borrowed() is None
+    assert process.current() is None
+
+
+def test_a_configured_block_comes_back_after_the_engine() -> None:
+    process.configure({"tp": "fp16"})
+    engine = Engine()
+    process.lend(engine, session({"tp": "bf16"}))
+    del engine
+    gc.collect()
+    assert process.current() is None  # torch.distributed is not up
+    config = process.configured()
+    assert config is not None
+    assert config.tp.codec == "fp16"
+
+
+def test_the_first_living_engine_lends() -> None:
+    first, second = Engine(), Engine()
+    lent = session({"preset": "recommended"})
+    process.lend(first, lent)
+    process.lend(second, session({"preset": "zhybrid"}))  # names tp only by its preset
+    assert process.current() is lent.channels
+    with pytest.raises(ConfigError, match=r"compression\.tp.*another engine of this process"):
+        process.lend(second, session({"tp": "bf16"}))
+    del first
+    later = session({"tp": "bf16"})
+    process.lend(second, later)  # the first is gone, though a cycle holds it
+    assert process.current() is later.channels
+
+
+def test_the_session_is_let_go_before_the_interpreter_ends() -> None:
+    code = (
+        "import atexit, gc, weakref\n"
+        "kept = []\n"
+        "def look():\n"
+        "    gc.collect()\n"
+        "    print('gone' if kept[0]() is None else 'alive')\n"
+        "atexit.register(look)\n"  # registered first, called last
+        "from hybridcomp import process\n"
+        "from hybridcomp.channels import Channels\n"
+        "from hybridcomp.config import CompressionConfig\n"
+        "from hybridcomp.session.engine_session import EngineSession\n"
+        "session = EngineSession(Channels(CompressionConfig.parse({'dp': 'bf16'})))\n"
+        "process.use(session)\n"
+        "kept.append(weakref.ref(session))\n"
+        "del session\n"
+    )
+    assert run_alone(code) == "gone\n"
+
+
+def test_no_thread_of_gloo_outlives_the_groups_under_ddp() -> None:
+    """One that does may abort the process at its end."""
+    code = (
+        "import glob\n"
+        "from hybridcomp import process\n"
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "def threads():\n"
+        "    names = [open(path).read() for path in glob.glob('/proc/self/task/*/comm')]\n"
+        "    print(sum(name.startswith('pt_gloo_runloop') for name in names) > 0)\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "model(torch.ones(4)).sum().backward()\n"
+        "threads()\n"
+        "del model\n"
+        "dist.destroy_process_group()\n"
+        "threads()\n"
+    )
+    assert run_alone(code) == "True\nFalse\n"
+
+
+def run_alone(code: str) -> str:
+    """What a Python of its own prints that is given ``code``."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    return done.stdout
