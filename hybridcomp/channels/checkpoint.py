@@ -191,7 +191,7 @@ def read(folder: Path, channels: Channels) -> StoredState:
     saved.all_well(problem, WHAT, TODO)
     found.part = part or resharing.ReadResiduals()
     sends = {name: resharing.Sends(((0, end),)) for name, end in channels.numels.items()} or None
-    found.plan = resharing.plan(found.part, sends, channels.nodes, padding=count)
+    found.plan = resharing.plan(found.part, sends, channels.nodes_of_sums, padding=count)
     return found
 
 

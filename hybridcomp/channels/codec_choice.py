@@ -149,7 +149,10 @@ class CodecChoice:
             if nodes is None:
                 found = Group.of(group)
             else:
-                found = nodes.group(group, two_levels=self.dimension in TWO_LEVELS)
+                # residuals of low-rank sums cover whole messages, also where a flush sends them
+                deep = self.dimension in TWO_LEVELS
+                deep = deep and self.dimension not in self._state.policy.low_rank
+                found = nodes.group(group, two_levels=deep)
             self._groups[key] = found
         return found
 

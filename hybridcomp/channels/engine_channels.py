@@ -30,7 +30,7 @@ from hybridcomp.codecs import poll_payloads, require_kernels
 from hybridcomp.collectives import poll_headers
 from hybridcomp.config import CompressionConfig
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
-from hybridcomp.topology import Ranks, discover
+from hybridcomp.topology import Nodes, Ranks, discover
 
 #: of parameters that do not exist yet: no fewer than any trial is made of
 UNKNOWN = 1 << 62
@@ -67,6 +67,14 @@ class Channels(EngineState):
 
     def __iter__(self) -> Iterator[Channel]:
         return iter(self.by_dimension.values())
+
+    @property
+    def nodes_of_sums(self) -> Nodes | None:
+        """The nodes whose ranks encode a sum of gradients together; None: each rank encodes alone.
+
+        So it is with low-rank factors, which are summed in one level.
+        """
+        return None if "dp" in self.policy.low_rank else self.nodes
 
     def leave_out(self, absent: Collection[Dimension]) -> None:
         """Note dimensions that this job has no messages of: nothing is measured for them."""
@@ -120,7 +128,7 @@ class Channels(EngineState):
         names = [name for name in self.config.measured() if name in wanted]
         if not names or dist.get_world_size(group) < 2:
             return []
-        place = TrialGroup(self["dp"].group(group), dtype, device)
+        place = TrialGroup(self["zero"].group(group), dtype, device)
         common = torch.tensor(numel, device=device)
         dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
         self.feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32

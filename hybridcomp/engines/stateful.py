@@ -178,7 +178,7 @@ def take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None
     elif feedback:
         for state in states:
             _read_into(part, state, attached.divisors())
-        plan = resharing.plan(part, attached.sends(), channels.nodes, padding=0)
+        plan = resharing.plan(part, attached.sends(), channels.nodes_of_sums, padding=0)
     told = _told(states[0] if states else None)
     channels.step = int(told["step"])
     for text in channels.resume_guard(told["guard"]) if channels.guard.watching else ():
