@@ -142,7 +142,8 @@ class Reducer:
             for parameter in model._module_parameters:
                 if parameter.requires_grad:  # runs before DDP's own, which calls the hook
                     name = getattr(parameter, NAME)
-                    parameter.register_post_accumulate_grad_hook(_Note(self._used, name))
+                    note = parameter.register_post_accumulate_grad_hook(_Note(self._used, name))
+                    attached.on_detach(note.remove)
         self._stream: Any = None
 
     def __call__(self, bucket: Any) -> Bucket:
