@@ -137,10 +137,13 @@ class Drawn:
                 assert chosen is not None
                 codec = chosen
             values = gradients[rank].clone()
+            # a rank that has used a parameter knows that its sum counts
+            asked = [name for i, name in enumerate(self.numels) if name in unused or i % 2 == rank]
             if self.kind == "all_reduce":
                 channel.all_reduce(
-                    values, codec, GROUP, raw_nbytes=0, pieces=self.pieces, unused=unused
-                ).wait()
+                    values, codec, GROUP, raw_nbytes=0, pieces=self.pieces,
+                    taken={name: torch.tensor(name not in unused) for name in asked},
+                ).wait()  # fmt: skip
                 return values
             if self.kind == "reduce_scatter":
                 shards = [values[low:high] for low, high in ranges]
