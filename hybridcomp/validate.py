@@ -77,7 +77,8 @@ def lines(
         return
     notes = [*idle_notes(block), *_ledger_notes(block)]
     if not bare:
-        notes += dtype_notes(block, DTYPES[found.dtype])
+        if found.dtype is not None:
+            notes += dtype_notes(block, DTYPES[found.dtype])
         notes += check.check(block, source, **known, world_size=world_size)
         hold_to_plan(block, _written_layout(source, world_size))
     if not neox and file.suffix not in (".yml", ".yaml") and not _is_strict(file):
