@@ -60,7 +60,7 @@ class JobFile:
     @property
     def is_job(self) -> bool:
         """Whether it holds settings of a job; a bare block and other programs' files do not."""
-        return self.whose == "neox" or not set(DECIDING).isdisjoint(self.whole)
+        return not set(DECIDING).isdisjoint(self.whole)
 
     @property
     def accumulation(self) -> int | None:
@@ -119,6 +119,8 @@ def read_job_file(path: str | Path) -> JobFile:
             raise ConfigError(neox.EXTRA, show(extra), "expected an object")
         return JobFile("neox", source, neox.ds_settings(source))
     _refuse_elsewhere(source)
+    if BLOCK not in source and neox.has_keys(source):
+        return JobFile("neox", source, neox.ds_settings(source))
     return JobFile("deepspeed", source, source)
 
 

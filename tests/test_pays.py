@@ -152,6 +152,22 @@ def test_the_file_of_gpt_neox_says_its_layout(capsys: pytest.CaptureFixture[str]
     assert {line.split()[0] for line in lines[2:]} >= {"dp", "tp", "pp"}
 
 
+def test_a_file_of_gpt_neox_needs_no_settings_of_deepspeed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it trains today: no deepspeed_extra_args, and keys written with a hyphen."""
+    pytest.importorskip("yaml")
+    path = tmp_path / "6B.yml"
+    path.write_text(
+        "pipe-parallel-size: 2\nmodel-parallel-size: 2\nprecision: bfloat16\n"
+        "zero_optimization: {stage: 1}\n"
+    )
+    assert cli.main(["pays", str(path)]) == 0
+    note, head, _, *rows = capsys.readouterr().out.splitlines()
+    assert "has no block" in note and head.startswith("bf16 messages among 8 ranks, ZeRO 1, ")
+    assert [row.split()[0] for row in rows[:-1]] == ["dp", "zero", "tp", "pp"]
+
+
 def test_a_job_without_a_block_is_asked_about_with_recommended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
