@@ -89,9 +89,8 @@ def lines(
     if checkpoint is not None:
         yield from _resumed(block, checkpoint)
     start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
-    yield start.format(
-        file=shlex.quote(str(file)), text=json.dumps(str(file)), block=BLOCK, silent=SILENT
-    )
+    text = json.dumps(str(file), ensure_ascii=False)  # escaped, two halves of a character stay two
+    yield start.format(file=shlex.quote(str(file)), text=text, block=BLOCK, silent=SILENT)
 
 
 def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
