@@ -142,9 +142,8 @@ def logs() -> Iterator[tuple[str, bytes]]:
         yield f"valid loss {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
     for place in ("deepspeed", "model.layers"):
         header = {"model": {"layers": 1}, "deepspeed": {"a": 1}}
-        for name, text in with_texts(header, place):
-            run = b'{"run": ' + text + b'}\n{"step": 1, "loss": 2.0}'
-            yield f"header {name}", run
+        for name, content in with_texts(header, place):
+            yield f"header {name}", b'{"run": ' + content + b'}\n{"step": 1, "loss": 2.0}'
     yield "run of a list", b'{"run": [1]}\n{"step": 1, "loss": 2}'
     yield "same steps", b'{"step": 1, "loss": 2}\n{"step": 1, "loss": 2}'
 

@@ -90,8 +90,8 @@ def test_the_best_of_all_is_found(engine: Any, gbits: float, memory_gb: float) -
     for cuts in ((6,), (3, 3), (2, 4), (2, 1, 1, 2)):
         given = replace(limits, fixed={**fixed, "stages": len(cuts), "cuts": cuts})
         plans = search(small(), machines, SMALL_BUDGET, BATCH, given).plans
-        found = plans[0].prediction.seconds if plans else None
-        assert found == pytest.approx(best.get(cuts), rel=1e-9), cuts
+        seconds = plans[0].prediction.seconds if plans else None
+        assert seconds == pytest.approx(best.get(cuts), rel=1e-9), cuts
     found = search(small(), machines, SMALL_BUDGET, BATCH, limits)
     least = min(best.values())
     assert least * (1 - 1e-9) <= found.plans[0].prediction.seconds <= 1.04 * least
