@@ -39,7 +39,7 @@ def test_buckets_of_ddp(gpu: Gpu, name: str) -> None:
             state.factors.learn(f"{place}.{index}", (8, numel // 8) if numel % 8 == 0 else (numel,))
     model: Any = SimpleNamespace(
         process_group=fake_group(RANKS, RANK), _has_rebuilt_buckets=True,
-        _join_config=SimpleNamespace(enable=False), find_unused_parameters=False, static_graph=False,
+        find_unused_parameters=False, static_graph=False,
     )  # fmt: skip
     attached: Any = SimpleNamespace(channels=state, reduced=lambda: None)
     reducer = Reducer(model, attached)
