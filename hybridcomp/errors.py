@@ -27,7 +27,9 @@ class ConfigError(HybridcompError, ValueError):
 
     def __init__(self, key: str, found: object, todo: str) -> None:
         self.key, self.found, self.todo = key, found, todo
-        super().__init__(f"{key}: found {found!r}; {todo}")
+        # a part of it may be a key of somebody's file: a line feed in it would make two lines
+        shown = key if key.isprintable() else repr(key)[1:-1]
+        super().__init__(f"{shown}: found {found!r}; {todo}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
         return type(self), (self.key, self.found, self.todo)

@@ -6,6 +6,7 @@ function for that place from here:
 
 one_line        a comment, a message, a line of a table
 printable       text for a terminal, whose lines stay
+message         an error for a terminal
 shell_words     a command of a POSIX shell
 json_document   settings as JSON
 yaml_document   settings as JSON that YAML 1.1 reads as the same values
@@ -33,6 +34,8 @@ TOO_DEEP = "nested too deeply"
 LONGEST_KEY = 1000
 #: characters of a name, and of a sentence, that are shown
 MOST, SENTENCE = 200, 2000
+#: characters that are shown of each end of a long line of an error
+END = 600
 
 
 def parsed_json(text: str) -> Any:
@@ -72,6 +75,14 @@ def one_line(text: object, most: int = MOST) -> str:
     """
     found = printable(" ".join(str(text).split()))
     return found if len(found) <= most else f"{found[:most]}..."
+
+
+def message(error: object) -> str:
+    """Make ``error`` printable; of a long line both ends stay: what is wrong, and what to do."""
+    return "\n".join(
+        line if len(line) <= 2 * END else f"{line[:END]} ... {line[-END:]}"
+        for line in printable(error).split("\n")
+    )
 
 
 def shell_words(words: Iterable[object]) -> str:

@@ -17,10 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import native_nbytes
-from hybridcomp.patches.common.routes import (
-    flat,
-    route,
-)
+from hybridcomp.patches.common.routes import flat, route
 from hybridcomp.patching import Seam
 
 #: the symbol, the versions of the package that are known, and the parameters that it has in them

@@ -12,6 +12,7 @@ import pytest
 
 from hybridcomp.commands import cli
 from tests.compare.made import ROW, write_run
+from tests.plan.answer.made import plan
 from tests.plan.answer.test_command import CLUSTER, CONFIG
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
@@ -26,6 +27,8 @@ FILES: dict[str, bytes] = {
     "deep object": b'{"a":' * 5000 + b"1" + b"}" * 5000, "cut": b'{"a": {"b": ',
     "digits": b'{"version": ' + b"9" * 6000 + b"}", "nul": b'{"a": "\x00"}', "twice": b'{"a":1}{}',
 }  # fmt: skip
+#: keys and texts that would be several lines, act on a terminal, or have no end
+TEXTS = ("x\ny\n", "x\r\x1b[2J\u202e", "x" * 5000, "---\n- `$(y)`\n")
 #: a small space, so that a plan takes no time
 FEW = ["--fix", "tensor=1", "--fix", "stages=1", "--fix", "context=1", "--fix", "micro_batch=1",
        "--no-recompute"]  # fmt: skip
@@ -46,6 +49,21 @@ MEASURED: dict[str, Any] = {
     "version": 1, "kind": "measured",
     "ranks": [{"node": 0, "device": "a", "nbytes": 10**10, "flops": {"bf16": [1e12, 1e12, 1e12]}}],
 }  # fmt: skip
+
+
+def with_texts(whole: dict[str, Any], *places: str) -> Iterator[tuple[str, bytes]]:
+    """``whole`` with each text at each place, as the key of that place, and as one key more."""
+    for text in TEXTS:
+        for place in places:
+            yield f"{place} {text[:9]!r}", changed(whole, place, text).encode()
+            found = copy.deepcopy(whole)
+            *parts, last = place.split(".")
+            owner = found
+            for part in parts:
+                owner = owner[part]
+            owner[text] = owner.pop(last)
+            yield f"key {place} {text[:9]!r}", json.dumps(found).encode()
+        yield f"key {text[:9]!r}", json.dumps({**whole, text: text}).encode()
 
 
 def clusters() -> Iterator[tuple[str, bytes]]:
@@ -71,6 +89,8 @@ def clusters() -> Iterator[tuple[str, bytes]]:
         yield f"flops {name}", json.dumps({**MEASURED, "ranks": ranks}).encode()
     yield "no ranks", json.dumps({**MEASURED, "ranks": []}).encode()
     yield "unknown key", json.dumps({**CLUSTER, "gpus": 8}).encode()
+    yield from with_texts(CLUSTER, "kind", "device", "nodes", "inside", "codecs.blockint",
+                          "inside.gbytes_per_second")  # fmt: skip
 
 
 def models() -> Iterator[tuple[str, bytes]]:
@@ -80,6 +100,8 @@ def models() -> Iterator[tuple[str, bytes]]:
             text = changed(CONFIG, place, value)
             yield f"{place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
     yield "a million layers", changed(CONFIG, "num_hidden_layers", 10**9).encode()
+    yield from with_texts({**CONFIG, "_name_or_path": "x"}, "_name_or_path", "model_type",
+                          "hidden_size", "tie_word_embeddings")  # fmt: skip
 
 
 def blocks() -> Iterator[tuple[str, bytes]]:
@@ -89,6 +111,10 @@ def blocks() -> Iterator[tuple[str, bytes]]:
         "gradient_accumulation_steps": 2, "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 1},
     }  # fmt: skip
+    yield from with_texts(whole, "compression", "compression.preset", "zero_optimization.stage")
+    ledger = {**whole, "compression": {"dp": {"codec": "bf16"}, "ledger": {"jsonl": "a"}}}
+    yield from with_texts(ledger, "compression.dp.codec", "compression.ledger.jsonl")
+    yield from with_texts({"deepspeed_extra_args": whole}, "deepspeed_extra_args")
     for place in ("compression", "zero_optimization", "zero_optimization.stage",
                   "gradient_accumulation_steps", "train_batch_size", "tensor_parallel.autotp_size",
                   "train_micro_batch_size_per_gpu"):  # fmt: skip
@@ -110,6 +136,14 @@ def logs() -> Iterator[tuple[str, bytes]]:
         for value in ODD:
             text = json.dumps({"run": {place: value}}) + '\n{"step": 1, "loss": 2.0}'
             yield f"header {place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+    for value in (*ODD, *TEXTS):
+        end = json.dumps({"summary": True, "valid_loss": value})
+        text = f'{{"step": 1, "loss": 2.0}}\n{end}'
+        yield f"valid loss {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+    for place in ("deepspeed", "model.layers"):
+        header = {"model": {"layers": 1}, "deepspeed": {"a": 1}}
+        for name, content in with_texts(header, place):
+            yield f"header {name}", b'{"run": ' + content + b'}\n{"step": 1, "loss": 2.0}'
     yield "run of a list", b'{"run": [1]}\n{"step": 1, "loss": 2}'
     yield "same steps", b'{"step": 1, "loss": 2}\n{"step": 1, "loss": 2}'
 
@@ -121,6 +155,9 @@ def ledgers() -> Iterator[tuple[str, bytes]]:
             dimensions = {"dp": {"forward": {**ROW, place: value}}}
             text = json.dumps({"summary": True, "step": 9, "dimensions": dimensions})
             yield f"{place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+    summary = {"summary": True, "step": 9, "dimensions": {"dp": {"forward": ROW}}}
+    row = "dimensions.dp.forward"
+    yield from with_texts(summary, "summary", "dimensions.dp", row, f"{row}.codec", f"{row}.raw_MB")
     for value in (3, [], {"dp": 3}, {"dp": {"forward": 3}}, {"dp": [1]}):
         text = json.dumps({"summary": True, "dimensions": value})
         yield f"dimensions {value}", text.encode()
@@ -134,13 +171,15 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         status = end.code
     shown = capsys.readouterr()
     assert status in (0, 1, 2)
-    if status == 0:
+    assert shown.out.replace("\n", "").isprintable()
+    if status == 0 or "the plan missed " in shown.out:
         told = shown.out.lower().split()
         assert "nan" not in told and "inf" not in told, shown.out
         return
     assert shown.err.startswith(("hybridcomp: ", "usage: ")), shown.err
     assert shown.err.count("\n") == 1 or shown.err.startswith("usage: "), shown.err
     assert len(shown.err) < 1500 and "Traceback" not in shown.err
+    assert shown.err.rstrip("\n").isprintable() or shown.err.startswith("usage: ")
 
 
 def named(cases: Iterator[tuple[str, bytes]]) -> list[Any]:
@@ -213,6 +252,28 @@ def test_compare_with_an_odd_ledger(
     run.with_name("ledger.jsonl").write_bytes(content)
     out = ["--out", str(tmp_path / "out"), "--wandb", "none"]
     said(["compare", str(base), str(run), *out], capsys)
+
+
+def plans() -> Iterator[tuple[str, bytes]]:
+    yield from FILES.items()
+    whole = plan().to_json()
+    numbers = ("length", "prediction.seconds", "prediction.low", "prediction.job_nbytes",
+               "prediction.memory_by_stage", "layout.tensor", "layout.cuts", "blocks")  # fmt: skip
+    for place in numbers:
+        for value in (*ODD, *TEXTS):
+            text = changed({"blocks": [1, 2], **whole}, place, value)
+            yield f"{place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+    yield "text in a table", changed(whole, "prediction.job_nbytes", {"dp": "x"}).encode()
+    yield from with_texts(whole, "hybridcomp_plan", "layout.tensor", "model", "prediction.seconds")
+
+
+@pytest.mark.parametrize("content", named(plans()))
+def test_a_check_with_an_odd_plan(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    run = write_run(tmp_path / "run", 0, 1.0, ledger=True)
+    said(["plan", "--check", str(run), "--plan", str(tmp_path / "plan.json")], capsys)
 
 
 @pytest.mark.parametrize("place", ["/nowhere/at/all", "", ".", "/dev/null", "\udcff", "a" * 300])

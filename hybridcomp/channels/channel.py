@@ -13,7 +13,7 @@ have in common after a change of ranks is told what the others take of a message
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,16 +90,17 @@ class Channel(Rooted):
         pieces: Sequence[Piece] | None = None,
         direction: Direction = "forward",
         async_op: bool = False,
-        unused: Collection[str] = (),
+        taken: Mapping[str, Tensor] | None = None,
     ) -> Handle:
         """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``.
 
-        ``unused``: names of ``pieces`` whose sum the caller throws away, the same on all ranks:
-        their residuals wait for a message that counts.
+        ``taken``: by name of ``pieces`` a bool () on the device of ``tensor``, whether the caller
+        takes that sum or throws it away: the residual then waits for a message that counts. Sums of
+        other names are taken.
         """
         known, meter = self.group(group), self.meter(tensor.device)
         exact = self._take([tensor], None if pieces is None else [pieces], codec, known)
-        kept = Withheld(unused) if unused and self.error_feedback else None
+        kept = Withheld(taken) if taken and self.error_feedback else None
         if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), self._low_rank(direction)
             if kept is not None and pieces is not None:

@@ -191,7 +191,7 @@ def read(folder: Path, channels: Channels) -> StoredState:
     saved.all_well(problem, WHAT, TODO)
     found.part = part or resharing.ReadResiduals()
     sends = {name: resharing.Sends(((0, end),)) for name, end in channels.numels.items()} or None
-    found.plan = resharing.plan(found.part, sends, channels.nodes, padding=count)
+    found.plan = resharing.plan(found.part, sends, channels.nodes_of_sums, padding=count)
     return found
 
 
@@ -242,8 +242,7 @@ def _stored_ranks(folder: Path, own: dict[str, Any] | None) -> int | None:
 
     Raises CheckpointError where files are missing or do not belong together.
     """
-    keys = ("world_size", "step")
-    statement = None if own is None else {key: own.get(key) for key in keys}
+    statement = None if own is None else _statement(own)
     said = [rank["file"] for rank in tell({"file": statement}, what=WHAT)]
     there = [rank for rank, file in enumerate(said) if file is not None]
     if not there:
@@ -255,16 +254,24 @@ def _stored_ranks(folder: Path, own: dict[str, Any] | None) -> int | None:
         raise CheckpointError(f"{WHAT}: {path} of {count} is missing. {TODO}")
     for rank in range(min(count, len(said))):  # others' files are of an older save
         if said[rank] != said[there[0]]:
-            raise CheckpointError(
-                f"{WHAT}: {_path(folder, rank)} ({_shown(said[rank])}) and "
-                f"{_path(folder, there[0])} ({_shown(said[there[0]])}) were not saved together. "
-                f"{TODO}"
-            )
+            text = _not_together(folder, (rank, there[0]), said[rank], said[there[0]])
+            raise CheckpointError(f"{WHAT}: {text}. {TODO}")
     return count
 
 
-def _shown(file: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in file.items())
+def _statement(file: Mapping[str, Any]) -> dict[str, Any]:
+    """What files of ranks have in common that were saved together."""
+    return {key: file.get(key) for key in ("world_size", "step")}
+
+
+def _not_together(
+    folder: Path, ranks: tuple[int, int], one: Mapping[str, Any], other: Mapping[str, Any]
+) -> str:
+    shown = [
+        f"{_path(folder, rank)} ({', '.join(f'{key} {value}' for key, value in file.items())})"
+        for rank, file in zip(ranks, (one, other), strict=True)
+    ]
+    return f"{' and '.join(shown)} were not saved together"
 
 
 def _restore_choices(channels: Channels, state: Mapping[str, Any]) -> str | None:
@@ -305,12 +312,14 @@ def _restore_residuals(found: StoredState, channels: Channels, device: torch.dev
 
 def _read_part(folder: Path, count: int, found: StoredState) -> resharing.ReadResiduals:
     """The files that this rank takes, one after the other; all right factors go to ``found``."""
-    part = resharing.ReadResiduals()
+    part, first = resharing.ReadResiduals(), _read(_path(folder, 0), 0)
     for rank in resharing.share(count):
         stored = _read(_path(folder, rank), rank)
+        one, other = _statement(stored), _statement(first)
+        if one != other:  # left by an older save, where a later one has failed
+            raise CheckpointError(_not_together(folder, (rank, 0), one, other))
         for name, stretch in held_in(stored["residuals"]):
             part.add(name, stretch)
-    first = _read(_path(folder, 0), 0)
     found.loss_scale = first["loss_scale"]
     for rank in range(count) if first.get("factors") else ():
         found.factors |= _read(_path(folder, rank), rank).get("factors", {})
@@ -334,6 +343,8 @@ def _read(path: Path, rank: int) -> dict[str, Any]:
     for part in ("guard", "link", "offload", "factors"):
         if part in stored:  # older versions kept fewer
             saved.expect(path, stored, part, lambda value: isinstance(value, dict))
+    if "factors" in stored:
+        saved.expect(path, stored, "factors", saved.are_factors)
     if stored.get("rank", rank) != rank:  # the first versions did not say whose it is
         raise saved.damaged(path, f"expected the file of rank {rank}, found {stored['rank']!r}'s")
     return stored

@@ -19,9 +19,7 @@ from hybridcomp.channels.error_samples import Samples
 from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import Group, Meter
-from hybridcomp.collectives.topology import (
-    Nodes,
-)
+from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import ONE_WAY, Dimension, Direction, Traffic, directions_of
@@ -151,7 +149,10 @@ class CodecChoice:
             if nodes is None:
                 found = Group.of(group)
             else:
-                found = nodes.group(group, two_levels=self.dimension in TWO_LEVELS)
+                # residuals of low-rank sums cover whole messages, also where a flush sends them
+                deep = self.dimension in TWO_LEVELS
+                deep = deep and self.dimension not in self._state.policy.low_rank
+                found = nodes.group(group, two_levels=deep)
             self._groups[key] = found
         return found
 

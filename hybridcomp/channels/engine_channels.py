@@ -10,14 +10,7 @@ import torch.distributed as dist
 
 from hybridcomp.autotune.judging import judge, judge_seen
 from hybridcomp.autotune.room import has_room
-from hybridcomp.autotune.trials import (
-    Sent,
-    TrialGroup,
-    agree_on,
-    gathers,
-    messages,
-    reductions,
-)
+from hybridcomp.autotune.trials import Sent, TrialGroup, agree_on, gathers, messages, reductions
 from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.codec_choice import TWO_LEVELS
@@ -28,10 +21,7 @@ from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.codecs import poll_payloads, require_kernels
 from hybridcomp.collectives import poll_headers
-from hybridcomp.collectives.topology import (
-    Ranks,
-    discover,
-)
+from hybridcomp.collectives.topology import Nodes, Ranks, discover
 from hybridcomp.config import CompressionConfig
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 
@@ -70,6 +60,14 @@ class Channels(EngineState):
 
     def __iter__(self) -> Iterator[Channel]:
         return iter(self.by_dimension.values())
+
+    @property
+    def nodes_of_sums(self) -> Nodes | None:
+        """The nodes whose ranks encode a sum of gradients together; None: each rank encodes alone.
+
+        So it is with low-rank factors, which are summed in one level.
+        """
+        return None if "dp" in self.policy.low_rank else self.nodes
 
     def leave_out(self, absent: Collection[Dimension]) -> None:
         """Note dimensions that this job has no messages of: nothing is measured for them."""
@@ -123,7 +121,7 @@ class Channels(EngineState):
         names = [name for name in self.config.measured() if name in wanted]
         if not names or dist.get_world_size(group) < 2:
             return []
-        place = TrialGroup(self["dp"].group(group), dtype, device)
+        place = TrialGroup(self["zero"].group(group), dtype, device)
         common = torch.tensor(numel, device=device)
         dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
         self.feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32

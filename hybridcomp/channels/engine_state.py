@@ -15,9 +15,7 @@ from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.channels.low_rank import Factors
-from hybridcomp.collectives.topology import (
-    Nodes,
-)
+from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.config import BLOCK, CompressionConfig

@@ -10,7 +10,7 @@ that it owns and encodes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -302,21 +302,25 @@ def held_in(state: Mapping[str, Mapping[str, Sequence[Any]]]) -> Iterator[tuple[
 
 
 class Withheld:
-    """Residuals of parameters whose sum nobody will take: they stay out of a message."""
+    """Residuals of parameters whose sum nobody will take: they stay out of a message.
 
-    def __init__(self, names: Collection[str]) -> None:
-        """``names``: of these parameters."""
-        self._names = names
+    The device alone knows which ones these are; the host waits for nothing.
+    """
+
+    def __init__(self, taken: Mapping[str, Tensor]) -> None:
+        """``taken``: by name of a parameter a bool () on the device, whether its sum counts."""
+        self._taken = taken
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def take(self, flat: Tensor | None, pieces: Sequence[Piece]) -> None:
-        """Take what belongs to them out of ``flat``, the residual of ``pieces``: zeros stay."""
+        """Take what does not count out of ``flat``, the residual of ``pieces``: zeros stay."""
         if flat is None:
             return
         for piece, part in _Stretch(tuple(pieces), flat).parts():
-            if piece.name in self._names:
-                self._kept.append((part, part.clone()))
-                part.zero_()
+            taken = self._taken.get(piece.name)
+            if taken is not None:
+                self._kept.append((part, part.masked_fill(taken, 0.0)))
+                part.masked_fill_(~taken, 0.0)
 
     def give_back(self) -> None:
         """Add it again, when the message has arrived."""

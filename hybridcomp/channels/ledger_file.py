@@ -17,14 +17,23 @@ import torch.distributed as dist
 from hybridcomp.errors import ConfigError
 from hybridcomp.job.agreement import tell
 
+#: how a ledger is opened: an empty one, which belongs to this run
+FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
 
 def set_aside(path: Path) -> None:
     """Give the file of an earlier run another name: a run that is resumed by the same command must
-    not wipe out the figures of the run before. ``ledger.jsonl`` becomes ``ledger.1.jsonl``.
+    not wipe out the figures of the run before. ``ledger.jsonl`` becomes ``ledger.1.jsonl``. A link
+    is set aside as well: somebody else may have laid it there, and what it leads to stays as it is.
     """
-    if path.is_file() and path.stat().st_size:
+    if _is_link(path) or (path.is_file() and path.stat().st_size):
         names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
+        path.rename(next(name for name in names if not (name.exists() or name.is_symlink())))
+
+
+def _is_link(path: Path) -> bool:
+    """Whether ``path`` leads to a file, or to none yet; a device like /dev/stdout is meant so."""
+    return path.is_symlink() and (path.is_file() or not path.exists())
 
 
 def make_together(path: Path, key: str) -> None:
@@ -78,7 +87,10 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         set_aside(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._file = path, path.open("wb", buffering=0)
+        follow = path.exists() and not path.is_file()
+        flags = FLAGS if follow else FLAGS | getattr(os, "O_NOFOLLOW", 0)
+        self._path = path
+        self._file = os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
         self._nbytes, self._dropped = 0, 0
 
     def write(self, record: Mapping[str, Any]) -> None:

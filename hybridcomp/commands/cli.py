@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.foreign import one_line, printable
+from hybridcomp.foreign import message, one_line, printable
 from hybridcomp.plan.answer.arguments import DESCRIPTION as PLAN_DESCRIPTION
 from hybridcomp.plan.answer.arguments import add_arguments as add_plan_arguments
 from hybridcomp.plan.answer.arguments import split
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except HybridcompError as error:
-        print(f"hybridcomp: {printable(error)}", file=sys.stderr)
+        print(f"hybridcomp: {message(error)}", file=sys.stderr)
         return BAD_INPUT
     except OSError as error:  # of a file that a command was given
         where = one_line(error.filename or "a file")

@@ -48,13 +48,19 @@ class JobFile:
         return Job(self.settings)
 
     @property
-    def dtype(self) -> str:
-        """Of the messages: "bf16", "fp16" or "fp32"."""
-        for name, dtype in DTYPES.items():
-            section = self.settings.get(name)
-            if isinstance(section, Mapping) and section.get("enabled") is True:
-                return dtype
-        return "fp32"
+    def dtype(self) -> str | None:
+        """Of the messages: "bf16", "fp16" or "fp32"; None where "auto" leaves it to a trainer."""
+        sections = {name: self.settings.get(name) for name in DTYPES}
+        enabled = {n: s.get("enabled") for n, s in sections.items() if isinstance(s, Mapping)}
+        for name, found in enabled.items():
+            if found is True:
+                return DTYPES[name]
+        return None if "auto" in enabled.values() else "fp32"
+
+    @property
+    def is_job(self) -> bool:
+        """Whether it holds settings of a job; a bare block and other programs' files do not."""
+        return not set(DECIDING).isdisjoint(self.whole)
 
     @property
     def accumulation(self) -> int | None:
@@ -113,6 +119,8 @@ def read_job_file(path: str | Path) -> JobFile:
             raise ConfigError(neox.EXTRA, show(extra), "expected an object")
         return JobFile("neox", source, neox.ds_settings(source))
     _refuse_elsewhere(source)
+    if BLOCK not in source and neox.has_keys(source):
+        return JobFile("neox", source, neox.ds_settings(source))
     return JobFile("deepspeed", source, source)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from hybridcomp.policy import BETWEEN_RANKS, ONE_WAY, Dimension
 RANKS = 8
 #: what figures of the command line may be, and counts
 LEAST, MOST, MOST_RANKS = 1e-9, 1e15, 10**6
+#: the block for a job that has none yet
+SUGGESTED = {"preset": "recommended"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: bytes of the messages that the table is printed for
 MESSAGES = (0.25e6, 4e6, 64e6)
@@ -39,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"{options.block}: nothing that goes from rank to rank is compressed")
         return 0
     there = BETWEEN_RANKS if file is None else file.dimensions(config)
+    if file is not None and BLOCK not in file.settings:
+        print(f'{options.block} has no block; with "{BLOCK}": {json.dumps(SUGGESTED)}:')
     for line in table(config, job, device, there):
         print(line)
     left_out = dict.fromkeys(name for name, _ in codecs if name not in there)
@@ -75,7 +80,8 @@ def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGrou
     if file is not None and file.whose != "block":
         ranks = file.replicas if file.replicas not in (None, 1) else RANKS
         accumulation = file.accumulation or 1
-        said = MessageGroup(ranks or RANKS, file.job.stage, DTYPES[file.dtype]), accumulation
+        dtype = DTYPES[file.dtype or "bf16"]
+        said = MessageGroup(ranks or RANKS, file.job.stage, dtype), accumulation
     return MessageGroup(
         said[0].ranks if options.ranks is None else options.ranks,
         said[0].stage if options.stage is None else options.stage,
@@ -86,6 +92,7 @@ def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGrou
 def _block(text: str) -> tuple[CompressionConfig, JobFile | None]:
     """The block of a preset, of a file with a block, or of a job's file; and that file.
 
+    A job's file without a block is asked about with the one that a newcomer would begin with.
     Raises ConfigError.
     """
     if text in PRESETS:
@@ -94,6 +101,8 @@ def _block(text: str) -> tuple[CompressionConfig, JobFile | None]:
         todo = f"no such file, and no preset; expected a file or one of {', '.join(PRESETS)}"
         raise ConfigError("BLOCK", text, todo)
     file = read_job_file(text)
+    if BLOCK not in file.settings and file.is_job:
+        return CompressionConfig.parse(SUGGESTED), file
     if BLOCK not in file.settings:
         raise ConfigError(text, "no block", f'expected "{BLOCK}" in it, or name a preset')
     return CompressionConfig.parse(file.settings[BLOCK]), file

@@ -13,13 +13,7 @@ import torch
 from hybridcomp.channels import checkpoint_note
 from hybridcomp.channels.ledger_file import unwritable
 from hybridcomp.commands.job_files import read_job_file
-from hybridcomp.config import (
-    BLOCK,
-    CompressionConfig,
-    describe,
-    idle_notes,
-    load_config,
-)
+from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, load_config
 from hybridcomp.config import notes as dtype_notes
 from hybridcomp.errors import ConfigError
 from hybridcomp.rules import ds_check as check
@@ -77,7 +71,8 @@ def lines(
         return
     notes = [*idle_notes(block), *_ledger_notes(block)]
     if not bare:
-        notes += dtype_notes(block, DTYPES[found.dtype])
+        if found.dtype is not None:
+            notes += dtype_notes(block, DTYPES[found.dtype])
         notes += check.check(block, source, **known, world_size=world_size)
         hold_to_plan(block, _written_layout(source, world_size))
     if not neox and file.suffix not in (".yml", ".yaml") and not _is_strict(file):
@@ -88,9 +83,8 @@ def lines(
     if checkpoint is not None:
         yield from _resumed(block, checkpoint)
     start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
-    yield start.format(
-        file=shlex.quote(str(file)), text=json.dumps(str(file)), block=BLOCK, silent=SILENT
-    )
+    text = json.dumps(str(file), ensure_ascii=False)  # escaped, two halves of a character stay two
+    yield start.format(file=shlex.quote(str(file)), text=text, block=BLOCK, silent=SILENT)
 
 
 def _ledger_notes(block: CompressionConfig) -> Iterator[str]:

@@ -16,12 +16,7 @@ import numpy as np
 
 from hybridcomp.compare.runs import CompareError, Curve, Rows, Training, check_curve
 from hybridcomp.foreign import parsed_json
-from hybridcomp.session.metric_names import (
-    LOSS,
-    SPEED,
-    TOKENS,
-    VALID_LOSS,
-)
+from hybridcomp.session.metric_names import LOSS, SPEED, TOKENS, VALID_LOSS
 
 #: name of the log in the folder of a run
 LOG = "loss.jsonl"
@@ -50,6 +45,8 @@ def read_training(path: Path, ledger: str) -> Training:
                 f"{path}: expected records with step and loss, found {sorted(record)}; give the "
                 "file that train_gpt.py --log wrote, or one like it"
             )
+    if not (valid_loss is None or _is_number(valid_loss)):
+        raise CompareError(f"{path}: its last valid loss is {valid_loss!r}; expected a number")
     steps, losses = _column(records, "step"), _column(records, LOSS)
     assert steps is not None and losses is not None
     check_curve(path, steps, losses)
@@ -110,11 +107,15 @@ def read_ledger(path: Path) -> Rows:
 def _check_figure(path: Path, name: str, value: object) -> None:
     """Raise CompareError for a figure of a ledger that is none."""
     optional = name in ("ratio", "error", "codec_ms") and value is None
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if name in ("raw_MB", "wire_MB", "ratio", "error", "codec_ms") and not (optional or number):
+    figures = ("raw_MB", "wire_MB", "ratio", "error", "codec_ms")
+    if name in figures and not (optional or _is_number(value)):
         raise CompareError(f"{path}: {name} is {value!r}; expected a number")
     if name == "codec" and not isinstance(value, str):
         raise CompareError(f"{path}: codec is {value!r}; expected a name")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _column(records: list[dict[str, Any]], name: str) -> Curve | None:

@@ -50,7 +50,7 @@ class Job:
         the folder.
         """
         done = self.folder / "done.json"
-        if done.is_file() and json.loads(done.read_text()) == self.settings:
+        if self._has_finished(done):
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
         done.unlink(missing_ok=True)
@@ -66,6 +66,13 @@ class Job:
             raise CompareError(f"{tail}\n{self.name}: status {status}; all of it is in {output}")
         done.write_text(json.dumps(self.settings))
         return time.monotonic() - start
+
+    def _has_finished(self, done: Path) -> bool:
+        """Say whether this very job wrote ``done``, and to its end."""
+        try:
+            return bool(parsed_json(done.read_text(encoding="utf-8")) == self.settings)
+        except (FileNotFoundError, ValueError):
+            return False
 
 
 def progress(folder: Path) -> str:

@@ -19,9 +19,7 @@ from hybridcomp.compare.figures import ledger_of
 from hybridcomp.compare.json_lines import read_ledger
 from hybridcomp.compare.runs import CompareError, Curve, Training, check_curve
 from hybridcomp.foreign import parsed_json
-from hybridcomp.session.metric_names import (
-    TRAINER_PREFIX,
-)
+from hybridcomp.session.metric_names import TRAINER_PREFIX
 
 #: name of the file, in the output folder and in each of its checkpoints
 FILE = "trainer_state.json"

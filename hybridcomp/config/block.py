@@ -135,7 +135,7 @@ class CompressionConfig(Strict):
         number = isinstance(found, int) and not isinstance(found, bool) and found > 0
         if not number and found not in ("auto", "none"):
             todo = 'expected "auto", "none" or the number of consecutive ranks that share a node'
-            raise problem("", found, f"{todo}; correct it")
+            raise problem("", found, todo)
         return found
 
     @model_validator(mode="wrap")

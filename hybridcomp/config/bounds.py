@@ -58,7 +58,7 @@ def build_bounded(name: str, settings: Mapping[str, Any], at: Callable[[str], st
     except CodecError as error:
         named = [key for key in [*settings][::-1] if key in str(error)] or ["error_bound"]
         said = str(error).partition(", found ")[0]
-        raise problem(at(named[0]), settings[named[0]], f"{said}; correct it") from None
+        raise problem(at(named[0]), settings[named[0]], said) from None
 
 
 def check_kept(dimension: Dimension, codec: Codec | None, field: str) -> None:

@@ -211,7 +211,7 @@ def _built(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> 
         named = [key for key in settings if key in str(error)] or list(settings) or ["codec"]
         named.sort(key=str(error).find)  # what is wrong comes first
         said = str(error).partition(", found ")[0]  # what was found stands in front already
-        raise problem(at(named[0]), settings.get(named[0], name), f"{said}; correct it") from None
+        raise problem(at(named[0]), settings.get(named[0], name), said) from None
 
 
 def _unusable_codec(name: str, names: Sequence[str]) -> str:

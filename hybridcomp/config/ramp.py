@@ -97,7 +97,7 @@ def rungs(
     whole = setting is not None and setting.type is int
     _check_start(name, start, settings[name], larger=setting is not None)
     if whole and start != int(start):
-        raise problem("ramp.from", start, f"{name} are whole; correct it")
+        raise problem("ramp.from", start, f"{name} are whole")
     taken = values(start, settings[name], None if setting is None else setting.ramp_step)
     found = []
     for index, value in enumerate(taken):
@@ -105,7 +105,7 @@ def rungs(
         try:
             codec = build({**settings, name: one})
         except PydanticCustomError as error:
-            todo = (error.context or {}).get("todo", "correct it")
+            todo = (error.context or {}).get("todo", error.message())
             raise problem("ramp.from", start, f"{name} {one:g}: {todo}") from None
         assert codec is not None
         found.append(Rung(-(-steps * (index + 1) // len(taken)), codec))
@@ -116,5 +116,5 @@ def _check_start(name: str, start: float, end: float, *, larger: bool) -> None:
     """Refuse a ramp that does not start mild; ``larger``: that is above ``end``."""
     if start == end or (start > end) != larger:
         side = "above" if larger else "below"
-        todo = f"a ramp starts mild: expected a number {side} {name}, which is {end:g}; correct it"
+        todo = f"a ramp starts mild: expected a number {side} {name}, which is {end:g}"
         raise problem("ramp.from", start, todo)

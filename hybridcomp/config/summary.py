@@ -10,14 +10,7 @@ from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.config.block import CompressionConfig
 from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.presets import NATIVE, PAPER
-from hybridcomp.policy import (
-    DIMENSIONS,
-    ONE_WAY,
-    OWN_LAYERS,
-    SUMMED,
-    Dimension,
-    directions_of,
-)
+from hybridcomp.policy import DIMENSIONS, ONE_WAY, OWN_LAYERS, SUMMED, Dimension, directions_of
 
 #: bytes that few messages reach: gradients are reduced in buckets, of 5e8 values in DeepSpeed and
 #: 4e7 in megatron-core unless the job says otherwise, and models with fewer values have less

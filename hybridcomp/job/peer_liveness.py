@@ -29,10 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from hybridcomp.errors import ConfigError, HybridcompError, PeerError
 from hybridcomp.job import processes
 from hybridcomp.job.agreement import start, tell, waiting
-from hybridcomp.job.processes import (
-    Known,
-    Peer,
-)
+from hybridcomp.job.processes import Known, Peer
 
 #: seconds that ranks of other hosts get to say that they have failed as well
 ROLL_CALL_S = 5.0

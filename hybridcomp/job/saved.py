@@ -193,6 +193,13 @@ def are_residuals(value: Any) -> bool:
     )
 
 
+def are_factors(value: Any) -> bool:
+    """Whether ``value`` is what ``Factors.state_dict`` gives, with finite values."""
+    return isinstance(value, dict) and all(
+        isinstance(one, Tensor) and bool(one.isfinite().all()) for one in value.values()
+    )
+
+
 def damaged(path: Path | str, what: str) -> CheckpointError:
     """The error about a file that is not what was written."""
     return CheckpointError(f"{path} is damaged or of another version of hybridcomp: {what}")

@@ -8,10 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hybridcomp.collectives.topology import (
-    Hierarchy,
-    discover,
-)
+from hybridcomp.collectives.topology import Hierarchy, discover
 from hybridcomp.errors import ConfigError
 from hybridcomp.job.devices import device_name
 from hybridcomp.log import say

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hybridcomp.errors import HybridcompError
+from hybridcomp.foreign import one_line
 
 #: groups of ranks that a layout has
 Group = Literal["tensor", "row", "column", "context", "data", "expert", "pipeline", "replicas"]
@@ -190,7 +191,8 @@ class Layout:
         known = {field.name for field in dataclasses.fields(cls)}
         data = {name: value for name, value in data.items() if name not in DERIVED}
         if unknown := sorted(set(data) - known):
-            raise HybridcompError(f"layout: unknown keys {', '.join(unknown)}; expected some of "
+            shown = ", ".join(map(one_line, unknown))
+            raise HybridcompError(f"layout: unknown keys {shown}; expected some of "
                                   f"{', '.join(sorted(known))}")  # fmt: skip
         values = dict(data)
         values["cuts"] = tuple(values.get("cuts", ()))

@@ -25,14 +25,7 @@ import torch
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import (
-    BETWEEN_RANKS,
-    DIRECTIONS,
-    ONE_WAY,
-    OWN_LAYERS,
-    Dimension,
-    Direction,
-)
+from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY, OWN_LAYERS, Dimension, Direction
 
 #: share of the compute behind which messages hide (the fit of docs/results/projection.json)
 OVERLAP = 0.1

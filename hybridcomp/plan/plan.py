@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hybridcomp.config.error_messages import show
 from hybridcomp.config.planned import FORMAT, VERSION
 from hybridcomp.errors import HybridcompError
-from hybridcomp.foreign import parsed_json
+from hybridcomp.foreign import one_line, parsed_json
 from hybridcomp.plan.choices import Choice, Choices, Key
 from hybridcomp.plan.layout import Layout
 
@@ -88,8 +90,11 @@ class Prediction:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prediction:
-        """What ``to_json`` wrote."""
+        """What ``to_json`` wrote. Raises TypeError for what is no number and has to be one."""
         values = dict(data)
+        for one in fields(cls):
+            if one.name in values and one.name != "spans":
+                _check(one.name, str(one.type), values[one.name])
         values["memory_by_stage"] = tuple(values["memory_by_stage"])
         values["spans"] = tuple(Span(**span) for span in values["spans"])
         return cls(**values)
@@ -165,6 +170,7 @@ class Plan:
             chosen: dict[Key, Choice] = {
                 (name, way): Choice.of(written) for name, way, written in data["choices"]
             }
+            _check("length", "float", data["length"])
             return cls(
                 Layout.from_json(data["layout"]),
                 Choices.of(chosen),
@@ -174,7 +180,7 @@ class Plan:
                 machines=tuple((node, device) for node, device in data.get("machines", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            said = f"{type(error).__name__}: {error}"
+            said = one_line(f"{type(error).__name__}: {error}")
             raise HybridcompError(f"plan: {said}; expected what hybridcomp plan wrote") from None
 
     def write(self, path: Path) -> None:
@@ -192,6 +198,18 @@ class Plan:
             return cls.from_json(data)
         except HybridcompError as error:
             raise HybridcompError(f"{path}: {error}") from None
+
+
+def _check(name: str, annotation: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is what is annotated: a number, or several of them."""
+    several = Mapping if annotation.startswith("Mapping") else list | tuple
+    if annotation != "float" and not isinstance(value, several):
+        raise TypeError(f"{name}: expected several numbers, found {type(value).__name__}")
+    single = [value] if annotation == "float" else value
+    for one in single.values() if isinstance(single, Mapping) else single:
+        number = isinstance(one, int | float) and not isinstance(one, bool)
+        if not (number and abs(one) <= sys.float_info.max):
+            raise TypeError(f"{name}: expected a number, found {show(one)}")
 
 
 _NAMES = ("model", "cluster", "budget", "length", "dtype", "engine")

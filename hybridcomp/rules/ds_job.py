@@ -46,7 +46,7 @@ class Job:
         whole = self.ds_json.get("zero_optimization")
         stage = whole if isinstance(whole, bool) else self.zero("stage", 0)
         if not isinstance(stage, int):
-            raise ConfigError("zero_optimization.stage", stage, "expected 0, 1, 2 or 3; correct it")
+            raise ConfigError("zero_optimization.stage", stage, "expected 0, 1, 2 or 3")
         return int(stage)
 
     @property

@@ -31,9 +31,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.job import environment, last_messages
 from hybridcomp.log import say_once
 from hybridcomp.policy import Dimension, directions_of
-from hybridcomp.session.engine_session import (
-    EngineSession,
-)
+from hybridcomp.session.engine_session import EngineSession
 
 #: environment variable that names the block of a process without a file of upstream's
 ENVIRONMENT = environment.CONFIG

@@ -11,9 +11,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels import NAME
 from hybridcomp.patches.mcore.groups import sizes
-from hybridcomp.patches.neox.checkout import (
-    is_neox,
-)
+from hybridcomp.patches.neox.checkout import is_neox
 
 #: module whose layers reduce over tensor-parallel ranks themselves
 DOMINO = "deepspeed.runtime.domino"

@@ -15,11 +15,7 @@ import torch
 
 from hybridcomp.channels import Channel
 from hybridcomp.codecs.base import Codec
-from hybridcomp.patches.ds.pipeline_agreement import (
-    Agreed,
-    Agreement,
-    Neighbour,
-)
+from hybridcomp.patches.ds.pipeline_agreement import Agreed, Agreement, Neighbour
 from hybridcomp.policy import Direction
 
 #: attribute of an attached pipeline engine

@@ -25,11 +25,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels.ledger_file import JsonLines, make_together
 from hybridcomp.job import environment
-from hybridcomp.session.metric_names import (
-    LOSS,
-    SPEED,
-    TOKENS,
-)
+from hybridcomp.session.metric_names import LOSS, SPEED, TOKENS
 
 #: environment variable with the path of the file, relative to rank 0's working directory
 ENVIRONMENT = environment.RECORD

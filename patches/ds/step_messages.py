@@ -10,9 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hybridcomp.channels import Sent
-from hybridcomp.patches.ds.exact_weights import (
-    flat_groups,
-)
+from hybridcomp.patches.ds.exact_weights import flat_groups
 from hybridcomp.policy import Dimension
 from hybridcomp.session.engine_session import EngineSession
 

@@ -27,11 +27,7 @@ from hybridcomp.patches.common.collective_wrappers import (
     make_reduce_scatter_tensor,
 )
 from hybridcomp.patches.common.routes import Layers, make_backward, make_torch, torch_seam
-from hybridcomp.patches.neox.checkout import (
-    MAPPINGS,
-    REQUIREMENT,
-    source,
-)
+from hybridcomp.patches.neox.checkout import MAPPINGS, REQUIREMENT, source
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension
 

@@ -142,7 +142,8 @@ class Reducer:
             for parameter in model._module_parameters:
                 if parameter.requires_grad:  # runs before DDP's own, which calls the hook
                     name = getattr(parameter, NAME)
-                    parameter.register_post_accumulate_grad_hook(_Note(self._used, name))
+                    note = parameter.register_post_accumulate_grad_hook(_Note(self._used, name))
+                    attached.on_detach(note.remove)
         self._stream: Any = None
 
     def __call__(self, bucket: Any) -> Bucket:
@@ -201,23 +202,25 @@ class Reducer:
             pieces = _pieces(bucket) if layout is None else layout.pieces
         handle = self._channel.all_reduce(
             message, codec, self._group, raw_nbytes=raw_nbytes, pieces=pieces, async_op=True,
-            unused=self._unused(bucket),
+            taken=self._taken(bucket),
         )  # fmt: skip
         return _Pending(handle, future, gradients, message, layout, buffer)
 
-    def _unused(self, bucket: Any) -> frozenset[str]:
-        """Names of parameters in ``bucket`` that no rank has used since the last sum.
+    def _taken(self, bucket: Any) -> dict[str, Tensor]:
+        """Whether any rank has used them since the last sum: parameters that this one has not.
 
-        Where DDP looks for such ones it throws their sum away, and what was left out of earlier
-        sums would go with it. A collective then, of one number for each parameter.
+        Where DDP looks for unused ones it throws their sum away, and what was left out of earlier
+        sums would go with it. A collective then, of one number for each parameter in ``bucket``,
+        which the host does not wait for.
         """
         if self._used is None:
-            return frozenset()
+            return {}
         names = [getattr(parameter, NAME) for parameter in bucket.parameters()]
         flags = torch.tensor([name in self._used for name in names], dtype=torch.int32)
-        flags = flags.to(bucket.buffer().device)
+        flags = flags.to(bucket.buffer().device, non_blocking=True)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if not flag)
+        found = zip(names, flags.bool().unbind(), strict=True)
+        return {name: flag for name, flag in found if name not in self._used}
 
     def _layout(self, bucket: Any) -> BucketLayout:
         parameters = bucket.parameters()

@@ -24,15 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from hybridcomp.autotune.trials import Sent
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.torch import (
-    fsdp2_comms,
-    fsdp2_rules,
-    rules,
-    steps,
-)
-from hybridcomp.patches.torch import (
-    torch_versions as windows,
-)
+from hybridcomp.patches.torch import fsdp2_comms, fsdp2_rules, rules, steps
+from hybridcomp.patches.torch import torch_versions as windows
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2_members import Members, names_of
 from hybridcomp.patches.torch.identity import identity_of

@@ -65,6 +65,7 @@ class Members:
         self.group = group
         self.members = [_member(parameter, names, where) for parameter in group.fsdp_params]
         self._announced: tuple[int, ...] | None = None  # parameters of the message to come
+        self._prepare: Any = None  # torch's own, while ours is in its place
         self._touched: set[int] = set()
         self._hooks: dict[int, Any] = {}  # by id of the unsharded parameter
         self._pieces: dict[tuple[int, ...], list[list[Piece]]] = {}
@@ -91,7 +92,7 @@ class Members:
         """Note the parameters of every message from now on, where torch says them."""
         if not self.hears_of_messages:
             return
-        prepare = getattr(self.group, PREPARE)
+        prepare = self._prepare = getattr(self.group, PREPARE)
         places = {id(parameter): n for n, parameter in enumerate(self.group.fsdp_params)}
 
         def noted(parameters: Any, gradients: Any, world_size: int) -> Any:
@@ -113,7 +114,9 @@ class Members:
 
     def unwatch(self) -> None:
         """Take away what ``follow_messages`` and ``watch`` have put there."""
-        vars(self.group).pop(PREPARE, None)
+        if self._prepare is not None:  # a group of torch holds it itself, its class does not
+            setattr(self.group, PREPARE, self._prepare)
+            self._prepare, self._announced = None, None
         while self._hooks:
             self._hooks.popitem()[1].remove()
 

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybridcomp.collectives.topology import (
-    Ranks,
-)
+from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch.rules import elsewhere, has_ring, lossy

@@ -15,10 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
-from hybridcomp.collectives.topology import (
-    Ranks,
-    machines,
-)
+from hybridcomp.collectives.topology import Ranks, machines
 from hybridcomp.config import BLOCK, CompressionConfig, describe
 from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import agree, versions

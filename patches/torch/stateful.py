@@ -48,7 +48,8 @@ _SCHEMA: dict[str, Callable[[Any], bool]] = {
     "kind": lambda value: isinstance(value, str),
     "world_size": lambda value: saved.is_count(value) and value > 0,
     "layout": _is_dict, "step": saved.is_count, "divisors": _is_dict,
-    "residuals": saved.are_residuals, "guard": _is_dict, "link": _is_dict, "factors": _is_dict,
+    "residuals": saved.are_residuals, "guard": _is_dict, "link": _is_dict,
+    "factors": saved.are_factors,
 }  # fmt: skip
 
 
@@ -158,7 +159,10 @@ def take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None
     states = [found for _, found in sorted(entries.items())]
     of = _of(states[0]) if states else None
     whose = states[0].get("model") if states else None  # earlier versions did not say
-    read = {"of": of, "entries": sorted(entries), "model": whose, "here": attached.identity}
+    read = {
+        "of": of, "entries": sorted(entries), "model": whose, "here": attached.identity,
+        "alike": all(_of(state) == of for state in states),
+    }  # fmt: skip
     stated = tell(read, what=WHAT)
     if all(rank["of"] is None for rank in stated):
         say("the checkpoint holds no state of hybridcomp; step and residuals start at zero")
@@ -166,6 +170,8 @@ def take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None
         channels.residuals.drop()
         return
     _check(attached, stated)
+    # whatever else this rank was handed is another one's
+    states = [entries[entry(old)] for old in (share(of["world_size"]) if of else ())]
     first = next(rank["of"] for rank in stated if rank["of"] is not None)
     feedback = any(channel.error_feedback for channel in channels)
     here = json.loads(json.dumps({**attached.layout, "nodes": channels.layout}))  # as ``tell`` does
@@ -178,7 +184,7 @@ def take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None
     elif feedback:
         for state in states:
             _read_into(part, state, attached.divisors())
-        plan = resharing.plan(part, attached.sends(), channels.nodes, padding=0)
+        plan = resharing.plan(part, attached.sends(), channels.nodes_of_sums, padding=0)
     told = _told(states[0] if states else None)
     channels.step = int(told["step"])
     for text in channels.resume_guard(told["guard"]) if channels.guard.watching else ():
@@ -238,7 +244,7 @@ def _check(attached: Attached, stated: Sequence[Mapping[str, Any]]) -> None:
             )
             raise ConfigError(CALL, found["entries"], todo)
     for rank, of in known.items():
-        if of != told:
+        if of != told or not stated[rank]["alike"]:
             todo = f"ranks {min(known)} and {rank} have read states that were not saved together"
             raise ConfigError(CALL, f"{told} and {of}", f"{todo}; load one checkpoint")
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from hybridcomp.patches.torch.session import (
-    say,
-)
+from hybridcomp.patches.torch.session import say
 
 #: passes with reduced gradients and no step to be seen, until that is told
 PATIENCE = 8

@@ -243,7 +243,8 @@ namespaces of one machine with {cores} cores, of which other programs took a cha
   after it has decided. It is more than 1 where the machine was busier in the steps of the others:
   on such a machine a figure is good to about a tenth.
 * `cost`: seconds of the trials, and what compared steps took longer than the better way in the same
-  rounds, as a share of 1,000 steps of the better way. The aim is at most 2 %.
+  rounds (nothing where they were faster), as a share of 1,000 steps of the better way. The aim is
+  at most 2 %.
 * `of 1,000 steps`: 1,000 steps of the better way over those of auto, cost included. The aim is
   0.97.
 

@@ -25,6 +25,7 @@ from tests.stand_ins.thread_groups import Board, Member
 #: DDP, ZeRO 0 and Megatron; FSDP2, ZeRO 3 and Megatron's distributed optimizer; ZeRO 1 and 2
 KINDS = ("all_reduce", "reduce_scatter", "owners")
 JOBS, SHARES = 520, 4
+COLUMNS = 7
 GROUP: Any = "the group of the test"
 
 
@@ -71,7 +72,10 @@ class Drawn:
         torch.manual_seed(seed)
         self.kind = self.draw.choice(KINDS)
         bits = self.draw.choice((2, 3, 8))
-        dp = {"codec": "blockint", "bits": bits, "error_feedback": True}
+        dp: dict[str, Any] = {"codec": "blockint", "bits": bits, "error_feedback": True}
+        self.is_low_rank = self.draw.random() < 0.2
+        if self.is_low_rank:
+            dp = {"codec": "powersgd", "rank": 1}
         self.config = CompressionConfig.parse({"dp": dp, "min_bytes": 0})
         count = self.draw.randint(1, 3)
         self.numels = {f"p{i}": self.draw.randint(1, 150) for i in range(count)}
@@ -84,10 +88,12 @@ class Drawn:
     def begin(self) -> None:
         """New ranks, one level or two, with residuals of 0."""
         self.size = self.draw.randint(1, 4)
-        self.deep = self.size == 4 and self.draw.random() < 0.5
+        self.deep = self.size == 4 and self.draw.random() < 0.5 and not self.is_low_rank
         self.every = [Channels(self.config) for _ in range(self.size)]
         for channels in self.every:
             channels.step = 1  # no sample
+            for name, numel in self.numels.items():
+                channels.factors.learn(name, (numel // COLUMNS, COLUMNS))
 
     def step(self) -> None:
         """Sum gradients once; a parameter may be unused on all ranks, a step may overflow."""
@@ -131,10 +137,13 @@ class Drawn:
                 assert chosen is not None
                 codec = chosen
             values = gradients[rank].clone()
+            # a rank that has used a parameter knows that its sum counts
+            asked = [name for i, name in enumerate(self.numels) if name in unused or i % 2 == rank]
             if self.kind == "all_reduce":
                 channel.all_reduce(
-                    values, codec, GROUP, raw_nbytes=0, pieces=self.pieces, unused=unused
-                ).wait()
+                    values, codec, GROUP, raw_nbytes=0, pieces=self.pieces,
+                    taken={name: torch.tensor(name not in unused) for name in asked},
+                ).wait()  # fmt: skip
                 return values
             if self.kind == "reduce_scatter":
                 shards = [values[low:high] for low, high in ranges]

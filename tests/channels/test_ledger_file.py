@@ -92,6 +92,30 @@ def test_what_cannot_be_written_is_seen_without_writing(tmp_path: Path) -> None:
     assert found == f"Not a directory: {tmp_path}/file"
 
 
+@pytest.mark.parametrize("content", ["precious", "", None])
+def test_a_link_is_set_aside_and_not_followed(tmp_path: Path, content: str | None) -> None:
+    other, path = tmp_path / "other", tmp_path / "ledger.jsonl"
+    if content is not None:
+        other.write_text(content)
+    path.symlink_to(other)
+    for run in range(2):
+        lines = JsonLines(path)
+        lines.write({"run": run})
+        lines.close()
+    assert not path.is_symlink() and path.read_text() == '{"run": 1}\n'
+    assert (tmp_path / "ledger.2.jsonl").read_text() == '{"run": 0}\n'
+    assert (other.read_text() if other.exists() else None) == content
+
+
+def test_a_link_to_a_device_is_what_is_meant(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.symlink_to("/dev/null")
+    lines = JsonLines(path)
+    lines.write({"run": 0})
+    lines.close()
+    assert path.is_symlink() and [one.name for one in tmp_path.iterdir()] == ["ledger.jsonl"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

@@ -22,9 +22,13 @@ WHOLE = sum(NUMELS.values())
 
 
 def channels_in(hierarchy: int | str) -> Channels:
+    """``hierarchy``: "low rank" for powersgd, in a job whose gathers have nodes of two ranks."""
     block = {"dp": FEEDBACK, "min_bytes": 0, "hierarchy": hierarchy, "ledger": {"every": 1000}}
+    if hierarchy == "low rank":
+        block |= {"dp": {"codec": "powersgd", "rank": 1}, "zero": "blockint", "hierarchy": 2}
     channels = Channels(CompressionConfig.parse(block))
     channels.numels = dict(NUMELS)
+    channels.factors.learn("a", (40, 25))
     channels.place([tuple(range(dist.get_world_size()))])
     return channels
 
@@ -98,8 +102,8 @@ def flushed(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch.Tens
     ("old", "new"),
     [((4, "none"), (2, "none")), ((2, "none"), (4, 2)), ((4, 2), (4, "none")),
      ((4, "none"), (4, 2)), ((4, 2), (2, "none")), ((4, "none"), (1, "none")),
-     ((2, "none"), (3, "none"))],
-    ids=["4 to 2", "2 to 2x2", "2x2 to 4", "4 to 2x2", "2x2 to 2", "4 to 1", "2 to 3"],
+     ((2, "none"), (3, "none")), ((4, "low rank"), (4, "low rank"))],
+    ids=["4 to 2", "2 to 2x2", "2x2 to 4", "4 to 2x2", "2x2 to 2", "4 to 1", "2 to 3", "low rank"],
 )  # fmt: skip
 def test_sums_stay_and_all_is_sent(
     old: tuple[int, Any], new: tuple[int, Any], on_ranks: RunRanks, tmp_path: Path
@@ -116,6 +120,24 @@ def test_sums_stay_and_all_is_sent(
         assert not left.any()
     if new[1] == "none" and new[0] != old[0]:
         assert sum(nbytes for *_, nbytes in results) == 4 * WHOLE, "no value is held twice"
+
+
+def a_step_later(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Load and take a step: what that was given less what it applied, and what is held then."""
+    channels = channels_in(hierarchy)
+    checkpoint.load(Path(folder), channels, 1.0)
+    given = gradients(2)
+    dist.all_reduce(given)
+    return given - sum_up(channels, gradients(2)), missing(channels)
+
+
+@pytest.mark.parametrize("hierarchy", [2, "low rank"])
+def test_a_step_takes_each_value_once(
+    hierarchy: int | str, on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    owed, _ = on_ranks(2, first_run, str(tmp_path), hierarchy)[0]
+    for more, held in on_ranks(4, a_step_later, str(tmp_path), hierarchy):
+        torch.testing.assert_close(held, owed + more, rtol=1e-4, atol=1e-5)
 
 
 def strike(folder: str, name: str, offset: int, value: float) -> str:
@@ -146,3 +168,24 @@ def test_values_that_nothing_has_left_are_refused(
     on_ranks(4, first_run, str(tmp_path), "none")
     for text in on_ranks(ranks, strike, str(tmp_path), name, offset, value):
         assert told in text and bool(told) == bool(text)
+
+
+def older_file(folder: str) -> str:
+    """Let rank 3's file be of an earlier step, as where a later save has failed; what is said."""
+    path = Path(folder, "hybridcomp_residuals_rank_00003.pt")
+    if dist.get_rank() == 0:
+        state = torch.load(path, weights_only=True)
+        torch.save({**state, "step": state["step"] + 1}, path)
+    dist.barrier()
+    channels = channels_in("none")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(Path(folder), channels, 1.0)
+    return str(caught.value)
+
+
+def test_files_of_two_saves_are_no_checkpoint_on_fewer_ranks(
+    on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    on_ranks(4, first_run, str(tmp_path), "none")
+    for text in on_ranks(2, older_file, str(tmp_path)):
+        assert "rank_00003.pt" in text and "not saved together" in text and "Restore" in text

@@ -156,9 +156,7 @@ def test_it_acts_in_the_block(toy: Path) -> None:
     assert "toy at its finest guarantees" in tight
     assert "compression.tp.ramp.from: found 4" in steep and "from 2 to 3" in steep
     assert ramp["flat"]["compression.tp.forward.ramp"] == [[2, "toy(keep=3)"]]
-    assert large == (
-        "compression.dp.keep: found 4; toy: keep must be an integer from 2 to 3; correct it"
-    )
+    assert large == "compression.dp.keep: found 4; toy: keep must be an integer from 2 to 3"
     assert kind.startswith('compression.dp.keep: found "x"; expected an integer')
     assert "blockint takes bits and rotate and levels; remove keep" in other
     assert "did you mean 'toy'?" in near

@@ -159,3 +159,12 @@ def test_a_failure_shows_the_end_of_the_output(tmp_path: Path) -> None:
     with pytest.raises(CompareError, match=r"the reason\nbaseline seed 0: status 3"):
         job.run()
     assert not (job.folder / "done.json").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"command": [', b"\xff", b"[1]"])
+def test_a_note_that_was_cut_is_no_finished_training(tmp_path: Path, content: bytes) -> None:
+    Path(tmp_path, "x.py").touch()
+    job, _ = plan(tmp_path, sys.executable, str(tmp_path / "x.py")).jobs()
+    (job.folder / "done.json").write_bytes(content)
+    assert job.run() is not None
+    assert job.run() is None

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,24 @@ def test_what_pays_prints_is_what_the_page_shows(
             assert shown in printed, command.body
             tried += 1
     assert tried == 3
+
+
+def test_what_pays_says_of_four_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the page's own file, and the figures of ZeRO 1 in the sentence below it."""
+    page = ROOT / "docs" / "four_nodes.md"
+    settings = next(fence for fence in fences("json") if fence.page == page)
+    (tmp_path / "ds_config.json").write_text(settings.body)
+    monkeypatch.chdir(tmp_path)
+    own = [fence.body for fence in fences("") if fence.page == page]
+    command = shlex.split(next(body for body in own if body.startswith("hybridcomp pays")))[1:]
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out in own
+    assert cli.main([*command, "--stage", "1"]) == 0
+    figures = re.findall(r"[\d.]+ MB|[\d.]+ times as fast", capsys.readouterr().out)
+    prose = " ".join(prose_of(page).split())
+    assert all(figure in prose for figure in figures[-3:]), figures
 
 
 def test_launcher_lines_name_the_module() -> None:

@@ -128,7 +128,7 @@ def test_install_takes_a_config(tmp_path: Path) -> None:
     code = (
         "import hybridcomp\n"
         "from hybridcomp.errors import ConfigError\n"
-        "from hybridcomp import process\n"
+        "from hybridcomp.session import process\n"
         "hybridcomp.install({'dp': 'bf16'})\n"
         "config = process.configured()\n"
         "assert config is not None and config.active('dp')\n"

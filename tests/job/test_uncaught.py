@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from hybridcomp.job import (
-    uncaught,
-)
+from hybridcomp.job import uncaught
+from tests.ranks import run_ranks
 
 #: both ranks are there before either goes on: the one that told stays for a second only
 MEET = """
@@ -101,3 +103,18 @@ def test_other_errors_and_other_hooks_stay(monkeypatch: pytest.MonkeyPatch) -> N
     assert shown == [ValueError]
     uncaught.uninstall()
     assert sys.excepthook is theirs
+
+
+def met() -> tuple[timedelta, timedelta]:
+    """The time-out of the shared store before and after a rank has told what it fails of."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    before = store.timeout
+    meeting = uncaught._InStore(dist, "name")
+    meeting.tell()
+    assert meeting.first and meeting.is_told()
+    return before, store.timeout
+
+
+def test_a_meeting_leaves_the_time_out_of_the_store_alone() -> None:
+    ((before, after),) = run_ranks(1, met)
+    assert before == after > timedelta(seconds=uncaught.LINGER_S)

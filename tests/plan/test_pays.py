@@ -151,3 +151,53 @@ def test_the_file_of_gpt_neox_says_its_layout(capsys: pytest.CaptureFixture[str]
     assert cli.main(["pays", str(ROOT / "configs" / "neox" / "20B.yml")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines[2:]} >= {"dp", "tp", "pp"}
+
+
+def test_a_file_of_gpt_neox_needs_no_settings_of_deepspeed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it trains today: no deepspeed_extra_args, and keys written with a hyphen."""
+    pytest.importorskip("yaml")
+    path = tmp_path / "6B.yml"
+    path.write_text(
+        "pipe-parallel-size: 2\nmodel-parallel-size: 2\nprecision: bfloat16\n"
+        "zero_optimization: {stage: 1}\n"
+    )
+    assert cli.main(["pays", str(path)]) == 0
+    note, head, _, *rows = capsys.readouterr().out.splitlines()
+    assert "has no block" in note and head.startswith("bf16 messages among 8 ranks, ZeRO 1, ")
+    assert [row.split()[0] for row in rows[:-1]] == ["dp", "zero", "tp", "pp"]
+
+
+def test_a_job_without_a_block_is_asked_about_with_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a job trains today: its own figures count, and only another file is refused."""
+    path = tmp_path / "ds_config.json"
+    settings: dict[str, object] = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    path.write_text(json.dumps(settings))
+    assert cli.main(["pays", str(path)]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f'{path} has no block; with "compression": {{"preset": "recommended"}}:'
+    path.write_text(json.dumps({**settings, "compression": {"preset": "recommended"}}))
+    assert cli.main(["pays", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == rest
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 4096}))
+    assert cli.main(["pays", str(path)]) == 2
+    assert "found 'no block'" in capsys.readouterr().err
+
+
+def test_a_dtype_that_a_trainer_fills_in_is_not_taken_for_fp32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    settings = {
+        "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "train_batch_size": "auto",
+        "zero_optimization": {"stage": 2}, "compression": {"preset": "recommended"},
+    }  # fmt: skip
+    path.write_text(json.dumps(settings))
+    assert cli.main(["pays", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("bf16 messages among 8 ranks, ZeRO 2, ")
+    path.write_text(json.dumps({**settings, "fp16": {"enabled": True}}))
+    assert cli.main(["pays", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("fp16 messages")

@@ -82,7 +82,7 @@ def test_the_session_is_let_go_before_the_interpreter_ends() -> None:
         "    gc.collect()\n"
         "    print('gone' if kept[0]() is None else 'alive')\n"
         "atexit.register(look)\n"  # registered first, called last
-        "from hybridcomp import process\n"
+        "from hybridcomp.session import process\n"
         "from hybridcomp.channels import Channels\n"
         "from hybridcomp.config import CompressionConfig\n"
         "from hybridcomp.session.engine_session import EngineSession\n"
@@ -98,7 +98,7 @@ def test_no_thread_of_gloo_outlives_the_groups_under_ddp() -> None:
     """One that does may abort the process at its end."""
     code = (
         "import glob\n"
-        "from hybridcomp import process\n"
+        "from hybridcomp.session import process\n"
         "import torch\n"
         "import torch.distributed as dist\n"
         "def threads():\n"

@@ -97,6 +97,15 @@ def _all_gather_single(out: Tensor, values: Tensor, group: Member, async_op: boo
     return group.post(values, [], take)
 
 
+def _all_reduce(values: Tensor, group: Member, async_op: bool) -> Work:
+    def take(call: int) -> None:
+        values.zero_()
+        for rank in range(group.board.size):
+            values.add_(group.board.posted[call, rank][0])
+
+    return group.post(values.clone(), [], take)
+
+
 def _isend(values: Tensor, dst: int, group: Member) -> Work:
     group.board.mail[group.rank, dst].put(values.clone())
     return Done(lambda: None)
@@ -113,7 +122,9 @@ def _receive(out: Tensor, mail: queue.Queue[Tensor]) -> None:
 @contextmanager
 def in_process() -> Iterator[None]:
     """The collectives of this process talk to ``Member`` groups inside."""
-    dist = SimpleNamespace(all_to_all_single=_all_to_all_single, isend=_isend, irecv=_irecv)
+    dist = SimpleNamespace(
+        all_reduce=_all_reduce, all_to_all_single=_all_to_all_single, isend=_isend, irecv=_irecv
+    )
     patches: list[Any] = [
         patch.object(transport, "dist", dist),
         patch.object(transport, "all_gather_single", _all_gather_single),

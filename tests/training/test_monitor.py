@@ -62,14 +62,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_csv(folder: Path) -> None:
-    rows = list(csv.reader((folder / "csv" / "Train_Compression_dp_ratio.csv").open()))
+    rows = list(csv.reader((folder / "csv" / "train_compression_dp_ratio.csv").open()))
     assert len(rows) == 1 + 3
     assert all(float(ratio) > 10 for _, ratio in rows[1:])
     names = {path.name for path in (folder / "csv").iterdir()}
     for figure in ("wire_MB", "raw_MB", "codec_ms", "wait_ms", "error", "ratio"):
-        assert f"Train_Compression_dp_{figure}.csv" in names
-        assert f"Train_Compression_zero_{figure}.csv" in names
-    assert "Train_Compression_dp_residual_norm.csv" in names
+        assert f"train_compression_dp_{figure}.csv" in names
+        assert f"train_compression_zero_{figure}.csv" in names
+    assert "train_compression_dp_residual_norm.csv" in names
 
 
 def test_tensorboard(folder: Path) -> None:

@@ -147,7 +147,10 @@ def neox_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, A
 
 
 def megatron_arguments(plan: Plan) -> list[str]:
-    """Megatron's own arguments, one option a line."""
+    """Megatron's own arguments, one option a line.
+
+    Without quotes: the shell takes none away from what ``$(cat FILE)`` gives.
+    """
     layout = plan.layout
     found = [
         f"--tensor-model-parallel-size {layout.tensor}",
@@ -159,7 +162,7 @@ def megatron_arguments(plan: Plan) -> list[str]:
     ]
     chunks = layout.stages * layout.virtual
     if chunks > 1 and len(set(blocks(plan))) > 1:
-        found.append(f"--pipeline-model-parallel-layout {_stages_of(plan)!r}")
+        found.append(f"--pipeline-model-parallel-layout {_stages_of(plan)}")
     elif layout.virtual > 1:
         found.append(f"--num-virtual-stages-per-pipeline-rank {layout.virtual}")
     if layout.recompute:

@@ -40,8 +40,8 @@ def number(config: Mapping[str, Any], name: str, *keys: str) -> int:
             todo = f"expected a whole number from 1 to {most}"
             raise ConfigError(f"{name}: {key}", found, todo)
     found = next((config[key] for key in keys if key in config), None)
-    todo = "add it" if found is None else "correct it"
-    raise ConfigError(f"{name}: {keys[0]}", found, f"expected a number above 0; {todo}")
+    todo = "; add it" if found is None else ""
+    raise ConfigError(f"{name}: {keys[0]}", found, f"expected a number above 0{todo}")
 
 
 def given(config: Mapping[str, Any], name: str, key: str, default: int) -> int:

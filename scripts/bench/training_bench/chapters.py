@@ -17,9 +17,9 @@ from bench.training_bench.cells import LAYOUTS
 
 SPEED_HEAD = """\
 The example GPT on nodes that are network namespaces of one machine (`scripts/netlab.py`), one rank
-to a node unless said otherwise, over links set so that the bytes of native bf16 take r times its
-compute: r is what carries over to other machines, Mb/s is not. All arms run side by side and make
-their steps in turn, one at a time, every second round backwards, because the machine's speed
+to a node unless said otherwise. r = communication time / compute time of native bf16, by which the
+links are set: r is what carries over to other machines, Mb/s is not. All arms run side by side and
+make their steps in turn, one at a time, every second round backwards, because the machine's speed
 changes by the minute; those that wait are stopped. A speed-up is the median of the ratios to native
 bf16 of the same round ("pairs": how many), with the 95 % interval of that median. Native bf16 is
 there twice: the second one makes its steps while the links have no limit, which says what r was in

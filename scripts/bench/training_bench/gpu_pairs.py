@@ -34,11 +34,11 @@ class Pair:
     def __init__(self, store: Any, rank: int, nbytes: int) -> None:
         """``nbytes``: of memory that both processes map, beyond what this class needs."""
         self._rank, self._turn, self._patience = rank, 0, PATIENCE_S
-        path = Path(tempfile.gettempdir(), f"hybridcomp.{os.getpid()}.{id(self)}")
         if rank == 0:
-            with path.open("wb") as file:
-                file.truncate(PAGE + nbytes)
-            store.set("path", str(path))
+            file, name = tempfile.mkstemp(prefix="hybridcomp.")  # a name that nobody foresees
+            os.truncate(file, PAGE + nbytes)
+            os.close(file)
+            store.set("path", name)
         store.wait(["path"], timedelta(seconds=SETUP_S))
         path = Path(store.get("path").decode())
         with path.open("r+b") as mapped:

@@ -19,14 +19,7 @@ from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan
 from hybridcomp.collectives.owner_plan import plan_reduction
-from hybridcomp.collectives.wire import (
-    Group,
-    cuts,
-    exchanges,
-    payload_sizes,
-    stretches,
-    transport,
-)
+from hybridcomp.collectives.wire import Group, cuts, exchanges, payload_sizes, stretches, transport
 from hybridcomp.collectives.wire.encoding import settle_job
 from hybridcomp.collectives.wire.exchanges import cut_payloads
 from hybridcomp.errors import CodecError

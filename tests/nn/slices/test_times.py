@@ -14,13 +14,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
-from hybridcomp.nn.slices import (
-    SliceTimes,
-    StageTimes,
-    chosen_slices,
-    slice_times,
-    timing,
-)
+from hybridcomp.nn.slices import SliceTimes, StageTimes, chosen_slices, slice_times, timing
 from hybridcomp.nn.slices.times import fitted, of_computing
 from tests.nn.slices.model import GRANULE, LENGTH, STAGES, stage
 from tests.ranks import RunRanks

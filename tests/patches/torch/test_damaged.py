@@ -49,6 +49,10 @@ def far_away(state: dict[str, Any]) -> None:
     state["residuals"]["sender"]["weight"].append((10**9, torch.ones(2)))
 
 
+def no_factors(state: dict[str, Any]) -> None:
+    state["factors"] = {"weight[0:30]": [1.0, 2.0]}
+
+
 def no_units(state: dict[str, Any]) -> None:
     state["divisors"] = {}
 
@@ -60,6 +64,7 @@ DAMAGE: dict[str, Callable[[bytes], Any]] = {
     "a list": lambda packed: changed(packed, dict.clear),
     "not finite": lambda packed: changed(packed, not_finite),
     "far away": lambda packed: changed(packed, far_away),
+    "no factors": lambda packed: changed(packed, no_factors),
     "no units": lambda packed: changed(packed, no_units),
 }
 
@@ -110,7 +115,7 @@ def test_no_flipped_bit_is_taken(on_ranks: RunRanks) -> None:
 
 
 def lacking() -> tuple[str, str]:
-    """Rank 1 has no entry; then one of an engine of another kind."""
+    """Rank 1 has no entry; then one of another step."""
     model, attached = trained()
     state = attached.state_dict()
     texts = []
@@ -130,3 +135,40 @@ def test_what_does_not_belong_together_is_told_on_all(on_ranks: RunRanks) -> Non
     for missing, other in on_ranks(2, lacking):
         assert "rank 1 lacks" in missing
         assert "ranks 0 and 1" in other
+
+
+def of_two_saves() -> str:
+    """Rank 0 of two takes over entries of four ranks, one of which is of an earlier save."""
+    _, attached = trained()
+    (mine,) = attached.state_dict().values()
+    names = [f"rank_{rank:05d}" for rank in range(dist.get_rank(), 4, 2)]
+    steps = (3, 2 if dist.get_rank() == 0 else 3)
+    state = {
+        name: changed(mine, lambda found, step=step: found.update(world_size=4, step=step))  # type: ignore[misc]
+        for name, step in zip(names, steps, strict=True)
+    }
+    with pytest.raises(ConfigError) as caught:
+        attached.load_state_dict(state)
+    return str(caught.value)
+
+
+def test_entries_of_one_rank_that_were_not_saved_together_are_told_on_all(
+    on_ranks: RunRanks,
+) -> None:
+    for text in on_ranks(2, of_two_saves):
+        assert "not saved together" in text
+
+
+def handed_all() -> tuple[float, float]:
+    """Norms of what is held: before, and after a load of the entries of all ranks on each."""
+    _, attached = trained()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, attached.state_dict())
+    norm = attached.channels.residuals.norm()
+    attached.load_state_dict({name: one for state in every for name, one in state.items()})
+    return norm, attached.channels.residuals.norm()
+
+
+def test_a_rank_takes_its_own_entry_of_all(on_ranks: RunRanks) -> None:
+    for before, after in on_ranks(2, handed_all):
+        assert before == pytest.approx(after, rel=1e-6) and before > 0

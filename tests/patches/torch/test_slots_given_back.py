@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hybridcomp
 from hybridcomp.patches.torch.fsdp2 import groups_of
-from hybridcomp.patches.torch.fsdp2_members import PREPARE
+from hybridcomp.patches.torch.fsdp2_members import PREPARE, Members
 from tests.ranks import run_ranks
 
 BLOCK: dict[str, Any] = {"dp": {"codec": "blockint"}, "ledger": {"every": 1_000_000}}
@@ -40,3 +41,21 @@ def given_back() -> list[list[bool]]:
 def test_detach_gives_back_the_objects_of_torch() -> None:
     for attached, detached in run_ranks(2, given_back):
         assert not any(attached[:4]) and all(detached), (attached, detached)
+
+
+def test_a_group_gets_back_the_function_that_it_holds_itself() -> None:
+    """Torch 2.15 has it on each group and not in their class: taken away, the next pass fails."""
+
+    def prepare(parameters: Any, gradients: Any, world_size: int) -> int:
+        return len(parameters)
+
+    group = SimpleNamespace(fsdp_params=["a", "b"], **{PREPARE: prepare})
+    members = Members(SimpleNamespace(fsdp_params=[]), {})
+    members.group = group
+    members.follow_messages()
+    noted: Any = getattr(group, PREPARE)
+    assert noted is not prepare and noted(group.fsdp_params[1:], [], 2) == 1
+    members.unwatch()
+    assert getattr(group, PREPARE) is prepare
+    members.unwatch()  # harmless
+    assert members.hears_of_messages

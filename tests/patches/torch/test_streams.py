@@ -39,7 +39,7 @@ def test_buckets_of_ddp(gpu: Gpu, name: str) -> None:
             state.factors.learn(f"{place}.{index}", (8, numel // 8) if numel % 8 == 0 else (numel,))
     model: Any = SimpleNamespace(
         process_group=fake_group(RANKS, RANK), _has_rebuilt_buckets=True,
-        _join_config=SimpleNamespace(enable=False),
+        find_unused_parameters=False, static_graph=False,
     )  # fmt: skip
     attached: Any = SimpleNamespace(channels=state, reduced=lambda: None)
     reducer = Reducer(model, attached)
@@ -61,7 +61,7 @@ def test_buckets_of_ddp(gpu: Gpu, name: str) -> None:
 def _bucket(place: int, gradients: Tensor, numels: Sequence[int], count: int) -> Any:
     parameters = []
     for index, numel in enumerate(numels):
-        one = SimpleNamespace(numel=lambda numel=numel: numel)
+        one = SimpleNamespace(numel=lambda numel=numel: numel, is_complex=lambda: False)
         setattr(one, NAME, f"{place}.{index}")
         parameters.append(one)
     return SimpleNamespace(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import hybridcomp
 from tests.patches.torch.test_state import HSDP, JOBS, load, save, started
 from tests.patches.torch.trainer import Job, sum_of_residuals, train
 from tests.ranks import RunRanks
@@ -21,9 +22,15 @@ def saved_by(job: Job, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def taken_by(job: Job, folder: Path) -> tuple[dict[str, torch.Tensor], bool]:
-    """What is held after loading; whether any of it waits behind a step that encodes all."""
-    model, optimizer, attached = started(job)
+    """What is held after loading, saving and loading again; whether any of it waits behind a step
+    that encodes all.
+    """
+    model, optimizer, _ = started(job)
     load(folder, model, optimizer, named=True)
+    save(folder / "again", model, optimizer)
+    hybridcomp.detach(model)
+    model, optimizer, attached = started(job)
+    load(folder / "again", model, optimizer, named=True)
     held = sum_of_residuals(attached)
     train(job, model, optimizer, 3, 4)
     return held, attached.channels.residuals.is_restored

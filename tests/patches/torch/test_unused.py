@@ -85,3 +85,17 @@ def test_nothing_goes_with_a_sum_that_is_thrown_away(
     used = [every, nobody, (False, True, False, False), nobody, nobody, every]
     for off in on_ranks(4, kept, codec, hierarchy, used):
         assert max(off) < 1e-4, off
+
+
+def left_behind() -> tuple[int, int]:
+    """Hooks on parameters that note their gradients: of an attached model, and detached."""
+    model = DistributedDataParallel(Gated(), find_unused_parameters=True)
+    hybridcomp.attach(model, {"dp": CODECS["blockint"], "ledger": {"every": 999}})
+    counts = [sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())]
+    hybridcomp.detach(model)
+    counts += [sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())]
+    return counts[0], counts[1]
+
+
+def test_a_detached_model_notes_no_gradients(on_ranks: RunRanks) -> None:
+    assert on_ranks(2, left_behind) == [(6, 0)] * 2

@@ -70,7 +70,7 @@ def test_megatrons_arguments_and_block(tmp_path: Path) -> None:
     said = dict(zip(words, words[1:], strict=False))
     assert said["--tensor-model-parallel-size"] == said["--pipeline-model-parallel-size"] == "2"
     assert said["--global-batch-size"] == "8"
-    assert said["--pipeline-model-parallel-layout"] == "'Ettt|tL'"
+    assert said["--pipeline-model-parallel-layout"] == "Ettt|tL"
     assert said["--recompute-method"] == "block"
     assert {"--sequence-parallel", "--use-distributed-optimizer", "--bf16"} <= set(words)
     block = json.loads((tmp_path / "compression.json").read_text())

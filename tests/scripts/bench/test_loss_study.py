@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import loss_study
-from hybridcomp.compare import CompareError
+from hybridcomp.compare import CompareError, launch
 
 
 def options(tmp_path: Path, *arguments: str) -> argparse.Namespace:
@@ -33,11 +32,11 @@ def test_peers_are_trained_where_there_is_data_parallelism_only(
 ) -> None:
     commands: list[list[str]] = []
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], *_: Any, **__: Any) -> int:
         commands.append(command)
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(launch, "run_logged", run)
     found = options(tmp_path, "--seeds", "3", "--presets", "--peers", "qgz")
     cases = list(loss_study.cases_of(found))
     assert [(case.layout, case.name) for case in cases] == [
@@ -53,11 +52,11 @@ def test_torchs_engines_have_torchs_launcher_and_peers(
 ) -> None:
     seen: list[tuple[list[str], dict[str, str]]] = []
 
-    def run(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
-        seen.append((command, env))
-        return subprocess.CompletedProcess(command, 0)
+    def run(command: list[str], output: Path, environment: dict[str, str], **_: Any) -> int:
+        seen.append((command, environment))
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(launch, "run_logged", run)
     monkeypatch.delenv("HYBRIDCOMP_CONFIG", raising=False)
     layouts = ["--layouts", "ddp2", "fsdp2", "--seeds", "3", "--presets"]
     found = options(tmp_path, *layouts, "--peers", "bf16", "powersgd-4")
@@ -113,11 +112,11 @@ def test_settings_keep_the_committed_file(tmp_path: Path) -> None:
 def test_a_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], *_: Any, **__: Any) -> int:
         commands.append(command)
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(launch, "run_logged", run)
     found = options(tmp_path, "--steps", "50")
     case = loss_study.Case("pp2", "mine", {"pp": "bf16"}, 1)
     assert loss_study.train(case, found) is not None
@@ -132,12 +131,11 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_failure_shows_the_end_of_the_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(command: list[str], stdout: Any, **_: Any) -> subprocess.CompletedProcess[str]:
-        stdout.write("the reason\n")
-        stdout.flush()
-        return subprocess.CompletedProcess(command, 3)
+    def run(command: list[str], output: Path, *_: Any, **__: Any) -> int:
+        output.write_text("the reason\n")
+        return 3
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(launch, "run_logged", run)
     case = loss_study.Case("dp2", "baseline", None, 0)
     with pytest.raises(CompareError, match="the reason\ndp2 baseline seed 0: status 3"):
         loss_study.train(case, options(tmp_path))
