@@ -15,7 +15,6 @@ from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.plan import Plan
 
 Engine = Literal["deepspeed", "megatron", "neox"]
-Method = Literal["enumerate", "mcmc"]
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 }  # fmt: skip
@@ -53,7 +52,7 @@ class Limits:
     and "slices"; what ``fixed`` decides of them counts as well.
     ranks: how many to use; None: all of the cluster. most_micro_batch: samples, at most.
     recompute, offload: whether the search may switch them on.
-    keep: plans that are returned. method, seed, chains, proposals: of the search.
+    keep: plans that are returned.
     """
 
     engine: Engine = "deepspeed"
@@ -68,10 +67,6 @@ class Limits:
     offload: bool = False
     own: tuple[str, ...] = ()
     keep: int = 10
-    method: Method = "enumerate"
-    seed: int = 0
-    chains: int = 4
-    proposals: int = 2000
 
     def __post_init__(self) -> None:
         """Refuse what names nothing. Raises ConfigError."""
@@ -129,7 +124,6 @@ class Found:
     plans: ranked, the fastest first; empty where nothing is feasible, and then ``reason`` says why
     in one sentence and ``nearest`` what would be needed.
     considered, simulated: layouts with choices that were looked at, and that bounds did not prune.
-    spread: of ``--search mcmc``, the worst chain's best step over the best one's; else 1.
     refused: how many layouts each reason ruled out. unpriced: codecs of the budget that the cluster
     has no figure for, which no plan has.
     """
@@ -137,7 +131,6 @@ class Found:
     plans: tuple[Plan, ...]
     considered: int = 0
     simulated: int = 0
-    spread: float = 1.0
     refused: Mapping[str, int] = field(default_factory=dict)
     reason: str = ""
     nearest: Nearest | None = None

@@ -4,7 +4,6 @@
     python scripts/bench/bench_codecs.py                 # table
     python scripts/bench/bench_codecs.py --check         # exit 1 if a target is missed
     python scripts/bench/bench_codecs.py --json out.json
-    python scripts/bench/bench_codecs.py --distortion    # bits per value at equal error, no speed
 
 Speeds are bytes of uncompressed values per second, whatever the direction. With one thread the
 clock is that thread's CPU time, which on an idle machine is the time and on a busy one leaves out
@@ -29,11 +28,6 @@ from torch import Tensor
 
 from hybridcomp.codecs import Codec, make_codec
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
-
-from bench import bench_distortion
-from bench.distortion.peers import relative_error
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("encode", "decode", "decode_add")
 
@@ -47,6 +41,12 @@ class Subject:
     relative_error: float
     phases: dict[str, Callable[[], object]]
     seconds: dict[str, list[float]] = field(default_factory=dict)
+
+
+def relative_error(values: Tensor, decoded: Tensor) -> float:
+    """Return |decoded - values| / |values|, in the 2-norm."""
+    values = values.double()
+    return float((decoded.double() - values).norm() / values.norm())
 
 
 @dataclass
@@ -244,11 +244,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
-    parser.add_argument("--distortion", action="store_true", help="bits at equal error, no speeds")
-    bench_distortion.add_arguments(parser)
     arguments = parser.parse_args()
-    if arguments.distortion:
-        return bench_distortion.report(arguments)
     if arguments.check and (arguments.dtype != "fp32" or arguments.threads != 1):
         parser.error("--check needs --dtype fp32 and --threads 1: the targets are stated for those")
     torch.set_num_threads(arguments.threads)

@@ -23,11 +23,8 @@ from hybridcomp.compare.report import as_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.context_bench import chapter as context
 from bench.loss_chapters import Missing, Study, loss_chapter, torch_chapter, untimed
 from bench.training_bench import chapters, gpu_chapter, gpu_losses, paper
-from studies import gather_tables, segment_tables
-from studies.projection import chapter as projection
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,18 +76,6 @@ CHAPTERS = (
         torch_chapter,
         "scripts/bench/loss_study.py --layouts ddp2 fsdp2",
     ),
-    Chapter(
-        "gathers",
-        "Parameter gathers of FSDP2 that stay small",
-        gather_tables.chapter,
-        "scripts/studies/gather_study.py",
-    ),
-    Chapter(
-        "segments",
-        "What the length of a segment costs in loss",
-        segment_tables.chapter,
-        "scripts/studies/segment_study.py",
-    ),
     Chapter("speed", "Tokens a second against the network", chapters.speed_chapter, BENCH),
     Chapter(
         "equal_bytes",
@@ -99,21 +84,9 @@ CHAPTERS = (
         f"{BENCH} --losses",
     ),
     Chapter(
-        "context",
-        "Long sequences",
-        context.chapter,
-        "scripts/bench/bench_context.py and bench_slices.py",
-    ),
-    Chapter(
         "gpu", "On a GPU", gpu_chapter_of, "scripts/bench/bench_gpu_training.py, gpu_losses.py"
     ),
     Chapter("paper", "The paper's schemes", paper.paper_chapter, f"{BENCH} --layouts 3d"),
-    Chapter(
-        "projection",
-        "Projected: GPT-NeoX-20B",
-        projection.chapter,
-        "scripts/studies/project_scale.py",
-    ),
 )
 
 

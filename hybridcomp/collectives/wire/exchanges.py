@@ -34,7 +34,7 @@ from hybridcomp.errors import CodecError
 #: Elements of the longest row in one round, and of half a row where that is less: one message
 #: alone leaves the link idle between its hops, and each costs half a millisecond of its own.
 #: (native time / byte ratio) / time of an all-reduce of fp32, two ranks at 1 Gb/s, load 1.5
-#: (``scripts/bench/bench_netlab.py --rounds --megabytes N``):
+#: (``scripts/bench/bench_netlab.py --rounds --megabytes N`` at commit fe690ca):
 #:
 #:                   64 Ki  128 Ki  256 Ki  512 Ki    1 Mi    2 Mi    4 Mi   whole
 #:     64 MB  8 bits   0.86    0.89   0.93    0.96    0.96    0.95    0.94    0.85

@@ -1,4 +1,4 @@
-"""Algorithms of planning, exact for the costs that they are given, but for ``anneal``.
+"""Algorithms of planning, exact for the costs that they are given.
 
 They know no tensor, no network and no engine:
 
@@ -7,6 +7,5 @@ ideals     stages of a model that is no chain, by dynamic programming over ideal
 recompute  which layers to recompute under a memory limit, by dynamic programming on the chain
 frontier   Pareto frontiers of pairs, for the three above
 slices     where to slice a sequence for a pipeline, as TeraPipe does
-timeline   an event simulation of one step, and delta simulation of an edited one
-anneal     a seeded Metropolis search over choices that are too many to enumerate
+timeline   an event simulation of one step
 """

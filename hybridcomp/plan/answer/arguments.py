@@ -31,11 +31,7 @@ runs the best three for some steps and keeps the fastest; {tensor}, {stages}, {c
 holds a finished run against its plan.
 """
 #: what the planner knows by these names; a test holds them against it
-ENGINES, DTYPES, METHODS = (
-    ("deepspeed", "megatron", "neox"),
-    ("bf16", "fp16", "fp32"),
-    ("enumerate", "mcmc"),
-)
+ENGINES, DTYPES = ("deepspeed", "megatron", "neox"), ("bf16", "fp16", "fp32")
 NAMES = ("recommended", "lossless", "native")
 CLUSTER = Path("cluster.json")
 
@@ -91,13 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "commas between; {mesh} and {slices} in its command say so as well",
     )
     add("--offload", action="store_true", help="optimizer states may lie on the host")
-    add(
-        "--search",
-        choices=METHODS,
-        default="enumerate",
-        help="mcmc: a random search over choices by layer, where enumeration is too large",
-    )
-    add("--seed", type=int, default=0, help="of --search mcmc (0)")
     add("--out", type=Path, default=Path("plans"), metavar="FOLDER", help="of all files (plans)")
     add(
         "--base",

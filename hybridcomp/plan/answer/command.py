@@ -135,8 +135,6 @@ def _search(options: argparse.Namespace, model: Model, cluster: Cluster) -> Foun
         offload=options.offload,
         own=own_cuts(options.own_cuts, options.command),
         keep=max(SHOWN, options.tries),
-        method=options.search,
-        seed=options.seed,
     )
     batch = Batch(options.samples, options.length)
     return search(model, cluster, budget_of(options.budget), batch, limits)

@@ -175,8 +175,7 @@ def answer(found: Found, cluster: Cluster) -> Iterator[str]:
         yield from (f"  {text}" for text in reasons(*found.plans[:2]))
     yield "The first plan:"
     yield from (f"  {text}" for text in details(found.plans[0], cluster))
-    spread = f"; chains ended within {found.spread - 1:.1%}" if found.spread > 1 else ""
-    yield f"{found.considered} looked at, {found.simulated} simulated{spread}"
+    yield f"{found.considered} looked at, {found.simulated} simulated"
     if found.refused:
         ruled = ", ".join(f"{count} by {why}" for why, count in found.refused.items())
         yield f"ruled out: {ruled}"

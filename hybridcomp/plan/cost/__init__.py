@@ -8,5 +8,4 @@ step      the step as a timeline; ``recurrence``: its seconds alone; ``meetings`
           pipelines, whose stages meet for each message
 memory    what a rank needs
 predict   the prediction for people
-fitted    the cost model that was fitted to measured trainings
 """

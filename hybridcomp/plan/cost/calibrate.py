@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from hybridcomp.plan.cost.host import Blocks, Taken, choices_of, hosts_of
 from hybridcomp.plan.cost.job import Job
-from hybridcomp.plan.cost.prices import Calibration
 from hybridcomp.plan.cost.step import step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
@@ -31,7 +30,7 @@ def _taken(cluster: Cluster, row: Training) -> Taken:
     seconds = []
     for count in (1, 2):
         batch = Batch(data * row.samples * count, row.length)
-        job = Job(Blocks(row), cluster, batch, limits, Calibration(overlap=0.0))
+        job = Job(Blocks(row), cluster, batch, limits, overlap=0.0)
         layout = Layout(
             data=data, zero_stage=row.zero_stage, micro_batch=row.samples, accumulation=count,
             cuts=(row.blocks,),

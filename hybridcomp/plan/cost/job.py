@@ -14,7 +14,7 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Choice, Choices, Key
 from hybridcomp.plan.cost.copies import Copying, Whole, copyings
 from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
-from hybridcomp.plan.cost.prices import NOTHING, Calibration, Call, Coded, Prices
+from hybridcomp.plan.cost.prices import NOTHING, Call, Coded, Prices
 from hybridcomp.plan.layout import Group, Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
@@ -50,14 +50,16 @@ class Item:
 class Job:
     """What shall be trained where. Everything that a search asks twice is remembered here.
 
-    hosts: what the engine's step costs beside layers and messages (``calibrated``).
+    overlap: share of a step's compute behind which gradients and parameters travel, where the
+    cluster has no trainings that say it. hosts: what the engine's step costs beside layers and
+    messages (``calibrated``).
     """
 
     model: Model
     cluster: Cluster
     batch: Batch
     limits: Limits
-    calibration: Calibration = Calibration()
+    overlap: float = 0.1
     hosts: Hosts = field(default_factory=dict)
     _seconds: dict[tuple[object, ...], tuple[Figure, Figure]] = field(
         default_factory=dict, repr=False
@@ -66,7 +68,7 @@ class Job:
     @cached_property
     def prices(self) -> Prices:
         """Of messages."""
-        return Prices(self.cluster, self.calibration)
+        return Prices(self.cluster)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,7 +178,7 @@ class Job:
         choices: None for a bound, which no choices can beat: the least of all styles.
         """
         if not self.hosts:
-            return Host(overlap=self.calibration.overlap)
+            return Host(overlap=self.overlap)
         alone = layout.size("replicas") < 2
         stage = 0 if alone else layout.zero_stage
         styles: tuple[Style, ...] = ("native", "plain", "feedback")

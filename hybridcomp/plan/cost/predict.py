@@ -93,7 +93,7 @@ def _messages(job: Job, work: Work, stage: Stage, choices: Choices) -> dict[Dime
 
 def _spans(work: Work, step: Step) -> Iterator[Span]:
     """The timeline for a picture: of a pass the compute first, then what it waits for."""
-    for number in step.timeline.order:
+    for number in step.timeline.start:
         name = step.names[number]
         start, end = step.timeline.start[number], step.timeline.end[number]
         if end <= start or name.what == "wait":

@@ -112,27 +112,11 @@ class Call:
     coded: tuple[Coded, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What a fit to measured trainings found (``fitted``).
-
-    overlap: share of a step's compute behind which gradients and parameters travel. coding: share
-    of a codec's seconds that lengthens a step. slowdown: of bytes over rate. message_s: of every
-    encoded message beside its bytes, where the cluster does not know its own.
-    """
-
-    overlap: float = 0.1
-    coding: float = 1.0
-    slowdown: float = 1.0
-    message_s: float = 0.0
-
-
 @dataclass(frozen=True, eq=False)
 class Prices:
     """The prices of a cluster for messages of one dtype; each is computed once."""
 
     cluster: Cluster
-    calibration: Calibration = Calibration()
     _known: dict[tuple[object, ...], Price] = field(default_factory=dict, repr=False)
 
     def of(
@@ -203,8 +187,7 @@ class Prices:
 
     def _seconds(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> Figure:
         """A native message beside those of all other groups, where there are others."""
-        found = self.cluster.seconds(operation, nbytes, ranks, nodes, busy=self._busy(ranks))
-        return found.times(self.calibration.slowdown)
+        return self.cluster.seconds(operation, nbytes, ranks, nodes, busy=self._busy(ranks))
 
     def _encoded(
         self, call: Call, choice: Choice, dtype: torch.dtype, native: float, dimension: str = ""
@@ -220,7 +203,7 @@ class Prices:
         coding = Figure.total(
             self.cluster.coding(timed, name, one.share * call.numel, one.direction)
             .times(one.calls) for one in coded
-        ).times(self.calibration.coding)  # fmt: skip
+        )  # fmt: skip
         # 2.
         wire = Figure.total(
             self._seconds(part, share * payload, call.ranks, call.nodes)
@@ -231,8 +214,7 @@ class Prices:
         extra = self.cluster.overhead(
             operation, call.ranks, call.nodes, codec.spec, dimension, busy
         )
-        host = extra.host.plus(Figure.exact(self.calibration.message_s))
-        coding = coding.times(extra.factor).plus(host)
+        coding = coding.times(extra.factor).plus(extra.host)
         wire = wire.times(extra.factor)
         # 4.
         sent = native_nbytes(operation, call.numel, dtype, call.ranks)

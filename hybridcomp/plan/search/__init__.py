@@ -6,5 +6,4 @@ placing   a layout's cuts and recomputation
 evaluate  the best choices of a placed layout
 search    the fastest plans, by bounds
 nearest   what is said where nothing fits
-mcmc      a Metropolis walk over layouts, codecs and single layers
 """

@@ -21,7 +21,7 @@ def nothing(job: Job, placer: Placer, every: list[Layout], found: Found) -> Foun
         decided = ", ".join(f"{name}={value}" for name, value in job.limits.fixed.items())
         why = reasons[0][0] if reasons else f"none has {decided}, as was decided"
         reason = f"no layout of {world(job)} ranks is possible: {why}"
-        return Found((), found.considered, found.simulated, 1.0, found.refused, reason)
+        return Found((), found.considered, found.simulated, found.refused, reason)
     needs = [(placer.least_nbytes(layout), index) for index, layout in enumerate(every)]
     needed, index = min(needs)
     nearest = Nearest(every[index], "memory", needed, job.capacity)
@@ -29,4 +29,4 @@ def nothing(job: Job, placer: Placer, every: list[Layout], found: Found) -> Foun
         f"no plan fits: the leanest of {len(every)} layouts ({every[index]}) needs "
         f"{needed / 1e9:.3g} GB on a rank, and {job.capacity / 1e9:.3g} GB may be used"
     )
-    return Found((), found.considered, found.simulated, 1.0, found.refused, reason, nearest)
+    return Found((), found.considered, found.simulated, found.refused, reason, nearest)

@@ -16,7 +16,6 @@ from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.calibrate import calibrated
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.predict import plan_of
-from hybridcomp.plan.cost.prices import Calibration
 from hybridcomp.plan.cost.work import Work
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
@@ -24,12 +23,11 @@ from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.request import Batch, Found, Limits, Nearest
 from hybridcomp.plan.search.budget import Budget
 from hybridcomp.plan.search.evaluate import Evaluator
-from hybridcomp.plan.search.mcmc import annealed
 from hybridcomp.plan.search.nearest import NO_ROOM, nothing
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.space import layouts, world
 
-DEFAULT, UNFITTED = Limits(), Calibration()
+DEFAULT = Limits()
 #: what waits in the heap: not placed, placed, and judged with its best choices
 Waiting = Layout | Work | tuple[Work, Choices]
 
@@ -40,7 +38,6 @@ def search(
     budget: Budget,
     batch: Batch,
     limits: Limits = DEFAULT,
-    calibration: Calibration = UNFITTED,
 ) -> Found:
     """The fastest plans of ``model`` on ``cluster`` within ``budget``, the best first.
 
@@ -48,15 +45,14 @@ def search(
     feasible. Codecs that the cluster has no figure for are left out, and named in it. Raises
     HybridcompError where the cluster lacks another figure that is needed.
     """
-    job = calibrated(Job(model, cluster, batch, limits, calibration))
+    job = calibrated(Job(model, cluster, batch, limits))
     budget, unpriced = budget.priced(job.can_price)
     ranks = world(job)
     if ranks > cluster.world_size:
         reason = f"{ranks} ranks are wanted, and the cluster has {cluster.world_size}"
         nearest = Nearest(Layout(data=ranks), "ranks", ranks, cluster.world_size)
         return Found((), reason=reason, nearest=nearest)
-    found = annealed(job, budget) if limits.method == "mcmc" else _Search(job, budget).run()
-    return replace(found, unpriced=tuple(unpriced))
+    return replace(_Search(job, budget).run(), unpriced=tuple(unpriced))
 
 
 @dataclass(eq=False)
@@ -92,7 +88,7 @@ class _Search:
         plans = tuple(
             plan_of(self.job, work, choices, self.budget.name) for work, choices in ranked.values()
         )
-        found = Found(plans, self.considered, self.simulated, 1.0, dict(self.refused))
+        found = Found(plans, self.considered, self.simulated, dict(self.refused))
         return found if plans else nothing(self.job, self.placer, every, found)
 
     def _push(self, bound: float, what: Waiting) -> None:

@@ -14,7 +14,7 @@ from hybridcomp.plan.answer import arguments
 from hybridcomp.plan.answer.command import fixed_of
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.plan import Plan
-from hybridcomp.plan.request import DTYPES, Engine, Method
+from hybridcomp.plan.request import DTYPES, Engine
 from hybridcomp.plan.search import budget
 from tests.paths import CONFIGS, ROOT
 
@@ -178,8 +178,6 @@ def test_codecs_without_a_price_are_named_once(
     # a bound is kept by the codec that is left; settings that nobody can price are an error
     assert cli.main([*words, "--budget", '{"dp": 0.02}']) == 0
     assert "says nothing about expcode, radix" in capsys.readouterr().out
-    assert cli.main([*words, "--search", "mcmc"]) == 0
-    assert "says nothing about expcode, mpc" in capsys.readouterr().out
     (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "codecs": {}}))
     assert cli.main(words) == 0
     assert "says nothing about blockint, expcode, mpc" in capsys.readouterr().out
@@ -276,7 +274,6 @@ def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_line_knows_what_the_planner_knows() -> None:
     assert get_args(Engine) == arguments.ENGINES
-    assert get_args(Method) == arguments.METHODS
     assert tuple(DTYPES) == arguments.DTYPES
     assert budget.NAMES == arguments.NAMES
     assert cluster_file.DEFAULT == arguments.CLUSTER

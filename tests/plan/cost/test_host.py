@@ -12,7 +12,6 @@ from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost import calibrate
 from hybridcomp.plan.cost.host import Host, Line, nearest
 from hybridcomp.plan.cost.job import Job
-from hybridcomp.plan.cost.prices import Calibration
 from hybridcomp.plan.cost.step import simulated, step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
@@ -52,7 +51,7 @@ def measured(stage: int = 0, factor: float = 1.0) -> Cluster:
 
 def job_on(machines: Cluster) -> Job:
     limits = Limits(dtype="fp32", recompute=False)
-    return Job(small(), machines, Batch(16, 128), limits, Calibration(overlap=0.0))
+    return Job(small(), machines, Batch(16, 128), limits, overlap=0.0)
 
 
 def test_the_lines_of_an_engine_come_back() -> None:

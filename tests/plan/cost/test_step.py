@@ -13,7 +13,7 @@ from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.meetings import moves
 from hybridcomp.plan.cost.predict import predicted
-from hybridcomp.plan.cost.prices import Calibration, Call, Prices, native_nbytes
+from hybridcomp.plan.cost.prices import Call, Prices, native_nbytes
 from hybridcomp.plan.cost.recurrence import step_seconds
 from hybridcomp.plan.cost.schedule import Op, in_flight, order
 from hybridcomp.plan.cost.step import MOST_PASSES, sample, seconds_of, simulated, tasks_of
@@ -191,7 +191,7 @@ def test_bytes_are_those_that_the_bench_has_measured(name: str, arm: str) -> Non
 
 def test_messages_cost_what_the_cluster_says() -> None:
     machines = cluster(nodes=2, ranks_per_node=2)
-    prices = Prices(machines, Calibration(slowdown=2.0))
+    prices = Prices(machines)
     call = Call("all_reduce", 1e6, 4, 2, "all_reduce", two_levels=True)
     native = prices.of(call, Choice(), torch.bfloat16)
     assert native.nbytes == native.native_nbytes == 2 * 3 / 4 * 2e6
@@ -228,7 +228,7 @@ def test_overlap_hides_a_part_of_the_gradients() -> None:
     none, some = (
         predicted(job, work_of(job, layout), Choices())
         for job in (
-            Job(small(), cluster(4, 1), Batch(8, 128), Limits(), Calibration(overlap=share))
+            Job(small(), cluster(4, 1), Batch(8, 128), Limits(), overlap=share)
             for share in (0.0, 0.2)
         )
     )  # fmt: skip

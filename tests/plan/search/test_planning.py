@@ -19,11 +19,9 @@ from hybridcomp.plan.cost.memory import device_nbytes, memory_of
 from hybridcomp.plan.cost.step import step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.models.traced import named
 from hybridcomp.plan.request import Batch, Found, Limits
 from hybridcomp.plan.search.budget import Budget
-from hybridcomp.plan.search.mcmc import annealed, walk_of
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.search import search
 from tests.plan.clusters import cluster, small
@@ -138,13 +136,12 @@ def test_what_the_user_has_decided_stays() -> None:
         Limits(fixed={"tensors": 2})
 
 
-@pytest.mark.parametrize("method", ["enumerate", "mcmc"])
 def test_a_graph_too_wide_to_be_split_is_no_lack_of_memory(
-    method: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ideals, "MOST_IDEALS", 4)
     model = named("tests.plan.models.test_models:towers")
-    limits = Limits(dtype="fp32", fixed={"stages": 2}, method=method)
+    limits = Limits(dtype="fp32", fixed={"stages": 2})
     found = search(model, cluster(2, 1), RECOMMENDED, Batch(4, 8), limits)
     assert not found.plans and found.nearest is None
     assert "no layout of 2 ranks is possible: a graph of 5 nodes" in found.reason
@@ -207,56 +204,6 @@ def test_what_no_plan_meets_is_told() -> None:
     assert "8 ranks are wanted, and the cluster has 2" in more.reason
     odd = search(small(), tiny, RECOMMENDED, Batch(1, 128), Limits(fixed={"data": 2}))
     assert "cannot be divided among the replicas" in odd.reason
-
-
-def space(seed: int) -> tuple[Job, Budget]:
-    """A small space: a few layouts of two or four ranks, two or three options a key."""
-    draw = random.Random(seed)
-    ranks = draw.choice([2, 4])
-    machines: Cluster = cluster(
-        nodes=ranks, ranks_per_node=1, gbits=draw.uniform(0.02, 10), memory_gb=draw.uniform(0.1, 1)
-    )
-    settings: list[dict[str, Any]] = [
-        {"codec": "blockint", "bits": draw.choice([4, 8])}, {"codec": "expcode"},
-    ]  # fmt: skip
-    names = draw.sample(["dp", "zero", "tp", "pp"], 3)
-    budget = Budget.parse({name: settings[: draw.randrange(1, 3)] for name in names})
-    limits = Limits(
-        most_micro_batch=2, recompute=False, seed=seed, chains=2, proposals=300,
-        fixed={"tensor": draw.choice([1, 2])},
-    )  # fmt: skip
-    return Job(small(blocks=2), machines, Batch(4, 64), limits), budget
-
-
-def test_mcmc_finds_the_enumerated_optimum() -> None:
-    hits = spared = 0
-    for seed in range(100):
-        job, budget = space(seed)
-        walk, _, _ = walk_of(job, budget)
-        best = min(walk.cost(point) for point in itertools.product(*map(range, walk.sizes)))
-        found = annealed(job, budget)
-        assert found.spread >= 1.0
-        assert found.plans[0].prediction.seconds >= best * (1 - 1e-9)
-        hits += found.plans[0].prediction.seconds <= best * (1 + 1e-9)
-        spared += walk.whole - walk.simulated
-    assert hits >= 95
-    assert spared > 0  # tasks that delta simulation did not look at again
-
-
-def test_mcmc_recomputes_single_layers() -> None:
-    fixed = {"stages": 1, "tensor": 1, "micro_batch": 8, "zero_stage": 0}
-    limits = Limits(fixed=fixed, keep=1)
-    batch = Batch(16, 128)
-    free = search(small(), cluster(2, 1, memory_gb=9.0), RECOMMENDED, batch, limits).plans[0]
-    tight = cluster(2, 1, memory_gb=0.75 * free.prediction.device_nbytes / 0.92e9)
-    walk = Limits(fixed=fixed, method="mcmc", proposals=400, chains=2)
-    found = search(small(), tight, RECOMMENDED, batch, walk)
-    enumerated = search(small(), tight, RECOMMENDED, batch, limits)
-    assert found.plans[0].layout.recompute
-    assert found.plans[0].prediction.device_nbytes <= 0.92 * tight.ranks[0].nbytes
-    # single layers here, whole segments there
-    assert found.plans[0].prediction.seconds <= 1.1 * enumerated.plans[0].prediction.seconds
-    assert search(small(), tight, RECOMMENDED, batch, walk) == found
 
 
 def test_graphs_are_split_by_their_ideals() -> None:

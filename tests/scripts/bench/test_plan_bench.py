@@ -13,7 +13,6 @@ from bench.plan_bench.speed import Probe, at_speed, fast, fastest
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.host import Host, Line
 from hybridcomp.plan.cost.job import Job
-from hybridcomp.plan.cost.prices import Calibration
 from hybridcomp.plan.cost.step import step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
@@ -46,7 +45,7 @@ def test_slower_blocks_make_compute_slower_and_no_message() -> None:
     host = Host(Line(0.01), Line(0.02))
     job = Job(
         small(), cluster(nodes=2, ranks_per_node=1), Batch(16, 128), Limits(dtype="fp32"),
-        Calibration(overlap=0.0), hosts={(0, "native"): host},
+        overlap=0.0, hosts={(0, "native"): host},
     )  # fmt: skip
     machines = job.cluster
     blocks = [

@@ -105,31 +105,6 @@ def test_without_matplotlib_it_says_so_first(
     assert "pip install 'hybridcomp[plot]'" in capsys.readouterr().err
 
 
-def test_segments_chapter(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    study, out = tmp_path / "study", tmp_path / "out"
-    study.mkdir()
-    for seed in (0, 1):
-        cases = {"native_fp32": 1.0, "4.2_256": 1.01, "4.2_4096": 1.02, "4.2_tensor": 1.05 + seed}
-        for name, factor in cases.items():
-            record: dict[str, Any] = {
-                "steps": 40,
-                "losses": [factor * (3 - 0.01 * n) for n in range(40)],
-            }
-            if name != "native_fp32":
-                record |= {"bound": 0.02, "bits": 4.25}
-            (study / f"{name}_seed{seed}.json").write_text(json.dumps(record))
-    assert results.main(["--segments", str(study), "--out", str(out)]) == 0
-    text = (out / "segments.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| 4.2 ")]
-    assert [row.split(" | ")[1] for row in rows] == ["256", "4096", "tensor"]
-    assert "| 0.02 | 4.25 | +1.00 | +1.00, +1.00 |" in rows[0]
-    assert "| +55.00 | +5.00, +105.00 |" in rows[2]
-    assert (out / "segments.png").stat().st_size > 5_000
-    (study / "4.2_256_seed1.json").unlink()
-    assert results.main(["--segments", str(study), "--out", str(out)]) == 1
-
-
 def test_missing_and_mixed_measurements_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

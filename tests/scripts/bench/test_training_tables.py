@@ -8,16 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.training_bench import (
-    cells,
-    chapters,
-    losses,
-    paper,
-    report,
-)
-from studies import project_scale
-from studies.projection import chapter as projection
-from tests.scripts.bench.made_rows import loss_row, record, rows
+from bench.training_bench import cells, chapters, losses, paper, report
+from tests.scripts.bench.made_rows import loss_row, record
 
 
 def test_speed_ups_are_of_the_same_turn_and_held_against_the_ideal() -> None:
@@ -107,10 +99,6 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     assert "| qgz | 6 | +1.00 ± 0.10 | recommended | 5 |" in chapters.equal_bytes_chapter(
         source, out
     )
-    file = tmp_path / "rows.json"
-    file.write_text(json.dumps(rows()))
-    assert project_scale.main([str(file), "--out", str(source), "--no-plans"]) == 0
-    assert "| held out | 6 | 6 |" in projection.chapter(source, out)
 
 
 def test_what_was_not_measured_anew_stays_in_the_chapter(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Bits per value at equal error: captured tensors, emulated peers, tables."""

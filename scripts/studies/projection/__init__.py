@@ -1,1 +1,0 @@
-"""A cost model of compressed 3D training: fitted to measurements, then asked about a large job."""
