@@ -1,10 +1,10 @@
 """What a session keeps beside an engine's checkpoint: one file for the job, one for each rank.
 
-``hybridcomp_state.json`` has the step, the loss scale and the groups of the job; older versions
-wrote it for Megatron only. The files of the ranks hold residuals, the guard, and what ``auto``
-found out; they exist where there is any of it. Neither is part of upstream's files: DeepSpeed's
-client_state is written by one rank only, and residuals differ on every rank. With another number
-of ranks, or other nodes under them, their sum is kept (``resharing``).
+``hybridcomp_state.json`` has the step, the loss scale and the groups of the job. The files of the
+ranks hold residuals, the guard, and what ``auto`` found out; they exist where there is any of it.
+Neither is part of upstream's files: DeepSpeed's client_state is written by one rank only, and
+residuals differ on every rank. With another number of ranks, or other nodes under them, their sum
+is kept (``resharing``).
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _restore_residuals(found: StoredState, channels: Channels, device: torch.dev
     """Take this rank's own file, or a part of the sum of all."""
     if found.own is not None:
         channels.residuals.load(found.own["residuals"])
-        channels.factors.load(found.own.get("factors", {}))
+        channels.factors.load(found.own["factors"])
         return
     assert found.part is not None and found.plan is not None
     count, world_size = found.count, dist.get_world_size()
@@ -321,15 +321,15 @@ def _read_part(folder: Path, count: int, found: StoredState) -> resharing.ReadRe
         for name, stretch in held_in(stored["residuals"]):
             part.add(name, stretch)
     found.loss_scale = first["loss_scale"]
-    for rank in range(count) if first.get("factors") else ():
-        found.factors |= _read(_path(folder, rank), rank).get("factors", {})
+    for rank in range(count) if first["factors"] else ():
+        found.factors |= _read(_path(folder, rank), rank)["factors"]
     return part
 
 
 def _told(own: dict[str, Any] | None) -> dict[str, Any]:
     """What rank 0 read of guard, link and offload: ranks change together or not at all."""
     parts = ("guard", "link", "offload")
-    state = [{part: own[part] for part in parts if part in own} if own is not None else {}]
+    state = [{part: own[part] for part in parts} if own is not None else {}]
     dist.broadcast_object_list(state, src=0)
     return state[0]
 
@@ -341,10 +341,9 @@ def _read(path: Path, rank: int) -> dict[str, Any]:
     saved.expect(path, stored, "loss_scale", saved.is_scale)
     saved.expect(path, stored, "residuals", saved.are_residuals)
     for part in ("guard", "link", "offload", "factors"):
-        if part in stored:  # older versions kept fewer
-            saved.expect(path, stored, part, lambda value: isinstance(value, dict))
-    if "factors" in stored:
-        saved.expect(path, stored, "factors", saved.are_factors)
-    if stored.get("rank", rank) != rank:  # the first versions did not say whose it is
-        raise saved.damaged(path, f"expected the file of rank {rank}, found {stored['rank']!r}'s")
+        saved.expect(path, stored, part, lambda value: isinstance(value, dict))
+    saved.expect(path, stored, "factors", saved.are_factors)
+    if stored.get("rank") != rank:
+        found = stored.get("rank")
+        raise saved.damaged(path, f"expected the file of rank {rank}, found {found!r}'s")
     return stored

@@ -93,11 +93,6 @@ def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
     )
 
 
-def plan_reduction(ranges: Sequence[OwnedRange], world_size: int) -> PlanKind:
-    """How ``ranges`` are reduced; see ``plan_of``."""
-    return plan_of(tuple(ranges), world_size).kind
-
-
 def _check_ranges(ranges: Sequence[OwnedRange], world_size: int) -> None:
     position = 0
     for owned in ranges:

@@ -130,9 +130,7 @@ def _resumed(block: CompressionConfig | None, place: Path) -> Iterator[str]:
     folder = checkpoint_note.folder_of(place)
     note = checkpoint_note.read(folder)
     if note is None:
-        older = any(folder.glob(f"{checkpoint_note.RESIDUALS}_rank_*.pt"))
-        saved = "an older hybridcomp saved residuals there" if older else "no run of hybridcomp's"
-        yield f"checkpoint {folder}: {saved}" + ("" if older else "; residuals start at zero")
+        yield f"checkpoint {folder}: no run of hybridcomp's; residuals start at zero"
         return
     yield (
         f"checkpoint {folder}: step {note.get('step')} of {note.get('world_size')} ranks, saved by "

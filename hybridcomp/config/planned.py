@@ -34,7 +34,7 @@ FACTS: Mapping[str, str] = {
     "accumulation": "micro-batches a step",
     "mesh": "ranks on a side of a mesh",
 }
-#: further facts, yes (1) or no (0), which digests of earlier versions know nothing of
+#: further facts, yes (1) or no (0), which are no part of a block's digest
 LATER: Mapping[str, str] = {"offload": "optimizers on a host"}
 
 
@@ -111,7 +111,7 @@ def _checked(path: str, plan: Mapping[str, Any]) -> Planned:
 
 
 def _machines(path: str, written: object) -> tuple[tuple[int, str], ...]:
-    """Node and device by rank; none in the plan of an older version or of a described cluster."""
+    """Node and device by rank; none in the plan of a described cluster."""
     rows = [] if written is None else written
     if not isinstance(rows, list) or not all(
         isinstance(row, list) and list(map(type, row)) == [int, str] for row in rows

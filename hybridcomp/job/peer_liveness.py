@@ -113,7 +113,7 @@ def _prepare_last_words() -> None:
     try:
         last_words = importlib.import_module("hybridcomp.job._last_words")
     except ImportError:
-        return  # not Linux, or built from older sources
+        return  # not Linux
     here = processes.space()
     near = [peer for peer in processes.others() if peer.space == here]
     last_words.set(_me(), [(f"/proc/{peer.pid}/stat", peer.began, str(peer)) for peer in near])

@@ -149,10 +149,6 @@ class Layout:
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + stride * size, stride))
 
-    def stage_of(self, rank: int) -> int:
-        """The pipeline stage of a rank."""
-        return rank // self.ranks_per_stage
-
     def chunks(self, stage: int) -> list[tuple[int, ...]]:
         """The layers that ``stage`` holds, for each of its virtual stages."""
         if self.nodes:

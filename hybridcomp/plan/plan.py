@@ -48,8 +48,7 @@ class Prediction:
     job_nbytes, job_native_nbytes, job_codec_seconds: by dimension, of all ranks together, as the
     ledger counts them (``wire_MB``, ``raw_MB``, codec seconds).
     between_nbytes, between_native_nbytes: of ``nbytes`` and ``native_nbytes`` what goes to other
-    nodes, as the mean of the ranks of a group; empty where a plan of an earlier version did not
-    say.
+    nodes, as the mean of the ranks of a group.
     spans: the timeline, by stage.
     """
 
@@ -107,7 +106,7 @@ class Plan:
     model, cluster, budget: what it was made for, by name. length: tokens of one sample. dtype: of
     weights and messages, ``"bf16"``, ``"fp16"`` or ``"fp32"``. engine: who shall run it,
     ``"deepspeed"``, ``"megatron"`` or ``"neox"``. blocks: the first of the model's layers that is a
-    block, and the one behind the last; None where a plan of an earlier version did not say.
+    block, and the one behind the last; None where nobody says.
     machines: node and device of every rank that was measured, a node below 0 where nobody
     knows it; empty for a cluster described by hand.
     """

@@ -6,9 +6,6 @@ embeddings with sparse gradients, FPDT) is not decided here; ``ds_offload`` has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hybridcomp.policy import BETWEEN_RANKS
 from hybridcomp.rules.ds_job import Job
 from hybridcomp.rules.engine import Rule
@@ -191,54 +188,5 @@ RULES: tuple[Rule[Job], ...] = (
         "note", ("zero",), '"hybrid_engine.enabled": true',
         "gathers for generation stay native", "",
         lambda job: job.stage == 3 and bool(job.get("hybrid_engine.enabled", False)),
-    ),
-)  # fmt: skip
-
-#: settings that look as if they could bypass a seam and do not, with the reason
-FINE: tuple[tuple[Mapping[str, Any], str], ...] = (
-    (
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        "gradients are offloaded after average_tensor, parameters gathered on the device",
-    ),
-    (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-        "partitions are fetched to the device before _dist_allgather_fn",
-    ),
-    (
-        {
-            "zero_optimization": {
-                "stage": 3,
-                "offload_optimizer": {"device": "cpu", "super_offload": True},
-            }
-        },
-        "SuperOffload replaces partition_grads, which comes after the reduction",
-    ),
-    (
-        {"zero_optimization": {"stage": 3, "contiguous_gradients": False}},
-        "stage 3 reduces through reduce_scatter_coalesced all the same",
-    ),
-    (
-        {"zero_optimization": {"stage": 3, "stage3_allgather_sequential": True}},
-        "one _dist_allgather_fn for each parameter",
-    ),
-    (
-        {"zero_optimization": {"stage": 1, "reduce_scatter": False}, "bf16": {"enabled": True},
-         "data_types": {"grad_accum_dtype": "fp32"}},
-        "BF16_Optimizer reduces through the engine, as stage 0 does",
-    ),
-    (
-        {"zero_optimization": {"stage": 2, "round_robin_gradients": True, "overlap_comm": True}},
-        "owners and streams differ, the path is the same",
-    ),
-    ({"prescale_gradients": True}, "stage 0 scales around the sum; other stages refuse it"),
-    ({"communication_data_type": "fp32"}, "the cast comes before the seam"),
-    (
-        {"zero_optimization": {"stage": 2},
-         "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        "one bucket for each communication dtype, all of them values",
-    ),
-    (
-        {"zero_optimization": {"stage": 0}, "compile": {"deepcompile": True}},
-        "DeepCompile falls back to the torch compiler at stage 0",
     ),
 )  # fmt: skip

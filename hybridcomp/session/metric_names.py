@@ -46,8 +46,6 @@ RESIDUAL_NORM = "residual_norm"
 #: of the whole job, since it began
 TOTALS, SAVED_S = ("total_raw_MB", "total_wire_MB"), "saved_s"
 PREFIX = "train/compression/"
-#: what runs of the version before wrote in its place
-BEFORE = "Train/Compression/"
 #: in the place of it where a trainer writes ``train/`` before every name
 TRAINER_PREFIX = "compression/"
 #: the axis of these figures in a W&B run whose rows somebody else numbers: optimizer steps
@@ -68,8 +66,6 @@ def trainer_name(event: str) -> str:
 
 def split_event(name: str, prefix: str = PREFIX) -> tuple[str, str, str] | None:
     """``(dimension, direction, figure)`` of a name, None for names of other things."""
-    if prefix == PREFIX and name.startswith(BEFORE):
-        name = PREFIX + name.removeprefix(BEFORE)
     parts = name.removeprefix(prefix).split("/")
     if not name.startswith(prefix) or len(parts) not in (2, 3):
         return None

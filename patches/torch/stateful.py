@@ -158,7 +158,7 @@ def take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None
     channels = attached.channels
     states = [found for _, found in sorted(entries.items())]
     of = _of(states[0]) if states else None
-    whose = states[0].get("model") if states else None  # earlier versions did not say
+    whose = states[0].get("model") if states else None
     read = {
         "of": of, "entries": sorted(entries), "model": whose, "here": attached.identity,
         "alike": all(_of(state) == of for state in states),

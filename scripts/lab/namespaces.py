@@ -119,16 +119,6 @@ def counters(name: str, interface: str = INTERFACE) -> Traffic:
     return Traffic(int(stats["tx"]["bytes"]), int(stats["rx"]["bytes"]))
 
 
-def own_counters(interface: str = INTERFACE) -> Traffic:
-    """The same for the namespace that the caller runs in: for ranks."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        found, _, figures = line.partition(":")
-        if found.strip() == interface:
-            columns = figures.split()
-            return Traffic(int(columns[8]), int(columns[0]))
-    raise LabError(f"netlab: expected an interface {interface}, found none in /proc/self/net/dev")
-
-
 def entry(name: str, host: str, cores: Sequence[int], alone: bool) -> Callable[[], None]:
     """What a child calls before its program starts: enter namespace ``name`` as machine ``host``,
     on ``cores``, and end when the lab ends.

@@ -16,7 +16,7 @@ from hybridcomp.codecs import Bounded
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.budget import FLOOR, Mode
 from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
-from hybridcomp.collectives.owner_plan import plan_reduction
+from hybridcomp.collectives.owner_plan import plan_of
 from tests.collectives.calls import (
     all_gather,
     all_reduce,
@@ -215,7 +215,7 @@ def _reduce_to_owners(rng: np.random.Generator, ranks: int, dtype: torch.dtype) 
     # neighbours of the same owners travel together
     edges = [*cuts, *(b.start for a, b in pairwise(ranges) if a.ranks != b.ranks)]
     hops = 1
-    if plan_reduction(ranges, ranks) == "balanced":
+    if plan_of(tuple(ranges), ranks).kind == "balanced":
         edges += [start for start, _ in chunk_ranges(numel, ranks)]
         hops = 2
     if not keeps(codec, dtype, hops):

@@ -42,7 +42,7 @@ for name, factor in (("ours", 1.0), ("lossy", 1.01)):
         if step % 10 == 0:
             for key, value in (("raw_MB", 4.0), ("wire_MB", 2.0), ("ratio", 2.0), ("codec_ms", 5.0),
                                ("error", 0.1), ("residual_norm", 1.0)):
-                run.log({f"Train/Compression/dp/{key}": value}, step=8 * step)
+                run.log({f"train/compression/dp/{key}": value}, step=8 * step)
     run.finish()
 os.makedirs(f"{folder}/neox")
 run = start("neox", {"seed": 5, "num_layers": 2, "hidden_size": 64, "seq_length": 32,

@@ -94,7 +94,8 @@ def test_two_ranks(on_ranks: RunRanks, tmp_path: Path) -> None:
     again = cluster_file.read(path)
     assert cluster_file.to_json(again) == cluster_file.to_json(cluster)
     assert not again.overhead("all_reduce", 2, 1, "expcode()").host.assumed
-    assert again.encoded_seconds("all_reduce", "expcode()", "bf16", 5000, 4000, 2, 1).value > 0
+    parts = again.encoded_parts("all_reduce", "expcode()", "bf16", 5000, 4000, 2, 1)
+    assert min(part.value for part in parts) > 0
     extra = again.overhead("send", 2, 1, "expcode()", "pp")
     assert extra != again.overhead("send", 2, 1, "expcode()")  # its own rows, not collectives'
 

@@ -91,10 +91,6 @@ class Mesh:
         """Where this rank stands on its row (its column), or on its column (its row)."""
         return self.column if axis == "row" else self.row
 
-    def group_of(self, axis: Axis) -> ProcessGroup:
-        """The process group of this rank's row or column."""
-        return self._groups[axis]
-
     def channel(self) -> Channel | None:
         """The channel of ``tp2d``; None without a block."""
         channels = self._channels()

@@ -137,24 +137,6 @@ class Cluster:
         found = [curve.at(numel) for curve in chosen or known.values()]
         return max(found, key=lambda figure: figure.value)
 
-    def encoded_seconds(
-        self, operation: Operation, setting: str, dtype: str, numel: float, nbytes: float,
-        ranks: int, nodes: int, busy: bool = False, computing: bool = False,
-    ) -> Figure:  # fmt: skip
-        """Seconds of one encoded collective of ``numel`` values whose payload has ``nbytes``.
-
-        Coding and wire (``rings.encoded_shape``), and what a call costs beside them: the host's
-        work for each message, known from messages that were timed end to end. Raises
-        HybridcompError where a part is not known.
-        """
-        if ranks < 2 or not numel:
-            return NOTHING
-        parts = self.encoded_parts(
-            operation, setting, dtype, numel, nbytes, ranks, nodes, busy, computing
-        )
-        extra = self.overhead(operation, ranks, nodes, setting)
-        return Figure.total(parts).times(extra.factor).plus(extra.host)
-
     def encoded_parts(
         self, operation: Operation, setting: str, dtype: str, numel: float, nbytes: float,
         ranks: int, nodes: int, busy: bool = False, computing: bool = False,

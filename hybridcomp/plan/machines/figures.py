@@ -122,12 +122,6 @@ class Curve:
         rise = self.points[-1].value - self.points[0].value
         return max(0.0, rise / (self.sizes[-1] - self.sizes[0]))
 
-    @property
-    def per_unit(self) -> float:
-        """Seconds that one more unit of size takes at the upper end: 1 / bandwidth."""
-        last = self.sizes[-1]
-        return (self.at(2 * last).value - self.at(last).value) / last if last else 0.0
-
 
 def curves(rows: Iterable[tuple[Key, float, Figure]]) -> dict[Key, Curve]:
     """Curves by key, from rows of key, size and seconds."""

@@ -18,7 +18,7 @@ from torch.distributed import Work
 from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan
-from hybridcomp.collectives.owner_plan import plan_reduction
+from hybridcomp.collectives.owner_plan import plan_of
 from hybridcomp.collectives.wire import Group, cuts, exchanges, payload_sizes, stretches, transport
 from hybridcomp.collectives.wire.encoding import settle_job
 from hybridcomp.collectives.wire.exchanges import cut_payloads
@@ -157,8 +157,8 @@ COLLECTIVES: dict[str, Collective] = {
 
 
 def test_ranges_take_both_plans() -> None:
-    assert plan_reduction(TURNS, 3) == "direct"
-    assert plan_reduction(INCAST, 3) == "balanced"
+    assert plan_of(tuple(TURNS), 3).kind == "direct"
+    assert plan_of(tuple(INCAST), 3).kind == "balanced"
 
 
 def both(

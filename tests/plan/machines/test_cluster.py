@@ -202,7 +202,8 @@ def test_the_overhead_of_messages_is_found_again(operation: Operation, ranks: in
         extra = cluster.overhead(operation, ranks, 2, setting)
         assert extra.host.value == pytest.approx(host)
         assert extra.factor == pytest.approx(1.5)
-    found = cluster.encoded_seconds(operation, "expcode()", "bf16", 1 << 22, 1 << 22, ranks, 2)
+    parts = cluster.encoded_parts(operation, "expcode()", "bf16", 1 << 22, 1 << 22, ranks, 2)
+    found = Figure.total(parts).times(extra.factor).plus(extra.host)
     assert found.value == pytest.approx(row(1 << 22, 7e-3, "expcode()").seconds.value)
 
 
