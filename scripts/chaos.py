@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fits(strike: strikes.Strike, launcher: str) -> bool:
-    """Whether the launcher can do it: DeepSpeed's does not start ranks again."""
+    """Return whether the launcher can do it: DeepSpeed's does not start ranks again."""
     return launcher != "deepspeed" or strike.kind != "restart"
 
 

@@ -36,7 +36,7 @@ PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
 
 
 def made() -> dict[Path, str]:
-    """What the pages that are made from the code should hold. Raises ValueError without a mark."""
+    """Return the text of every page made from the code. Raises ValueError without a mark."""
     pages = {DOCS / name: make() for name, make in PAGES.items()}
     for name, mark, make in PARTS:
         path = DOCS / name

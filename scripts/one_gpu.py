@@ -35,7 +35,7 @@ TAIL = 15
 def environment(
     rank: int, ranks: int, *, per_node: int = 1, port: int = 29500, device: str = "cuda"
 ) -> dict[str, str]:
-    """What a rank needs: who it is, a GPU that it shares, a host of its own for NCCL."""
+    """Return a rank's environment: its rank, the GPU it shares, a host name of its own for NCCL."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -144,7 +144,7 @@ def report(statuses: Sequence[int], texts: Sequence[str]) -> list[str]:
 
 
 def how(status: int) -> str:
-    """What an exit status says."""
+    """Put an exit status into words."""
     if status == TIMED_OUT:
         return "ran out of time (--timeout) and was ended"
     if status > 128:

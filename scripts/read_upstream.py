@@ -59,7 +59,7 @@ def identify(path: Path) -> tuple[str, str] | None:
 
 
 def opener(path: Path) -> Callable[[str], str | None]:
-    """What gives the text of a file of an archive by its path inside of it; None without one."""
+    """Return a function from a path inside the archive to its text, None without such a file."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             texts = {name: wheel.read(name) for name in wheel.namelist() if name.endswith(".py")}
@@ -151,7 +151,7 @@ def _plain(value: ast.expr) -> ast.expr:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What the file holds: archives, and by symbol each signature with its versions."""
+    """Return the file's contents: archives, and by symbol each signature with its versions."""
     found: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         known = identify(path)

@@ -1,1 +1,1 @@
-"""What backs a claim: measurements against peers, and the chapters of docs/results."""
+"""Measurements against peers that back a claim, and the chapters of docs/results."""

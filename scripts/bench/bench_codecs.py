@@ -100,7 +100,7 @@ def eager_decode(levels: Tensor, tops: Tensor, bits: int) -> Tensor:
 
 
 def eager_subject(bits: int, values: Tensor) -> Subject:
-    """What a user would write without kernels."""
+    """Return blockint as a user would write it in eager torch, without kernels."""
     levels, tops = eager_encode(values, bits)
     decoded = torch.empty_like(values)
     total = torch.zeros(values.numel(), dtype=torch.float32)
@@ -195,7 +195,7 @@ def rows_of(values: Tensor, copies: list[float], subjects: list[Subject]) -> lis
 
 
 def missed_targets(rows: list[Row]) -> list[str]:
-    """What the codecs promise on fp32 values, and did not keep in this run."""
+    """Return a line for each speed or ratio promised on fp32 values that this run missed."""
     table = {row.name: row for row in rows}
     missed = []
 

@@ -59,7 +59,7 @@ Source = Callable[[Tensor], Iterator[Work]]
 
 @dataclass
 class Found:
-    """What a run has measured so far."""
+    """Points that a run has measured so far, and reasons for those it left out."""
 
     points: list[Point] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -137,7 +137,7 @@ def run_tests() -> bool:
 
 
 def facts() -> dict[str, Any]:
-    """Of the machine and its libraries."""
+    """Return facts of the machine and versions of its libraries, for the document."""
     properties = cuda.get_device_properties(0)
     names = (
         "cupy",
@@ -159,7 +159,7 @@ def facts() -> dict[str, Any]:
 
 
 def _versions(names: Sequence[str]) -> dict[str, str]:
-    """Of the packages that are installed; ``cupy`` is one of several."""
+    """Return the versions of installed packages; the wheel of ``cupy`` has one of several names."""
     found = {}
     for name in names:
         for package in (name, f"{name}-cuda13x", f"{name}-cuda12x"):

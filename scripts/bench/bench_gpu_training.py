@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def part_of(text: str, number: int) -> Part:
-    """Of ``--parts``. Raises ValueError."""
+    """Parse one entry of ``--parts``, ``LAYOUT=ARM,ARM``. Raises ValueError."""
     layout, _, names = text.partition("=")
     if layout not in EVERY:
         raise ValueError(f"--parts: no layout {layout!r}; expected some of {', '.join(EVERY)}")
@@ -100,7 +100,7 @@ def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[
 
 
 def ordered(layouts: Sequence[str], chosen: list[str] | None, beside: int | None) -> list[Part]:
-    """What is measured one after the other: the first parts of all layouts come first."""
+    """List the parts in the order of measuring: the first parts of all layouts come first."""
     found = [
         (layout, number, arms)
         for layout in layouts

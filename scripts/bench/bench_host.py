@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a message on a GPU costs the host, without a GPU.
+"""Time the host's work for a message on a GPU, without a GPU.
 
     python scripts/bench/bench_host.py
     python scripts/bench/bench_host.py --megabytes 1 --dtype bf16 --profile all_gather

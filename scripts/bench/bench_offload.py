@@ -120,7 +120,7 @@ def measure(engine: Any, arguments: argparse.Namespace, deadline: float) -> dict
 
 
 def verdict(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What ``"when": "auto"`` finds on an engine of its own, and a step of it afterwards."""
+    """Let an engine with ``"when": "auto"`` decide, and time a step after that."""
     from hybridcomp.channels import channels_of
 
     engine = build(arguments, when="auto")

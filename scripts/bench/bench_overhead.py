@@ -1,4 +1,4 @@
-"""What the patches cost when they compress nothing: native, identity, identity with the ledger on.
+"""Measure what patches cost that compress nothing: native, identity, identity with the ledger.
 
 One command: ``python scripts/bench/bench_overhead.py``. Every stage trains one model on two CPU
 ranks; the three variants take turns on the same engine, ten steps each, so that noise of the

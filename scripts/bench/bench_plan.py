@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How well ``hybridcomp plan`` predicts: steps of many layouts and blocks over shaped links.
+"""Hold ``hybridcomp plan`` against measured steps of many layouts and blocks over shaped links.
 
 As root, with data of scripts/prepare_data.py:
 
@@ -83,7 +83,7 @@ Turned = Callable[[int], None]
 
 
 class Tried(NamedTuple):
-    """What takes turns: the trainings of some plans, and a block that says how fast they run."""
+    """Trainings of plans that take turns, and a block that tells the machine's speed."""
 
     plans: Sequence[tuple[Plan, Turns]]
     probe: Probe

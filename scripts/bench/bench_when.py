@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `"when": "auto"` costs and keeps: native, always and auto in turns, over several links.
+"""Measure what `"when": "auto"` costs and keeps: native, always and auto in turns, over links.
 
 One command, as root: ``python scripts/bench/bench_when.py --page docs/results/when.md``. Two
 nodes of a netlab, one rank on each, train the same small GPT three times in the same processes, a

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What compression costs in loss at the size of GPT-2 small: many trainings at once on one GPU.
+"""Measure what compression costs in loss at the size of GPT-2 small, many trainings on one GPU.
 
 scripts/prepare_data.py FOLDER ... --suffix .py --vocabulary 50257 --output data/gpt2
 scripts/bench/gpu_losses.py --data data/gpt2 --seeds 0 1 2 --out runs/gpu_losses
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _too_slow(
     case: gpu_losses.Case, running: dict[gpu_losses.Case, Job], asked: Any, began: float
 ) -> list[gpu_losses.Case]:
-    """Where ``--fit`` steps say that none would end in time: end all, to be begun again shorter."""
+    """End all trainings, to begin again shorter, where ``--fit`` says that none ends in time."""
     seconds = asked.measured
     if not asked.fit or seconds is None:
         return []

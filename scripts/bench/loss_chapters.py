@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def loss_chapter(source: Path, out: Path) -> str:
-    """What presets and error bounds cost in loss: scripts/bench/loss_study.py. Raises Missing."""
+    """Write the chapter of presets and error bounds from loss_study.py's runs. Raises Missing."""
     return _chapter("loss", LOSS_HEAD, source, out)
 
 
@@ -38,7 +38,7 @@ def torch_chapter(source: Path, out: Path) -> str:
 
 
 def _chapter(stem: str, head: str, source: Path, out: Path, least: int = 2) -> str:
-    """Of the layouts with ``least`` seeds of a finished baseline. Raises Missing."""
+    """Write the chapter of layouts with ``least`` seeds of a finished baseline. Raises Missing."""
     found = {name: Study.of(source / name) for name in LAYOUTS[stem]}
     studies = {name: study for name, study in found.items() if len(study.seeds) >= least}
     if not studies:
@@ -114,7 +114,7 @@ class Study:
 
     @classmethod
     def of(cls, folder: Path) -> Study:
-        """What is finished there."""
+        """Return the study of the runs that are finished in ``folder``."""
         done: dict[str, dict[int, dict[str, Any]]] = {}
         for file in sorted(folder.glob("*/seed*/done.json")):
             seed = int(file.parent.name.removeprefix("seed"))
@@ -139,7 +139,7 @@ class Study:
         return sorted(names, key=lambda name: (order.index(name) if name in order else 99, name))
 
     def paths(self, name: str) -> str:
-        """Of the logs of all seeds."""
+        """Return the paths of the logs of all seeds, with commas between."""
         return ",".join(
             str(self.folder / name / f"seed{seed}" / "loss.jsonl") for seed in self.seeds
         )
@@ -179,7 +179,7 @@ class Study:
 
 
 def commands(studies: Mapping[str, Study], stem: str = "loss") -> list[str]:
-    """What made the chapter, from what the settings say."""
+    """Return the commands that make the chapter again, from the settings of its runs."""
     layout, study = next(iter(studies.items()))
     settings = study.done[loss_study.BASELINE][study.seeds[0]]
     committed = json.loads((loss_study.CONFIGS / loss_study.LAYOUTS[layout].config).read_text())

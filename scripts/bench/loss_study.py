@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What every preset and any block costs in loss: many seeds, several layouts, one command.
+"""Measure what presets and any block cost in loss: many seeds, several layouts, one command.
 
 loss_study.py --steps 1000 --seeds 0 1 2 --blocks bound.json
 
@@ -38,7 +38,7 @@ Engine = Literal["deepspeed", "ddp", "fsdp2"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks stand to each other."""
+    """Layout of the ranks: its DeepSpeed file, their number and the arguments of the example."""
 
     config: str  # the committed file without a block
     ranks: int
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def known_peers(self) -> tuple[str, ...]:
-        """What ``--peers`` may name here."""
+        """Return the peers that ``--peers`` may name under this layout."""
         from bench.peers.methods import PEERS
         from bench.peers.torch_engines import METHODS
 
@@ -80,7 +80,7 @@ class Case:
     peer: str | None = None  # of scripts/bench/peers
 
     def folder(self, out: Path) -> Path:
-        """Where its files are."""
+        """Return the folder of its files."""
         return out / self.layout / self.name / f"seed{self.seed}"
 
 
@@ -147,7 +147,7 @@ def launcher(layout: Layout, patched: bool) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of the launcher: this interpreter's commands first, kernels built by nobody else."""
+    """Return the launcher's environment: this interpreter's commands first, its own extensions."""
     given = os.environ
     found = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{given['PATH']}",

@@ -83,7 +83,7 @@ class Step:
     renewed: bool = False
 
     def begins(self, left: float) -> bool:
-        """Whether ``left`` seconds are enough to begin it."""
+        """Return whether ``left`` seconds are enough to begin the step."""
         return left >= (LEAST_S if self.budget else 60 * self.minutes)
 
     def words(self, left: float) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ def _sources() -> list[str]:
 
 
 class Record:
-    """Which steps were run, how they ended and how long they took, in a file."""
+    """File of the steps that were run, how they ended and how long they took."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -154,7 +154,7 @@ class Record:
         )
 
     def is_done(self, step: Step) -> bool:
-        """Whether the same command has succeeded."""
+        """Return whether the same command has succeeded before."""
         found = self.found.get(step.name, {})
         return found.get("done") is True and found.get("command") == list(step.command)
 

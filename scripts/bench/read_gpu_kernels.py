@@ -72,7 +72,7 @@ def digest_of(source: str) -> str:
 
 
 class Book:
-    """What was read so far, in a file. What was read of other sources or compilers is dropped."""
+    """File of the kernels read so far; rows of other sources or compilers are dropped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,1 +1,1 @@
-"""What scripts/make_docs.py writes: pages and parts of pages that are made from the code."""
+"""Pages and parts of pages that scripts/make_docs.py makes from the code."""

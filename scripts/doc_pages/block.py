@@ -78,7 +78,7 @@ def table(properties: Schema) -> Iterator[str]:
 
 
 def kind(key: str, entry: Schema) -> str:
-    """What may stand there, in words."""
+    """Say in words which values a key takes."""
     for section in (*DIMENSIONS, *(title for title, _, _ in PARTS)):
         if key == section:
             return f"[see below](#{section})"

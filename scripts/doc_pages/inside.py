@@ -48,7 +48,7 @@ def _entry(name: str, found: object) -> Iterator[str]:
 
 
 def _ours(function: object) -> bool:
-    """Whether it is written here and not what pydantic adds to a model."""
+    """Return whether hybridcomp defines ``function``, and not pydantic."""
     return str(getattr(function, "__module__", "")).startswith("hybridcomp")
 
 
@@ -83,7 +83,7 @@ def error_classes() -> str:
 
 
 def formats() -> str:
-    """What stands at the top of the headers of the formats, as it stands there."""
+    """Return the comments at the top of the headers of the formats."""
     parts = []
     for name in HEADERS:
         lines = (FORMATS / name).read_text("utf-8").splitlines()

@@ -50,7 +50,7 @@ def _cell(config: CompressionConfig, name: str) -> str:
 
 
 def support_matrix() -> str:
-    """What ``hybridcomp seams`` prints."""
+    """Return the table that ``hybridcomp seams`` prints."""
     return registry.support_matrix()
 
 

@@ -1,4 +1,4 @@
-"""Where a trainer offers something on GPUs only, what lets its example be tried out on CPUs.
+"""Let the examples run on CPUs where a trainer offers something on GPUs only.
 
 None of it is about hybridcomp, and a script for GPUs needs none of it.
 """
@@ -42,7 +42,7 @@ def deepspeed_on_cpu() -> None:
 
 
 def lightning_accelerator() -> Any:
-    """What ``lightning.Trainer(accelerator=...)`` takes: GPUs, else CPUs that pass for GPUs.
+    """Return ``lightning.Trainer``'s ``accelerator``: GPUs, else CPUs that pass for GPUs.
 
     Lightning's DeepSpeed strategy refuses every accelerator that is not a ``CUDAAccelerator``.
     """

@@ -45,7 +45,7 @@ class CountingLoader(ParallelAwareDataloader):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):  # type: ignore[misc]
-        """As torchtitan's."""
+        """Configuration of torchtitan's own data loader."""
 
     def __init__(
         self, config: Any, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int,
@@ -74,12 +74,12 @@ class Numbers(BaseTokenizer):  # type: ignore[misc]
         return " ".join(map(str, args[0]))
 
     def get_vocab_size(self) -> int:
-        """How many numbers there are."""
+        """Return the size of the vocabulary."""
         return VOCABULARY
 
 
 def parallelize(model: Any, **given: Any) -> Any:
-    """As torchtitan does; on CPUs gloo is asked for plain sums, as it multiplies none."""
+    """Parallelize as torchtitan does; on CPUs ask gloo for plain sums, as it averages none."""
     model = parallelize_llama(model, **given)
     for module in model.modules():
         if isinstance(module, FSDPModule) and not torch.cuda.is_available():

@@ -57,7 +57,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]  # not instal
 
 
 def strategy_of(name: str) -> Any:
-    """What ``lightning.Trainer(strategy=...)`` takes."""
+    """Return ``lightning.Trainer``'s ``strategy`` by its name."""
     if name == "deepspeed":
         deepspeed_on_cpu()
         return DeepSpeedStrategy(config=json.loads(ZERO.read_text()))

@@ -1,1 +1,1 @@
-"""What ``scripts/fuzz.py`` tries: payloads, values, blocks and checkpoints that are not right."""
+"""Parts of ``scripts/fuzz.py``: damaged payloads, hostile values, bad blocks and checkpoints."""

@@ -109,7 +109,7 @@ def broken() -> list[tuple[Any, str]]:
 
 
 def problem_of(block: Any, key: str) -> str:
-    """What is wrong with the error about ``block``; "" where it is one line that begins so."""
+    """Check the error about ``block``: "" where it is one line about ``key``, else the fault."""
     from hybridcomp.config import load_config
     from hybridcomp.errors import ConfigError
 

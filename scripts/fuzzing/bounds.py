@@ -27,7 +27,7 @@ ORDER = ("codec", "moved", "sum", "sum")
 
 @dataclass
 class Result:
-    """How many values were compared, by part and dtype; what was outside."""
+    """Number of values compared, by part and dtype, and those outside of their bounds."""
 
     tried: dict[str, int] = field(default_factory=dict)
     subnormal: dict[str, int] = field(default_factory=dict)  # of the values that were sent

@@ -153,7 +153,7 @@ def _files() -> Iterator[Damage]:
 
 
 def _states() -> Iterator[Damage]:
-    """Of what ``save_state`` keeps beside Megatron's checkpoints."""
+    """Yield damages of the file that ``save_state`` keeps beside Megatron's checkpoints."""
     for title, text in (
         ("empty", ""), ("cut", '{"format": 1, "st'), ("a list", "[1]"),
         ("format 2", json.dumps({"format": 2, "step": 1, "loss_scale": 1.0, "groups": {}})),

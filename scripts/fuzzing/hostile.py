@@ -66,7 +66,7 @@ def _bits(
 
 
 def subnormals(values: Tensor) -> int:
-    """How many of ``values`` are subnormal in their dtype."""
+    """Count the ``values`` that are subnormal in their dtype."""
     size = values.abs()
     return int(((size < torch.finfo(values.dtype).smallest_normal) & (size > 0)).sum())
 
@@ -81,7 +81,7 @@ def by_block(values: Tensor, numel: int, block: int) -> Tensor:
 
 
 def spread(of_block: Tensor, numel: int, block: int) -> Tensor:
-    """What is known of each block for each of its values: the way back from ``by_block``."""
+    """Repeat a figure of each block for each of its values: the way back from ``by_block``."""
     return of_block.repeat_interleave(block, 1)[:, :numel].reshape(-1)
 
 
@@ -93,7 +93,7 @@ def absmax_of(values: Tensor, numel: int, block: int) -> Tensor:
 
 
 def spoilt_by(values: Tensor, numel: int, block: int) -> Tensor | None:
-    """Which values have no number in their block, bool; None where all are finite."""
+    """Mark values that share a block with one that is not finite, bool; None where all are."""
     bad = ~values.isfinite()
     if not bool(bad.any()):
         return None

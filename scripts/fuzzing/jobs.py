@@ -63,7 +63,7 @@ class Job:
 
     @property
     def text(self) -> str:
-        """What was printed so far."""
+        """Return the text printed so far."""
         return b"".join(self._bytes).decode(errors="replace")
 
     def _start_agent(self, context: ForkServerContext) -> int:
@@ -135,7 +135,7 @@ class Job:
             return -1
 
     def has_ended(self) -> bool:
-        """Whether the launcher has; ``code`` is its status then."""
+        """Return whether the launcher has ended; ``code`` is its status then."""
         if self.code is None:
             if hasattr(self, "_command"):
                 self.code = self._command.poll()
@@ -144,7 +144,7 @@ class Job:
         return self.code is not None
 
     def wait(self, seconds: float) -> bool:
-        """Whether the launcher ends within that time."""
+        """Wait for the launcher; return whether it ends within ``seconds``."""
         deadline = time.monotonic() + seconds
         while not self.has_ended():
             if time.monotonic() > deadline:

@@ -18,7 +18,7 @@ def tricky(choose: random.Random, length: int) -> int:
 
 
 def place(choose: random.Random, length: int) -> int:
-    """Where: half of the time among the first 64 bytes, where headers are."""
+    """Choose a byte: half of the time among the first 64, where headers are."""
     return choose.randrange(length if choose.random() < 0.5 else min(length, 64))
 
 

@@ -51,7 +51,7 @@ class BuildError(RuntimeError):
 
 @dataclass
 class Result:
-    """What became of one codec's cases."""
+    """Outcome of one codec's cases."""
 
     codec: str
     tried: int

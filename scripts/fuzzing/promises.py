@@ -1,4 +1,4 @@
-"""What codecs, moved messages and sums promise, held against hostile values.
+"""Hold codecs, moved messages and sums to their bounds on hostile values.
 
 Every message is encoded and decoded by the project's kernels; its bound is computed here, in
 float64, from the values alone. Sums are put together as ``collectives`` does it, without its
@@ -53,7 +53,7 @@ class Turn:
         return (self.decoded.double() - self.exact).abs()
 
     def wrong(self) -> Tensor:
-        """Which values break the promise: outside, a NaN that must not be, or one that is lost."""
+        """Mark values that break the promise: outside, a NaN too many, or one that is lost."""
         bad = ~(self.error <= self.limit) & self.limit.isfinite()
         if self.spoilt is None:
             return bad
@@ -63,7 +63,7 @@ class Turn:
 
 
 def spoils(codec: Codec) -> int:
-    """How many aligned values of a message one NaN makes NaN."""
+    """Return the number of aligned values of a message that one NaN makes NaN."""
     if codec.name == "blockint":
         return 64 if getattr(codec, "rotate", False) else 32
     return 4 if codec.name == "zfp" else 1
@@ -201,7 +201,7 @@ def _limit_of_sum(
     promise: Bounded, way: str, used: tuple[Codec, ...], parts: list[Tensor], numel: int,
     result: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """What ``codecs/bounded.py`` promises; infinite where the sum does not fit."""
+    """Return the bound of ``codecs/bounded.py``; infinite where the sum does not fit."""
     segment, bound = promise.segment, promise.error_bound
     absmaxes = [absmax_of(part, numel, segment) for part in parts]
     if any(not one.lossless and one.name != "radix" for one in used):
@@ -221,13 +221,13 @@ def _limit_of_sum(
 
 
 def _native(way: str, rounding: float, ranks: int) -> float:
-    """What a native sum may be off by, relative: fp32 sums, rounded once, in two levels twice."""
+    """Return a native sum's relative error: fp32 sums, rounded once, in two levels twice."""
     roundings = 2 if way == "two levels" else 1
     return float((1 + rounding) ** roundings * (1 + (ranks + 2) * 2.0**-24) - 1)
 
 
 def _spoilt_sum(parts: list[Tensor], numel: int, used: tuple[Codec, ...]) -> Tensor | None:
-    """Where a NaN of any rank may have made the sum NaN."""
+    """Mark where a NaN of any rank may have made the sum NaN; None where there is none."""
     block = max(spoils(one) for one in used)
     masks = [mask for part in parts if (mask := spoilt_by(part, numel, block)) is not None]
     return torch.stack(masks).any(0) if masks else None

@@ -1,4 +1,4 @@
-"""What chaos does to a training, and how the training must end then (docs/faults.md)."""
+"""Strike a training, and tell whether it ends as it must (docs/faults.md)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Strike:
 
 @dataclass
 class Outcome:
-    """How a run ended; ``problems`` is empty where that is right."""
+    """End of a run; ``problems`` is empty where that is right."""
 
     strike: Strike
     seconds: float
@@ -206,7 +206,7 @@ def _strike(strike: Strike, job: Job) -> list[str]:
 
 
 def _wrong(strike: Strike, job: Job) -> list[str]:
-    """What the end lacks."""
+    """List what is wrong with the end of a job."""
     text, ranks = job.text, strike.settings["ranks"]
     problems = [f"nothing says {pattern!r}" for pattern in strike.says if not _says(pattern, text)]
     finished = len(re.findall(r"FINISHED rank \d+ step 8 ", text))

@@ -106,7 +106,7 @@ def _pretend(settings: dict[str, Any], rank: str) -> None:
 
 
 def main() -> None:
-    """What a rank does under a launcher."""
+    """Train as a rank under a launcher."""
     folder = Path(os.environ["CHAOS_FOLDER"])
     train(folder, json.loads(os.environ["CHAOS_SETTINGS"]))
 

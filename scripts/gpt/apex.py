@@ -34,7 +34,7 @@ def what_is_apex() -> str:
 
 
 def usable() -> bool:
-    """Whether fused kernels can be used: NVIDIA's apex, and a GPU."""
+    """Return whether fused kernels can be used: NVIDIA's apex, and a GPU."""
     return what_is_apex() == "nvidia" and torch.cuda.is_available()
 
 

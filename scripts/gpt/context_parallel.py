@@ -53,7 +53,7 @@ def places(length: int, device: torch.device) -> Tensor:
 
 
 def share(whole: Share) -> Share:
-    """What this rank takes where the ranks of a group take the same samples."""
+    """Return this rank's share where the ranks of a group take the same samples."""
 
     def cut(tokens: Tensor) -> Tensor:
         return shard(tokens, _Made.group)

@@ -1,4 +1,4 @@
-"""Which tokens a rank sees in a step: a function of the seed and the samples consumed so far."""
+"""Choose the tokens of a rank in a step, by the seed and the samples consumed so far."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Samples:
         self._order: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a comparison of two runs checks: the text, and the order of its samples.
+        """Return what a comparison of two runs checks: the text, and the order of its samples.
 
         Of the text its length and 65536 tokens of it, evenly spread.
         """

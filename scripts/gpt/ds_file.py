@@ -1,4 +1,4 @@
-"""What trainers without DeepSpeed follow of a DeepSpeed file: AdamW, bf16, the schedule."""
+"""Read AdamW, bf16 and the schedule from a DeepSpeed file for trainers without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def scheduler_of(settings: dict[str, Any], optimizer: torch.optim.Optimizer) -> 
 
 
 def has_bf16(settings: dict[str, Any]) -> bool:
-    """Whether bf16 is on. Raises SettingsError for fp16, which needs a loss scaler."""
+    """Return whether bf16 is on. Raises SettingsError for fp16, which needs a loss scaler."""
     if settings.get("fp16", {}).get("enabled"):
         raise SettingsError("fp16.enabled: found True; torch's engines train here in bf16 or fp32")
     return bool(settings.get("bf16", {}).get("enabled"))

@@ -1,4 +1,4 @@
-"""What a person can mend on the command line of the example."""
+"""Errors that a person can mend on the command line of the example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a training stand to each other, and weights that go from one way to another."""
+"""Lay out the ranks of a training, and carry weights from one layout to another."""
 
 from __future__ import annotations
 

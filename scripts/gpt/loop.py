@@ -29,7 +29,7 @@ MONITORED = ("loss", "tokens", "tokens_per_second", "seconds", "valid_loss")
 
 
 class Trainer(Protocol):
-    """What the loop needs of an engine."""
+    """Engine as the loop needs it."""
 
     engine: Any
     share: Share
@@ -155,7 +155,7 @@ class Log:
 
 @dataclass
 class Plan:
-    """What a run is to do."""
+    """Settings of a run: steps, lengths, and when to print and evaluate."""
 
     steps: int
     length: int
@@ -275,7 +275,7 @@ def _monitor(trainer: Trainer, record: dict[str, Any]) -> None:
 
 
 def identity(samples: Samples, config: ModelConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Of the header: what has to be equal in two runs that are compared, and DeepSpeed's file."""
+    """Return the header's part that compared runs must share, and DeepSpeed's file."""
     return {
         "data": samples.fingerprint(),
         "model": {name: getattr(config, name) for name in SAME_MODEL},

@@ -41,7 +41,7 @@ def start(tp: int, pp: int) -> Any:
 
 
 def grid(topology: Any) -> Any:
-    """What ``deepspeed.initialize`` takes as ``mpu`` for a model that is no PipelineModule."""
+    """Return the ``mpu`` of ``deepspeed.initialize`` for a model that is no PipelineModule."""
     return PipelineParallelGrid(topology=topology)
 
 

@@ -76,7 +76,7 @@ def build(config: ModelConfig, arguments: argparse.Namespace, topology: Any) -> 
 
 
 def trainer(engine: Any, arguments: argparse.Namespace) -> SliceTrainer:
-    """What trains a stage in the slices that --slices asks for. Raises ParallelismError."""
+    """Return the trainer of a stage in the slices of --slices. Raises ParallelismError."""
     found = SliceTrainer(engine, engine.module.pipeline.loss)
     cut_tokens(engine.module, arguments.slices, arguments.length, found.share.micro_batch)
     return found

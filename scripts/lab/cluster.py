@@ -34,7 +34,7 @@ Per = Literal["rank", "node"]
 
 @dataclass(frozen=True)
 class Result:
-    """What one command did on all ranks (or nodes)."""
+    """Result of one command on all ranks (or nodes)."""
 
     statuses: tuple[int, ...]  # by rank; above 128: 128 + the signal
     seconds: tuple[float, ...]
@@ -43,7 +43,7 @@ class Result:
 
     @property
     def status(self) -> int:
-        """That of the first rank that failed by itself, 0 when all went well."""
+        """Return the status of the first rank that failed by itself, 0 when all went well."""
         failed = [status for status in self.statuses if status]
         return next((s for s in failed if s != STOPPED), failed[0] if failed else 0)
 
@@ -112,7 +112,7 @@ class Lab:
             self._handlers.clear()
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """What went through the interface of every node since the lab was built."""
+        """Return the traffic of every node's interface since the lab was built."""
         return tuple(namespaces.counters(name) for name in self.names)
 
     def run(
@@ -205,7 +205,7 @@ class Lab:
                 )
 
     def table(self, result: Result) -> str:
-        """What every node sent and how busy its link was, and how its ranks ended."""
+        """Tabulate what every node sent, how busy its link was and how its ranks ended."""
         rows = [
             f"{'node':<6}{'ranks':<12}{'link':>9}{'sent MB':>11}{'recv. MB':>11}{'s':>8}  status"
         ]

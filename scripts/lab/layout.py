@@ -1,4 +1,4 @@
-"""What a lab looks like: nodes, ranks, switches and the rates of the links between them."""
+"""Describe a lab: nodes, ranks, switches and the rates of the links between them."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _uplink(switch: str, index: int, bridge: str, mtu: int) -> list[list[str]]:
 
 
 def environment(layout: Layout, node: int, local: int | None) -> dict[str, str]:
-    """What a launcher would set: for rank ``local`` of ``node``, or (None) for the whole node."""
+    """Return a launcher's variables for rank ``local`` of ``node``, or (None) for a whole node."""
     names = {
         "MASTER_ADDR": address(0),
         "MASTER_PORT": str(PORT),

@@ -113,15 +113,15 @@ def sweep() -> list[str]:
 
 
 def counters(name: str, interface: str = INTERFACE) -> Traffic:
-    """What went through ``interface`` of namespace ``name`` so far, by the kernel's counters."""
+    """Read the traffic of ``interface`` in namespace ``name`` from the kernel's counters."""
     found = command(["ip", "-n", name, "-s", "-j", "link", "show", "dev", interface])
     stats = json.loads(found)[0]["stats64"]
     return Traffic(int(stats["tx"]["bytes"]), int(stats["rx"]["bytes"]))
 
 
 def entry(name: str, host: str, cores: Sequence[int], alone: bool) -> Callable[[], None]:
-    """What a child calls before its program starts: enter namespace ``name`` as machine ``host``,
-    on ``cores``, and end when the lab ends.
+    """Return what a child calls before its program starts: it enters namespace ``name`` as machine
+    ``host``, on ``cores``, and ends when the lab ends.
 
     ``alone``: there is a core for every rank. Then it is scheduled as SCHED_BATCH: a thread that
     wakes waits until the running one sleeps. These links answer before ``send`` has returned, which
@@ -146,7 +146,7 @@ def entry(name: str, host: str, cores: Sequence[int], alone: bool) -> Callable[[
 
 
 def end_with_parent() -> None:
-    """What a child calls before its program starts, so as not to stay when its parent is killed."""
+    """Have the kernel kill this child with its parent; a child calls it before its program."""
     _call(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
 

@@ -34,7 +34,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
 
 @dataclass(frozen=True)
 class SlowProcessors:
-    """How many times slower the processor of every rank is (none: all are as they are).
+    """Slower processors of the ranks. ``times``: how many times slower each is; () as they are.
 
     words: before a rank's command, they start it on its processor.
     """
@@ -64,7 +64,7 @@ class SlowProcessors:
 
 @contextlib.contextmanager
 def slow_processors(times: Sequence[float]) -> Iterator[SlowProcessors]:
-    """What starts ranks on processors so many times slower; nothing is left of it at the end.
+    """Yield processors so many times slower, on which ranks start; they end with the context.
 
     Raises LabError where this machine cannot do that.
     """

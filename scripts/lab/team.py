@@ -76,7 +76,7 @@ class Team:
 
     @property
     def any_ended(self) -> bool:
-        """Whether one of them has, well or not."""
+        """Return whether a process has ended, well or not."""
         return any(process.poll() is not None for process in self._processes)
 
     def pause(self) -> None:
@@ -113,12 +113,12 @@ class Team:
 
     @property
     def seconds(self) -> list[float]:
-        """How long each ran."""
+        """Return the seconds that each process ran."""
         return [self._ended[index] - began for index, began in enumerate(self._began)]
 
     @property
     def texts(self) -> list[str]:
-        """What each wrote."""
+        """Return the output of each process."""
         return [b"".join(lines).decode(errors="replace") for lines in self._lines]
 
 

@@ -1,1 +1,1 @@
-"""What decided a design, or says what measurements mean elsewhere."""
+"""Studies: upstream's own tests with the patches armed."""

@@ -69,7 +69,7 @@ OUTCOMES = ("error", "failed", "missing", "skipped", "passed")
 
 @dataclass
 class Run:
-    """How upstream's tests are run, plainly or armed."""
+    """Run upstream's tests, plainly or with the patches armed."""
 
     kind: str
     tests: Path  # a copy of upstream's folder
@@ -78,7 +78,7 @@ class Run:
     seconds: float  # that one file may take
 
     def outcomes(self, file: str, armed: bool, only: Sequence[str] = ()) -> dict[str, str]:
-        """What came of every test of ``file``, or of some; empty where pytest never got to it."""
+        """Return the outcomes of a file's tests, or of some; empty where pytest never got to it."""
         name = ("armed" if armed else "plain") + ("-again" if only else "")
         reports = self.folder / name / file.replace("/", "-").removesuffix(".py")
         shutil.rmtree(reports, ignore_errors=True)
@@ -128,7 +128,7 @@ class Run:
 
 
 def read(path: Path) -> dict[str, str]:
-    """What came of every test in one of pytest's reports."""
+    """Return the outcome of every test in one of pytest's reports."""
     try:
         cases = ElementTree.parse(path).iter("testcase")
     except ElementTree.ParseError:  # the process was ended while it wrote
@@ -153,14 +153,14 @@ def worst(by_rank: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def place(file: str, name: str) -> str:
-    """Where pytest finds a test of ``file`` that a report names "package.module.Class::test[1]"."""
+    """Return pytest's id of a test that a report names "package.module.Class::test[1]"."""
     owner, _, test = name.partition("::")
     *_, classes = owner.rpartition(f"{Path(file).stem}")
     return "::".join(filter(None, [file, *classes.split("."), test]))
 
 
 def again(run: Run, file: str, names: Sequence[str], times: int) -> dict[str, tuple[int, int]]:
-    """How often each test passed without hybridcomp and with it, of so many ``times`` more."""
+    """Run tests ``times`` more; count how often each passed without hybridcomp and with it."""
     counts = {False: Counter[str](), True: Counter[str]()}
     for _ in range(times if names else 0):
         for armed, count in counts.items():
@@ -170,7 +170,7 @@ def again(run: Run, file: str, names: Sequence[str], times: int) -> dict[str, tu
 
 
 def compared(run: Run, file: str, times: int) -> tuple[dict[str, str], dict[str, str], int]:
-    """What came of every test of ``file`` both ways, and how many pass more often without."""
+    """Return every test's outcome both ways, and how many pass more often without hybridcomp."""
     start = time.monotonic()
     plain, armed = run.outcomes(file, False), run.outcomes(file, True)
     seconds = time.monotonic() - start
@@ -194,7 +194,7 @@ def broken(plain: dict[str, str], armed: dict[str, str]) -> list[str]:
 
 
 def told(outcomes: dict[str, str]) -> str:
-    """How many tests came to what, in words."""
+    """Put the number of tests by outcome into words."""
     counts = Counter(outcomes.values())
     return ", ".join(f"{counts[word]} {word}" for word in reversed(OUTCOMES) if counts[word]) or "-"
 

@@ -1,1 +1,1 @@
-"""What bench_gpu.py measures, against whom, what it must show, and how it shows it."""
+"""Parts of bench_gpu.py: the subjects, their peers, the targets and the report."""

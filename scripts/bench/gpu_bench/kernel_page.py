@@ -1,4 +1,4 @@
-"""What the compiler made of the kernels, as a page."""
+"""Write the page about the machine code of the kernels."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _registers(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _others(rows: Sequence[Row]) -> Iterator[str]:
-    """What the settings without lines of their own take at most."""
+    """Yield a line with the most that settings take which have no row in the table."""
     kernels = [kernel for _, _, setting, kernel in rows if setting not in ("", *SHOWN)]
     settings = list(dict.fromkeys(row[2] for row in rows if row[2] not in ("", *SHOWN)))
     if kernels:

@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel, read without a GPU: registers, memory, instructions.
+"""Read the machine code of a kernel without a GPU: registers, memory, instructions.
 
 Registers, stack and shared memory are what ``ptxas -v`` says of an image that NVRTC compiled, the
 threads of a block what the image says of itself, instructions those that ``nvdisasm`` shows.

@@ -50,10 +50,10 @@ class Stopwatch(Protocol):
     """Knows how long something takes."""
 
     def host_seconds(self, run: Callable[[], object]) -> float:
-        """Of the host for one call of ``run``, the device's work not waited for."""
+        """Return the host's seconds for one call of ``run``, without waiting for the device."""
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Of one call of ``run``."""
+        """Return the device's seconds for one call of ``run``."""
 
 
 class DeviceStopwatch:
@@ -104,7 +104,7 @@ class DeviceStopwatch:
 
 
 def flushes(host_s: float, flush_s: float) -> int:
-    """How many flushes last until the host, which takes ``host_s``, has queued what is timed.
+    """Return how many flushes last ``host_s``, in which the host queues the timed call.
 
     One at least, for cold caches, and not without end for what waits for the device.
     """
@@ -120,11 +120,11 @@ class Bench:
         self._copies: dict[int, float] = {}
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Of one call of ``run``."""
+        """Return the device's seconds for one call of ``run``."""
         return self._stopwatch.seconds(run)
 
     def copy_seconds(self, nbytes: int) -> float:
-        """What ``Tensor.copy_`` takes to read and write ``nbytes`` in all."""
+        """Return the seconds in which ``Tensor.copy_`` reads and writes ``nbytes`` in all."""
         half = max(nbytes // 2, 1)
         if half not in self._copies:
             source = torch.empty(half, dtype=torch.uint8, device=self._device)

@@ -85,43 +85,43 @@ class Messages:
         self.pieces = [Piece("weight", 0, values.numel())]
 
     def _chosen(self) -> Codec:
-        """What the policy takes time for; its answer is one codec for all."""
+        """Ask the policy, which takes its time, and return the one codec that all messages use."""
         self.tp.codec(self.values.numel(), self.values.dtype, None)
         return self.codec
 
     def all_reduce(self) -> None:
-        """Of an activation."""
+        """All-reduce an activation."""
         self.tp.all_reduce(
             self.out, self._chosen(), None, raw_nbytes=self.values.nbytes
         ).wait()  # fmt: skip
 
     def all_reduce_feedback(self) -> None:
-        """Of a gradient, with error feedback."""
+        """All-reduce a gradient with error feedback."""
         self.dp.all_reduce(
             self.out, self._chosen(), None, raw_nbytes=self.values.nbytes, pieces=self.pieces
         ).wait()
 
     def all_gather(self) -> None:
-        """Of a sequence that was cut."""
+        """All-gather a sequence that was cut."""
         self.tp.all_gather(
             self.shard, self.out, self._chosen(), None, raw_nbytes=self.values.nbytes
         ).wait()
 
     def reduce_scatter(self) -> None:
-        """Of an activation whose sequence is cut behind it."""
+        """Reduce-scatter an activation whose sequence is cut behind it."""
         shards = self.values.chunk(RANKS)
         self.tp.reduce_scatter(
             shards, self._chosen(), None, raw_nbytes=self.values.nbytes
         ).wait()  # fmt: skip
 
     def all_to_all(self) -> None:
-        """Of heads against tokens."""
+        """Exchange heads against tokens, all-to-all."""
         self.tp.all_to_all(
             self.out, self.values, self._chosen(), None, raw_nbytes=self.values.nbytes
         ).wait()
 
     def experts(self) -> None:
-        """Of tokens to experts, a different number to each rank."""
+        """Send tokens to experts, a different number to each rank, all-to-all."""
         self.tp.all_to_all(
             self.out, self.values, self._chosen(), None, raw_nbytes=self.values.nbytes,
             out_splits=self.splits, in_splits=self.splits,

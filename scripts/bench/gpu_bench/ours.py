@@ -17,7 +17,7 @@ TENSORS = 64
 
 
 def codecs() -> dict[str, Codec]:
-    """What the table has rows for, and what it calls them."""
+    """Return the codecs of the table by the names of their rows."""
     return {
         "blockint 8": make_codec("blockint", bits=8),
         "blockint 4": make_codec("blockint", bits=4),
@@ -81,7 +81,7 @@ def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
 
 
 def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]:
-    """As collectives encode: sizes that vary stay on the GPU, and the host does not wait."""
+    """Return an encode call as of collectives: sizes stay on the GPU, the host does not wait."""
     if codec.fixed_size:
         return lambda: codec.encode(values, room)
     size = torch.zeros(1, dtype=torch.int64, device=values.device)

@@ -29,7 +29,7 @@ def table(points: Sequence[Point]) -> str:
 
 
 def published() -> list[str]:
-    """What is not measured here."""
+    """Return lines with speeds that others published and nobody measured here."""
     found = ["published, not measured here (GB/s of values, on the authors' card)"]
     return found + [
         f"{p.subject:22} encode {p.encode_gbps:.0f}, decode {p.decode_gbps:.0f} on {p.gpu} "

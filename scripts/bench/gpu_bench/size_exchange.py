@@ -1,4 +1,4 @@
-"""What sizes that travel cost, against the bytes that a codec of variable size saves.
+"""Weigh what an exchange of sizes costs against the bytes that a variable-size codec saves.
 
 ``auto`` takes blockint for fp16 messages of fewer than SMALL_NUMEL values and radix for longer ones
 (codecs/cheapest.py). Radix has to make up for an exchange of sizes and for slower kernels:
@@ -52,7 +52,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``auto`` has for one bound; what radix saves and takes longer is told of a value."""
+    """Codecs of ``auto`` for one bound; bits that radix saves and seconds it adds are per value."""
 
     bound: float
     fixed: str

@@ -1,4 +1,4 @@
-"""What the kernels must show: shares of a device copy, and no peer of the same kind ahead."""
+"""Targets of the kernels: shares of a device copy, and no peer of the same kind ahead."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def target_of(point: Point) -> float | None:
 
 
 def below(point: Point) -> bool:
-    """Whether ``point`` misses its target, to the digits that are printed."""
+    """Return whether ``point`` misses its target, to the digits that are printed."""
     wanted = target_of(point)
     return wanted is not None and round(point.share, 2) < round(wanted, 2)
 

@@ -31,7 +31,7 @@ BUILD = 'from setuptools import setup; setup(script_args=["build_ext", "--inplac
 
 
 class Case(NamedTuple):
-    """What is timed: a kind of ``rank.block_of`` at a stage of ZeRO, or ``codecs`` alone."""
+    """Timed case: a kind of ``rank.block_of`` at a stage of ZeRO, or ``codecs`` alone."""
 
     kind: str
     stage: int = 0

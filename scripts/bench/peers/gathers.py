@@ -1,4 +1,4 @@
-"""How the ranks get each other's new weights: as they are, as 8 bits, as 4-bit differences."""
+"""Gather the ranks' new weights: as they are, as 8 bits, or as 4-bit differences."""
 
 from __future__ import annotations
 

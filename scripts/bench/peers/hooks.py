@@ -31,7 +31,7 @@ def fp16(model: DistributedDataParallel) -> None:
 
 
 def bf16(model: DistributedDataParallel) -> None:
-    """What ``bf16_compress_hook`` does; torch refuses its own on gloo ("required NCCL 2.10+")."""
+    """Do what ``bf16_compress_hook`` does, which torch refuses on gloo ("required NCCL 2.10+")."""
 
     def hook(_: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         gradients = bucket.buffer()

@@ -18,7 +18,7 @@ from bench.peers.wire import Nodes, Wire
 
 @dataclass(frozen=True)
 class Settings:
-    """What a method needs to know of the run."""
+    """Settings of the run that methods read."""
 
     steps: int
     per_node: int

@@ -45,7 +45,7 @@ class TwoLevel:
         return blocks.decode(self.wire.all_to_all(message, group), rows.shape[1])
 
     def encode(self, rows: Tensor, blocks: Blocks, level: str) -> Tensor:
-        """What is sent of ``rows`` at ``level``; here nothing is remembered."""
+        """Encode ``rows`` at ``level``; this class keeps no error."""
         return blocks.encode(rows)
 
 
@@ -87,7 +87,7 @@ class LoCo(TwoLevel):
         self._errors: dict[str, Tensor] = {}  # encoded
 
     def reduce(self, values: Tensor) -> Tensor:
-        """As above, after forgetting the errors where it is time."""
+        """Reduce as the base class does; drop the errors before it every ``reset`` steps."""
         if self.steps and self.steps % self.reset == 0:
             self._errors.clear()
         self.steps += 1
@@ -103,6 +103,6 @@ class LoCo(TwoLevel):
         return message
 
     def error(self, level: str, rows: Tensor) -> Tensor:
-        """What is to be added to ``rows``; zeros before the first step."""
+        """Return the error to add to ``rows``; zeros before the first step."""
         kept = self._errors.get(level)
         return torch.zeros_like(rows) if kept is None else self._store.decode(kept, rows.shape[1])

@@ -1,4 +1,4 @@
-"""What torch itself has to send less, under its own engines: hooks of DDP, 16-bit sums of FSDP2.
+"""Train with torch's ways to send less under its engines: hooks of DDP, 16-bit sums of FSDP2.
 
 Model, optimizer and loop are those of ``train_gpt.py --engine``; only the way of the gradients is
 another one. ``methods`` has DDP's hooks too, around a model in the parameters' own width.

@@ -26,7 +26,7 @@ class Engine:
         self._optimizer = optimizer
 
     def get_lr(self) -> list[float]:
-        """Of every parameter group."""
+        """Return the learning rate of every parameter group."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
 

@@ -1,1 +1,1 @@
-"""What ``bench_plan.py`` is made of."""
+"""Parts of ``bench_plan.py``."""

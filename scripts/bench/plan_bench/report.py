@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
     @property
     def miss(self) -> float:
-        """How much longer it took than predicted, as a share."""
+        """Return the measured seconds over the predicted ones, less 1."""
         return self.measured / self.predicted - 1
 
     def __str__(self) -> str:

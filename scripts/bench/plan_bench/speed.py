@@ -40,7 +40,7 @@ class Probe:
         return len(self.turns.said[0])
 
     def slowdown(self, cluster: Cluster, first: int) -> float:
-        """How much longer than in ``cluster`` the block took from turn ``first`` on: all ranks."""
+        """Divide the block's seconds of all ranks, from turn ``first`` on, by ``cluster``'s."""
         turns = zip(*(said[first:] for said in self.turns.said), strict=True)
         now = fast([sum(rank["seconds"] for rank in turn) for turn in turns])
         return now / block_seconds(cluster, self.dtype)

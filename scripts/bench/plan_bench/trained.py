@@ -55,7 +55,7 @@ class Model:
 
     @property
     def block(self) -> str:
-        """What ``hybridcomp measure --block`` is given."""
+        """Return the argument of ``hybridcomp measure --block``."""
         return f"{self.micro_batch}x{self.length}x{self.width}x{self.heads}"
 
     def job(self, cluster: Cluster) -> Job:
@@ -76,7 +76,7 @@ class Preceded(InLab):
     def started(
         self, command: list[str], layout: Place, env: dict[str, str]
     ) -> AbstractContextManager[Team]:
-        """As ``Runner`` says."""
+        """Start ``command`` on every rank; see ``Runner``."""
         words = [*self._before, sys.executable, *command]
         own = {**env, **KEEP_MEMORY, "MASTER_PORT": str(next(self._ports))}
         team: AbstractContextManager[Team] = self.lab.started(words, env=own)

@@ -1,4 +1,4 @@
-"""What is measured: layouts of ranks, arms (ways to train), cells (an arm at a rate, once)."""
+"""List what is measured: layouts of ranks, arms (ways to train), cells (an arm at a rate, once)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Engine = Literal["deepspeed", "ddp", "fsdp2"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks stand to each other, on which nodes of the lab."""
+    """Layout of the ranks on the nodes of the lab."""
 
     config: str  # the committed file without a block
     lab: str  # as scripts/netlab.py reads it
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def nodes(self) -> int:
-        """Of the lab."""
+        """Return the number of nodes of the lab."""
         return sum(int(n) for n in self.lab.partition("x")[0].split("+"))
 
     @property
@@ -104,7 +104,7 @@ class Arm:
 
     @property
     def stem(self) -> str:
-        """Of the names of its files."""
+        """Return the stem of the names of its files."""
         return self.name.replace(" ", "_")
 
 
@@ -141,7 +141,7 @@ def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
 
 
 def _mesh_arms() -> list[Arm]:
-    """Of two-dimensional tensor parallelism, which no preset names; no peer compresses it."""
+    """Return the arms of two-dimensional tensor parallelism: no preset or peer has it."""
     whole: dict[str, Any] = {"codec": "blockint", "bits": 8}
     blocks: dict[str, dict[str, Any]] = {
         "8 bits": {"tp2d": whole},
@@ -164,7 +164,7 @@ def _wanted(layout: str, arms: list[Arm], chosen: list[str] | None) -> list[Arm]
 
 
 def _peers(engine: Engine) -> Iterable[str]:
-    """What ours is compared with: under torch's own engines what torch itself has."""
+    """Return the peers of an engine: under torch's own engines torch's methods."""
     from bench.peers.methods import PEERS
     from bench.peers.torch_engines import METHODS
 
@@ -173,7 +173,7 @@ def _peers(engine: Engine) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of every training."""
+    """Sizes of model and batch, the same in every training."""
 
     layers: int
     width: int
@@ -210,7 +210,7 @@ def settings_of(layout: str, arm: Arm, sizes: Sizes, ledger: Path) -> dict[str, 
 def command_of(
     layout: str, arm: Arm, sizes: Sizes, config: Path, data: Path, seed: int
 ) -> list[str]:
-    """What every rank runs, after the interpreter."""
+    """Return the words that every rank runs, after the interpreter."""
     patched = [] if arm.block is None else ["-m", "hybridcomp.run"]
     program, more = "train_gpt", list(LAYOUTS[layout].arguments)
     if arm.peer is not None:
@@ -226,5 +226,5 @@ def command_of(
 
 
 def digest(*parts: Any) -> str:
-    """Of everything that a result depends on; another digest means: measure again."""
+    """Digest all that a result depends on; with another digest a cell is measured again."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

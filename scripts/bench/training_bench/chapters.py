@@ -102,7 +102,7 @@ def _written(file: Path) -> list[dict[str, Any]]:
 
 
 def busy_of(rows: Sequence[dict[str, Any]]) -> str:
-    """What else the machine did, and how far a burst may run ahead of a link's rate."""
+    """Say how busy the machine was, and how far a burst may run ahead of a link's rate."""
     found = [row["busy"] for row in rows if "busy" in row]
     if not found:
         return "No cell finished."
@@ -112,7 +112,7 @@ def busy_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """How many of our cells reach nine tenths of what their bytes allow; the worst is named."""
+    """Count our cells that reach nine tenths of what their bytes allow, and name the worst."""
     ours = [
         row for row in rows
         if "share" in row and not row["arm"].startswith(("native", "peer", "ZeRO++"))
@@ -152,7 +152,7 @@ def equal_bytes_chapter(source: Path, out: Path) -> str:
 
 
 def rows_in(source: Path) -> list[dict[str, Any]]:
-    """What bench_training.py left there. Raises FileNotFoundError."""
+    """Read the rows that bench_training.py left in ``source``. Raises FileNotFoundError."""
     file = need(source / "bench_training.json", "bench/bench_training.py")
     rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
     return rows

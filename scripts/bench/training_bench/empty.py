@@ -36,7 +36,7 @@ def few(tensor: Tensor, times: int = 1) -> Tensor:
 
 
 def small(tensor: Tensor) -> bool:
-    """Whether the message is as it should be already."""
+    """Return whether the message is sent as it is: small, or not contiguous."""
     return tensor.numel() <= FEW or not tensor.is_contiguous()
 
 

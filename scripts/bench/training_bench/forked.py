@@ -140,7 +140,7 @@ class Job:
         return [found[rank] for rank in range(len(self.pipes))]
 
     def why(self) -> str:
-        """What the ranks' logs say of an error."""
+        """Return the error lines of the ranks' logs."""
         found = ""
         for log in self.logs:
             lines = Path(log).read_text(errors="replace").splitlines()[-TAIL:]
@@ -167,7 +167,7 @@ class Job:
 
 
 def environment(gpu: bool, threads: int = 1) -> dict[str, str]:
-    """Of the server, so of all ranks."""
+    """Return the environment of the server, which all ranks inherit."""
     return {
         "DS_ACCELERATOR": "cuda" if gpu else "cpu", "OMP_NUM_THREADS": str(threads),
         "PYTHONWARNINGS": "ignore", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

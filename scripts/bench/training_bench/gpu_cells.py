@@ -36,7 +36,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command line, as far as cells need it."""
+    """Options of the command line that cells need."""
 
     size: str
     data: Path
@@ -93,7 +93,7 @@ def settings_of(layout: str, arm: Arm, size: str) -> dict[str, Any]:
 
 
 def specs_of(layout: str, arm: Arm, steps: int, port: int, options: Options) -> list[Spec]:
-    """Of all ranks of an arm; writes its settings."""
+    """Write the settings of an arm and return the specs of its ranks."""
     place = LAYOUTS[layout]
     layers, width, length, _ = SIZES[options.size]
     stem = options.folder / f"{layout}.{arm.stem}"

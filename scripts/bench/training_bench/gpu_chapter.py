@@ -47,7 +47,7 @@ Gaps are in percent of the baseline's loss, paired by seed, with the 95 % interv
 
 
 def speed_rows(source: Path) -> list[dict[str, Any]]:
-    """Of all that ``source`` holds."""
+    """Return the rows of speed of all files in ``source``."""
     return gpu_report.rows_of(gpu_report.read(sorted(source.glob("*.jsonl"))))
 
 
@@ -88,7 +88,7 @@ def _told(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def missing(rows: Sequence[dict[str, Any]], trained: Sequence[str]) -> str:
-    """What the scripts could have measured and did not."""
+    """Say which cells and losses the scripts could have measured and did not."""
     found = []
     for size in ("85M", "350M"):
         there = {row["layout"] for row in rows if row["size"] == size and "failed" not in row}
@@ -102,7 +102,7 @@ def missing(rows: Sequence[dict[str, Any]], trained: Sequence[str]) -> str:
 
 
 def commands(seeds: Sequence[int], steps: int) -> str:
-    """What made the chapter."""
+    """Return the section with the commands that make the chapter again."""
     numbers = " ".join(map(str, seeds))
     return f"""
 ## Commands
@@ -119,7 +119,7 @@ scripts/bench/results.py --gpu runs/gpu
 
 
 def notes(source: Path) -> str:
-    """What whoever measured has to say of it: ``notes.md`` of the measurements, if there is one."""
+    """Return the section with ``notes.md`` of the measurements, empty where there is none."""
     file = source / "notes.md"
     said = file.read_text(encoding="utf-8").rstrip() if file.is_file() else ""
     return f"\n## What to know of these figures\n\n{said}\n" if said else ""
@@ -134,7 +134,7 @@ def unpack(folder: Path) -> None:
 
 
 def identity(source: Path) -> str:
-    """How far the losses of runs through memory are those of the same runs over NCCL."""
+    """Say how far losses of runs through memory equal those of the same runs over NCCL."""
     told = []
     for log in sorted((source / "losses_nccl" / gpu_losses.LAYOUT).glob("*/seed*/loss.jsonl")):
         nccl, same = _curve(log), source / "losses" / log.relative_to(source / "losses_nccl")

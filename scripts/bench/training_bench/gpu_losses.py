@@ -47,12 +47,12 @@ class Case:
         return f"{self.name} seed {self.seed}{' over NCCL' if self.nccl else ''}"
 
     def folder(self, out: Path) -> Path:
-        """Where its files are, as loss_study.py has them."""
+        """Return the folder of its files, laid out as loss_study.py does."""
         place = out.with_name(f"{out.name}_nccl") if self.nccl else out
         return place / LAYOUT / self.name / f"seed{self.seed}"
 
     def finished(self, out: Path) -> bool:
-        """Whether it was trained to its end."""
+        """Return whether it was trained to its end."""
         return (self.folder(out) / "done.json").is_file()
 
 
@@ -90,7 +90,7 @@ def settings_of(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def specs_of(case: Case, asked: argparse.Namespace, port: int) -> list[Spec]:
-    """Of both ranks; writes the settings."""
+    """Write the settings of a case and return the specs of both ranks."""
     folder = case.folder(asked.out)
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "ds_config.json"
@@ -125,7 +125,7 @@ def specs_of(case: Case, asked: argparse.Namespace, port: int) -> list[Spec]:
 
 
 def summary(case: Case, asked: argparse.Namespace) -> str:
-    """Of a training that is over."""
+    """Sum up a finished training in a line."""
     records = [json.loads(x) for x in (case.folder(asked.out) / "loss.jsonl").open()]
     steps = [record for record in records if "step" in record]
     found = f"{statistics.median(r['seconds'] for r in steps) * 1e3:.1f} ms a step"

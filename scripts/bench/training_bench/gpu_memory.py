@@ -55,7 +55,7 @@ class Posted(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the copies are over."""
+        """Return whether the copies are over."""
         return self._event is None or bool(self._event.query())
 
 
@@ -154,7 +154,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
         return done([output])
 
     def barrier(self, opts: Any = None) -> Any:
-        """Of hosts and device."""
+        """Wait for the other ranks and for the device."""
         if self._ranks > 1:
             self._swap(None, None)
         if torch.cuda.is_available():
@@ -171,7 +171,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
         return self._ranks
 
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Return the rank of this process in the group."""
         return self._own
 
     def getBackendName(self) -> str:

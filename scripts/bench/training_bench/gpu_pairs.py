@@ -145,7 +145,7 @@ class DevicePair(Pair):
         self._tells = [CUDA.Event.from_ipc_handle(device, each) for each in handles]
 
     def swap(self, give: Tensor | None, take: Tensor | None) -> None:
-        """As above, on a stream of its own, for which the caller's waits."""
+        """Swap as the base class does, on another stream, for which the caller's stream waits."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

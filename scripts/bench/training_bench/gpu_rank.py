@@ -52,7 +52,7 @@ class Seat:
 
 
 def ledger_of(engine: Any) -> dict[str, Any]:
-    """What the ledger of all ranks holds by dimension and direction; a collective."""
+    """Return the ledger of all ranks by dimension and direction; a collective."""
     from hybridcomp.session.engine_session import session_of
 
     session = session_of(engine)
@@ -65,7 +65,7 @@ def ledger_of(engine: Any) -> dict[str, Any]:
 
 
 def give_memory_back() -> None:
-    """What this rank's allocators keep, for those whose turn is next."""
+    """Free the memory that this rank's allocators keep, for the rank that comes next."""
     import torch
 
     if torch.cuda.is_available():

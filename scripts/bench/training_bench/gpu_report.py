@@ -38,7 +38,7 @@ def read(files: Sequence[Path]) -> list[Record]:
 
 
 def _again(records: Sequence[Record], record: Record) -> bool:
-    """Whether a warm turn of an arm is there already, so that this one begins another call."""
+    """Return whether the arm has a warm turn already, so that this one begins another call."""
     return any(
         other.get("round") == -1 and other["arm"] == record["arm"]
         for other in _tail(records)
@@ -100,7 +100,7 @@ def _layout(size: str, layout: str, records: Sequence[Record]) -> list[Record]:
 def _figures(
     own: dict[Round, Record], native: dict[Round, Record], compute: dict[Round, Record], length: int
 ) -> Record:
-    """Of one arm. ``length``: tokens of a sample."""
+    """Return the figures of one arm. ``length``: tokens of a sample."""
     both = [place for place in own if place in native]
     pairs = sorted(
         n / s
@@ -169,7 +169,7 @@ def _cells(row: Record) -> list[str]:
 
 
 def ours(arm: str) -> bool:
-    """Whether hybridcomp compresses in it."""
+    """Return whether hybridcomp compresses in ``arm``."""
     return not arm.startswith(NOT_OURS)
 
 

@@ -21,13 +21,13 @@ TOGETHER = 3
 
 
 def measures(name: str) -> bool:
-    """Whether an arm times messages when it starts and in its first steps."""
+    """Return whether an arm times messages when it starts and in its first steps."""
     return "auto" in name
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Of every layout."""
+    """Number of steps and rounds of every layout."""
 
     warm: int  # steps of an arm's first turn, which are not counted
     settling: int  # the same of arms that measure during their first steps
@@ -49,7 +49,7 @@ class Book:
             file.write(json.dumps(record) + "\n")
 
     def rounds(self, size: str, layout: str, arms: Sequence[str]) -> int:
-        """How many rounds these arms have had side by side, in this call or before."""
+        """Count the rounds that these arms have had side by side, in this call or before."""
         if not self._path.is_file():
             return 0
         records = (json.loads(text) for text in self._path.read_text().splitlines())

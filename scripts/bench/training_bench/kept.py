@@ -84,7 +84,7 @@ class Kept:
 
 
 def name_of(ratio: float | None) -> str:
-    """Of a ratio, in paths and progress lines."""
+    """Return the name of a ratio in paths and progress lines."""
     return "unshaped" if ratio is None else f"r{ratio:g}"
 
 

@@ -76,7 +76,7 @@ def main(asked: argparse.Namespace) -> int:
 
 
 def sent_MB(row: dict[str, Any]) -> float:
-    """Of a run in comparison.json: all dimensions, the whole run, all ranks."""
+    """Return the MB that a run of comparison.json sent: all dimensions, steps and ranks."""
     return float(sum(way["wire_MB"] for ways in row["ledger"].values() for way in ways.values()))
 
 
@@ -113,7 +113,7 @@ def duels_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def apart(own: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
-    """How much further off the peer ends, of the same seeds, and whose loss is smaller.
+    """Compare the gaps of ours and a peer by seed: how much further off it ends, and who wins.
 
     ``neither`` where the 95 % interval of the difference over the seeds holds 0.
     """

@@ -1,4 +1,4 @@
-"""Whether the machine is quiet enough to time something on it, and how much it holds."""
+"""Tell when the machine is quiet enough for timing, and how many ranks it holds."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RANK_NBYTES = 0.5e9
 
 
 def room() -> int:
-    """How many ranks the free memory holds."""
+    """Return the number of ranks that the free memory holds, at least 2."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     return max(2, int(1024 * free / RANK_NBYTES))
 
 
 def wait_until_quiet(limit: float, patience: float, force: bool) -> float:
-    """How busy the machine is. Raises SystemExit when that stays above ``limit``."""
+    """Wait until the load is at most ``limit``; return it. Raises SystemExit after ``patience``."""
     deadline = time.monotonic() + patience
     found = busy()
     while found > limit and not force:

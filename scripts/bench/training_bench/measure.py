@@ -28,7 +28,7 @@ QUIET_S = 20.0
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command line."""
+    """Options of the command line."""
 
     data: Path
     out: Path
@@ -48,7 +48,7 @@ def by_step(ranks: Sequence[Steps]) -> list[float]:
 
 
 def summary(ranks: Sequence[Steps], per_node: int, length: int) -> dict[str, Any]:
-    """Of some steps. ``length``: tokens of a sequence."""
+    """Sum up the steps of all ranks. ``length``: tokens of a sequence."""
     seconds = by_step(ranks)
     if not seconds:
         raise CellError("expected more steps, found none that is timed")
@@ -210,7 +210,7 @@ def _ledger(folder: str, arm: Arm) -> Path:
 
 
 def coded(ledger: Path, ranks: int) -> dict[str, float]:
-    """Of a ledger: seconds of coding and encoded messages of a rank in a step that is reported."""
+    """Read from a ledger a rank's seconds of coding and encoded messages, per reported step."""
     found = {"codec_s": 0.0, "rounds": 0.0}
     if ledger.is_file():
         record = json.loads(ledger.read_text().splitlines()[-1])

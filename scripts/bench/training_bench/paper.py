@@ -88,7 +88,7 @@ def trained_in_3d(source: Path) -> list[dict[str, Any]]:
 
 
 def trained(source: Path) -> str:
-    """What the gaps of the losses are of."""
+    """Say of which steps and seeds the gaps of the losses are."""
     runs = trained_in_3d(source)
     if not runs:
         return "Losses were not trained."

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @functools.lru_cache(maxsize=1)
 def needed() -> bool:
-    """Whether this processor multiplies bf16 matrices in a slow loop."""
+    """Return whether this processor multiplies bf16 matrices in a slow loop."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

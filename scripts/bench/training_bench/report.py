@@ -36,7 +36,7 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
 
 
 def _figures(own: Sequence[Record]) -> Record:
-    """Of the cells of a row."""
+    """Return the figures of a row from its cells."""
     ups = sorted(n / s for cell in own for n, s in zip(cell["native"], cell["steps"], strict=True))
     sent = statistics.median(cell["sent"] for cell in own)
     native_sent = statistics.median(cell["native_sent"] for cell in own)
@@ -71,8 +71,8 @@ def _figures(own: Sequence[Record]) -> Record:
 
 
 def outside(count: int) -> int:
-    """How many of ``count`` sorted values to leave out at each end so that the others span the 95 %
-    interval of the median.
+    """Return how many of ``count`` sorted values to leave out at each end, so that the others span
+    the 95 % interval of the median.
 
     Source: order statistics, binomial with p = 1/2; below 6 values all are in.
     """

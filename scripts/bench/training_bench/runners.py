@@ -1,4 +1,4 @@
-"""Where a cell runs: on the nodes of a lab (scripts/netlab.py), or plainly over loopback."""
+"""Run a cell on the nodes of a lab (scripts/netlab.py), or plainly over loopback."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Loopback:
 
     @contextmanager
     def started(self, command: list[str], layout: Layout, env: dict[str, str]) -> Iterator[Team]:
-        """As ``Runner`` says."""
+        """Start ``command`` on every rank; see ``Runner``."""
         ranks, team, port = layout.nodes * layout.per_node, Team(), free_port()
         try:
             for rank in range(ranks):
@@ -80,13 +80,13 @@ class InLab:
     def started(
         self, command: list[str], layout: Layout, env: dict[str, str]
     ) -> AbstractContextManager[Team]:
-        """As ``Runner`` says."""
+        """Start ``command`` on every rank; see ``Runner``."""
         own = {**env, "MASTER_PORT": str(next(self._ports))}
         team: AbstractContextManager[Team] = self.lab.started([sys.executable, *command], env=own)
         return team
 
     def shape(self, rate: int | None) -> None:
-        """As ``Runner`` says."""
+        """Set the rate of every link; see ``Runner``."""
         self.lab.shape(Rates(link=rate))
 
 
@@ -103,7 +103,7 @@ def network(layout: Layout, loopback: bool) -> Iterator[Runner]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Of every rank: this checkout first, kernels built by nobody else."""
+    """Return the environment of every rank: this checkout first, extensions in ``folder``."""
     path = os.pathsep.join(
         part for part in (str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")) if part
     )
@@ -135,7 +135,7 @@ def free_port() -> str:
 
 
 def steps_of(statuses: Sequence[int], outputs: Sequence[str]) -> list[Steps]:
-    """Of all ranks of a job that has ended. Raises CellError with what the first to fail said."""
+    """Return the steps of an ended job's ranks. Raises CellError with the first failure."""
     first = [status not in (0, STOPPED) for status in statuses]
     order = sorted(range(len(first)), key=lambda rank: not first[rank])
     found = {rank: parse(statuses[rank], outputs[rank]) for rank in order}

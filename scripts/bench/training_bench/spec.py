@@ -1,4 +1,4 @@
-"""What a forked rank is told: by ``forked``, which starts it, to ``gpu_rank``, which it runs."""
+"""Hand a forked rank its task: ``forked`` writes it, ``gpu_rank`` reads it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spec:
-    """What one rank is to do."""
+    """Task of one rank."""
 
     rank: int
     program: str  # train_gpt or bench.train_peer

@@ -50,7 +50,7 @@ class Seat:
 
 @functools.cache
 def own_seat() -> Seat | None:
-    """Of this rank; None where nobody gives turns."""
+    """Return the seat of this rank; None where nobody gives turns."""
     path = os.environ.get(VARIABLE)
     return None if path is None else Seat(path)
 
@@ -112,7 +112,7 @@ class Job:
         return True
 
     def _until(self, call: Callable[[], Any], deadline: float) -> Any:
-        """What ``call`` returns, None where a rank ended or time is up before it returned."""
+        """Return the result of ``call``, None where a rank ended or time is up before it."""
         while True:
             ended = self._team.any_ended
             try:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's tests take for granted and ranks on CPUs have not.
+"""Give ranks on CPUs what DeepSpeed's tests take for granted.
 
 The processor is asked for once: in every rank DeepSpeed's builders would, which takes seconds.
 Tests hand the number of a device to DistributedDataParallel, gather flags as scalars on it, which
