@@ -29,7 +29,7 @@ from fuzzing import jobs, strikes  # noqa: E402
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -77,7 +77,7 @@ def fits(strike: strikes.Strike, launcher: str) -> bool:
 
 
 def whole_checkpoint(folder: Path, context: ForkServerContext) -> Path:
-    """The checkpoints of a training that nothing was done to."""
+    """Make the checkpoints of an undisturbed training."""
     settings = {"stage": 2, "timeout": 60, "save_every": 2, "steps": 4}
     job = jobs.Job(folder, settings, "agent", context)
     if not job.wait(180) or job.code != 0:

@@ -30,12 +30,12 @@ VARIABLE_CASES, FIXED_CASES = 5_000_000, 1_000_000
 
 
 def say(text: str) -> None:
-    """A line of progress."""
+    """Print a line of progress."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 def fuzz_payloads(args: argparse.Namespace) -> int:
-    """Every codec's share of damaged payloads; the number of codecs that failed."""
+    """Try damaged payloads on every codec; return the number of codecs that failed."""
     codecs = args.only or list(payloads.SOURCES)
     say(f"payloads: building {', '.join(codecs)} with sanitizers")
     driver = payloads.build(codecs)
@@ -54,7 +54,7 @@ def fuzz_payloads(args: argparse.Namespace) -> int:
 
 
 def fuzz_bounds(args: argparse.Namespace) -> int:
-    """Hostile values against the bounds of codecs, moved messages and sums."""
+    """Hold hostile values against the bounds of codecs, moved messages and sums."""
     result = bounds.hunt(args.values, args.seed, args.keep, say)
     for line in result.lines():
         say(line)
@@ -64,7 +64,7 @@ def fuzz_bounds(args: argparse.Namespace) -> int:
 
 
 def fuzz_blocks(args: argparse.Namespace) -> int:
-    """Broken blocks; how many were not told in one line that names the key."""
+    """Try broken blocks; count those whose error is not one line that names the key."""
     tried = blocks.broken()
     wrong = [(block, key, blocks.problem_of(block, key)) for block, key in tried]
     wrong = [case for case in wrong if case[2]]
@@ -75,7 +75,7 @@ def fuzz_blocks(args: argparse.Namespace) -> int:
 
 
 def fuzz_checkpoints(args: argparse.Namespace) -> int:
-    """Damaged files beside a checkpoint, resumed by two ranks."""
+    """Resume two ranks from damaged files beside a checkpoint."""
     from fuzzing import checkpoints
     from tests.ranks import run_ranks
 
@@ -89,7 +89,7 @@ def fuzz_checkpoints(args: argparse.Namespace) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -54,7 +54,7 @@ def _with_part(text: str, mark: str, part: str, name: str) -> str:
 
 
 def stale() -> list[Path]:
-    """Pages that are not what the code makes of them."""
+    """Return the pages that differ from what the code makes of them."""
     return [
         path for path, text in made().items()
         if not path.is_file() or path.read_text("utf-8") != text

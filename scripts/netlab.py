@@ -36,7 +36,7 @@ def node_rate(text: str) -> tuple[int, int | None]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,7 +58,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(args: argparse.Namespace) -> Lab:
-    """The lab that the command line asks for. Raises LabError."""
+    """Return the lab that the command line asks for. Raises LabError."""
     layout = Layout.parse(args.layout)
     rates = Rates(
         parse_rate(args.rate), parse_rate(args.uplink), dict(map(node_rate, args.node_rate))

@@ -61,7 +61,7 @@ def environment(
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,7 +91,7 @@ def words(command: Sequence[str]) -> list[str]:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
+    """Return a port of the loopback that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -32,7 +32,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 def standard_library() -> list[Path]:
-    """The .py files of the running interpreter's standard library, without its tests."""
+    """Return the .py files of the running interpreter's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = [
         Path(folder, name)
@@ -85,7 +85,7 @@ def _keep_folders(folders: list[str], unwanted: set[str]) -> bool:
 
 
 def text_of(path: Path) -> bytes | None:
-    """The bytes of a UTF-8 text file; None when it is not one."""
+    """Return the bytes of a UTF-8 text file; None when it is not one."""
     content = path.read_bytes()
     if b"\x00" in content:
         return None
@@ -219,7 +219,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -50,7 +50,7 @@ def symbols(name: str) -> list[str]:
 
 
 def identify(path: Path) -> tuple[str, str] | None:
-    """Name and version of an archive by its file's name; None for other files."""
+    """Return the name and version of an archive by its file's name; None for other files."""
     match = re.match(r"([A-Za-z0-9_.-]+?)-([0-9a-f][A-Za-z0-9.]*)(-.*\.whl|\.tar\.gz)$", path.name)
     if match is None:
         return None
@@ -137,7 +137,7 @@ def _bindings(owner: ast.AST, names: set[str]) -> Iterator[ast.AST]:
 
 
 def _parameters(arguments: ast.arguments) -> str:
-    """Names, kinds and plain defaults, as Python writes them; annotations are left out."""
+    """Return names, kinds and plain defaults, as Python writes them; annotations are left out."""
     for one in ast.walk(arguments):
         if isinstance(one, ast.arg):
             one.annotation = None

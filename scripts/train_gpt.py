@@ -67,7 +67,7 @@ MISTAKES = (
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -136,7 +136,7 @@ def prepare_machine(seed: int) -> None:
 
 
 def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The DeepSpeed file as a dict, with W&B switched on where the command line says so."""
+    """Return the DeepSpeed file as a dict, with W&B switched on where the command line says so."""
     settings: dict[str, Any] = json.loads(Path(arguments.deepspeed_config).read_text())
     if arguments.wandb:
         group = {"group": arguments.wandb_group} if arguments.wandb_group else {}
@@ -149,7 +149,7 @@ def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def torch_trainer(
     arguments: argparse.Namespace, settings: dict[str, Any], config: ModelConfig
 ) -> loop.Trainer:
-    """The model under torch's own engine. Raises ParallelismError, SettingsError."""
+    """Return the model under torch's own engine. Raises ParallelismError, SettingsError."""
     from gpt.torch_engines import Engine, TorchTrainer
 
     if arguments.tp * arguments.pp * arguments.tp2d > 1:
@@ -203,7 +203,7 @@ def build_engine(
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Everything between the command line and the summary."""
+    """Train, from the parsed command line to the summary."""
     config_path, settings = arguments.deepspeed_config, ds_settings(arguments)
     check(arguments, settings)
     check_numbers(arguments)

@@ -62,7 +62,7 @@ class Row:
 
 
 def codec_subject(codec: Codec, values: Tensor) -> Subject:
-    """The three phases of one of our codecs."""
+    """Return encode, decode and decode_add of one of our codecs."""
     dtype = values.dtype
     wire = torch.empty(codec.wire_nbytes(values.numel(), dtype), dtype=torch.uint8)
     decoded = torch.empty_like(values)
@@ -91,7 +91,7 @@ def eager_encode(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def eager_decode(levels: Tensor, tops: Tensor, bits: int) -> Tensor:
-    """The way back, to fp32."""
+    """Decode ``eager_encode``'s levels to fp32."""
     if bits == 4:
         levels = torch.cat((levels & 15, levels >> 4), dim=1)
     steps = (tops / (2 ** (bits - 1) - 1)).unsqueeze(1)
@@ -114,7 +114,7 @@ def eager_subject(bits: int, values: Tensor) -> Subject:
 
 
 def zfpy_subject(rate: int, values: Tensor) -> Subject:
-    """The zfp library through its own Python module (fp32 only)."""
+    """Return the zfp library through its own Python module (fp32 only)."""
     import zfpy
 
     array = values.float().numpy()
@@ -128,7 +128,7 @@ def zfpy_subject(rate: int, values: Tensor) -> Subject:
 
 
 def subjects_of(values: Tensor) -> list[Subject]:
-    """All codecs and peers, each warmed up by one encode and decode."""
+    """Return all codecs and peers, each warmed up by one encode and decode."""
     codecs = [
         make_codec("blockint", bits=8),
         make_codec("blockint", bits=4),
@@ -150,7 +150,7 @@ def subjects_of(values: Tensor) -> list[Subject]:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Return seconds of one call."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     function()
@@ -158,7 +158,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def measure(values: Tensor, repeats: int) -> tuple[list[float], list[Subject]]:
-    """Seconds of every copy, and the subjects with their seconds filled in."""
+    """Return seconds of every copy, and the subjects with their seconds filled in."""
     subjects = subjects_of(values)
     target = torch.empty_like(values)
     target.copy_(values)
@@ -172,7 +172,7 @@ def measure(values: Tensor, repeats: int) -> tuple[list[float], list[Subject]]:
 
 
 def rows_of(values: Tensor, copies: list[float], subjects: list[Subject]) -> list[Row]:
-    """The table, the copy first."""
+    """Return the table, the copy first."""
     nbytes = values.numel() * values.itemsize
     copy_best, copy_median = min(copies), statistics.median(copies)
     phases = dict.fromkeys(PHASES, nbytes / copy_best / 1e9)
@@ -220,7 +220,7 @@ def missed_targets(rows: list[Row]) -> list[str]:
 
 
 def print_table(rows: list[Row]) -> None:
-    """Speed in GB/s, then best and median ratio to the copy, for every phase."""
+    """Print speed in GB/s, then best and median ratio to the copy, for every phase."""
     head = "".join(f"{phase:>12}{'x copy':>8}{'median':>8}" for phase in PHASES)
     width = max(len(row.name) for row in rows) + 1
     print(f"{'':{width}}{'bits':>7}{'relL2':>10}{head}")

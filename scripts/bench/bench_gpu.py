@@ -66,7 +66,7 @@ class Found:
 
 
 def sources(only: Sequence[str] = ()) -> dict[str, Source]:
-    """Everything that is measured, by name; with ``only``, what has one of these in its name."""
+    """Return all subjects by name; with ``only``, those with one of these in their name."""
     mine: dict[str, Source] = {
         name: partial(ours.works, name=name, codec=codec) for name, codec in ours.codecs().items()
     }
@@ -131,7 +131,7 @@ def prepare(chosen: dict[str, Source], dtypes: Sequence[str]) -> None:
 
 
 def run_tests() -> bool:
-    """``pytest -m gpu`` on the kernels' tests."""
+    """Run ``pytest -m gpu`` on the kernels' tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/kernels/cuda"]
     return subprocess.run(command, cwd=REPOSITORY, check=False).returncode == 0
 
@@ -172,13 +172,13 @@ def _versions(names: Sequence[str]) -> dict[str, str]:
 
 
 def size_of(text: str) -> int:
-    """``64K``, ``256M``, ``1G`` in bytes. Raises ValueError."""
+    """Parse ``64K``, ``256M`` or ``1G`` to bytes. Raises ValueError."""
     unit = UNITS.get(text[-1:].upper())
     return int(text[:-1]) * unit if unit else int(text)
 
 
 def without_files(words: Sequence[str]) -> list[str]:
-    """A command's words without where its results go."""
+    """Return a command's words without the files of its results."""
     files = ("--md", "--json", "--png")
     return [
         word

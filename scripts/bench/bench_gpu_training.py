@@ -41,7 +41,7 @@ EVERY = list(gpu_cells.MEASURED)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,7 +88,7 @@ def part_of(text: str, number: int) -> Part:
 
 
 def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[list[Arm]]:
-    """Arms that run at once: in each part the reference, the one without a wire, and others."""
+    """Return arms that run at once: in each part the reference, the wireless one, and others."""
     place = LAYOUTS[layout]
     beside = beside or max(4, 10 - place.nodes * place.per_node)
     known = {arm.name for arm in gpu_cells.arms_of(layout)}
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(asked: argparse.Namespace, session: Session, book: Book, deadline: float) -> int:
-    """All parts, one after the other; the exit status."""
+    """Measure all parts, one after the other; return the exit status."""
     over = True
     for layout, number, arms in asked.plan:
         first = 0

@@ -46,16 +46,16 @@ class Nowhere:
     """A launcher of kernels that are not run."""
 
     def launch(self, *_: object, **__: object) -> None:
-        """Nothing."""
+        """Launch nothing."""
 
     def zeros(self, words: int) -> torch.Tensor:
-        """Zeros of the host."""
+        """Return zeros in the host's memory."""
         return torch.zeros(words, dtype=torch.int64)
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Codecs take the functions that launch, and no step is timed by the host's clock."""
+    """Have codecs take the functions that launch, and time no step by the host's clock."""
     kernels = CudaKernels(Nowhere())
     with (
         mock.patch("hybridcomp.kernels.kernels_of", lambda device: kernels),
@@ -82,7 +82,7 @@ def measure(run: Callable[[], object], reference: Callable[[], object]) -> tuple
 
 
 def table(codec: Codec, numel: int, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Microseconds and multiples of a copy, by kind of message."""
+    """Return microseconds and multiples of a copy, by kind of message."""
     values = torch.randn(numel).to(dtype)
     target, source = torch.empty(4), torch.empty(4)
     with as_on_a_gpu():

@@ -46,13 +46,13 @@ BUILD_S = 60.0
 
 
 def waiter(device: str) -> Callable[[], None]:
-    """A function that waits for the device."""
+    """Return a function that waits for the device."""
     cuda: Any = torch.cuda
     return cuda.synchronize if device == "cuda" else lambda: None
 
 
 def bus_gbps(device: str) -> tuple[float, float]:
-    """GB/s of pinned copies to the device and to the host, 256 MB, the best of five."""
+    """Return GB/s of pinned copies to the device and to the host, 256 MB, the best of five."""
     if device == "cpu":
         return float("inf"), float("inf")
     there = torch.empty(1 << 28, dtype=torch.uint8, device=device)
@@ -71,20 +71,20 @@ def bus_gbps(device: str) -> tuple[float, float]:
 
 
 def train(engine: Any, values: Tensor, steps: int) -> None:
-    """Whole optimizer steps."""
+    """Train whole optimizer steps."""
     for _ in range(steps * engine.gradient_accumulation_steps()):
         engine.backward(engine(values).float().square().mean())
         engine.step()
 
 
 def inputs(engine: Any, arguments: argparse.Namespace) -> Tensor:
-    """One micro-batch."""
+    """Return one micro-batch."""
     shape = arguments.tokens, arguments.width
     return torch.randn(shape, device=engine.device, dtype=torch.bfloat16)
 
 
 def measure(engine: Any, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Seconds a step of every turn, by variant, and the bytes of the encoded ones."""
+    """Return seconds a step of every turn, by variant, and the bytes of the encoded ones."""
     import hybridcomp
     from hybridcomp.channels import channels_of
     from hybridcomp.patches.ds.offload_accumulation import sums_of
@@ -139,7 +139,7 @@ def verdict(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """The arguments, with what is not written filled in."""
+    """Parse the command line and fill in defaults by device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[2, 3])

@@ -40,12 +40,12 @@ class Silent:
     """A reporter that reports nothing: what ``ledger off`` would be."""
 
     def report(self, step: int) -> list[Any]:
-        """No events."""
+        """Drop the event."""
         return []
 
 
 def build(stage: int, width: int, folder: str) -> Any:
-    """An engine, patched, with ``none`` everywhere; fp32, since many CPUs only emulate bf16."""
+    """Build a patched engine with ``none`` everywhere; fp32, since many CPUs only emulate bf16."""
     import deepspeed
     import deepspeed.ops
 
@@ -134,7 +134,7 @@ def run_two(stage: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Ratios of one stage."""
+    """Return the ratios of one stage to native."""
     with tempfile.TemporaryDirectory() as folder:
         run_two(stage, arguments, folder)
         seconds = json.loads(Path(folder, "seconds.json").read_text())
@@ -147,7 +147,7 @@ def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """This checkout against another one, case by case."""
+    """Compare this checkout with another one, case by case."""
     rows, missed = [], []
     with against.checkout(arguments.against) as other:
         for case in against.cases(arguments.stages):

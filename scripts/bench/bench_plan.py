@@ -90,7 +90,7 @@ class Tried(NamedTuple):
 
 
 def layout_of(model: Model, data: int, stages: int, zero_stage: int) -> Layout:
-    """Replicas and stages of the example."""
+    """Return the layout of the example with these replicas and stages."""
     accumulation = model.samples // (data * model.micro_batch)
     return Layout(
         data=data, stages=stages, zero_stage=zero_stage, micro_batch=model.micro_batch,
@@ -99,7 +99,7 @@ def layout_of(model: Model, data: int, stages: int, zero_stage: int) -> Layout:
 
 
 def plans(model: Model, cluster: Cluster, ranks: int) -> list[Plan]:
-    """Every configuration, placed and predicted from a measurement alone."""
+    """Return every configuration, placed and predicted from a measurement alone."""
     job = model.job(cluster)
     found = []
     for data, stages, zero_stage, names in TRIED[ranks]:
@@ -114,7 +114,7 @@ def plans(model: Model, cluster: Cluster, ranks: int) -> list[Plan]:
 def measured(
     rate: str, lab: Lab, model: Model, turns: Turned, own: SlowProcessors, args: argparse.Namespace
 ) -> Cluster:
-    """The fastest of some measurements, with turns before, between and behind them."""
+    """Measure several times, with turns of training between; return the fastest measurement."""
     clusters = []
     for part in range(args.parts + 1):
         if part:
@@ -128,7 +128,7 @@ def measured(
 def at_rate(
     rate: str, lab: Lab, model: Model, tried: Tried, own: SlowProcessors, args: argparse.Namespace
 ) -> list[Row]:
-    """Turns and measurements, then the predictions of what was trained."""
+    """Measure and train in turns at one rate, then predict what was trained."""
     lab.shape(Rates(parse_rate(rate)))
     jobs, probe = [turns for _, turns in tried.plans], tried.probe
     trained.turns(jobs, SETTLE, probe.turns)
@@ -157,7 +157,7 @@ def at_rate(
 
 
 def check_rising(rates: Sequence[str]) -> None:
-    """Raises LabError unless every rate is above the one before it.
+    """Raise LabError unless every rate is above the one before it.
 
     A connection that was made on a fast link keeps its longer packets on a slower one, where the
     kernel cuts them up: measured, a native step took up to two thirds longer there.
@@ -171,7 +171,7 @@ def check_rising(rates: Sequence[str]) -> None:
 
 
 def trainings(args: argparse.Namespace) -> None:
-    """All configurations at all rates; the rows go to a file of the folder."""
+    """Train all configurations at all rates; write the rows to a file of the folder."""
     model = Model()
     check_rising(args.rates)
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ def trainings(args: argparse.Namespace) -> None:
 
 
 def slow_rank(args: argparse.Namespace) -> None:
-    """Even stages and the planner's, one of four ranks slowed by half."""
+    """Train even stages and the planner's with one of four ranks slowed by half."""
     args.folder.mkdir(parents=True, exist_ok=True)
     found = slow.compared(args.folder, args.data, args.seconds, args.turns)
     (args.folder / "slow.json").write_text(json.dumps(found._asdict(), indent=1) + "\n")
@@ -217,7 +217,7 @@ def slow_rank(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    """The page of the results."""
+    """Write and print the page of the results."""
     text = page(args.folder)
     args.out.write_text(text)
     print(text)

@@ -179,7 +179,7 @@ def cell(engine: str, rate: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of the arms, what auto cost in 1,000 steps of the better one, what it kept."""
+    """Return the arms' milliseconds, the cost of auto in 1,000 steps, and the share it kept."""
     stop = SETTLED if found["compared"] is None else max(SETTLED, found["compared"][1])
     later = {name: seconds[stop:] for name, seconds in found["seconds"].items()}
     ms = {name: statistics.median(seconds) * 1e3 for name, seconds in later.items()}
@@ -209,7 +209,7 @@ def _link(row: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The committed table."""
+    """Return the table of the page."""
     lines = [
         "| engine | link | native ms | always ms | auto ms | auto compresses | trials s "
         "| compared steps s | cost | kept | of 1,000 steps |",
@@ -255,7 +255,7 @@ namespaces of one machine with {cores} cores, of which other programs took a cha
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The page of the table."""
+    """Return the page of the table."""
     missed = [r for r in rows if r["cost"] > COST or r["run"] < KEPT]
     names = [
         f"{r['engine']} over {'loopback' if r['rate'] == 'none' else r['rate']}" for r in missed
@@ -272,7 +272,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

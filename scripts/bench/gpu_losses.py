@@ -35,7 +35,7 @@ RESERVE_S = 25.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -120,7 +120,7 @@ def _too_slow(
 
 
 def _heard(running: dict[gpu_losses.Case, Job], seconds: float) -> list[gpu_losses.Case]:
-    """Trainings that have something to say."""
+    """Return trainings whose ranks have sent something."""
     pipes = {id(pipe): case for case, job in running.items() for pipe in job.pipes}
     ready = wait([pipe for job in running.values() for pipe in job.pipes], seconds)
     return list(dict.fromkeys(pipes[id(pipe)] for pipe in ready))

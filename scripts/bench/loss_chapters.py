@@ -33,7 +33,7 @@ def loss_chapter(source: Path, out: Path) -> str:
 
 
 def torch_chapter(source: Path, out: Path) -> str:
-    """The same under torch's own engines, beside what torch has. Raises Missing."""
+    """Write the same chapter under torch's engines, beside torch's methods. Raises Missing."""
     return _chapter("loss_torch", TORCH_HEAD, source, out, least=1)
 
 
@@ -62,7 +62,7 @@ def _chapter(stem: str, head: str, source: Path, out: Path, least: int = 2) -> s
 
 
 def untimed(result: Result) -> Result:
-    """Without the clocks of a machine that did other work; columns without figures are dropped."""
+    """Drop the clocks of a machine that did other work, and columns without figures."""
     return replace(
         result,
         runs=[
@@ -149,7 +149,7 @@ class Study:
         return f"seeds {', '.join(map(str, self.seeds))}"
 
     def further_blocks(self) -> dict[str, Any]:
-        """Blocks that are no preset, without the ledger's file."""
+        """Return blocks that are no preset, without the ledger's file."""
         found = {}
         for name in self.whole:
             if name not in (loss_study.BASELINE, *loss_study.PRESETS):
@@ -159,7 +159,7 @@ class Study:
         return found
 
     def section(self, layout: str, result: Result, picture: str = "") -> list[str]:
-        """Tables and picture of this layout, and what was left out."""
+        """Return tables and picture of a layout, and the runs that were left out."""
         settings = self.done[loss_study.BASELINE][self.seeds[0]]
         rate = settings["optimizer"]["params"]["lr"]
         left = {name: seeds for name, seeds in self.done.items() if name not in self.whole}

@@ -85,7 +85,7 @@ class Case:
 
 
 def settings_of(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The committed file, the block, and a learning rate that falls to zero.
+    """Return the committed file with the block and a learning rate that falls to zero.
 
     With a constant one the last losses of two seeds differ by more than a codec does.
     """
@@ -111,7 +111,7 @@ def settings_of(case: Case, options: argparse.Namespace, folder: Path) -> dict[s
 
 
 def train(case: Case, options: argparse.Namespace) -> float | None:
-    """Seconds of the training; None when it was there already. Raises CompareError on failure."""
+    """Train; return its seconds, None where it was there already. Raises CompareError."""
     folder = case.folder(options.out)
     settings = settings_of(case, options, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def train(case: Case, options: argparse.Namespace) -> float | None:
 
 
 def launcher(layout: Layout, patched: bool) -> list[str]:
-    """The words before the script: DeepSpeed's launcher, or torch's for its own engines."""
+    """Return the words before the script: DeepSpeed's launcher, or torch's for its own engines."""
     port = str(launch.free_port())
     if layout.engine == "deepspeed":
         words = ["deepspeed", "--num_gpus", str(layout.ranks), "--master_addr", "127.0.0.1"]
@@ -160,7 +160,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def blocks_of(options: argparse.Namespace, layout: str) -> dict[str, dict[str, Any] | None]:
-    """Name -> block of what is trained in ``layout``, the baseline first."""
+    """Return the blocks by name that are trained in ``layout``, the baseline first."""
     found: dict[str, dict[str, Any] | None] = {BASELINE: None}
     found.update({name: {"preset": name, "when": "always"} for name in options.presets})
     if options.blocks:
@@ -173,7 +173,7 @@ def blocks_of(options: argparse.Namespace, layout: str) -> dict[str, dict[str, A
 
 
 def cases_of(options: argparse.Namespace) -> Iterator[Case]:
-    """Seed by seed, so that a study that is cut off has whole seeds."""
+    """List the cases seed by seed, so that a study that is cut off has whole seeds."""
     for seed in options.seeds:
         for layout in options.layouts:
             for name, block in blocks_of(options, layout).items():
@@ -183,12 +183,12 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def peers_of(options: argparse.Namespace, layout: str) -> list[str]:
-    """The peers that are trained in ``layout``."""
+    """Return the peers that are trained in ``layout``."""
     return [name for name in options.peers if name in LAYOUTS[layout].known_peers]
 
 
 def tables(options: argparse.Namespace) -> None:
-    """One comparison for each layout."""
+    """Compare the runs of each layout."""
     for layout in options.layouts:
         peers = [f"peer {name}" for name in peers_of(options, layout)]
         runs = [
@@ -202,7 +202,7 @@ def tables(options: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Every case, then the tables. Raises CompareError, for a package before the first training."""
+    """Train every case, then compare. Raises CompareError, for a lacking package at once."""
     if find_spec("matplotlib") is None:
         raise CompareError("the pictures need matplotlib: pip install 'hybridcomp[plot]'")
     cases = list(cases_of(options))

@@ -87,7 +87,7 @@ class Step:
         return left >= (LEAST_S if self.budget else 60 * self.minutes)
 
     def words(self, left: float) -> tuple[str, ...]:
-        """The command, for ``left`` seconds."""
+        """Return the command, for ``left`` seconds."""
         if not self.budget or math.isinf(left):
             return self.command
         seconds = max(left - STOPPING_S, left / 2)
@@ -95,7 +95,7 @@ class Step:
 
 
 def steps(out: Path) -> Iterator[Step]:
-    """All of them, in the order in which they are run: what is short and tells most comes first."""
+    """Return all steps in their order: what is short and tells most comes first."""
     python = sys.executable
 
     def bench(name: str, *words: str | Path) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def steps(out: Path) -> Iterator[Step]:
 
 
 def _sources() -> list[str]:
-    """Folders of Python source: the standard library's, torch's, DeepSpeed's."""
+    """Return folders of Python source: the standard library's, torch's, DeepSpeed's."""
     found = [sysconfig.get_paths()["stdlib"]]
     for package in ("torch", "deepspeed"):
         spec = find_spec(package)
@@ -211,7 +211,7 @@ def _end(process: subprocess.Popen[str], late: str = "") -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

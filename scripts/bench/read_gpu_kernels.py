@@ -42,7 +42,7 @@ Image = tuple[str, str]  # a source, and the setting that it is compiled for
 
 
 def wanted(only: Sequence[str] = ()) -> Iterator[Image]:
-    """Every image, for all dtypes at once; with ``only``, of sources with one of these in them."""
+    """Return every image, for all dtypes; with ``only``, of sources with one of these in them."""
     sources = [path.name for path in sorted(images.FOLDER.glob("*.cu"))]
     sources = [s for s in sources if not only or any(part in s for part in only)]
     blockint = [source for source in sources if source.startswith("blockint")]
@@ -51,7 +51,7 @@ def wanted(only: Sequence[str] = ()) -> Iterator[Image]:
 
 
 def macros(setting: str) -> tuple[str, ...]:
-    """``4 rotate`` as the compiler is told it."""
+    """Return the compiler's macros for a setting such as ``4 rotate``."""
     bits, *words = setting.split() or [""]
     named = tuple(f"HC_{word.upper()}=1" for word in words)
     return (f"HC_BITS={bits}", *named) if bits else ()
@@ -59,7 +59,7 @@ def macros(setting: str) -> tuple[str, ...]:
 
 @cache
 def digest_of(source: str) -> str:
-    """The digest of a source, of all that it includes, and of how it is compiled."""
+    """Return the digest of a source, of all that it includes, and of how it is compiled."""
     digest, todo, seen = hashlib.sha256(" ".join(images.OPTIONS[:-2]).encode()), [source], set()
     while todo:
         name = todo.pop()
@@ -100,7 +100,7 @@ class Book:
         self._path.write_text(text.replace("}], ", "}],\n") + "\n")
 
     def missing(self) -> list[str]:
-        """Images that are not there, for any architecture, with how many of these."""
+        """Return images that are not there, for any architecture, with how many of these."""
         found = []
         for image in wanted():
             count = sum(self.key(architecture, image) not in self.rows for architecture in ROOM)
@@ -117,7 +117,7 @@ class Book:
 
 
 def read(book: Book, asked: argparse.Namespace) -> list[str]:
-    """Compile what is not there yet, two at a time; what could not be compiled."""
+    """Compile what the book lacks, two at a time; return the images that could not be."""
     disassembler = asked.nvdisasm or find_disassembler()
     if disassembler is None:
         print("no nvdisasm: instructions are not counted", file=sys.stderr)

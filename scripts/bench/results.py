@@ -41,7 +41,7 @@ class Chapter:
 
 
 def gpu_chapter_of(source: Path, out: Path) -> str:
-    """Speed and losses on one GPU: *.jsonl of bench_gpu_training.py, losses/ of gpu_losses.py.
+    """Write the chapter of one GPU: *.jsonl of bench_gpu_training.py, losses/ of gpu_losses.py.
 
     Raises Missing where there is neither.
     """
@@ -91,7 +91,7 @@ CHAPTERS = (
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line: one folder for each chapter."""
+    """Parse the command line: one folder for each chapter."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -42,7 +42,7 @@ from gpt.weights import ModelConfig
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def under_engine(
     arguments: argparse.Namespace, settings: dict[str, Any], model: GPT
 ) -> tuple[Native, CountedTrainer]:
-    """The method, and the model under torch's own engine."""
+    """Return the method, and the model under torch's own engine."""
     method = METHODS[arguments.engine][arguments.method]
     start = arguments.start or hooks.start_iteration(arguments.steps)
     engine = engine_of(arguments.engine, method, model, settings, start)
@@ -82,7 +82,7 @@ def under_engine(
 def by_itself(
     arguments: argparse.Namespace, settings: dict[str, Any], model: GPT
 ) -> tuple[Peer, PeerTrainer]:
-    """The method, and the model in the width of its parameters."""
+    """Return the method, and the model in the width of its parameters."""
     device = next(model.parameters()).device
     if settings.get("bf16", {}).get("enabled"):
         model = model.to(torch.bfloat16)
@@ -103,7 +103,7 @@ def by_itself(
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Everything between the command line and the summary."""
+    """Train, from the parsed command line to the summary."""
     settings = json.loads(Path(arguments.deepspeed_config).read_text())
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = torch.device("cuda" if os.environ.get("DS_ACCELERATOR") == "cuda" else "cpu")

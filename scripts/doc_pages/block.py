@@ -35,7 +35,7 @@ PARTS = (
 
 
 def page() -> str:
-    """The whole page in Markdown."""
+    """Return the whole page in Markdown."""
     whole = schema()
     models: Schema = whole["$defs"]
     block = models[CompressionConfig.__name__]["properties"]
@@ -69,7 +69,7 @@ def dimension(name: str, entry: Schema, models: Schema, common: Schema) -> Itera
 
 
 def table(properties: Schema) -> Iterator[str]:
-    """One row for each key."""
+    """Yield one row for each key."""
     yield "| key | value | default | meaning |"
     yield "|---|---|---|---|"
     for key, entry in properties.items():
@@ -101,7 +101,7 @@ def _kind(part: Schema) -> str:
 
 
 def default(entry: Schema) -> str:
-    """The default; of whole dimensions it is to be native."""
+    """Return the default; of whole dimensions it is to be native."""
     found = entry.get("default")
     if isinstance(found, Mapping):
         return "native" if found.get("codec") == "none" else "as below"

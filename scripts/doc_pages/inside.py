@@ -15,7 +15,7 @@ HEADERS = ("blockint.h", "casts.h", "zfp.h", "mpc.h", "expcode.h", "radix.h")
 
 
 def api() -> str:
-    """Every public name of the package and of ``hybridcomp.nn``: signature and docstring."""
+    """Return every public name of the package and of ``hybridcomp.nn``: signature and docstring."""
     parts = []
     for name in hybridcomp.__all__:
         if not name.startswith("__"):
@@ -53,7 +53,7 @@ def _ours(function: object) -> bool:
 
 
 def _markdown(doc: str) -> str:
-    """A docstring as Markdown: its list of arguments becomes a list."""
+    """Return a docstring as Markdown: its list of arguments becomes a list."""
     lines: list[str] = []
     inside = False
     for line in doc.replace("``", "`").splitlines():
@@ -72,7 +72,7 @@ def _markdown(doc: str) -> str:
 
 
 def error_classes() -> str:
-    """One row for each error that hybridcomp raises on purpose."""
+    """Return one row for each error that hybridcomp raises on purpose."""
     rows = ["| error | also a | raised when |", "|---|---|---|"]
     for name, found in vars(errors).items():
         if inspect.isclass(found) and issubclass(found, errors.HybridcompError):

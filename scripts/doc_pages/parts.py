@@ -23,7 +23,7 @@ VERDICTS = {
 
 
 def presets() -> str:
-    """One row for each preset, one column for each dimension that presets name."""
+    """Return one row for each preset, one column for each dimension that presets name."""
     names = [name for name in BETWEEN_RANKS if name not in OWN_LAYERS]
     lines = [
         f"| preset | {' | '.join(f'`{name}`' for name in names)} |",
@@ -37,7 +37,7 @@ def presets() -> str:
 
 
 def _cell(config: CompressionConfig, name: str) -> str:
-    """The codec of a dimension of a preset, in both directions where they differ."""
+    """Return the codec of a dimension of a preset, in both directions where they differ."""
     found = config.codecs()
     ways = [way for way in DIRECTIONS if way == "forward" or name not in ONE_WAY]
     specs = dict.fromkeys(
@@ -55,12 +55,12 @@ def support_matrix() -> str:
 
 
 def deepspeed_rules() -> str:
-    """Settings of DeepSpeed and GPT-NeoX that concern the block."""
+    """Return settings of DeepSpeed and GPT-NeoX that concern the block."""
     return "\n".join(_rows([*ds_check.TABLES, *neox.RULES]))
 
 
 def megatron_rules() -> str:
-    """Settings of megatron-core that concern the block."""
+    """Return settings of megatron-core that concern the block."""
     return "\n".join(_rows(mcore.RULES))
 
 
@@ -75,5 +75,5 @@ def _rows(table: Sequence[Rule[Any]]) -> Iterator[str]:
 
 
 def _breakable(text: str) -> str:
-    """The text with places where a browser may break names that are longer than a column."""
+    """Return the text with places where a browser may break names that are longer than a column."""
     return re.sub(r"[\w.]{25,}", lambda name: re.sub(r"([._])", r"\1<wbr>", name[0]), text)

@@ -59,21 +59,21 @@ def lightning_accelerator() -> Any:
 
         @staticmethod
         def get_parallel_devices(devices: int) -> list[torch.device]:
-            """One for each process."""
+            """Return a device for each process."""
             return [torch.device("cpu", place) for place in range(devices)]
 
         def setup_device(self, device: torch.device) -> None:
-            """Nothing is chosen."""
+            """Choose nothing."""
 
         def setup(self, trainer: Any) -> None:
-            """Nothing is emptied."""
+            """Empty nothing."""
 
         def get_device_stats(self, device: Any) -> dict[str, Any]:
-            """Nothing is known."""
+            """Return nothing."""
             return {}
 
         def teardown(self) -> None:
-            """Nothing is freed."""
+            """Free nothing."""
 
     return OnCPU()
 

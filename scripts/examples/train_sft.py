@@ -23,7 +23,7 @@ NUMBERS = [str(number) for number in range(100)]
 
 
 def tokenizer_of() -> PreTrainedTokenizerFast:
-    """A word for every number, in the place of a tokenizer that was trained."""
+    """Return a word for every number, in the place of a tokenizer that was trained."""
     words = ["<pad>", "<eos>", "<unk>", "and", "then", *NUMBERS]
     vocabulary = {word: place for place, word in enumerate(words)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -97,7 +97,7 @@ WHOLE: tuple[tuple[Any, str], ...] = (
 
 
 def broken() -> list[tuple[Any, str]]:
-    """All blocks, and the dotted key that the error begins with."""
+    """Return all blocks, and the dotted key that the error begins with."""
     found = [({name: value}, f".{name}{key}") for name in DIMENSIONS for value, key in ANYWHERE]
     found += [({"dp": settings}, f".dp.{key}") for settings, key in SETTINGS]
     for name in TWO_WAYS:

@@ -40,14 +40,14 @@ class Result:
         return sum(self.tried.values())
 
     def count(self, part: str, dtype: torch.dtype, numel: int, tiny: int) -> None:
-        """``numel`` more values of ``part``; ``tiny`` subnormal ones went into them."""
+        """Count ``numel`` more values of ``part``, made of ``tiny`` subnormal ones."""
         word = str(dtype).removeprefix("torch.")
         key = f"{part} {word}"
         self.tried[key] = self.tried.get(key, 0) + numel
         self.subnormal[word] = self.subnormal.get(word, 0) + tiny
 
     def lines(self) -> list[str]:
-        """The counts, in words."""
+        """Return the counts, in words."""
         found = [f"bounds {part}: {count:,} values" for part, count in sorted(self.tried.items())]
         tiny = ", ".join(f"{word} {count:,}" for word, count in sorted(self.subnormal.items()))
         outside = f"{self.total:,} values, {len(self.outside)} turns outside"

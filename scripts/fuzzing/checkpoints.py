@@ -44,7 +44,7 @@ class Damage:
 
 
 def damages(seed: int = 1) -> list[Damage]:
-    """All of them, the same for one seed."""
+    """Return all damages, the same for one seed."""
     return [*_flips(seed), *_cuts(seed), *_contents(), *_files(), *_states()]
 
 

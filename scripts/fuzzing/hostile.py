@@ -86,7 +86,7 @@ def spread(of_block: Tensor, numel: int, block: int) -> Tensor:
 
 
 def absmax_of(values: Tensor, numel: int, block: int) -> Tensor:
-    """Largest finite magnitude of each block, float64, shape ``(messages, blocks)``."""
+    """Return the largest finite magnitude of each block, float64, shape ``(messages, blocks)``."""
     size = values.float().abs()
     finite = torch.where(size.isfinite(), size, 0.0)
     return by_block(finite, numel, block).amax(2).double()

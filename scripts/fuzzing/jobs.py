@@ -30,7 +30,7 @@ PRELOAD = ["torch", "torch.distributed.launcher.api", "deepspeed", "hybridcomp",
 
 
 def server() -> ForkServerContext:
-    """The fork server of ``agent``; its first job waits for its imports."""
+    """Start the fork server of ``agent``; its first job waits for its imports."""
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH")])
     )
@@ -120,7 +120,7 @@ class Job:
         return process.pid
 
     def rank_pid(self, rank: int) -> int | None:
-        """The process of a rank, None before it has begun and after it has ended."""
+        """Return the process of a rank, None before it has begun and after it has ended."""
         try:
             pid, began = (self.folder / f"pid{rank}").read_text().split()
         except (OSError, ValueError):
@@ -128,7 +128,7 @@ class Job:
         return int(pid) if trainer.began(int(pid)) == began else None
 
     def step(self, rank: int) -> int:
-        """The step that a rank is in, -1 before the first."""
+        """Return the step that a rank is in, -1 before the first."""
         try:
             return int((self.folder / f"step{rank}").read_text())
         except (OSError, ValueError):
@@ -154,13 +154,13 @@ class Job:
         return True
 
     def left(self) -> list[int]:
-        """Processes of the job that still run."""
+        """Return processes of the job that still run."""
         launcher = [] if self.has_ended() else [self._pid]
         ranks = (self.rank_pid(rank) for rank in range(self.settings["ranks"]))
         return [*launcher, *(pid for pid in ranks if pid is not None)]
 
     def left_after(self, seconds: float) -> list[int]:
-        """Those that still run when all had ``seconds``: killed ones need a core to end."""
+        """Return processes that still run after ``seconds``: killed ones need a core to end."""
         deadline = time.monotonic() + seconds
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -186,7 +186,7 @@ def _environment(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _agent(folder: str, settings: dict[str, Any], pipe: Any) -> None:
-    """The process that torchrun would be."""
+    """Run as the process that torchrun would be."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.setsid()
@@ -204,7 +204,7 @@ def _agent(folder: str, settings: dict[str, Any], pipe: Any) -> None:
 
 
 def _rank() -> None:
-    """A rank, which ends as a script does: with a status, its error shown by the hook."""
+    """Run a rank, which ends as a script does: with a status, its error shown by the hook."""
     import hybridcomp
 
     try:

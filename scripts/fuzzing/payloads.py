@@ -65,7 +65,7 @@ class Result:
 def build(
     codecs: Iterable[str], optimize: str = "-O1", native: bool = True, folder: Path | None = None
 ) -> Path:
-    """The driver with these codecs; kept beside other builds until a source changes.
+    """Build the driver with these codecs; it is kept beside other builds until a source changes.
 
     Raises:
         BuildError: the compiler is missing or failed.
@@ -123,7 +123,7 @@ def run(
     first: int = 0,
     hang: float = HANG_S,
 ) -> Result:
-    """Cases ``first`` to ``first + cases - 1`` of ``seed``; stops at the first that fails.
+    """Run cases ``first`` to ``first + cases - 1`` of ``seed``; stops at the first that fails.
 
     ``keep``: a folder for its reproducer, made when it is needed.
     """
@@ -172,7 +172,7 @@ def _watch(
 
 
 def _computed(pid: int) -> float:
-    """Seconds of a core that a process has had; 0.0 where the system does not show them."""
+    """Return seconds of a core that a process has had; 0.0 where the system does not show them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -70,7 +70,7 @@ def spoils(codec: Codec) -> int:
 
 
 def through(codec: Codec, values: Tensor, dtype: torch.dtype, numel: int = 0) -> Tensor:
-    """``values`` encoded in messages of ``numel`` (0: one), and decoded to ``dtype``."""
+    """Encode ``values`` in messages of ``numel`` (0: one), and decode them to ``dtype``."""
     numel = numel or values.numel()
     room = torch.empty(codec.wire_nbytes(numel, values.dtype), dtype=torch.uint8)
     out = torch.empty(values.numel(), dtype=values.dtype if codec.lossless else dtype)
@@ -88,7 +88,7 @@ def bound_of(codec: Codec, absmax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def try_codec(values: Tensor, choose: random.Random) -> Turn:
-    """A codec's own bound."""
+    """Hold a codec to its bound."""
     name, settings = choose.choice(CODECS)
     numel = choose.choice(NUMELS)
     codec, values = make_codec(name, **settings), values[: NUMEL // numel * numel]
@@ -105,7 +105,7 @@ def try_codec(values: Tensor, choose: random.Random) -> Turn:
 
 
 def _promise(choose: random.Random, families: tuple[str, ...], dtype: torch.dtype) -> Bounded:
-    """A bound, its mode and segments, and who is to keep it."""
+    """Choose a bound, its mode and segments, and the codec that keeps it."""
     bound, family = choose.choice(BOUNDS), choose.choice(families)
     if family in FIXED:
         return Bounded(bound, "rel", 4096, family)
@@ -116,7 +116,7 @@ def _promise(choose: random.Random, families: tuple[str, ...], dtype: torch.dtyp
 
 
 def try_moved(values: Tensor, choose: random.Random) -> Turn:
-    """A message that is moved within ``error_bound``."""
+    """Move a message within ``error_bound``."""
     promise = _promise(choose, ("auto", "auto", "auto", "radix", "radix", *FIXED), values.dtype)
     numel, dtype = choose.choice(NUMELS), values.dtype
     values = values[: NUMEL // numel * numel]
@@ -135,7 +135,7 @@ def try_moved(values: Tensor, choose: random.Random) -> Turn:
 
 
 def try_sum(values: Tensor, choose: random.Random) -> Turn:
-    """The sum of two to eight ranks, each with its own values, in one of four ways."""
+    """Sum the values of two to eight ranks in one of four ways."""
     dtype = values.dtype
     way = choose.choice(("two hops", "two hops", "pair", "owner", "two levels"))
     ranks = {"pair": 2, "two levels": choose.choice((4, 6, 8))}.get(way, choose.randint(2, 8))
@@ -163,7 +163,7 @@ def _added(codec: Codec, encoded: list[Tensor], own: Tensor, numel: int) -> Tens
 
 
 def _two_hops(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
-    """An all-reduce of three ranks and more; the first owns what is looked at."""
+    """All-reduce over three ranks and more; the first owns the values that are checked."""
     dtype = parts[0].dtype
     used = codec.hops(2, len(parts), result=dtype, exact=1)
     total = _added(used[0], parts[1:], parts[0], numel)
@@ -171,20 +171,20 @@ def _two_hops(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tu
 
 
 def _pair(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
-    """An all-reduce of two ranks, which both encode all they have."""
+    """All-reduce over two ranks, which both encode all they have."""
     used = codec.hops(1, 2, result=parts[0].dtype)
     total = _added(used[0], parts, torch.zeros(len(parts[0])), numel)
     return total.to(parts[0].dtype), used
 
 
 def _owner(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
-    """A reduce-scatter, whose sums stay fp32."""
+    """Reduce-scatter; the sums stay fp32."""
     used = codec.hops(1, len(parts), exact=1)
     return _added(used[0], parts[1:], parts[0], numel), used
 
 
 def _two_levels(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
-    """An all-reduce between nodes of two ranks, whose sums are exact but for fp32."""
+    """All-reduce between nodes of two ranks, whose sums are exact but for fp32."""
     dtype = parts[0].dtype
     nodes = [one.float() + two.float() for one, two in zip(parts[::2], parts[1::2], strict=True)]
     between = codec.summing(2, dtype)

@@ -52,7 +52,7 @@ class Outcome:
 
 
 def make(seed: int, checkpoint: Path) -> Strike:
-    """The run of ``seed``. ``checkpoint``: the folder of a job that saved and ended well."""
+    """Make the run of ``seed``. ``checkpoint``: the folder of a job that saved and ended well."""
     choose = random.Random(seed)
     kind = choose.choices(list(KINDS), [weight for weight, _ in KINDS.values()])[0]
     return KINDS[kind][1](choose, checkpoint)
@@ -190,7 +190,7 @@ def run(
 
 
 def _strike(strike: Strike, job: Job) -> list[str]:
-    """Act when the rank is in its step; what went wrong before."""
+    """Act when the rank is in its step; return what went wrong before."""
     if strike.act is None:
         return []
     deadline = time.monotonic() + START_S

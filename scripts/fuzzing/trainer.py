@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 
 
 def began(pid: int) -> str:
-    """When a process began, "" where none has this number: numbers are given out again."""
+    """Return when a process began, "" where none has this number: numbers are reused."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -94,7 +94,7 @@ def train(folder: Path, settings: dict[str, Any]) -> float:
 
 
 def _pretend(settings: dict[str, Any], rank: str) -> None:
-    """Be of another version, or on a disk that is nearly full."""
+    """Pretend to be of another version, or on a disk that is nearly full."""
     agreement: Any = importlib.import_module("hybridcomp.job.agreement")
 
     if rank in settings.get("version", {}):

@@ -43,12 +43,12 @@ def start(cp: int, tp: int, pp: int) -> None:
 
 
 def attention() -> RingAttention:
-    """Causal attention (B, H, T, D) with the keys of all ranks of this rank's group."""
+    """Return causal attention (B, H, T, D) with the keys of all ranks of this rank's group."""
     return RingAttention(_Made.group)
 
 
 def places(length: int, device: torch.device) -> Tensor:
-    """Positions of this rank's ``length`` tokens in whole sequences."""
+    """Return positions of this rank's ``length`` tokens in whole sequences."""
     return positions(length * _Made.size, _Made.group, device=device)
 
 

@@ -52,7 +52,7 @@ class Samples:
         }
 
     def batch(self, indices: range) -> Batch:
-        """The samples with these numbers, counted over all epochs."""
+        """Return the samples with these numbers, counted over all epochs."""
         rows = np.stack([self._row(index) for index in indices]).astype(np.int64)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -71,7 +71,7 @@ def _digest(values: NDArray[np.int64]) -> str:
 
 
 def keep_whole(tokens: Tensor) -> Tensor:
-    """All of each sequence."""
+    """Keep all of each sequence."""
     return tokens
 
 
@@ -97,7 +97,7 @@ class Share:
             yield range(start, start + self.micro_batch)
 
     def batches(self, samples: Samples, consumed: int, device: torch.device) -> Iterator[Batch]:
-        """The micro-batches of one step."""
+        """Yield the micro-batches of one step."""
         for indices in self.indices(consumed):
             inputs, labels = samples.batch(indices)
             yield self.cut(inputs).to(device), self.cut(labels).to(device)

@@ -156,11 +156,11 @@ class IndexedTokens:
         self.documents = np.frombuffer(content, "<i8", documents, offset + 12 * count)
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Tokens:
-        """Tokens of one sequence."""
+        """Return the tokens of one sequence."""
         start = int(self.pointers[index]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[index])]
 

@@ -42,7 +42,7 @@ def lay_out(tp: int, pp: int, tp2d: int = 1, cp: int = 1) -> Any:
 
 
 def mesh_of(tp2d: int, others: int) -> Any:
-    """DeepSpeed's topology of --tp2d, and its mesh. Raises ParallelismError.
+    """Return DeepSpeed's topology of --tp2d, and its mesh. Raises ParallelismError.
 
     ``others``: ranks of --tp, --pp and --cp.
     """
@@ -106,7 +106,7 @@ def check_slices(arguments: argparse.Namespace, stage: int) -> None:
 
 
 def token_slices() -> Any:
-    """The module of --slices. Raises ParallelismError without hybridcomp."""
+    """Return the module of --slices. Raises ParallelismError without hybridcomp."""
     try:
         from gpt import token_slices as found
     except ImportError as error:

@@ -35,10 +35,10 @@ class Trainer(Protocol):
     share: Share
 
     def step(self, batches: Iterator[Batch]) -> float:
-        """One optimizer step; the loss, averaged over micro-batches and data-parallel ranks."""
+        """Make one optimizer step; return the loss, averaged over micro-batches and replicas."""
 
     def evaluate(self, batches: Iterator[Batch]) -> float:
-        """The loss of one global batch, averaged likewise. Changes nothing."""
+        """Return the loss of one global batch, averaged likewise. Changes nothing."""
 
 
 class PlainTrainer:
@@ -65,7 +65,7 @@ class PlainTrainer:
         return self._mean(losses)
 
     def evaluate(self, batches: Iterator[Batch]) -> float:
-        """Forward only."""
+        """Return the loss of a forward pass."""
         self.engine.eval()
         with torch.no_grad():
             losses = [self._forward(tokens, labels) for tokens, labels in batches]
@@ -95,11 +95,11 @@ class PipeTrainer:
         )
 
     def step(self, batches: Iterator[Batch]) -> float:
-        """The whole schedule of one step."""
+        """Run the whole schedule of one step; return its loss."""
         return float(self.engine.train_batch(batches))
 
     def evaluate(self, batches: Iterator[Batch]) -> float:
-        """The inference schedule; it leaves the module in evaluation mode."""
+        """Run the inference schedule, which leaves the module in evaluation mode."""
         loss = float(self.engine.eval_batch(batches))
         self.engine.train()
         return loss
@@ -143,12 +143,12 @@ class Log:
         self.write(record)
 
     def final_loss(self) -> float:
-        """Mean of the last steps."""
+        """Return the mean of the last steps."""
         last = self.losses[-LAST:]
         return sum(last) / len(last)
 
     def speed(self) -> float:
-        """Median tokens a second, without the first steps."""
+        """Return the median tokens a second, without the first steps."""
         ordered = sorted(self.speeds[WARM_UP:] or self.speeds)
         return ordered[len(ordered) // 2]
 
@@ -169,7 +169,7 @@ class Plan:
 def train(
     trainer: Trainer, samples: Samples, valid: Samples | None, plan: Plan, log: Log, consumed: int
 ) -> None:
-    """Steps ``log.start + 1`` to ``plan.steps``; ``consumed`` samples were seen before."""
+    """Train steps ``log.start + 1`` to ``plan.steps`` after ``consumed`` samples."""
     engine, share = trainer.engine, trainer.share
     first = dist.get_rank() == 0
     tokens_per_step = share.global_batch * plan.length
@@ -202,7 +202,7 @@ def train(
 
 
 def finish(trainer: Trainer, valid: Samples | None, plan: Plan, log: Log, seconds: float) -> None:
-    """The summary: final loss, validation loss, speed."""
+    """Write the summary: final loss, validation loss, speed."""
     valid_loss = None if valid is None else evaluate(trainer, valid, plan.eval_batches)
     if dist.get_rank() != 0:
         return
@@ -238,7 +238,7 @@ def evaluate(trainer: Trainer, valid: Samples, batches: int) -> float:
 
 
 def progress(record: dict[str, Any], steps: int, done: int, begin: float) -> str:
-    """The progress line."""
+    """Return the progress line."""
     left = (time.perf_counter() - begin) / done * (steps - record["step"])
     valid = f"  valid {record['valid_loss']:.4f}" if "valid_loss" in record else ""
     return (
@@ -249,7 +249,7 @@ def progress(record: dict[str, Any], steps: int, done: int, begin: float) -> str
 
 
 def save(engine: Any, folder: Path, step: int, consumed: int) -> None:
-    """DeepSpeed's checkpoint, with the place in the data."""
+    """Save DeepSpeed's checkpoint with the place in the data."""
     engine.save_checkpoint(str(folder), client_state={"step": step, "consumed_samples": consumed})
 
 

@@ -113,7 +113,7 @@ class Block(nn.Module):
         return out
 
     def _angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions of this rank's tokens."""
+        """Return the cosines and sines of the positions of this rank's tokens."""
         if self.past is not None:
             cos, sin = rotary_table(self.whole, self.head_width, device)
             here = slice(self.past.start, self.past.start + length)
@@ -152,14 +152,14 @@ class Output(nn.Module):
 
 
 def project(layer: nn.Module, hidden: Tensor) -> Tensor:
-    """Logits (B, T, V) with the weight of ``layer``, which may be the embedding."""
+    """Return the logits (B, T, V) with the weight of ``layer``, which may be the embedding."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return F.linear(hidden, weight)
 
 
 def lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, fp32, of logits (B, T, V) and labels (B, T)."""
+    """Return mean cross-entropy in nats, fp32, of logits (B, T, V) and labels (B, T)."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
@@ -175,7 +175,7 @@ class GPT(nn.Module):
             self.layers[-1].weight = self.layers[0].weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Through all layers."""
+        """Run all layers."""
         hidden = tokens
         for layer in self.layers:
             hidden = layer(hidden)
@@ -214,7 +214,7 @@ def join(layers: Iterable[Any], config: ModelConfig) -> None:
 
 
 def _module(blocks: Sequence[int]) -> Any:
-    """The class of the module: upstream's, which knows no cuts of a user's own."""
+    """Return the class of the module: upstream's, which knows no cuts of a user's own."""
     from deepspeed.pipe import PipelineModule
 
     if not blocks:
@@ -240,14 +240,14 @@ def loss_of(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def kinds(config: ModelConfig) -> list[type[nn.Module]]:
-    """The classes of all layers, in order; each is made of ``config`` and its number."""
+    """Return the classes of all layers, in order; each is made of ``config`` and its number."""
     ends = _vocabulary(config)
     output = ends.TiedOutput if config.tied and config.tp2d > 1 else ends.Output
     return [ends.Embedding, *[Block] * config.layers, FinalNorm, output]
 
 
 def _vocabulary(config: ModelConfig) -> Any:
-    """The module with this model's Embedding, Output, project and lm_loss."""
+    """Return the module with this model's Embedding, Output, project and lm_loss."""
     if config.tp2d > 1:
         return mesh()
     return sys.modules[__name__] if config.tp == 1 else megatron()

@@ -11,21 +11,21 @@ from gpt.weights import Draw, ModelConfig
 
 
 def megatron() -> Any:
-    """The module of layers that megatron-core cuts."""
+    """Return the module of layers that megatron-core cuts."""
     from gpt import tensor_parallel  # imports megatron-core, which few need
 
     return tensor_parallel
 
 
 def mesh() -> Any:
-    """The module of layers that hybridcomp cuts over a mesh."""
+    """Return the module of layers that hybridcomp cuts over a mesh."""
     from gpt import two_dimensional  # imports hybridcomp, which the example does without
 
     return two_dimensional
 
 
 def column(config: ModelConfig, inputs: int, outputs: int, draw: Draw, parts: int = 1) -> nn.Module:
-    """A linear layer; with tensor parallelism its outputs, ``parts`` matrices, are cut."""
+    """Return a linear layer; with tensor parallelism its outputs, ``parts`` matrices, are cut."""
     if config.tp2d > 1:
         meshed: nn.Module = mesh().linear(inputs, outputs, draw, parts)
         return meshed
@@ -51,7 +51,7 @@ def row(config: ModelConfig, inputs: int, outputs: int, draw: Draw) -> nn.Module
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """The norm of ``config``, NVIDIA apex's where it is installed and there is a GPU."""
+    """Return the norm of ``config``, NVIDIA apex's where it is installed and there is a GPU."""
     if config.tp2d > 1:
         cut: nn.Module = mesh().norm(config)
         return cut

@@ -149,7 +149,7 @@ class Output(_Vocabulary):
 
 
 def project(layer: nn.Module, hidden: Tensor) -> Tensor:
-    """This rank's logits with the weight of ``layer``, which may be the embedding."""
+    """Return this rank's logits with the weight of ``layer``, which may be the embedding."""
     assert isinstance(layer, _Vocabulary)
     hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
     logits = F.linear(hidden, layer.weight)

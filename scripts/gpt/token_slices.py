@@ -42,7 +42,7 @@ class Layers(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, Block)]
 
     def forward(self, values: Tensor, past: Past) -> Tensor:
-        """One slice, behind the tokens of ``past``."""
+        """Run one slice, behind the tokens of ``past``."""
         for block in self.blocks:
             block.past = past
         for layer in self.layers:
@@ -53,7 +53,7 @@ class Layers(nn.Module):
 
 
 def build(config: ModelConfig, arguments: argparse.Namespace, topology: Any) -> tuple[Any, Any]:
-    """The stage of this rank, its sequences in one piece for now, and DeepSpeed's grid.
+    """Build the stage of this rank, its sequences in one piece for now, and DeepSpeed's grid.
 
     ``topology``: DeepSpeed's where --tp cuts the layers, None without.
     """
@@ -98,7 +98,7 @@ def cut_tokens(stage: SlicedStage, asked: str, length: int, batch: int) -> None:
 
 
 def lengths_of(asked: str, length: int) -> tuple[int, ...]:
-    """Tokens of each slice: one number is how many there are. Raises ParallelismError.
+    """Return the tokens of each slice: one number is how many there are. Raises ParallelismError.
 
     ``auto`` gives one slice, for the time being.
     """
@@ -127,5 +127,5 @@ class SliceTrainer(PlainTrainer):
         return loss
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """Over replicas: all stages but the last bring nothing."""
+        """Average over replicas; all stages but the last bring nothing."""
         return super()._mean(losses) * int(self.engine.module.count)

@@ -59,14 +59,14 @@ class Engine:
         self._clip = float(settings.get("gradient_clipping", 0.0))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of ``tokens``."""
+        """Return the logits of ``tokens``."""
         casts = self.bf16 and self.kind == "ddp"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=casts):
             logits: Tensor = self.model(tokens)
         return logits
 
     def accumulating(self, last: bool) -> Any:
-        """Around forward and backward of a micro-batch: gradients travel after the last only."""
+        """Surround a micro-batch: gradients travel after the last only."""
         if self.kind == "fsdp2":
             self.model.set_requires_gradient_sync(last)
             return contextlib.nullcontext()
@@ -82,7 +82,7 @@ class Engine:
             self.scheduler.step()
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
+        """Return the learning rate of every parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def save_checkpoint(self, folder: str, client_state: dict[str, Any]) -> None:
@@ -155,13 +155,13 @@ class TorchTrainer:
         )  # fmt: skip
 
     def step(self, batches: Iterator[Batch]) -> float:
-        """One optimizer step; the loss, averaged over micro-batches and ranks."""
+        """Make one optimizer step; return the loss, averaged over micro-batches and ranks."""
         losses = self._train(batches)
         self.engine.update()
         return self._mean(losses)
 
     def _train(self, batches: Iterator[Batch]) -> list[Tensor]:
-        """Forward and backward of every micro-batch; their losses."""
+        """Run forward and backward of every micro-batch; return their losses."""
         losses, count = [], self.share.micro_batches
         for number, (tokens, labels) in enumerate(batches, 1):
             with self.engine.accumulating(number == count):
@@ -171,7 +171,7 @@ class TorchTrainer:
         return losses
 
     def evaluate(self, batches: Iterator[Batch]) -> float:
-        """Forward only."""
+        """Return the loss of a forward pass."""
         self.engine.model.eval()
         with torch.no_grad():
             losses = [self._loss(self.engine.forward(t), labels) for t, labels in batches]

@@ -35,7 +35,7 @@ def start(q: int) -> Any:
 
 
 def mesh() -> tp2d.Mesh:
-    """The mesh of this rank."""
+    """Return the mesh of this rank."""
     return _meshes[0]
 
 
@@ -47,7 +47,7 @@ def linear(inputs: int, outputs: int, draw: Callable[[Tensor], None], parts: int
 
 
 def norm(config: ModelConfig) -> nn.Module:
-    """The norm of ``config``."""
+    """Return the norm of ``config``."""
     if config.norm == "rmsnorm":
         return tp2d.RMSNorm(mesh(), nn.RMSNorm(config.width, eps=1e-5))
     return tp2d.LayerNorm(mesh(), nn.LayerNorm(config.width))

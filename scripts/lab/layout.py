@@ -58,7 +58,7 @@ class Layout:
         return self.nodes * self.ranks
 
     def switch_of(self, node: int) -> int:
-        """The switch that ``node`` hangs on."""
+        """Return the switch that ``node`` hangs on."""
         owners = [switch for switch, count in enumerate(self.switches) for _ in range(count)]
         return owners[node]
 
@@ -75,7 +75,7 @@ class Rates:
     nodes: Mapping[int, int | None] = field(default_factory=dict)  # instead of ``link``
 
     def of(self, node: int) -> int | None:
-        """The rate of the link of ``node``."""
+        """Return the rate of the link of ``node``."""
         return self.nodes.get(node, self.link)
 
 
@@ -102,12 +102,12 @@ def show_rate(rate: int | None) -> str:
 
 
 def address(node: int) -> str:
-    """The address of ``node``."""
+    """Return the address of ``node``."""
     return f"{NETWORK}.{node + 1}"
 
 
 def gso_nbytes(rate: int) -> int:
-    """The largest packet that a sender may hand to a link of ``rate`` in one piece.
+    """Return the largest packet that a sender may hand to a link of ``rate`` in one piece.
 
     64 KB in one piece is 5 ms of a 100 Mb/s link, and its bucket would have to hold it.
     """
@@ -115,7 +115,7 @@ def gso_nbytes(rate: int) -> int:
 
 
 def shaping(namespace: str, interface: str, rate: int) -> list[list[str]]:
-    """The commands that shape what leaves through ``interface``.
+    """Return the commands that shape what leaves through ``interface``.
 
     tbf with a bucket of two packets of ``gso_nbytes``, or BURST_S where that is more: a packet that
     does not fit into the bucket would be cut up by the kernel, and a smaller bucket misses the rate
@@ -132,7 +132,7 @@ def shaping(namespace: str, interface: str, rate: int) -> list[list[str]]:
 
 
 def unshaping(namespace: str, interface: str) -> list[list[str]]:
-    """The commands that undo ``shaping``."""
+    """Return the commands that undo ``shaping``."""
     return [
         ["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"],
         ["ip", "-n", namespace, "link", "set", interface, "gso_max_size", "65536"],
@@ -152,7 +152,7 @@ def link_ends(layout: Layout, rates: Rates, prefix: str) -> list[tuple[str, str,
 
 
 def wiring(layout: Layout, rates: Rates, prefix: str, mtu: int) -> list[list[str]]:
-    """The commands that build the lab: namespaces ``<prefix>sw`` and ``<prefix>n<node>``.
+    """Return the commands that build the lab: namespaces ``<prefix>sw`` and ``<prefix>n<node>``.
 
     Every node has a veth pair to its switch, a bridge; with several switches each has one to the
     core, a bridge as well. Links are shaped at both ends, so each way has the rate.

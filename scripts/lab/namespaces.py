@@ -65,7 +65,7 @@ def command(words: Sequence[str]) -> str:
 
 
 def own_prefix() -> str:
-    """The prefix of the namespaces of this process."""
+    """Return the prefix of the namespaces of this process."""
     return f"hclab-{os.getpid()}-{_started(os.getpid())}-"
 
 
@@ -83,13 +83,13 @@ def _started(pid: int) -> int | None:
 
 
 def abandoned(names: Sequence[str], started: Callable[[int], int | None] = _started) -> list[str]:
-    """Those of ``names`` that belong to a lab whose process has ended."""
+    """Return the ``names`` that belong to a lab whose process has ended."""
     found = [(name, OWNED.fullmatch(name)) for name in names]
     return [name for name, match in found if match and started(int(match[1])) != int(match[2])]
 
 
 def present() -> list[str]:
-    """The named network namespaces of this machine."""
+    """Return the named network namespaces of this machine."""
     return sorted(path.name for path in NETNS.iterdir()) if NETNS.is_dir() else []
 
 

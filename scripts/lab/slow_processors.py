@@ -85,7 +85,7 @@ def slow_processors(times: Sequence[float]) -> Iterator[SlowProcessors]:
 
 
 def _busy(core: int) -> subprocess.Popen[bytes]:
-    """A process that keeps ``core`` at work whenever nothing else wants it."""
+    """Start a process that keeps ``core`` at work whenever nothing else wants it."""
 
     def give_way() -> None:
         end_with_parent()

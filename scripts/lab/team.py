@@ -60,7 +60,7 @@ class Team:
         reader.start()
 
     def wait(self, timeout: float, grace: float = GRACE_S) -> None:
-        """Until all have ended, one failed ``grace`` ago, or ``timeout`` seconds are over."""
+        """Wait until all have ended, one failed ``grace`` ago, or ``timeout`` seconds are over."""
         deadline, forced = time.monotonic() + timeout, TIMED_OUT
         while len(self._ended) < len(self._processes) and time.monotonic() < deadline:
             for index, process in enumerate(self._processes):

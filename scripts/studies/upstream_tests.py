@@ -185,7 +185,7 @@ def compared(run: Run, file: str, times: int) -> tuple[dict[str, str], dict[str,
 
 
 def broken(plain: dict[str, str], armed: dict[str, str]) -> list[str]:
-    """The tests that pass without hybridcomp and do not with it."""
+    """Return the tests that pass without hybridcomp and do not with it."""
     return [
         name
         for name, outcome in plain.items()
@@ -200,7 +200,7 @@ def told(outcomes: dict[str, str]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

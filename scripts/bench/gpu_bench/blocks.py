@@ -9,7 +9,7 @@ BLOCK = 32
 
 
 def encode(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """``(levels, scales)`` of 1-D ``values``, a multiple of 32: int8, or two levels a byte."""
+    """Encode 1-D ``values``, a multiple of 32, to ``(levels, scales)``: int8, or two a byte."""
     blocks = values.view(-1, BLOCK).float()
     top = 2 ** (bits - 1) - 1
     scales = blocks.abs().amax(dim=1, keepdim=True) / top
@@ -21,7 +21,7 @@ def encode(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def decode(levels: Tensor, scales: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """The way back: 1-D values of ``dtype``."""
+    """Decode to 1-D values of ``dtype``."""
     if bits == 4:
         levels = torch.cat((levels & 15, levels >> 4), dim=1).to(torch.int8) - 8
     return (levels.float() * scales).to(dtype).view(-1)

@@ -43,7 +43,7 @@ As they stand in the image, not as often as they run: both sides of a branch cou
 
 
 def document(rows: Sequence[Row], facts: dict[str, Any], missing: Sequence[str] = ()) -> str:
-    """Markdown of what was read; ``missing``: images that were not."""
+    """Return the page of the rows; ``missing``: images that were not read."""
     lines = list(_lines(rows))
     images = len({row[:3] for row in rows})
     problems = spilled(rows)
@@ -80,7 +80,7 @@ def document(rows: Sequence[Row], facts: dict[str, Any], missing: Sequence[str] 
 
 
 def spilled(rows: Iterable[Row]) -> list[str]:
-    """A sentence for every kernel that has local memory."""
+    """Return a sentence for every kernel that has local memory."""
     return [
         f"{kernel.name} of {source} {setting} for sm_{architecture}: {kernel.stack} bytes of "
         f"stack, {kernel.spill_stores} spilled and {kernel.spill_loads} loaded again"
@@ -106,7 +106,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[Line]:
 
 
 def _parted(name: str) -> tuple[str, str]:
-    """``blockint_encode_bf16`` without its dtype, and that."""
+    """Split ``blockint_encode_bf16`` into its name and its dtype."""
     match = re.fullmatch(r"(.+)_(fp32|bf16|fp16)", name)
     return (match[1], match[2]) if match and not name.startswith("cast_") else (name, "")
 

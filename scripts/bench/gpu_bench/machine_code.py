@@ -90,7 +90,7 @@ def kernels(
 
 
 def reported(log: str) -> Iterator[tuple[str, tuple[int, int, int, int, int]]]:
-    """Name of every kernel; registers, stack, spill stores, spill loads and shared bytes."""
+    """Yield every kernel's name; registers, stack, spill stores, spill loads, shared bytes."""
     for part in log.split("Compiling entry function '")[1:]:
         memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", part)
         used = re.search(r"Used (\d+) registers", part)
@@ -102,7 +102,7 @@ def reported(log: str) -> Iterator[tuple[str, tuple[int, int, int, int, int]]]:
 
 
 def max_threads(image: bytes) -> Iterator[tuple[str, int]]:
-    """Name and threads of the largest block of the kernels of a cubin (ELF, 64 bits)."""
+    """Yield the name and threads of the largest block of the kernels of a cubin (ELF, 64 bits)."""
     for name, content in _sections(image):
         kernel = name.removeprefix(".nv.info.")
         if kernel == name:
@@ -118,7 +118,7 @@ def max_threads(image: bytes) -> Iterator[tuple[str, int]]:
 
 
 def _sections(image: bytes) -> Iterator[tuple[str, bytes]]:
-    """Name and content of the sections of an ELF file of 64 bits."""
+    """Yield the name and content of the sections of an ELF file of 64 bits."""
     (start,) = struct.unpack_from("<Q", image, 0x28)
     size, count, names = struct.unpack_from("<HHH", image, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", image, start + size * i) for i in range(count)]
@@ -139,7 +139,7 @@ def find_disassembler() -> str | None:
 
 
 def counted(image: bytes, disassembler: str) -> dict[str, dict[str, int]]:
-    """Instructions of every kernel of a cubin, by kind. Raises CalledProcessError."""
+    """Count the instructions of every kernel of a cubin, by kind. Raises CalledProcessError."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(image)
         file.flush()
@@ -149,7 +149,7 @@ def counted(image: bytes, disassembler: str) -> dict[str, dict[str, int]]:
 
 
 def instructions(text: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """Kernels of a disassembly and what is in them; padding behind the end does not count."""
+    """Yield the kernels of a disassembly and their lines, without padding behind the end."""
     for part in text.split("\n.text.")[1:]:
         found: Counter[str] = Counter()
         names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", part)

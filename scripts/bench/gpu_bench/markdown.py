@@ -24,7 +24,7 @@ Cell = Callable[[Point], str]
 
 
 def document(points: Sequence[Point], facts: dict[str, Any], command: str) -> str:
-    """Markdown of a run."""
+    """Return the page of a run."""
     versions = ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
     lines = [
         "# Codecs on a GPU", "", f"{facts['device']}, {versions}. Measured by `{command}`.", "",
@@ -55,7 +55,7 @@ def _small(point: Point) -> str:
 
 
 def _table(points: Sequence[Point], cell: Cell) -> Iterator[str]:
-    """A row for each subject and phase, a column for each dtype."""
+    """Yield a row for each subject and phase, a column for each dtype."""
     dtypes = list(dict.fromkeys(p.dtype for p in points))
     found = {(p.subject, p.phase, p.dtype): p for p in points}
     yield "| | | target | " + " | ".join(dtypes) + " |"

@@ -70,7 +70,7 @@ class DeviceStopwatch:
         self._flush_s = min(self._once(self._flush.zero_, 1) for _ in range(20))
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Median of the repeats, after three that warm up (and compile)."""
+        """Return the median of the repeats, after three that warm up (and compile)."""
         for _ in range(2):
             run()
         cuda.synchronize()
@@ -80,7 +80,7 @@ class DeviceStopwatch:
         return statistics.median(self._once(run, count) for _ in range(self._repeats))
 
     def _once(self, run: Callable[[], object], count: int) -> float:
-        """Seconds of the device for ``run`` behind ``count`` flushes."""
+        """Return seconds of the device for ``run`` behind ``count`` flushes."""
         for _ in range(count):
             self._flush.zero_()
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
@@ -91,7 +91,7 @@ class DeviceStopwatch:
         return float(start.elapsed_time(end)) / 1e3
 
     def host_seconds(self, run: Callable[[], object]) -> float:
-        """Median of rounds of calls that follow each other; what they queue fits into the queue."""
+        """Return the median of rounds of calls in a row, few enough for the device's queue."""
         found: list[float] = []
         for _ in range(HOST_ROUNDS):
             cuda.synchronize()
@@ -133,7 +133,7 @@ class Bench:
         return self._copies[half]
 
     def measure(self, work: Work, dtype: str, message_nbytes: int) -> Point:
-        """``work`` and, for its share, a copy of as many bytes."""
+        """Measure ``work`` and, for its share, a copy of as many bytes."""
         took = self._stopwatch.seconds(work.run)
         return Point(
             work.subject, work.phase, dtype, message_nbytes, took, work.nbytes / took / 1e9,
@@ -142,7 +142,7 @@ class Bench:
         )  # fmt: skip
 
     def copy_point(self, dtype: str, message_nbytes: int) -> Point:
-        """The ceiling: a copy of a whole message."""
+        """Measure the ceiling: a copy of a whole message."""
         took, nbytes = self.copy_seconds(2 * message_nbytes), 2 * message_nbytes
         return Point(
             "device copy", "copy", dtype, message_nbytes, took, nbytes / took / 1e9, 1.0,

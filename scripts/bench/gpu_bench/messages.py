@@ -36,13 +36,13 @@ class _Done(dist.Work):
     """A message that has arrived."""
 
     def wait(self, timeout: object = None) -> bool:
-        """At once."""
+        """Return at once."""
         return True
 
 
 @contextmanager
 def group_without_wire() -> Iterator[None]:
-    """A default group of RANKS, and calls of torch.distributed that do nothing.
+    """Yield a default group of RANKS, and calls of torch.distributed that do nothing.
 
     The group is torch's stand-in for tests, which would copy what is gathered.
     """
@@ -128,7 +128,7 @@ class Messages:
         ).wait()  # fmt: skip
 
     def kinds(self) -> dict[str, Callable[[], None]]:
-        """All of them, by name."""
+        """Return all kinds of messages by name."""
         return {
             "all_reduce": self.all_reduce,
             "all_reduce feedback": self.all_reduce_feedback,

@@ -110,7 +110,7 @@ class AllReduce:
         self.owner_residual = left if feedback else None
 
     def encode(self) -> None:
-        """Every chunk but my own."""
+        """Encode every chunk but this rank's."""
         self.fused.encode(self.values, self.chunk, self.slot, ME, self.sent, self.residual)
 
     def reduce(self) -> None:
@@ -120,11 +120,11 @@ class AllReduce:
         self.fused.reduce(self.sent, self.own, RANKS, ME, self.payload, left, self.owner_residual)
 
     def decode(self) -> None:
-        """All chunks."""
+        """Decode all chunks."""
         self.fused.decode(self.gathered, self.chunk, self.slot, self.out)
 
     def all(self) -> None:
-        """The whole of it."""
+        """Encode, sum and decode the whole message."""
         self.encode()
         self.reduce()
         self.gathered.view(RANKS, self.slot)[ME].copy_(self.payload)

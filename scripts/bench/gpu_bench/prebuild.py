@@ -44,7 +44,7 @@ def needed(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> list[Image]:
-    """The images of the works of ``sources``; ``device`` is a GPU."""
+    """Return the images of the works of ``sources``; ``device`` is a GPU."""
     recorder = Recorder(device)
     recording: Any = {device.index or 0: CudaKernels(recorder)}
     with mock.patch.object(kernels, "_on_cuda", recording):
@@ -58,7 +58,7 @@ def needed(
 
 
 def compile_all(wanted: Sequence[Image], architecture: int) -> None:
-    """Into the folder where images are kept. Says how long it took."""
+    """Compile into the folder where images are kept, and say how long it took."""
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     cores = len(os.sched_getaffinity(0))

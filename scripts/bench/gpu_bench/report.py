@@ -20,7 +20,7 @@ HEADER = (
 
 
 def table(points: Sequence[Point]) -> str:
-    """One block of lines for each message."""
+    """Return one block of lines for each message."""
     lines: list[str] = []
     for message in dict.fromkeys((p.message_nbytes, p.dtype) for p in points):
         lines += ["", f"{size_name(message[0])} of {message[1]}", HEADER, "-" * len(HEADER)]
@@ -59,7 +59,7 @@ def size_name(nbytes: int) -> str:
 
 
 def write_json(path: Path, points: Sequence[Point], facts: dict[str, Any]) -> None:
-    """``facts`` (the device, versions, what was left out, checks) and all points."""
+    """Write ``facts`` (device, versions, what was left out, checks) and all points."""
     rows = [{**asdict(point), "target": target_of(point)} for point in points]
     found = {**facts, "published": [asdict(p) for p in PUBLISHED], "points": rows}
     path.write_text(json.dumps(found, indent=1) + "\n")
@@ -70,7 +70,7 @@ PANELS = ("encode", "decode", "sum_encode")
 
 
 def draw(path: Path, points: Sequence[Point], title: str) -> None:
-    """GB/s read and written over the message's size, below the roof that copies make.
+    """Draw GB/s read and written over the message's size, below the roof of copies.
 
     Not to a logarithmic scale: what counts is how far below the roof long messages stay.
     """

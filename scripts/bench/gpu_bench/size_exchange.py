@@ -89,7 +89,7 @@ def _exchange(words: Tensor) -> None:
 
 @contextmanager
 def _alone(backend: str) -> Iterator[None]:
-    """A default group of this process."""
+    """Yield a default group of this process."""
     with tempfile.TemporaryDirectory() as folder:
         method = f"file://{folder}/store"
         dist.init_process_group(backend, init_method=method, rank=0, world_size=1)
@@ -148,7 +148,7 @@ def _times(bench: Bench, codec: Codec, values: Tensor) -> tuple[float, int]:
 
 
 def lines(known: Cost, found: Sequence[Choice]) -> list[str]:
-    """For people."""
+    """Yield lines for people."""
     said = [
         f"sizes on their way to the host take {known.wait_s * 1e6:.0f} us, "
         + (
@@ -177,7 +177,7 @@ Measured = tuple[Cost, list[Choice]]
 
 
 def facts(known: Cost, found: Sequence[Choice]) -> dict[str, Any]:
-    """For the JSON."""
+    """Return the facts for the JSON."""
     rows = [
         {
             **asdict(choice),
@@ -189,6 +189,6 @@ def facts(known: Cost, found: Sequence[Choice]) -> dict[str, Any]:
 
 
 def measured(bench: Bench) -> Measured:
-    """Both on the current GPU."""
+    """Measure both on the current GPU."""
     device = torch.device("cuda", cuda.current_device())
     return cost(device), choices(bench, device)

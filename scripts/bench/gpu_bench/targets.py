@@ -79,7 +79,7 @@ PEERS = {
 
 
 def target_of(point: Point) -> float | None:
-    """The share that ``point`` has to reach, None where nothing is asked of it."""
+    """Return the share that ``point`` has to reach, None where nothing is asked of it."""
     found = [t for t in TARGETS if _speaks_of(point, t)]
     exact = [t for t in found if t.message_nbytes == point.message_nbytes]
     if exact:
@@ -106,7 +106,7 @@ def _speaks_of(point: Point, target: Target) -> bool:
 
 
 def missed(points: Sequence[Point], *, all_of_them: bool = True) -> list[str]:
-    """A line for each target that was missed, or that no point of its message speaks of."""
+    """Return a line for each target that was missed, or that no point of its message speaks of."""
     lines = []
     for point in points:
         if below(point):
@@ -139,7 +139,7 @@ def behind(points: Sequence[Point]) -> list[str]:
 
 
 def small(points: Sequence[Point]) -> list[str]:
-    """A line for each all_reduce of 1 MB that the host holds up."""
+    """Return a line for each all_reduce of 1 MB that the host holds up."""
     found = {(p.subject, p.dtype, p.phase): p for p in points if p.message_nbytes == MB}
     lines = []
     for (subject, dtype, phase), point in found.items():

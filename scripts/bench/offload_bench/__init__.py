@@ -16,7 +16,7 @@ VARIANTS = ("native", "device", "host")
 
 
 def say(text: str) -> None:
-    """Progress, to stderr."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -28,7 +28,7 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def per_step(rows: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Bytes and seconds of one step, by direction."""
+    """Return bytes and seconds of one step, by direction."""
     return {
         way: {
             "native_MB": row["raw_MB"] / steps, "sent_MB": row["wire_MB"] / steps,
@@ -42,7 +42,7 @@ def per_step(rows: dict[str, Any], steps: int) -> dict[str, Any]:
 def summary(
     found: dict[str, Any], engine: Any, arguments: argparse.Namespace, bus: tuple[float, float]
 ) -> dict[str, Any]:
-    """The figures of one run, a step each; seconds, bytes."""
+    """Return the figures of one run, per step; seconds, bytes."""
     seconds = found["seconds"]
     native = statistics.median(seconds["native"])
     variants = {}

@@ -64,7 +64,7 @@ def builds_cpu_adam(limit: float) -> bool:
 
 
 def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that runs on the host."""
+    """Return the optimizer that runs on the host."""
     if name == "cpuadam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -76,7 +76,7 @@ def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optim
 
 
 def build(arguments: argparse.Namespace, **more: Any) -> Any:
-    """An engine with its optimizer on the host; ``more``: keys of the offload dimension."""
+    """Return an engine with its optimizer on the host; ``more``: keys of the offload dimension."""
     import deepspeed
     import deepspeed.ops
 

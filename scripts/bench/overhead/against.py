@@ -41,13 +41,13 @@ class Case(NamedTuple):
 
 
 def cases(stages: Sequence[int]) -> list[Case]:
-    """Every kind at every stage, and what the codecs cost alone."""
+    """Return every kind at every stage, and what the codecs cost alone."""
     return [*(Case(kind, stage) for stage in stages for kind in KINDS), Case("codecs")]
 
 
 @contextmanager
 def checkout(of: str) -> Iterator[Path]:
-    """A folder with ``of``: itself, or a commit whose files are unpacked and built beside.
+    """Yield a folder with ``of``: itself, or a commit whose files are unpacked and built beside.
 
     Raises RuntimeError where git does not know it, or where its kernels cannot be built.
     """
@@ -102,7 +102,7 @@ class Team:
                 raise RuntimeError(f"expected hybridcomp of {source}, found {path or 'no package'}")
 
     def turn(self, steps: int) -> float:
-        """Seconds of ``steps`` steps, those of the slowest rank."""
+        """Return the slowest rank's seconds of ``steps`` steps."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write(f"{steps}\n")
@@ -121,7 +121,7 @@ class Team:
                 rank.kill()
 
     def _answers(self) -> list[Any]:
-        """One of every rank. Raises RuntimeError with what a rank said that ended instead."""
+        """Read an answer of every rank. Raises RuntimeError with the log of a rank that ended."""
         found = []
         for rank, log in zip(self._ranks, self._logs, strict=True):
             assert rank.stdout is not None
@@ -135,7 +135,7 @@ class Team:
 
 
 def compare(case: Case, sources: Sequence[Path], turns: int, width: int) -> dict[str, Any]:
-    """Milliseconds of a step of the older and the newer of ``sources``, and their ratios."""
+    """Return milliseconds of a step of the older and the newer of ``sources``, and their ratios."""
     draw, seconds = random.Random(0), [[], []]  # type: tuple[random.Random, list[list[float]]]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -21,7 +21,7 @@ CODECS: dict[str, dict[str, Any]] = {"blockint": {"bits": 4}, "bf16": {}, "expco
 
 
 def block_of(kind: str, stage: int) -> dict[str, Any]:
-    """The block of a kind of training: nothing encoded, or everything."""
+    """Return the block of a kind of training: nothing encoded, or everything."""
     if kind == "identity":
         codecs: dict[str, Any] = {"dp": "none", "zero": "none"}
     else:
@@ -35,7 +35,7 @@ def block_of(kind: str, stage: int) -> dict[str, Any]:
 
 
 def training(kind: str, stage: int, width: int) -> Callable[[], None]:
-    """A step of a small transformer; fp32, since many CPUs only emulate bf16."""
+    """Return a step of a small transformer; fp32, since many CPUs only emulate bf16."""
     import deepspeed
     import deepspeed.ops
     import torch
@@ -71,7 +71,7 @@ def training(kind: str, stage: int, width: int) -> Callable[[], None]:
 
 
 def coding() -> Callable[[], None]:
-    """A hundred short messages to bytes and back with each codec: what is left is the host's."""
+    """Code a hundred short messages and back with each codec, which is the host's time."""
     import torch
 
     from hybridcomp.codecs import make_codec

@@ -39,12 +39,12 @@ class Blocks:
         return int(2 ** (self.bits - 1)) - 1
 
     def row_nbytes(self, count: int) -> int:
-        """Bytes of a row of ``count`` values: codes, then scales."""
+        """Return bytes of a row of ``count`` values: codes, then scales."""
         groups = -(-count // self.group)
         return groups * self.group * self.bits // 8 + 4 * groups
 
     def encode(self, values: Tensor) -> Tensor:
-        """(rows, count) fp32 to (rows, bytes) uint8."""
+        """Encode (rows, count) fp32 to (rows, bytes) uint8."""
         rows, count = values.shape
         padded = F.pad(values, (0, -count % self.group))
         if self.rotate:
@@ -61,7 +61,7 @@ class Blocks:
         return torch.cat([codes, scales.contiguous().view(torch.uint8)], dim=1)
 
     def decode(self, message: Tensor, count: int) -> Tensor:
-        """(rows, bytes) uint8 to (rows, count) fp32."""
+        """Decode (rows, bytes) uint8 to (rows, count) fp32."""
         rows, groups = len(message), -(-count // self.group)
         split = groups * self.group * self.bits // 8
         codes = message[:, :split]
@@ -77,7 +77,7 @@ class Blocks:
 
 @functools.lru_cache(maxsize=2)
 def hadamard(device: torch.device) -> Tensor:
-    """(SIDE, SIDE), orthogonal and symmetric, so that it is its own inverse."""
+    """Return the matrix (SIDE, SIDE), orthogonal and symmetric, so that it inverts itself."""
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < SIDE:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -85,12 +85,12 @@ def hadamard(device: torch.device) -> Tensor:
 
 
 def turn(values: Tensor) -> Tensor:
-    """Every ``SIDE`` consecutive values of (rows, count) times the Hadamard matrix."""
+    """Multiply every ``SIDE`` consecutive values of (rows, count) by the Hadamard matrix."""
     return (values.reshape(-1, SIDE) @ hadamard(values.device)).view(values.shape)
 
 
 def pack_signs(values: Tensor) -> Tensor:
-    """(rows, count), count a multiple of 8, to (rows, count / 8) uint8: bit 1 for ``>= 0``."""
+    """Pack (rows, count), count a multiple of 8, to (rows, count / 8) uint8: bit 1 for ``>= 0``."""
     bits = (values >= 0).view(len(values), -1, 8).to(torch.uint8)
     return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
         dim=2, dtype=torch.uint8
@@ -98,7 +98,7 @@ def pack_signs(values: Tensor) -> Tensor:
 
 
 def unpack_signs(message: Tensor) -> Tensor:
-    """(rows, bytes) to (rows, 8 * bytes) of +1.0 and -1.0."""
+    """Unpack (rows, bytes) to (rows, 8 * bytes) of +1.0 and -1.0."""
     places = torch.arange(8, dtype=torch.uint8, device=message.device)
     bits = message.unsqueeze(2) >> places & 1
     return bits.view(len(message), -1).float() * 2 - 1

@@ -23,11 +23,11 @@ class Flat:
         self._padding = self.count - used
 
     def weights(self) -> Tensor:
-        """A copy of the parameters."""
+        """Return a copy of the parameters."""
         return self._join([p.detach() for p in self.parameters])
 
     def gradients(self) -> Tensor:
-        """A copy of the gradients; zeros where there are none."""
+        """Return a copy of the gradients; zeros where there are none."""
         found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
         return self._join(found)
 
@@ -41,7 +41,7 @@ class Flat:
             start += parameter.numel()
 
     def owners(self) -> Tensor:
-        """Number of the parameter that each value belongs to; the padding has one of its own."""
+        """Return the number of each value's parameter; the padding has a further number."""
         device = self.parameters[0].device
         counts = torch.tensor([*(p.numel() for p in self.parameters), self._padding], device=device)
         return torch.repeat_interleave(torch.arange(len(counts), device=device), counts)

@@ -26,7 +26,7 @@ class Native:
         self.wire, self.dtype = wire, dtype
 
     def gather(self, share: Tensor) -> Tensor:
-        """Exact, apart from ``dtype``."""
+        """Gather exactly, apart from ``dtype``."""
         rows = self.wire.all_gather(share.to(self.dtype).view(torch.uint8), None)
         return rows.view(-1).view(self.dtype).float()
 
@@ -38,7 +38,7 @@ class QwZ:
         self.wire, self.blocks = wire, Blocks(8, group)
 
     def gather(self, share: Tensor) -> Tensor:
-        """Within half a level of 127 to the largest weight of each group."""
+        """Gather within half a level of 127 to the largest weight of each group."""
         message = self.blocks.encode(share.unsqueeze(0))[0]
         return self.blocks.decode(self.wire.all_gather(message, None), len(share)).reshape(-1)
 
@@ -55,7 +55,7 @@ class Differences:
         self.copy = weights.clone()
 
     def gather(self, share: Tensor) -> Tensor:
-        """The copies, updated."""
+        """Update the copies and return them."""
         count = len(share)
         rank = dist.get_rank()
         difference = share - self.copy[rank * count : (rank + 1) * count]

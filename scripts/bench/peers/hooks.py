@@ -64,5 +64,5 @@ def power_sgd(model: DistributedDataParallel, rank: int, start: int) -> Any:
 
 
 def start_iteration(steps: int) -> int:
-    """A tenth of the run."""
+    """Return a tenth of the run."""
     return max(2, math.ceil(0.1 * steps))

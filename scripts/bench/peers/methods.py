@@ -36,7 +36,7 @@ class Method(Protocol):
     optimizer: torch.optim.Optimizer
 
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the backward passes that do not end a step."""
+        """Surround the backward passes that do not end a step."""
 
     def step(self) -> None:
         """Exchange what the backward pass left to exchange, and update; gradients are cleared."""
@@ -60,12 +60,12 @@ class Replicated:
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(updated, **settings.adam)
 
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
-        """Without communication."""
+        """Keep the backward pass without communication."""
         context: contextlib.AbstractContextManager[Any] = self.model.no_sync()
         return context
 
     def step(self) -> None:
-        """The backward pass has exchanged everything."""
+        """Step the optimizer: the backward pass has exchanged everything."""
         if not self._exact:
             self._weights.grad = self._flat.gradients()
         if self._clip:
@@ -93,7 +93,7 @@ class Sharded:
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW([self._share], **settings.adam)
 
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing is sent in the backward pass."""
+        """Do nothing: the backward pass sends nothing."""
         return contextlib.nullcontext()
 
     def step(self) -> None:
@@ -125,7 +125,7 @@ class OneBit:
         )  # fmt: skip
 
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing is sent in the backward pass."""
+        """Do nothing: the backward pass sends nothing."""
         return contextlib.nullcontext()
 
     def step(self) -> None:

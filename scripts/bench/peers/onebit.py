@@ -55,7 +55,7 @@ class OneBitAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update the weights."""
         assert closure is None and self.weights.grad is not None
         self.steps += 1
         group = self.param_groups[0]
@@ -79,7 +79,7 @@ class OneBitAdam(torch.optim.Optimizer):
         self.weights.add_(update, alpha=-group["lr"])
 
     def average(self, momentum: Tensor) -> Tensor:
-        """Step 3: the compressed average, the same on all ranks."""
+        """Step 3: average by compressed messages; the result is the same on all ranks."""
         if self.exact:
             return self.wire.all_reduce(momentum) / self.ranks
         rows = (momentum + self.worker_error).view(self.ranks, -1)
@@ -94,7 +94,7 @@ class OneBitAdam(torch.optim.Optimizer):
         return self._decompress(gathered, self._segments).view(-1)
 
     def _compress(self, rows: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
-        """Message of each row, and what its receiver will decode."""
+        """Return the message of each row, and the values that its receiver decodes."""
         count = self._lengths.shape[1]
         none = torch.zeros(len(rows), count, device=rows.device)
         sizes = none.scatter_add(1, segments, torch.ones_like(rows))
@@ -112,7 +112,7 @@ class OneBitAdam(torch.optim.Optimizer):
 
 
 def segments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Pieces of parameters that share a scale, for (ranks, c) parameter numbers.
+    """Number the pieces of parameters that share a scale, for (ranks, c) parameter numbers.
 
     Returns (ranks, c) numbers from 0 up in every row, and (ranks, most pieces of a row) lengths.
     """
@@ -124,5 +124,5 @@ def segments(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def warm_up_steps(steps: int, share: float) -> int:
-    """Steps before the freeze; the paper takes 15 to 25 % of a run."""
+    """Return the number of steps before the freeze; the paper takes 15 to 25 % of a run."""
     return max(1, math.ceil(share * steps))

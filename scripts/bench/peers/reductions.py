@@ -25,7 +25,7 @@ class TwoLevel:
         self.wire, self.nodes, self.intra, self.inter = wire, nodes, intra, inter
 
     def reduce(self, values: Tensor) -> Tensor:
-        """This rank's share of the average over all ranks. ``values`` is not modified."""
+        """Return this rank's share of the average over all ranks. ``values`` is not modified."""
         nodes = self.nodes
         share = len(values) // nodes.ranks
         # 1. slices for local peer l: its chunk on every node
@@ -50,7 +50,7 @@ class TwoLevel:
 
 
 def qgz(wire: Wire, nodes: Nodes, group: int = 128) -> TwoLevel:
-    """qgZ: 4 bits on both levels, no error feedback.
+    """Return qgZ: 4 bits on both levels, no error feedback.
 
     DeepSpeed takes ``max(shape)`` groups to a matrix, so a group is its shorter side; 128 is that
     of the example at its default width.
@@ -59,7 +59,7 @@ def qgz(wire: Wire, nodes: Nodes, group: int = 128) -> TwoLevel:
 
 
 def sdp4bit(wire: Wire, nodes: Nodes, group: int = 128) -> TwoLevel:
-    """SDP4Bit's TLq-HS (arXiv 2410.15526, section 3.2).
+    """Return SDP4Bit's TLq-HS (arXiv 2410.15526, section 3.2).
 
     8 bits inside a node, 4 bits between nodes behind a Hadamard rotation, no error feedback.
     """
@@ -94,7 +94,7 @@ class LoCo(TwoLevel):
         return super().reduce(values)
 
     def encode(self, rows: Tensor, blocks: Blocks, level: str) -> Tensor:
-        """Steps 1 to 3."""
+        """Do steps 1 to 3."""
         error = self.error(level, rows)
         compensated = rows + error
         message = blocks.encode(compensated)

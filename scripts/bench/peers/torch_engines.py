@@ -87,7 +87,7 @@ class CountedTrainer(TorchTrainer):
         self._wire, self._steps = Wire(counting=False), 0
 
     def step(self, batches: Iterator[Batch]) -> float:
-        """One optimizer step, of which everything but the average of the loss is counted."""
+        """Make one optimizer step and count all of its messages but the average of the loss."""
         self._steps += 1
         return super().step(batches)
 
@@ -99,7 +99,7 @@ class CountedTrainer(TorchTrainer):
         return losses
 
     def write_ledger(self, path: Path, name: str) -> None:
-        """The totals of all ranks; native is fp32 for gradients. Collective."""
+        """Write the totals of all ranks; native is fp32 for gradients. Collective."""
         size = dist.get_world_size()
         raw = self._wire.gathered + 4 * self._wire.summed
         if self.engine.kind == "ddp":

@@ -45,7 +45,7 @@ class PeerTrainer:
         self._native = 2 * native * (share.world_size - 1) / share.world_size
 
     def step(self, batches: Iterator[Batch]) -> float:
-        """One optimizer step; the loss, averaged over micro-batches and ranks."""
+        """Make one optimizer step; return the loss, averaged over micro-batches and ranks."""
         losses, model = [], self._method.model
         count = self.share.micro_batches
         self._wire.counting = True
@@ -65,7 +65,7 @@ class PeerTrainer:
         return self._mean(losses)
 
     def evaluate(self, batches: Iterator[Batch]) -> float:
-        """Forward only."""
+        """Return the loss of a forward pass."""
         model: nn.Module = self._method.model
         model.eval()
         with torch.no_grad():
@@ -74,7 +74,7 @@ class PeerTrainer:
         return self._mean(losses)
 
     def write_ledger(self, path: Path, name: str) -> None:
-        """The totals of all ranks in the form of hybridcomp's ledger; collective.
+        """Write the totals of all ranks in the form of hybridcomp's ledger; collective.
 
         Everything stands under ``dp``; native is an all-reduce in the width of the parameters.
         """

@@ -37,7 +37,7 @@ class Wire:
     gathered: float = 0.0
 
     def all_to_all(self, rows: Tensor, group: Any) -> Tensor:
-        """Row d of ``rows`` to member d; row s of the result from member s."""
+        """Send row d of ``rows`` to member d; row s of the result is from member s."""
         out, rows = torch.empty_like(rows), rows.contiguous()
         members = len(rows)
         splits = [rows[0].numel()] * members
@@ -48,7 +48,7 @@ class Wire:
         return out
 
     def all_gather(self, row: Tensor, group: Any) -> Tensor:
-        """(n,) of every member as (members, n)."""
+        """Gather (n,) of every member as (members, n)."""
         members = dist.get_world_size(group)
         out, row = (
             torch.empty(members, len(row), dtype=row.dtype, device=row.device),

@@ -67,13 +67,13 @@ class Row(NamedTuple):
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's rank correlation."""
+    """Return Spearman's rank correlation."""
     ranks = [[float(sorted(values).index(value)) for value in values] for values in (first, second)]
     return statistics.correlation(*ranks)
 
 
 def told(rows: Sequence[Row]) -> Iterator[str]:
-    """The figures of some rows, and what the chosen plan of each rate costs."""
+    """Yield the figures of some rows, and what the chosen plan of each rate costs."""
     yield _figures(f"{len(rows)} configurations", rows)
     for (ranks, rate), found in groupby(rows, key=lambda row: (row.ranks, row.rate)):
         own = list(found)
@@ -96,12 +96,12 @@ def _figures(name: str, rows: Sequence[Row]) -> str:
 
 
 def _p90(ordered: Sequence[float]) -> float:
-    """The value that nine of ten do not exceed, by nearest rank."""
+    """Return the value that nine of ten do not exceed, by nearest rank."""
     return ordered[math.ceil(0.9 * len(ordered)) - 1]
 
 
 def page(folder: Path) -> str:
-    """The whole page, of what the folder has. Raises FileNotFoundError where it has no rows."""
+    """Return the page of the folder's rows. Raises FileNotFoundError where it has none."""
     rows = [Row(**row) for path in sorted(folder.glob("rows*.json"))
             for row in json.loads(path.read_text())]  # fmt: skip
     if not rows:

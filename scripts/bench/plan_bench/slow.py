@@ -81,6 +81,6 @@ def compared(folder: Path, data: Path, seconds: float, turns: int) -> Compared:
 
 
 def _blocks(layout: Layout) -> list[int]:
-    """Blocks of every stage: its layers without embedding and head."""
+    """Return blocks of every stage: its layers without embedding and head."""
     first, *middle, last = layout.cuts
     return [first - 1, *middle, last - 1]

@@ -31,7 +31,7 @@ class Probe:
 
     @classmethod
     def started(cls, session: Session, block: str) -> Probe:
-        """Ranks that time ``block`` (as ``hybridcomp measure --block`` has it)."""
+        """Start ranks that time ``block`` (as ``hybridcomp measure --block`` has it)."""
         return cls(session.start([str(PROBE), block]))
 
     @property
@@ -47,7 +47,7 @@ class Probe:
 
 
 def at_speed(job: Job, slowdown: float) -> Job:
-    """``job`` where all that a rank computes, and what its engine does, takes so much longer."""
+    """Return ``job`` with all compute of ranks and engines slower by the factor ``slowdown``."""
     kernels = tuple(
         replace(row, seconds=row.seconds.times(slowdown)) for row in job.cluster.kernels
     )
@@ -56,18 +56,18 @@ def at_speed(job: Job, slowdown: float) -> Job:
 
 
 def block_seconds(cluster: Cluster, dtype: str = "fp32") -> float:
-    """Both passes of the block that ``cluster`` was measured with, of all ranks together."""
+    """Return both passes of the block that ``cluster`` was measured with, of all ranks together."""
     return sum(
         row.seconds.value for row in cluster.kernels if row.kind in KINDS and row.dtype == dtype
     )
 
 
 def fastest(clusters: Sequence[Cluster]) -> Cluster:
-    """The measurement that ran while the machine was at its fastest."""
+    """Return the measurement that ran while the machine was at its fastest."""
     return min(clusters, key=block_seconds)
 
 
 def fast(values: Sequence[float]) -> float:
-    """The mean of the fastest half."""
+    """Return the mean of the fastest half."""
     ordered = sorted(values)
     return statistics.fmean(ordered[: (len(ordered) + 1) // 2])

@@ -59,7 +59,7 @@ class Model:
         return f"{self.micro_batch}x{self.length}x{self.width}x{self.heads}"
 
     def job(self, cluster: Cluster) -> Job:
-        """Its training on a cluster, by the cluster's measurement alone."""
+        """Return the training's job on a cluster, by the cluster's measurement alone."""
         limits = Limits(dtype="fp32", recompute=False)
         words = ["train_gpt.py", *self.words, "--vocabulary", str(self.vocabulary)]
         batch = Batch(self.samples, self.length)
@@ -99,7 +99,7 @@ def measured(
 
 
 def session(lab: Lab, ranks: int, before: Sequence[str] = ()) -> Session:
-    """Trainings on all ranks of ``lab``, one a node."""
+    """Return a session of trainings on all ranks of ``lab``, one a node."""
     place = Place("ds_zero1_baseline.json", str(ranks), ("dp",))
     return Session(Preceded(lab, before), place, PATIENCE_S)
 
@@ -108,7 +108,7 @@ def started(
     jobs: Session, plan: Plan, cluster: Cluster, model: Model, data: Path, folder: Path, steps: int,
     **settings: Any,
 ) -> Turns:  # fmt: skip
-    """A training of ``plan`` with the planner's own files, and ``settings`` of DeepSpeed's on top.
+    """Start a training of ``plan`` with the planner's files, and ``settings`` on top.
 
     Raises CellError where none starts.
     """
@@ -140,11 +140,11 @@ def turns(jobs: Sequence[Turns], count: int, between: Turns | None = None) -> No
 
 
 def seconds(job: Turns, first: int) -> float:
-    """Seconds of the slowest rank: the fastest half of the steps from ``first`` on."""
+    """Return seconds of the slowest rank: the fastest half of the steps from ``first`` on."""
     return fast(by_step([steps[first:] for steps in job.said]))
 
 
 def losses(job: Turns) -> list[float]:
-    """The loss of every step, as the last rank says it."""
+    """Return the loss of every step, as the last rank says it."""
     said: list[dict[str, Any]] = list(job.said[-1])
     return [float(step["loss"]) for step in said]

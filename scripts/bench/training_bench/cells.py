@@ -109,7 +109,7 @@ class Arm:
 
 
 def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
-    """The arms of a layout, the reference first; ``chosen`` names those that are wanted.
+    """Return the arms of a layout, the reference first; ``chosen`` names those that are wanted.
 
     Raises ValueError for a name that the layout does not have.
     """
@@ -153,7 +153,7 @@ def _mesh_arms() -> list[Arm]:
 
 
 def _wanted(layout: str, arms: list[Arm], chosen: list[str] | None) -> list[Arm]:
-    """Those of ``chosen`` and the reference. Raises ValueError as ``arms_of``."""
+    """Return those of ``chosen`` and the reference. Raises ValueError as ``arms_of``."""
     if chosen is None:
         return arms
     known = {arm.name: arm for arm in arms}
@@ -183,7 +183,7 @@ class Sizes:
     steps: int  # timed
 
     def arguments(self) -> list[str]:
-        """For both trainers."""
+        """Return the arguments for both trainers."""
         total = self.warm + self.steps
         return [
             "--layers", str(self.layers), "--width", str(self.width), "--length",
@@ -193,7 +193,7 @@ class Sizes:
 
 
 def settings_of(layout: str, arm: Arm, sizes: Sizes, ledger: Path) -> dict[str, Any]:
-    """The DeepSpeed file of a cell."""
+    """Return the DeepSpeed file of a cell."""
     settings: dict[str, Any] = json.loads((CONFIGS / LAYOUTS[layout].config).read_text())
     batch = settings["train_micro_batch_size_per_gpu"]
     divide = 1 if LAYOUTS[layout].whole_batch else sizes.divide_batch

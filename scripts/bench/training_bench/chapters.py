@@ -52,7 +52,7 @@ SPEED_NOTES = """
 
 
 def speed_chapter(source: Path, out: Path) -> str:
-    """Tables and pictures of scripts/bench/bench_training.py.
+    """Write the chapter with tables and pictures of scripts/bench/bench_training.py.
 
     Where only some layouts or rates were measured anew, the others stay as they were written.
     """
@@ -129,7 +129,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def equal_bytes_chapter(source: Path, out: Path) -> str:
-    """The duels of ``bench_training.py --losses``."""
+    """Write the chapter with the duels of ``bench_training.py --losses``."""
     file = source / "losses" / "equal_bytes.json"
     duels = json.loads(need(file, "bench/bench_training.py --losses").read_text(encoding="utf-8"))
     shutil.copyfile(file, out / "equal_bytes.json")

@@ -25,13 +25,13 @@ _on = False
 
 
 def set_empty(on: bool) -> None:
-    """From now on, or from now on no longer."""
+    """Empty messages from now on, or no longer."""
     global _on
     _on = on
 
 
 def few(tensor: Tensor, times: int = 1) -> Tensor:
-    """The first elements as a vector."""
+    """Return the first elements as a vector."""
     return tensor.view(-1)[: FEW * times]
 
 
@@ -82,7 +82,7 @@ WRAPPERS = {
 
 
 def install() -> None:
-    """In this process, before a backend of DeepSpeed's looks its functions up."""
+    """Patch this process, before a backend of DeepSpeed's looks its functions up."""
     for name, cut in WRAPPERS.items():
         native = getattr(dist, name, None)
         if native is not None:

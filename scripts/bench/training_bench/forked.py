@@ -35,7 +35,7 @@ class JobError(RuntimeError):
 def server(
     timeout: float, say: Callable[[str], None], tensor_parallel: bool = False
 ) -> ForkServerContext:
-    """The fork server, when it has loaded everything; with torch alone where a package of the rest
+    """Start the fork server with everything loaded; with torch alone where a package of the rest
     has touched the GPU at its import. Raises JobError where its ranks cannot work at all.
     """
     context, began = mp.get_context("forkserver"), time.monotonic()
@@ -56,7 +56,7 @@ def server(
 
 
 def _probe(context: ForkServerContext, timeout: float) -> None:
-    """Raises JobError where a rank has not what it needs, or cannot use the GPU."""
+    """Raise JobError where a rank lacks a package, or cannot use the GPU."""
     ours, theirs = context.Pipe()
     process = context.Process(target=_try, args=(theirs,), daemon=True)
     process.start()
@@ -122,7 +122,7 @@ class Job:
                 raise JobError(self.why()) from None
 
     def answers(self) -> list[Any]:
-        """One of every rank, by rank."""
+        """Return an answer of every rank, by rank."""
         deadline = time.monotonic() + self.timeout
         found: dict[int, Any] = {}
         while len(found) < len(self.pipes):
@@ -151,7 +151,7 @@ class Job:
         return found or "nothing was printed"
 
     def said(self, part: str) -> list[str]:
-        """Lines of the first rank's log that hold ``part``."""
+        """Return lines of the first rank's log that hold ``part``."""
         lines = Path(self.logs[0]).read_text(errors="replace").splitlines()
         return [line.strip() for line in lines if part in line]
 

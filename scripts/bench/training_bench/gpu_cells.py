@@ -46,7 +46,7 @@ class Options:
 
 
 def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:
-    """The reference, the step without a wire, ours, then peers; ``chosen`` names those wanted.
+    """Return the reference, the wireless step, ours, then peers; ``chosen`` names those wanted.
 
     Raises ValueError for a name that the layout does not have.
     """
@@ -76,7 +76,7 @@ def _the_same(dimensions: tuple[str, ...]) -> list[str]:
 
 
 def settings_of(layout: str, arm: Arm, size: str) -> dict[str, Any]:
-    """The DeepSpeed file of an arm: bf16, buckets of 100 MB, fused AdamW."""
+    """Return the DeepSpeed file of an arm: bf16, buckets of 100 MB, fused AdamW."""
     settings: dict[str, Any] = json.loads((cells.CONFIGS / LAYOUTS[layout].config).read_text())
     batch = SIZES[size][3]
     accumulated = settings.get("gradient_accumulation_steps", 1)

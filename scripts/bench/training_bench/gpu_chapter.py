@@ -52,7 +52,7 @@ def speed_rows(source: Path) -> list[dict[str, Any]]:
 
 
 def speed(rows: Sequence[dict[str, Any]], out: Path) -> list[str]:
-    """Tables and pictures."""
+    """Return tables and write pictures of speed."""
     parts = [SPEED, *gpu_report.verdict(rows)]
     for size in SIZES:
         layouts = [name for name in LAYOUTS if any(_at(row, size, name) for row in rows)]
@@ -77,7 +77,7 @@ def _at(row: dict[str, Any], size: str, layout: str) -> bool:
 
 
 def _told(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """r, and what ``auto`` said."""
+    """Return r and the reports of ``auto``."""
     found = [row for row in rows if "r" in row]
     lines = []
     if found:

@@ -57,7 +57,7 @@ class Case:
 
 
 def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
-    """Arm by arm: a study that is cut off has all seeds of the first ones; or seed by seed."""
+    """List the cases arm by arm, so that a study cut off has all seeds of some; or seed by seed."""
     seeds = asked.seeds
     cases = [Case(name, seed) for name in asked.arms for seed in seeds]
     held = [Case(name, seeds[0], nccl=True) for name in asked.arms[:2] if asked.nccl_steps]
@@ -67,7 +67,7 @@ def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
 
 
 def settings_of(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
-    """bf16, buckets of 100 MB, a tenth of warm-up, then down to zero."""
+    """Return the file: bf16, buckets of 100 MB, a tenth of warm-up, then down to zero."""
     config = cells.CONFIGS / cells.LAYOUTS[LAYOUT].config
     settings: dict[str, Any] = json.loads(config.read_text())
     settings["train_micro_batch_size_per_gpu"] = asked.samples

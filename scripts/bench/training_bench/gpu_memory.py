@@ -49,7 +49,7 @@ class Posted(dist.Work):
             self._event = torch.cuda.current_stream().record_event()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Orders the current stream; the host goes on."""
+        """Have the current stream wait; the host goes on."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         return True
@@ -60,7 +60,7 @@ class Posted(dist.Work):
 
 
 def done(_: Any) -> Any:
-    """The work of a call whose copies have been posted."""
+    """Return the work of a call whose copies have been posted."""
     return Posted()
 
 
@@ -90,21 +90,21 @@ class GpuMemory(_Group):  # type: ignore[misc]
             tensor.copy_(values)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """In place."""
+        """Reduce in place."""
         for tensor in tensors:
             self._reduced(tensor, dist.ReduceOp.SUM if opts is None else opts.reduceOp)
         return done(tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """One after the other."""
+        """Reduce one tensor after the other."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        """Both ranks get it."""
+        """Reduce to both ranks."""
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        """From the root."""
+        """Copy from the root."""
         for tensor in tensors if self._ranks > 1 else []:
             if self._own == opts.rootRank:
                 self._swap(tensor.contiguous(), None)
@@ -115,7 +115,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
         return done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Lists of one tensor a rank."""
+        """Gather into lists of one tensor a rank."""
         for places, values in zip(outputs, inputs, strict=True):
             places[self._own].copy_(values)
             if self._ranks > 1:
@@ -125,11 +125,11 @@ class GpuMemory(_Group):  # type: ignore[misc]
         return done(outputs)
 
     def all_gather_single(self, output: Tensor, values: Tensor, opts: Any = None) -> Any:
-        """One tensor of all."""
+        """Gather into one tensor."""
         return self.allgather([list(output.view(-1).chunk(self._ranks))], [values.view(-1)])
 
     def reduce_scatter_single(self, output: Tensor, values: Tensor, opts: Any = None) -> Any:
-        """The part of this rank."""
+        """Reduce, and keep the part of this rank."""
         parts = values.view(self._ranks, -1)
         result = parts[self._own].clone()
         if self._ranks > 1:
@@ -143,7 +143,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
         self, output: Tensor, values: Tensor, takes: Sequence[int], gives: Sequence[int],
         opts: Any = None,
     ) -> Any:  # fmt: skip
-        """Rows of any number."""
+        """Exchange rows of any number."""
         rows = [
             torch.split(tensor, list(sizes) or [len(tensor) // self._ranks] * self._ranks)
             for tensor, sizes in ((output, takes), (values, gives))
@@ -167,7 +167,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def size(self) -> int:
-        """Ranks."""
+        """Return the number of ranks."""
         return self._ranks
 
     def rank(self) -> int:
@@ -175,7 +175,7 @@ class GpuMemory(_Group):  # type: ignore[misc]
         return self._own
 
     def getBackendName(self) -> str:
-        """For torch's messages."""
+        """Return the name for torch's messages."""
         return NAME
 
 

@@ -59,7 +59,7 @@ class Pair:
             self._piece(gives[start:end], takes[start:end])
 
     def try_out(self) -> None:
-        """Raises RuntimeError where what comes is not what was sent."""
+        """Raise RuntimeError where the bytes received are not those sent."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         sent = [torch.arange(100, device=device) * (rank + 3) for rank in range(2)]
         self._patience = SETUP_S
@@ -104,7 +104,7 @@ def heard(message: bytes, own: Sequence[Any]) -> tuple[list[Any], list[bytes]]:
 
 
 def _plain(value: Any) -> int | str | None:
-    """A number, or a handle in hexadecimal digits; None for what both ranks have alike."""
+    """Return a number, or a handle in hexadecimal digits; None for what both ranks have alike."""
     if isinstance(value, bytes):
         return value.hex()
     return value if type(value) is int else None
@@ -189,7 +189,7 @@ KINDS: tuple[type[DevicePair] | type[HostPair], ...] = (DevicePair, HostPair)
 
 
 def pair_of(store: Any, rank: int) -> Pair:
-    """The fastest kind that works on both ranks. Raises RuntimeError where none does."""
+    """Return the fastest kind that works on both ranks. Raises RuntimeError where none does."""
     for number, kind in enumerate(KINDS):
         if kind is DevicePair and not torch.cuda.is_available():
             continue
@@ -213,5 +213,5 @@ def pair_of(store: Any, rank: int) -> Pair:
 
 
 def octets(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor as a vector."""
+    """Return the bytes of a contiguous tensor as a vector."""
     return tensor.view(-1).view(torch.uint8)

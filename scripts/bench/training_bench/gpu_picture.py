@@ -15,7 +15,7 @@ OURS, OTHERS, NATIVE = "#0072B2", "#E69F00", "#9A9A9A"
 
 
 def draw(rows: Sequence[dict[str, Any]], size: str, path: Path) -> bool:
-    """One panel a layout, one bar an arm; False where nothing was measured at this size."""
+    """Draw a panel a layout, a bar an arm; return False where this size was not measured."""
     shown = [row for row in rows if row["size"] == size and "failed" not in row]
     layouts = list(dict.fromkeys(row["layout"] for row in shown))
     if not layouts:

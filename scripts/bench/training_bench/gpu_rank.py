@@ -43,7 +43,7 @@ class Seat:
         self._left -= 1
 
     def _end(self, trainer: Any) -> None:
-        """The ledger of the whole run, then the end, without the farewells of a process group."""
+        """Send the ledger of the run, then exit without destroying the process group."""
         found = {"ledger": ledger_of(trainer.engine), "memory": peak_memory()}
         self._pipe.send(("end", found))
         sys.stdout.flush()
@@ -74,7 +74,7 @@ def give_memory_back() -> None:
 
 
 def peak_memory() -> int:
-    """Bytes that torch held at most."""
+    """Return the most bytes that torch held."""
     import torch
 
     return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
@@ -126,7 +126,7 @@ def run(pipe: Connection, spec: Spec) -> None:
 
 
 def main(pipe: Connection, spec: Spec) -> None:
-    """The forked process; its output goes to ``spec.log``."""
+    """Run the forked process; its output goes to ``spec.log``."""
     end_with_parent()
     log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)

@@ -22,7 +22,7 @@ AUTO, ALWAYS = "recommended when auto", "recommended"
 
 
 def read(files: Sequence[Path]) -> list[Record]:
-    """All records; ``session`` tells calls of one layout and part apart, in their order."""
+    """Return all records; ``session`` tells calls of one layout and part apart, in their order."""
     records: list[Record] = []
     session = -1
     for file in files:
@@ -47,7 +47,7 @@ def _again(records: Sequence[Record], record: Record) -> bool:
 
 
 def _tail(records: Sequence[Record]) -> Iterator[Record]:
-    """Those of the last session."""
+    """Yield the records of the last session."""
     for other in reversed(records):
         if other["session"] != records[-1]["session"]:
             return
@@ -55,7 +55,7 @@ def _tail(records: Sequence[Record]) -> Iterator[Record]:
 
 
 def rows_of(records: Sequence[Record]) -> list[Record]:
-    """One row for each size, layout and arm: medians over all rounds of all calls."""
+    """Return one row for each size, layout and arm: medians over all rounds of all calls."""
     places: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         places[record["size"], record["layout"]].append(record)
@@ -141,7 +141,7 @@ HEAD = ("arm", "ms a step", "tokens/s", "of native", "MB a step", "bytes", "allo
 
 
 def table(rows: Sequence[Record], size: str, layout: str) -> list[str]:
-    """Markdown, one layout."""
+    """Return the table of one layout."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in rows:
         if (row["size"], row["layout"]) == (size, layout):

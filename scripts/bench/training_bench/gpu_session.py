@@ -44,7 +44,7 @@ class Book:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append."""
+        """Append a record."""
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -74,7 +74,7 @@ class Session:
         self._jobs: dict[str, Job] = {}
 
     def run(self, layout: str, arms: list[Arm], part: int, first: int = 0) -> bool:
-        """The rounds of these arms from ``first`` on; False: time was up before the last one.
+        """Run the rounds of these arms from ``first`` on; False: time was up before the last one.
 
         What fails is written down and left out from then on.
         """
@@ -104,7 +104,7 @@ class Session:
         return over
 
     def _start(self, layout: str, arms: list[Arm]) -> None:
-        """All at once, but those that measure something before their first step: one by one."""
+        """Start all arms at once, but those that measure before their first step one by one."""
         plan = self._plan
         steps = plan.settling + (plan.timed + 1) * plan.rounds + 10**6
         arms = [arm for arm in arms if arm.name != COMPUTE]  # native's ranks do it
@@ -134,7 +134,7 @@ class Session:
             ready(arm)
 
     def _warm(self, names: list[str]) -> None:
-        """The first steps, ``TOGETHER`` arms at once; who measures during them is alone."""
+        """Run the first steps, ``TOGETHER`` arms at once; an arm that measures then runs alone."""
         names = [name for name in names if name in self._jobs]
         alone = [name for name in names if measures(name)]
         others = [name for name in names if name not in alone]

@@ -25,7 +25,7 @@ class Kept:
         self._folder, self._sizes, self._loopback = folder, sizes, loopback
 
     def everything(self) -> list[Record]:
-        """By layout, ratio (the network without limit first), repetition and arm.
+        """Yield all cells by layout, ratio (the network without limit first), repetition and arm.
 
         Cells with other numbers of steps too, as eight ranks on few cores get fewer.
         """
@@ -39,7 +39,7 @@ class Kept:
     def of(
         self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
     ) -> list[Record]:
-        """Those that are there."""
+        """Return the kept cells of these arms."""
         found = (self._one(layout, arm, ratio, repetition) for arm in arms)
         return [record for record in found if record is not None]
 
@@ -89,6 +89,6 @@ def name_of(ratio: float | None) -> str:
 
 
 def _place(folder: Path) -> tuple[float, int]:
-    """Ratio (0: no limit) and repetition of a folder of cells such as ``r0.25/1``."""
+    """Return the ratio (0: no limit) and repetition of a folder of cells such as ``r0.25/1``."""
     name = folder.parent.name
     return 0.0 if name == "unshaped" else float(name.removeprefix("r")), int(folder.name)

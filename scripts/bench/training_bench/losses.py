@@ -39,7 +39,7 @@ PEERS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those that ``--losses`` needs."""
+    """Add the arguments of ``--losses``."""
     add = parser.add_argument
     add("--steps", type=int, default=1000, help="of a training for --losses")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of --losses")
@@ -81,7 +81,7 @@ def sent_MB(row: dict[str, Any]) -> float:
 
 
 def duels_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each peer that one of ours that sends most without sending more than the peer.
+    """Pair each peer with that one of ours that sends most without sending more than it.
 
     Chosen by bytes alone, before a loss is looked at. ``ours`` is None where all of ours send more.
     """
@@ -131,7 +131,7 @@ def apart(own: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(duels: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Return the table of the duels."""
     lines = [
         "| peer | MB | gap % | ours | MB | gap % | peer further off by % | smaller loss |",
         "|---|---|---|---|---|---|---|---|",

@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def ticks() -> tuple[int, int]:
-    """Busy and all clock ticks of all cores since boot."""
+    """Return the busy and all clock ticks of all cores since boot."""
     figures = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     total = sum(figures)
     return total - figures[3] - figures[4], total
 
 
 def busy(seconds: float = 1.0) -> float:
-    """Share of the cores that others keep busy, looked at for ``seconds``; 0 to 1."""
+    """Return the share of the cores that others keep busy, sampled for ``seconds``; 0 to 1."""
     then = ticks()
     time.sleep(seconds)
     now = ticks()

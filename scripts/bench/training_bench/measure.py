@@ -43,7 +43,7 @@ class Options:
 
 
 def by_step(ranks: Sequence[Steps]) -> list[float]:
-    """Seconds: a step ends when its slowest rank ends."""
+    """Return the seconds of every step, which ends when its slowest rank does."""
     return [max(step["seconds"] for step in each) for each in zip(*ranks, strict=False)]
 
 
@@ -75,7 +75,7 @@ class Bench:
     def run(
         self, layout: str, arms: list[Arm], ratios: list[float | None], repetitions: int
     ) -> list[dict[str, Any]]:
-        """All cells of a layout, of every ratio (None: the network without limit).
+        """Measure all cells of a layout at every ratio (None: the network without limit).
 
         Cells that are there already are taken as they are; the others are measured beside native
         bf16, as many at once as the memory holds. Raises CellError where that itself fails.
@@ -190,7 +190,7 @@ class Bench:
 
 
 def _last(session: Session, job: Job, count: int) -> list[Steps]:
-    """The last ``count`` steps of all ranks. Raises CellError."""
+    """Return the last ``count`` steps of all ranks. Raises CellError."""
     return [steps[-count:] for steps in session.steps(job)]
 
 
@@ -222,7 +222,7 @@ def coded(ledger: Path, ranks: int) -> dict[str, float]:
 
 
 def line(number: int, total: int, where: str, record: dict[str, Any], left: float) -> str:
-    """The progress line of a cell."""
+    """Return the progress line of a cell."""
     head = f"{number}/{total} {record['layout']} {where} {record['arm']}:"
     if "failed" in record:
         return f"{head} FAILED {record['failed']}"

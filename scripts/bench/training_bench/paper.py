@@ -42,7 +42,7 @@ and r of the paper's machine is not known. The paper's two counters differ (+12.
 
 
 def paper_chapter(source: Path, out: Path) -> str:
-    """The paper's schemes on the 3D example: speed and, where they were trained, losses."""
+    """Write the chapter of the paper's schemes on the 3D example: speed and losses."""
     rows = [row for row in rows_in(source) if row["layout"] == "3d"]
     if not any("failed" not in row for row in rows):
         raise FileNotFoundError(
@@ -72,7 +72,7 @@ def paper_chapter(source: Path, out: Path) -> str:
 
 
 def gain(cells: dict[str, dict[str, Any]], arm: str, base: str) -> str:
-    """Throughput of ``arm`` over ``base``; the reference of both is the same."""
+    """Return the throughput of ``arm`` over ``base``; the reference of both is the same."""
     if arm not in cells or base not in cells:
         return "not measured"
     return f"{100 * (cells[arm]['speed_up'] / cells[base]['speed_up'] - 1):+.1f} %"
@@ -116,7 +116,7 @@ def left_native(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def final_gaps(source: Path) -> dict[str, str]:
-    """Scheme -> gap of the final loss in percent."""
+    """Return the gap of the final loss in percent, by scheme."""
     found = {}
     for run in trained_in_3d(source):
         half = run["gap_interval"]

@@ -16,7 +16,7 @@ OWN = (
 
 
 def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
-    """One line an arm; one measured at fewer rates than others is in the table only.
+    """Draw one line an arm; one measured at fewer rates than others is in the table only.
 
     Draws nothing and returns False where there is one rate at most.
     """
@@ -70,7 +70,7 @@ def draw(rows: Sequence[dict[str, Any]], layout: str, path: Path) -> bool:
 
 
 def colors_of(arms: Sequence[str]) -> dict[str, Any]:
-    """By arm; those of ``OWN`` do not depend on the others."""
+    """Return the color of every arm; those of ``OWN`` do not depend on the others."""
     from matplotlib import color_sequences
 
     first, second = color_sequences["tab20"], color_sequences["tab20b"]

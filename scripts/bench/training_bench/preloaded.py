@@ -20,7 +20,7 @@ MEGATRON = ["megatron.core.tensor_parallel", "gpt.tensor_parallel"]
 
 
 def load() -> None:
-    """All of it; of a package that is not installed the arm that needs it will say so."""
+    """Import everything; a package that is not installed is named by the arm that needs it."""
     for name in [*NAMES, *(MEGATRON if os.environ.get(TENSOR_PARALLEL) == "1" else [])]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 def ideal(ratio: float, saving: float) -> float:
-    """The speed-up when nothing but bytes changes: (1 + r) / (1 + r / saving).
+    """Return the speed-up when nothing but bytes changes: (1 + r) / (1 + r / saving).
 
     ``ratio``: communication to compute of native bf16; ``saving``: its bytes over the arm's.
     """
@@ -22,7 +22,7 @@ def ideal(ratio: float, saving: float) -> float:
 
 
 def rows_of(records: Sequence[Record]) -> list[Record]:
-    """One row for each layout, ratio and arm; steps of all repetitions, each beside the
+    """Return one row for each layout, ratio and arm; steps of all repetitions, each beside the
     reference's of the same turn."""
     groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     for record in records:
@@ -99,7 +99,7 @@ HEAD = (
 
 
 def table(rows: Sequence[Record], layout: str) -> str:
-    """Markdown, one layout."""
+    """Return the table of one layout."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in rows:
         if row["layout"] == layout:

@@ -33,10 +33,10 @@ class Runner(Protocol):
     def started(
         self, command: list[str], layout: Layout, env: dict[str, str]
     ) -> AbstractContextManager[Team]:
-        """``command`` (after the interpreter) on every rank; killed at the end of the body."""
+        """Start ``command`` (after the interpreter) on every rank; kill it behind the body."""
 
     def shape(self, rate: int | None) -> None:
-        """Bits a second of every node's link from now on, None: no limit."""
+        """Set the bits a second of every node's link, None: no limit."""
 
 
 class Loopback:
@@ -64,7 +64,7 @@ class Loopback:
             team.end()
 
     def shape(self, rate: int | None) -> None:
-        """Only None."""
+        """Refuse every rate but None."""
         assert rate is None, "a loopback has no rate"
 
 
@@ -92,7 +92,7 @@ class InLab:
 
 @contextmanager
 def network(layout: Layout, loopback: bool) -> Iterator[Runner]:
-    """A runner whose links have no limit yet."""
+    """Yield a runner whose links have no limit yet."""
     if loopback:
         yield Loopback()
         return
@@ -128,7 +128,7 @@ def parse(status: int, output: str) -> Steps:
 
 
 def free_port() -> str:
-    """One that nobody listens on now."""
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

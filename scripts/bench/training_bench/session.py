@@ -34,7 +34,7 @@ class Session:
         self._stack.close()
 
     def start(self, command: list[str]) -> Job:
-        """A job that waits for its first turn; one that failed before that is over."""
+        """Start a job that waits for its first turn; one that failed before that is over."""
         own = Path(self._folder, f"job{len(self._teams)}")
         own.mkdir()
         env = {**environment(str(own)), VARIABLE: self._path}
@@ -45,7 +45,7 @@ class Session:
         return job
 
     def steps(self, job: Job) -> list[Steps]:
-        """All steps of a job's ranks, of which the last one was made: its next turn is its end.
+        """End a job whose last step was made, and return all steps of its ranks.
 
         Raises CellError where it failed, or had more steps to make.
         """

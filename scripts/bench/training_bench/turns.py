@@ -125,7 +125,7 @@ class Job:
 
 
 def door(folder: str) -> tuple[socket.socket, str]:
-    """A socket that ranks come to, and its path for ``VARIABLE``."""
+    """Open a socket that ranks come to, and its path for ``VARIABLE``."""
     path = str(Path(folder, "turns"))
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     found.bind(path)

@@ -24,7 +24,7 @@ PREFIX = "BENCH "
 
 
 def sent_nbytes(interface: str) -> int:
-    """Bytes that left through ``interface`` since it exists; 0 where it does not."""
+    """Return bytes that left through ``interface`` since it exists; 0 where it does not."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == interface:
