@@ -64,7 +64,8 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     from hybridcomp import patching
     from hybridcomp.job import environment, uncaught
     from hybridcomp.log import say_once
-    from hybridcomp.patches.common import early_engines, registry
+    from hybridcomp.patches import registry
+    from hybridcomp.patches.common import early_engines
     from hybridcomp.patches.torch import auto_attach
     from hybridcomp.session import process
 
