@@ -10,6 +10,8 @@ load_state(folder)   take them over
 resync(engine)       make the next gather of parameters exact, where deltas are sent
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model
+Attached             what attach returns: detach, count_step, its part of a checkpoint
+HybridcompError      base of every error that is raised on purpose; see ``hybridcomp.errors``
 """
 
 from __future__ import annotations
@@ -17,6 +19,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hybridcomp.errors import (
+    AgreementError,
+    CheckpointError,
+    CodecError,
+    ConfigError,
+    HybridcompError,
+    PeerError,
+    SeamError,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -27,7 +39,15 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AgreementError",
+    "Attached",
+    "CheckpointError",
+    "CodecError",
     "CompressionConfig",
+    "ConfigError",
+    "HybridcompError",
+    "PeerError",
+    "SeamError",
     "__version__",
     "attach",
     "detach",
@@ -226,6 +246,10 @@ def __getattr__(name: str) -> Any:
         from hybridcomp import config
 
         return getattr(config, name)
+    if name == "Attached":
+        from hybridcomp.patches.torch.attached import Attached
+
+        return Attached
     if name == "__version__":
         from importlib.metadata import version
 

@@ -7,22 +7,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hybridcomp
-from hybridcomp import errors, nn
+from hybridcomp import codecs, errors, nn
 
 FORMATS = Path(hybridcomp.__file__).resolve().parent / "kernels" / "formats"
 #: headers that hold a format, in the order of the page; the others are shared parts
 HEADERS = ("blockint.h", "casts.h", "zfp.h", "mpc.h", "expcode.h", "radix.h")
 
 
+#: what users hold, what layers of a model need, what authors of codecs need
+PUBLIC = (("", hybridcomp), ("nn.", nn), ("codecs.", codecs))
+
+
 def api() -> str:
-    """Return every public name of the package and of ``hybridcomp.nn``: signature and docstring."""
-    parts = []
-    for name in hybridcomp.__all__:
-        if not name.startswith("__"):
-            parts.append("\n".join(_entry(name, getattr(hybridcomp, name))))
-    for name in nn.__all__:
-        parts.append("\n".join(_entry(f"nn.{name}", getattr(nn, name))))
-    return "\n\n".join(parts)
+    """Return every public name of ``PUBLIC``: signature and docstring; errors have a table."""
+    return "\n\n".join("\n".join(_entry(name, found)) for name, found in public())
+
+
+def public() -> Iterator[tuple[str, object]]:
+    """Yield name and object of every public function and class but errors."""
+    for prefix, module in PUBLIC:
+        for name in module.__all__:
+            found = getattr(module, name)
+            if callable(found) and not (
+                inspect.isclass(found) and issubclass(found, errors.HybridcompError)
+            ):
+                yield f"{prefix}{name}", found
 
 
 def _entry(name: str, found: object) -> Iterator[str]:

@@ -1,0 +1,54 @@
+"""The public names and their signatures change only together with ``tests/public.json``.
+
+``python -m tests.test_public`` in the root of a checkout writes that file anew; what it changes
+belongs into CHANGELOG.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+from doc_pages import inside
+
+LIST = Path(__file__).with_name("public.json")
+
+
+def found() -> dict[str, object]:
+    """Return signatures of public functions, and of the public methods of classes."""
+    return {f"hybridcomp.{name}": _shape(thing) for name, thing in inside.public()}
+
+
+def _shape(thing: object) -> object:
+    if not inspect.isclass(thing):
+        assert callable(thing)
+        return _signature(thing)
+    methods = {
+        name: _signature(getattr(thing, name))
+        for name, value in vars(thing).items()
+        if not name.startswith("_") and inspect.isfunction(getattr(value, "__func__", value))
+    }
+    fields = sorted(name for name in vars(thing).get("__annotations__", {}) if name[0] != "_")
+    return {"fields": fields, "methods": dict(sorted(methods.items()))}
+
+
+def _signature(function: object) -> str:
+    assert callable(function)
+    return str(inspect.signature(function)).replace("'", "")
+
+
+def test_public_names_are_those_of_the_list() -> None:
+    assert found() == json.loads(LIST.read_text())
+
+
+def test_each_has_a_docstring_and_annotations() -> None:
+    for name, thing in inside.public():
+        assert inspect.getdoc(thing), name
+        if inspect.isfunction(thing):
+            parameters = inspect.signature(thing).parameters.values()
+            assert all(one.annotation is not one.empty for one in parameters), name
+
+
+if __name__ == "__main__":
+    LIST.write_text(json.dumps(found(), indent=1, sort_keys=True) + "\n")
