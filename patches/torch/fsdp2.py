@@ -92,6 +92,8 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
     for one in members:
         fsdp2_comms.fill(one, attached, native_inside=inside)
         attached.on_detach(functools.partial(fsdp2_comms.empty, one))
+        # a compiled pass runs hooks without looking; messages are sent outside of what is compiled
+        one.before_first = functools.partial(_check_whole, one.group.modules[0])
         for module in one.group.modules:
             attached.on_detach(module.register_forward_pre_hook(_Enter(attached)).remove)
             if not one.hears_of_messages:

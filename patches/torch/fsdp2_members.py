@@ -13,7 +13,7 @@ of the group. Before, ``register_post_accumulate_grad_hook`` tells which ones to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -64,6 +64,8 @@ class Members:
         """
         self.group = group
         self.members = [_member(parameter, names, where) for parameter in group.fsdp_params]
+        #: called before the first message, until it raises nothing
+        self.before_first: Callable[[], None] | None = None
         self._announced: tuple[int, ...] | None = None  # parameters of the message to come
         self._prepare: Any = None  # torch's own, while ours is in its place
         self._touched: set[int] = set()
@@ -123,8 +125,11 @@ class Members:
     def of_message(self, numel: int, world_size: int) -> tuple[int, ...]:
         """The parameters in a reduce-scatter of ``numel`` elements, the next one of this group.
 
-        Raises RuntimeError where none fit.
+        Raises RuntimeError where none fit, and what ``before_first`` does.
         """
+        if self.before_first is not None:
+            self.before_first()
+            self.before_first = None
         touched = tuple(sorted(self._touched))
         self._touched.clear()
         ways = (self.trained, touched) if self._announced is None else (self._announced,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -186,6 +187,11 @@ def test_blocks_that_differ_are_one_line_of_the_job(tmp_path: Path) -> None:
     assert "Traceback" not in one + other
 
 
+def passed(model: Any) -> None:
+    """A forward and a backward pass."""
+    model(torch.ones(2, 8)).sum().backward()
+
+
 def partly() -> dict[str, str]:
     """What is said where a part of a model is attached, by how that came about."""
     found: dict[str, str] = {}
@@ -199,11 +205,14 @@ def partly() -> dict[str, str]:
     def layers() -> Any:
         return nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
 
-    between = layers()
-    fully_shard(between[0])
-    hybridcomp.attach(between, DP)
-    fully_shard(between)
-    note("between", lambda: between(torch.ones(2, 8)))
+    for name in ("between", "between, compiled"):
+        between = layers()
+        fully_shard(between[0])
+        hybridcomp.attach(between, DP)
+        run: Any = fully_shard(between)
+        if name != "between":
+            run = torch.compile(run, backend="eager")
+        note(name, functools.partial(passed, run))
     child = layers()
     fully_shard(child[0])
     fully_shard(child)
@@ -228,7 +237,8 @@ def partly() -> dict[str, str]:
 
 def test_what_is_attached_in_part_is_an_error() -> None:
     for found in run_ranks(2, partly):
-        for name in ("between", "child, then root", "child only", "root, then child"):
+        for name in ("between", "between, compiled", "child, then root", "child only",
+                     "root, then child"):  # fmt: skip
             assert "call attach once, for the root" in found[name], (name, found)
         for name in ("child, then root", "root, then child"):
             assert "attached already" in found[name]
