@@ -9,13 +9,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 from tests.paths import ROOT
 
 PACKAGE = ROOT / "hybridcomp"
-#: import statements from one module of a room to another of it, at most
-MOST_ARROWS = {"collectives": 57, "patches": 38}
 
 
 def module_of(path: Path) -> str:
@@ -120,16 +116,3 @@ def test_every_module_can_be_imported_alone() -> None:
         [sys.executable, "-c", ALONE, *names], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("room", MOST_ARROWS)
-def test_few_arrows_in_a_room(room: str) -> None:
-    modules = sources()
-    inside = {name for name in modules if f"{name}.".startswith(f"hybridcomp.{room}.")}
-    arrows = [
-        (name, target)
-        for name in sorted(inside)
-        for node in at_import(ast.parse(modules[name].read_text()))
-        if (target := sorted(targets(node, modules) & inside - {name}))
-    ]
-    assert len(arrows) <= MOST_ARROWS[room], (len(arrows), arrows)

@@ -224,7 +224,7 @@ def test_what_cannot_be_read_is_told(source: str, said: str) -> None:
     [
         ({"hidden_size": 4096.5}, "hidden_size: found 4096.5; expected a whole number"),
         ({"hidden_size": float("nan")}, "hidden_size: found nan; expected a number above 0"),
-        ({"hidden_size": "4096"}, "hidden_size: found '4096'; expected a number above 0; correct"),
+        ({"hidden_size": "4096"}, "hidden_size: found '4096'; expected a number above 0"),
         ({"num_attention_heads": 15}, "num_attention_heads: found 15; expected a divisor of the"),
         ({"num_key_value_heads": 5}, "num_key_value_heads: found 5; expected a divisor of the 32"),
         ({"num_key_value_heads": "x"}, "num_key_value_heads: found 'x'; expected a number"),

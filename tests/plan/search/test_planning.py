@@ -30,32 +30,38 @@ RECOMMENDED = Budget.parse("recommended")
 BATCH = Batch(16, 128)
 
 
-def every_layout(engine: str, depth: int) -> Iterator[Layout]:
-    """All ways to train 16 samples on four ranks, with up to 4 in a pass and nothing recomputed.
+def every_layout(job: Job) -> Iterator[Layout]:
+    """All ways to train on two or four ranks, with up to 4 samples in a pass, nothing recomputed.
 
     Written out here: neither the search's space nor its placer or evaluator is asked.
     """
+    engine, depth, ranks = job.limits.engine, job.model.depth, len(job.cluster.ranks)
     for tensor, stages in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)):
-        data = 4 // tensor // stages
+        if tensor * stages > ranks:
+            continue
+        data = ranks // tensor // stages
         most = (
             0 if data == 1 else 1 if engine == "megatron" or stages > 1 else 2 if tensor > 1 else 3
         )
         sequences = (False, True) if engine == "megatron" and tensor > 1 else (False,)
-        free = itertools.product(range(most + 1), sequences, (1, 2, 4))
+        hosts = (False, True) if job.limits.offload and stages == 1 else (False,)
+        free = itertools.product(range(most + 1), sequences, (1, 2, 4), hosts)
         cut = itertools.combinations(range(1, depth), stages - 1)
-        for borders, (zero_stage, sequence, size) in itertools.product(cut, free):
+        for borders, (zero_stage, sequence, size, offload) in itertools.product(cut, free):
             cuts = tuple(b - a for a, b in itertools.pairwise((0, *borders, depth)))
-            yield Layout(tensor, sequence, stages, cuts=cuts, data=data, zero_stage=zero_stage,
-                         micro_batch=size, accumulation=16 // data // size)  # fmt: skip
+            if zero_stage or not offload:
+                yield Layout(tensor, sequence, stages, cuts=cuts, data=data, zero_stage=zero_stage,
+                             micro_batch=size, accumulation=job.batch.samples // data // size,
+                             offload=offload)  # fmt: skip
 
 
 def best_of_all(job: Job, budget: Budget) -> tuple[dict[tuple[int, ...], float], int]:
     """By cuts, the fastest of all layouts with all combinations of choices; how many do not fit."""
     best: dict[tuple[int, ...], float] = {}
     refused = 0
-    for layout in every_layout(job.limits.engine, job.model.depth):
+    for layout in every_layout(job):
         sends = {"dp": layout.data > 1, "zero": layout.zero_stage > 0, "tp": layout.tensor > 1,
-                 "pp": layout.stages > 1}  # fmt: skip
+                 "pp": layout.stages > 1, "offload": layout.offload}  # fmt: skip
         keys = [key for key in KEYS if sends.get(key[0])]
         work = work_of(job, layout)
         for some in itertools.product(*(budget.options(key, layout.zero_stage) for key in keys)):

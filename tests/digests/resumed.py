@@ -1,7 +1,4 @@
-"""A checkpoint as version 0.1 wrote it, and what a run does that goes on from it.
-
-``write`` ran on that version; ``go_on`` runs on this one.
-"""
+"""A checkpoint after three steps, and what a run does that goes on from it."""
 
 from __future__ import annotations
 
