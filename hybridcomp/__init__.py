@@ -1,12 +1,12 @@
 """hybridcomp: error-bounded compression of the communication of 3D-parallel LLM training.
 
 install(config=None) arm the patches: they act on engines whose config has a "compression" block
-uninstall()          put upstream back as it was, and detach all models
+uninstall()          restore upstream, and detach all models
 attach(model, block) compress a model under torch's fully_shard (FSDP2) or DistributedDataParallel
-detach(model)        give it its native communication back
+detach(model)        restore the native communication of a model
 stateful(model)      its part of a checkpoint of torch.distributed.checkpoint
-save_state(folder)   keep residuals and step beside a checkpoint of megatron-core
-load_state(folder)   take them over
+save_state(folder)   save residuals and step beside a checkpoint of megatron-core
+load_state(folder)   load them
 resync(engine)       make the next gather of parameters exact, where deltas are sent
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model
@@ -64,22 +64,22 @@ __all__ = [
 def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = None) -> None:
     """Arm all patches.
 
-    Upstream packages that are imported already are patched now, others when they are imported.
-    Calling it again without a config changes nothing.
+    Patches upstream packages that are imported already now, and others when they are imported.
+    Another call without a config changes nothing.
 
     Args:
         config: the block of this process, for jobs without a ds_config.json: a CompressionConfig, a
-            block, or a dict or file that holds one under "compression". A DeepSpeed engine whose
-            own configuration has a block keeps that one. The environment variable
-            HYBRIDCOMP_CONFIG names such a file too.
+            block, or a dict or file that holds one under "compression". A DeepSpeed engine keeps
+                the block of its configuration, if it has one. The environment variable
+                HYBRIDCOMP_CONFIG names such a file too.
 
-    It has to come before what is to be compressed is built; models under FSDP2 and DDP that exist
-    already are attached in their next forward pass. Its own errors, and those of a block,
-    end a job as one line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows where they came from).
+    Call it before engines and wrappers are built; models under FSDP2 and DDP that exist already are
+    attached in their next forward pass. hybridcomp's errors, and those of a block, end a job as one
+    line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows the traceback).
 
     Raises SeamError when an imported upstream is outside the supported versions or was patched by
-    somebody else (nothing stays half-patched), ConfigError on a config that cannot act, and where a
-    DeepSpeed engine or a data-parallel wrapper of Megatron that it is for was built before.
+    another package (nothing stays half-patched), ConfigError on a config that cannot act, and where
+    the DeepSpeed engine or Megatron's data-parallel wrapper that it is for was built before.
     """
     from hybridcomp import patching
     from hybridcomp.job import environment, uncaught
@@ -117,7 +117,7 @@ def uninstall() -> None:
 def attach(
     model: Module, block: Mapping[str, Any] | str | Path | CompressionConfig | None = None
 ) -> Attached | None:
-    """Compress what a model under torch's FSDP2 or DDP sends.
+    """Compress the messages of a model under torch's FSDP2 or DDP.
 
     Every rank calls it after ``fully_shard`` or ``DistributedDataParallel`` and before the first
     forward pass, every rank for as many models and in the same order. Under ``hybridcomp.run``, or
@@ -140,17 +140,17 @@ def attach(
 
 
 def detach(model: Module) -> None:
-    """Give a model under FSDP2 or DDP its native communication back; nothing of it is kept.
+    """Restore the native communication of a model under FSDP2 or DDP; drops its state.
 
     Every rank calls it between two steps. Messages, their bytes and values are native's from then
-    on. ``attach`` may follow, with another block too. Gradients that error feedback held back are
-    dropped, which is said; ``save_state`` before keeps them. Harmless when called twice.
+    on. ``attach`` may follow, with another block too. The residuals of error feedback are dropped,
+    with a notice; ``save_state`` before saves them. Harmless when called twice.
 
-    Under FSDP2 torch's own communication stands in its slots again. DDP's reducer gives a hook back
-    to nobody: ours stays there and averages natively, with the values that DDP has without one.
+    Under FSDP2 torch's communication is back in its slots. DDP's reducer cannot drop a hook: ours
+    stays there and averages natively, with the values that DDP has without one.
 
     Args:
-        model: what ``attach`` was given, or what was attached by itself.
+        model: the argument of ``attach``, or a model that was attached automatically.
 
     Raises ConfigError on a model that was never attached.
     """
@@ -160,7 +160,7 @@ def detach(model: Module) -> None:
 
 
 def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:
-    """The ``Stateful`` of a model, for ``torch.distributed.checkpoint``; stands under "hybridcomp".
+    """Return a model's ``Stateful`` for ``torch.distributed.checkpoint``, under "hybridcomp".
 
     ``dcp.save({"hybridcomp": hybridcomp.stateful(model), ...}, checkpoint_id=folder)``
 
@@ -179,8 +179,8 @@ def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:
 def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
     """Write the residuals of error feedback and the step, for jobs on megatron-core, FSDP2 and DDP.
 
-    Every rank calls it, where the job saves its own checkpoint; folders of a restart must hold the
-    files of all ranks. DeepSpeed's checkpoints hold all this themselves: nothing is written there.
+    Every rank calls it where the job saves its checkpoint; a restart needs the files of all ranks
+    in its folder. DeepSpeed's checkpoints contain this state: nothing is written for them.
 
     Args:
         folder: one for each checkpoint.
@@ -198,14 +198,14 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
 
 def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
-    """Take over what ``save_state`` wrote; every rank calls it, before the first step.
+    """Load the files of ``save_state``; every rank calls it, before the first step.
 
     On another number of data-parallel ranks the sum of the residuals is kept; with other tensor,
-    pipeline or expert groups, or without such files, they start at zero, which is said.
+    pipeline or expert groups, or without such files, they start at zero, with a notice.
 
     Args:
         folder: as for ``save_state``.
-        loss_scale: the factor on the gradients from now on; None: what it was when saved.
+        loss_scale: the factor on the gradients from now on; None: the saved one.
 
     Raises ConfigError in a process without a block.
     """
@@ -221,13 +221,13 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 def resync(engine: Any = None) -> None:
     """Make the next gather of parameters exact, with ``"delta": true`` under ``"zero"``.
 
-    After master weights were rewritten by hand: a large change takes several gathers to arrive by
-    deltas. Loading a checkpoint does it by itself. One rank that asks is enough, all may.
+    For master weights that were rewritten by hand: a large change takes several gathers to arrive
+    by deltas. Loading a checkpoint does it by itself. One rank that calls it is enough, all may.
 
     Args:
         engine: the DeepSpeed engine; None for megatron-core, and for a process with one engine.
 
-    Raises ConfigError where nothing is compressed, which has nothing to resynchronize.
+    Raises ConfigError where nothing is compressed, so that there is nothing to resynchronize.
     """
     from hybridcomp.channels import channels_of
     from hybridcomp.errors import ConfigError

@@ -21,8 +21,8 @@ class ConfigError(HybridcompError, ValueError):
 
     Args:
         key: dotted path of the setting, for example ``compression.dp.bits``.
-        found: what was found there.
-        todo: what was expected and what to do about it.
+        found: the value found.
+        todo: the expected value and what to do about it.
     """
 
     def __init__(self, key: str, found: object, todo: str) -> None:
@@ -48,7 +48,7 @@ class AgreementError(HybridcompError, RuntimeError):
 
 
 class CheckpointError(HybridcompError, RuntimeError):
-    """A file that hybridcomp keeps beside a checkpoint cannot be written, or is not what it was."""
+    """A file of hybridcomp beside a checkpoint cannot be written, or is damaged."""
 
 
 class PeerError(HybridcompError, RuntimeError):

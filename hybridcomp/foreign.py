@@ -1,8 +1,8 @@
-"""Texts of other people's files, written so that they stay data in whatever is written of them.
+"""Escape texts of foreign files, so that they stay data wherever they are written.
 
-A ``config.json``, a description of a cluster, a log and a path may hold any character. Whoever
-writes one of their texts into a file that somebody runs, parses or renders, or prints it, takes the
-function for that place from here:
+A ``config.json``, a description of a cluster, a log and a path may contain any character. Code that
+prints such a text, or writes it into a file that is run, parsed or rendered, takes the function for
+that target from here:
 
 one_line        a comment, a message, a line of a table
 printable       text for a terminal, whose lines stay
@@ -14,8 +14,8 @@ markdown        a sentence or a cell of Markdown
 fenced          a block of code of Markdown
 picture         a label of matplotlib
 
-What is read of them comes through ``parsed_json`` and ``parsed_yaml``, which raise a ValueError of
-one line for everything that cannot be read.
+``parsed_json`` and ``parsed_yaml`` read such files, and raise a ValueError of one line for anything
+that cannot be read.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-#: what a parser says of brackets that its stack does not hold
+#: error about brackets nested deeper than the parser's stack
 TOO_DEEP = "nested too deeply"
-#: characters of a key, with its escapes, that YAML looks ahead
+#: length of a key, with its escapes, that YAML can parse
 LONGEST_KEY = 1000
-#: characters of a name, and of a sentence, that are shown
+#: most characters shown of a name, and of a sentence
 MOST, SENTENCE = 200, 2000
 #: characters that are shown of each end of a long line of an error
 END = 600
 
 
 def parsed_json(text: str) -> Any:
-    """The value of JSON. Raises ValueError in one line."""
+    """Parse JSON. Raises ValueError in one line."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -47,21 +47,21 @@ def parsed_json(text: str) -> Any:
 
 
 def parsed_yaml(text: str) -> Any:
-    """The value of YAML, without tags of Python. Raises ValueError in one line."""
+    """Parse YAML, without tags of Python. Raises ValueError in one line."""
     try:
-        import yaml  # comes with GPT-NeoX, whose files these are
+        import yaml  # a dependency of GPT-NeoX, whose files these are
     except ImportError:
         raise ValueError("reading YAML needs pyyaml: pip install pyyaml") from None
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date is a ValueError
         raise ValueError(one_line(error)) from None
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
 
 
 def printable(text: object) -> str:
-    r"""``text`` with control characters, surrogates and marks of direction as ``\x1b``.
+    r"""Escape control characters, surrogates and direction marks of ``text`` as ``\x1b``.
 
     Line feeds stay.
     """
@@ -69,9 +69,9 @@ def printable(text: object) -> str:
 
 
 def one_line(text: object, most: int = MOST) -> str:
-    """``text`` in one line: runs of white space are one space, no other character acts.
+    """Return ``text`` in one line: runs of white space become a space, other characters escaped.
 
-    ``most``: characters that are kept.
+    ``most``: most characters to keep.
     """
     found = printable(" ".join(str(text).split()))
     return found if len(found) <= most else f"{found[:most]}..."
@@ -86,12 +86,12 @@ def message(error: object) -> str:
 
 
 def shell_words(words: Iterable[object]) -> str:
-    """Words as a POSIX shell reads them back, each one quoted where it has to be."""
+    """Join words to a POSIX shell command, each one quoted where it has to be."""
     return " ".join(shlex.quote(str(word)) for word in words)
 
 
 def json_document(value: object) -> str:
-    """Settings as JSON. Raises ValueError for what is no setting: a date, a set."""
+    """Write settings as JSON. Raises ValueError for values that JSON lacks: a date, a set."""
     try:
         return json.dumps(value, indent=2) + "\n"
     except (TypeError, RecursionError) as error:
@@ -99,11 +99,11 @@ def json_document(value: object) -> str:
 
 
 def yaml_document(value: object) -> str:
-    """Settings as JSON that YAML 1.1 reads back as the same values, a line for each.
+    """Write settings as JSON that YAML 1.1 reads back as the same values, a line for each.
 
-    PyYAML takes ``1e-05`` for a text, a pair of escaped surrogates for two characters, and refuses
-    some characters that JSON leaves as they are. Raises ValueError for what is no setting, or for
-    settings that contain themselves.
+    PyYAML reads ``1e-05`` as a text and a pair of escaped surrogates as two characters, and refuses
+    some characters that JSON leaves unescaped. Raises ValueError for values that YAML lacks, and
+    for settings that contain themselves.
     """
     try:
         return _yaml(value, "") + "\n"
@@ -112,13 +112,13 @@ def yaml_document(value: object) -> str:
 
 
 def markdown(text: object) -> str:
-    """``text`` as a part of a sentence or a cell of a table: nothing in it is a mark or a tag."""
+    """Escape ``text`` for a sentence or a cell of a table: nothing in it is a mark or a tag."""
     shown = one_line(text, SENTENCE).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`|*\[])", r"\\\1", shown)
 
 
 def fenced(text: object) -> list[str]:
-    """Lines of a block of code that holds ``text``, whatever fences stand in that."""
+    """Return the lines of a code block with ``text``, with a fence longer than any in it."""
     shown = printable(text)
     longest = max((len(run) for run in re.findall("`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -126,9 +126,9 @@ def fenced(text: object) -> list[str]:
 
 
 def picture(text: object) -> str:
-    """``text`` as a label of matplotlib, lines kept: a dollar sign starts no formula there.
+    """Escape ``text`` for a label of matplotlib, lines kept: a dollar sign starts no formula.
 
-    A label that begins with an underscore would stay out of the legend.
+    Adds a space before a leading underscore, which would keep a label out of the legend.
     """
     shown = printable(text).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
@@ -139,7 +139,7 @@ def _escaped(character: str) -> str:
 
 
 def _yaml(value: object, indent: str) -> str:
-    """One value, whose lines below the first begin with ``indent``."""
+    """Write one value, with ``indent`` before its lines but the first."""
     inner = f"{indent}  "
     if isinstance(value, Mapping):
         parts = [f"{_key(key)}: {_yaml(one, inner)}" for key, one in value.items()]
@@ -155,7 +155,7 @@ def _block(marks: str, parts: list[str], indent: str) -> str:
 
 
 def _key(key: object) -> str:
-    """A key; only texts are keys of JSON, numbers and switches stay what they are in YAML."""
+    """Write a key: a text, or a number, switch or null, which stays one in YAML."""
     if not (key is None or isinstance(key, str | bool | int | float)):
         raise ValueError(f"a key of type {type(key).__name__}")
     written = _scalar(key)
@@ -177,7 +177,7 @@ def _scalar(value: object) -> str:
 
 
 def _quoted(character: str) -> str:
-    """One character between double quotes, of JSON and of YAML."""
+    """Escape one character between double quotes, for JSON and YAML."""
     code = ord(character)
     if code > 0xFFFF:
         return character
@@ -187,7 +187,7 @@ def _quoted(character: str) -> str:
 
 
 def _number(value: float) -> str:
-    """A number with the dot that YAML 1.1 asks for."""
+    """Write a number with the dot that YAML 1.1 requires."""
     if not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     digits, exponent, power = repr(value).partition("e")

@@ -1,8 +1,8 @@
-"""What hybridcomp tells the user: one logger, which speaks on rank 0 unless it is asked otherwise.
+"""Print messages to the user: by one logger, on rank 0 unless asked otherwise.
 
-The logger is ``logging.getLogger("hybridcomp")``, so that a job can silence or redirect it. Without
-that every text goes to standard output behind ``[hybridcomp]``, where tools read it. Functions
-below ``patches`` that know no user return their sentences; whoever calls them tells them here.
+The logger is ``logging.getLogger("hybridcomp")``, so that a job can silence or redirect it. By
+default every text goes to standard output after ``[hybridcomp]``, where tools read it. Functions
+below ``patches`` return their sentences; their callers print them here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIX = f"[{NAME}]"
 
 
 class _Handler(logging.Handler):
-    """Writes to what ``sys.stdout`` is now, errors to ``sys.stderr``: both may be replaced."""
+    """Handler that writes to the current ``sys.stdout``, errors to ``sys.stderr``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -28,10 +28,10 @@ class _Handler(logging.Handler):
 
 
 def _write(text: str, stream: TextIO) -> None:
-    """Write a line of its own: a progress bar of tqdm ends without a newline."""
+    """Write a separate line, also beside progress bars of tqdm, which end without a newline."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is not None and getattr(bars, "_instances", None):
-        bars.write(text, file=stream)  # takes the bars away, writes, and draws them again
+        bars.write(text, file=stream)  # clears the bars, writes, and draws them again
         stream.flush()
     else:
         print(text, file=stream, flush=True)
@@ -42,7 +42,7 @@ def _logger() -> logging.Logger:
     if not any(isinstance(handler, _Handler) for handler in logger.handlers):
         logger.addHandler(_Handler())
         logger.setLevel(logging.INFO)
-        logger.propagate = False  # a job's root logger would say everything a second time
+        logger.propagate = False  # a job's root logger would repeat everything
     return logger
 
 
@@ -50,7 +50,7 @@ _LOGGER = _logger()
 
 
 def rank() -> int:
-    """The rank of this process: of torch.distributed, else of the launcher, else 0."""
+    """Return the rank of this process: of torch.distributed, else of the launcher, else 0."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -61,14 +61,14 @@ def rank() -> int:
 
 
 def say(*texts: str, anywhere: bool = False) -> None:
-    """Tell the user each text, on rank 0; ``anywhere``: on this rank, whichever it is."""
+    """Print each text on rank 0; ``anywhere``: on this rank, whichever it is."""
     if anywhere or rank() == 0:
         for text in texts:
             _LOGGER.info("%s", text)
 
 
 class Once:
-    """``say`` for texts that were not told through this object before."""
+    """``say`` for texts that this object has not printed before."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -79,14 +79,14 @@ class Once:
         say(*fresh)
 
     def forget(self) -> None:
-        """Begin anew, for another job in the same process."""
+        """Forget the printed texts, for another job in the same process."""
         self._told.clear()
 
 
-#: each text once in this process
+#: prints each text once in this process
 say_once = Once()
 
 
 def complain(text: str) -> None:
-    """Tell the user on standard error, on whichever rank it is: other ranks may not know of it."""
+    """Print on standard error, on any rank, as the others may not know the problem."""
     _LOGGER.error("%s", text)

@@ -1,8 +1,8 @@
-"""Replacing upstream attributes: declared, checked, revertible.
+"""Replace upstream attributes: declared, checked, revertible.
 
-A ``Seam`` names one upstream attribute and what it must look like; a ``Patch`` puts a replacement
-there and takes it away again. Nothing is ever patched on a guess: an unknown version, a missing
-symbol, other parameters or somebody else's wrapper raise SeamError.
+A ``Seam`` names one upstream attribute and its expected form; a ``Patch`` puts a replacement there
+and removes it again. Nothing is patched on a guess: an unknown version, a missing symbol, other
+parameters or a foreign wrapper raise SeamError.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Seam:
         qualname: dotted path inside the module, private names already mangled.
         parameters: names of the parameters, or a tuple of alternatives where versions differ;
             ``None`` for classes, whose parameters say nothing.
-        source: for an upstream that is used from a checkout and has no version, or whose versions
-            are judged by more than a number: what was found, once it is known to be one that the
-            seam fits; else it raises SeamError. The requirement is then for people only.
+        source: for an upstream in a checkout without a version, or whose versions are judged by
+            more than a number: returns a description of a version that the seam fits, else raises
+            SeamError. The requirement is then for human readers only.
     """
 
     requirement: str
@@ -56,7 +56,7 @@ class Seam:
 
     @property
     def alternatives(self) -> tuple[tuple[str, ...], ...]:
-        """The accepted parameter lists."""
+        """Accepted parameter lists."""
         if not self.parameters:
             return ((),)
         if isinstance(self.parameters[0], str):
@@ -64,7 +64,7 @@ class Seam:
         return self.parameters
 
     def found_version(self) -> str:
-        """The installed version, once it is known to lie in the window; else SeamError."""
+        """Return the installed version if it lies in the window; else raise SeamError."""
         if self.source is not None:
             return self.source()
         requirement = Requirement(self.requirement)
@@ -82,7 +82,7 @@ class Seam:
         return f"{requirement.name} {found}"
 
     def owner_and_name(self) -> tuple[Any, str]:
-        """The object that holds the attribute, and its last name."""
+        """Return the object that holds the attribute, and its last name."""
         owner: Any = importlib.import_module(self.module)
         *path, name = self.qualname.split(".")
         for part in path:
@@ -103,7 +103,7 @@ class Patch:
 
     @property
     def applied(self) -> bool:
-        """Whether the replacement is in place (as far as we know)."""
+        """Return whether the replacement is in place (as far as we know)."""
         return self._mine is not None
 
     def check(self) -> Any:
@@ -131,7 +131,7 @@ class Patch:
         return raw
 
     def apply(self) -> Patch:
-        """Check, then replace. Raises SeamError and leaves upstream as it was."""
+        """Check, then replace. Raises SeamError and leaves upstream unchanged."""
         if self.applied:
             raise SeamError(f"{self.seam}: already applied")
         raw = self.check()
@@ -149,7 +149,7 @@ class Patch:
         return self
 
     def revert(self) -> None:
-        """Put the original back; refuses when somebody replaced our replacement since."""
+        """Put the original back; raises SeamError if our replacement was replaced in turn."""
         if not self.applied:
             raise SeamError(f"{self.seam}: not applied")
         if inspect.getattr_static(self._owner, self._name) is not self._mine:
@@ -170,10 +170,10 @@ class Patch:
 
 
 def _decorated(function: Any) -> Any:
-    """The function inside upstream's own decorators.
+    """Return the function inside upstream's decorators.
 
-    Some of them (DeepSpeed's instrument_w_nvtx) keep no ``__wrapped__`` and show ``*args,
-    **kwargs``: what they call is then the one callable in their closure.
+    Some of them (DeepSpeed's instrument_w_nvtx) keep no ``__wrapped__`` and have ``*args,
+    **kwargs``: the decorated function is then the one callable in their closure.
     """
     while tuple(inspect.signature(function).parameters) == ("args", "kwargs"):
         cells = getattr(function, "__closure__", None) or ()
@@ -185,14 +185,14 @@ def _decorated(function: Any) -> Any:
 
 
 def _refuse_foreign_wrapper(seam: Seam, original: Any) -> None:
-    """Raise when ``original`` was not written by the upstream package (or by torch)."""
+    """Raise SeamError if ``original`` was not written by the upstream package (or by torch)."""
     code = getattr(original, "__code__", None)
     if code is None or not os.path.isabs(code.co_filename):
         return
     package = sys.modules.get(seam.module.partition(".")[0])
     if package is None or not hasattr(package, "__path__"):
         return  # a single module, or a stub
-    # decorators of torch and contextlib count as upstream's own
+    # decorators of torch and contextlib count as upstream code
     torch_home = list(getattr(sys.modules.get("torch"), "__path__", ()))
     homes = [os.path.realpath(home) + os.sep for home in [*package.__path__, *torch_home]]
     homes.append(os.path.realpath(contextlib.__file__))
@@ -204,7 +204,7 @@ def _refuse_foreign_wrapper(seam: Seam, original: Any) -> None:
 
 
 def has_module(name: str) -> bool:
-    """Whether an upstream module is there; without upstream none is, and seams are listed only."""
+    """Return whether an upstream module exists; without upstream seams are only listed."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of a parent
@@ -236,14 +236,14 @@ UNFIT: dict[str, str] = {}
 
 
 def missing(package: str) -> str | None:
-    """Why the patches of an optional package are not in place; None where they are."""
+    """Return why the patches of an optional package are not in place; None where they are."""
     if package in IN_PLACE:
         return None
     return UNFIT.get(package, f"{package} is not imported, or hybridcomp not installed")
 
 
 def stale_bindings(obj: object) -> list[str]:
-    """Modules that imported ``obj`` by name and would not see a patch at its home."""
+    """Return modules that imported ``obj`` by name and would not see a patch at its home."""
     return sorted(
         f"{module_name}.{name}"
         for module_name, module in list(sys.modules.items())

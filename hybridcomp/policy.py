@@ -1,7 +1,7 @@
-"""Which codec a message takes. Decides only; it never touches a tensor.
+"""Choose the codec of a message. Decides only; never touches a tensor.
 
-The decision depends on dimension, direction, dtype, numel, group size and step: all of them equal
-on every rank that takes part in the message, so the ranks always agree without talking.
+The choice depends on dimension, direction, dtype, numel, group size and step: all equal on every
+rank that takes part in the message, so the ranks always agree without communication.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 #: between a device and its host; two-dimensional tensor parallel (hybridcomp.nn.tp2d)
 Dimension = Literal["dp", "zero", "tp", "pp", "ep", "cp", "offload", "tp2d"]
 #: ``forward`` moves activations or parameters, ``backward`` gradients of activations.
-#: Gradient reduction (dp) and parameter gathers (zero) are always ``forward``; of offload it is
-#: parameters to the device, and ``backward`` gradients to the host. What tp2d moves has kinds
-#: instead, which travel in both passes: ``activations``, ``weights`` and ``gradients``.
+#: Gradient reduction (dp) and parameter gathers (zero) are always ``forward``; in offload it moves
+#: parameters to the device, and ``backward`` gradients to the host. Messages of tp2d have kinds
+#: instead, which are sent in both passes: ``activations``, ``weights`` and ``gradients``.
 Direction = Literal["forward", "backward", "activations", "weights", "gradients"]
 
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-#: what the messages of tp2d have for directions
+#: kinds of messages of tp2d, in the place of directions
 KINDS: tuple[Direction, ...] = ("activations", "weights", "gradients")
 #: dimensions whose messages have one direction
 ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
@@ -35,37 +35,37 @@ MEASURED: tuple[Dimension, ...] = ("dp", "zero", "tp", "pp")
 SUMMED: tuple[Dimension, ...] = ("dp", "tp")
 #: dimensions whose messages go from rank to rank
 BETWEEN_RANKS: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name != "offload")
-#: dimensions of layers that a script builds itself: no preset names them, and who has no such
-#: layers is not told about them
+#: dimensions of layers that a script builds itself: no preset names them, and users without such
+#: layers get no message about them
 OWN_LAYERS: tuple[Dimension, ...] = ("tp2d",)
 
 
 def directions_of(dimension: Dimension) -> tuple[Direction, ...]:
-    """The directions, or kinds, that messages of ``dimension`` have settings and counters for."""
+    """Return the directions, or kinds, for which ``dimension`` has settings and counters."""
     return KINDS if dimension == "tp2d" else DIRECTIONS
 
 
 class Traffic(NamedTuple):
-    """One message, as every rank of its group sees it. A tuple, as every message makes one."""
+    """One message, as every rank of its group sees it; a tuple, as each message makes one."""
 
     dimension: Dimension
     direction: Direction
     dtype: torch.dtype
-    numel: int  # elements of the whole message as upstream hands it over on one rank
+    numel: int  # elements of the whole message as upstream passes it on one rank
     world_size: int  # ranks of the group
     step: int  # optimizer steps taken before this message
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that the guard holds one dimension to; one that is None is not looked at."""
+    """Limits of the guard for one dimension; None is not checked."""
 
     error: float | None  # relative L2 error of one encoding
     residual: float | None  # norm of the residuals over the norm of the values
 
     @property
     def any(self) -> bool:
-        """Whether the guard looks at anything."""
+        """Return whether the guard checks anything."""
         return self.error is not None or self.residual is not None
 
 
@@ -84,18 +84,18 @@ class Policy:
     codecs: Mapping[tuple[Dimension, Direction], Codec | None]
     min_bytes: int
     start_step: int
-    #: what comes before the codec that stays, in order
+    #: codecs before the final one, in order
     ramps: Mapping[tuple[Dimension, Direction], tuple[Rung, ...]] = field(default_factory=dict)
 
     @property
     def low_rank(self) -> frozenset[Dimension]:
-        """Dimensions whose messages are summed as factors, natively over all ranks."""
+        """Return the dimensions whose messages are summed as factors, natively over all ranks."""
         return frozenset(
             name for (name, _), codec in self.codecs.items() if codec and codec.low_rank
         )
 
     def choose(self, traffic: Traffic) -> Codec | None:
-        """The codec for this message, or None when it stays native."""
+        """Return the codec for this message; None for native."""
         if traffic.world_size < 2 or traffic.step < self.start_step:
             return None
         if traffic.dtype not in VALUE_DTYPES:

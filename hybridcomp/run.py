@@ -3,7 +3,7 @@
 ``deepspeed --module hybridcomp.run train.py --deepspeed_config ds_config.json ...``
 
 The launcher puts ``--local_rank=N`` before the script's name (0.19 does so with --module); it is
-handed on to the script in front of the script's own arguments, where `deepspeed train.py` puts it.
+passed to the script before the script's arguments, where `deepspeed train.py` puts it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ USAGE = (
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's arguments before the script's name, and the rest from the name on."""
+    """Split into the launcher's arguments, and the script's name with the rest."""
     for position, argument in enumerate(arguments):
         if not argument.startswith("--local_rank"):
             return list(arguments[:position]), list(arguments[position:])
@@ -33,7 +33,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Arm the patches, then become the script."""
+    """Arm the patches, then run the script in this process."""
     launcher, rest = split(sys.argv[1:] if arguments is None else arguments)
     module = bool(rest) and rest[0] == "-m"
     if module:
@@ -49,19 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(script: str, module: bool, words: list[str]) -> None:
-    """Become the script, or the module, with ``words`` as its command line."""
+    """Run the script, or the module, in this process with ``words`` as its command line."""
     sys.argv = words
     if module:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
-        # what `python script.py` does: the script's folder, not ours, comes first
+        # as `python script.py` does: the script's folder comes first, not ours
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
 
 
 def _say_if_idle() -> None:
-    """Tell the user of a job of several ranks that hybridcomp met nothing that it serves."""
+    """Tell the user of a job of several ranks if hybridcomp met no engine that it supports."""
     if os.environ.get("WORLD_SIZE", "1") != "1" and not agreement.has_compared():
         say(
             "nothing was compressed: this script trained nothing under DeepSpeed, megatron-core, "
@@ -70,7 +70,7 @@ def _say_if_idle() -> None:
 
 
 def _end(text: str, status: int) -> NoReturn:
-    """End this rank; the first of its node, whose arguments are the others' too, says why."""
+    """End this rank; the first of its node prints why, as all have the same arguments."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(text, end="", file=sys.stderr)
     raise SystemExit(status)

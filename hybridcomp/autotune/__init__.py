@@ -1,9 +1,9 @@
-"""``"when": "auto"``: what links give is measured, and a verdict says whether encoding pays.
+"""``"when": "auto"``: measure native and encoded messages, and decide whether encoding pays.
 
-observed  the messages of a run that are waited for before a trial can be made of them
-trials    native and encoded messages, timed beside each other
-room      how much memory they may take
-judging   timing them to a verdict
-verdicts  what they say, by dimension, and how long it holds
-recheck   steps of the run itself, natively and encoded in turns, where a trial was close
+observed  messages that a run sends in its first steps, from which trials are planned
+trials    native and encoded messages, to be timed
+room      memory that trials may take
+judging   timing of trials to a verdict
+verdicts  the verdict of each dimension, and for which steps it holds
+recheck   comparison of native and encoded steps of the run, where a trial was close
 """

@@ -1,9 +1,9 @@
-"""Timing trials to a verdict: measured, not guessed.
+"""Time trials and decide by a verdict whether encoding pays.
 
 With ``"when": "auto"`` the real collectives run on the real group, native and encoded in turns: for
-dp and zero before the first step, for tp and pp after it, when it is known what they send
-(``observed``). The seconds of the slowest rank count, taken over the whole job, so every rank
-decides on the same figures.
+dp and zero before the first step, for tp and pp after it, when their messages are known
+(``observed``). The seconds of the slowest rank in the whole job count, so every rank decides on the
+same numbers.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from hybridcomp.autotune.room import room_for
 from hybridcomp.autotune.trials import Run, Sent
 from hybridcomp.autotune.verdicts import Verdict
 
-#: values of a message of a trial, one after the other
+#: values of the messages of the trials, in order
 SIZES = (1 << 19, 1 << 21, 1 << 23)
-#: rounds of either kind that count, at least and at most, after one that fills caches and makes
-#: buffers; the shortest counts, as whatever disturbs a timing makes it longer. A close trial is
-#: decided by steps of the run (``recheck``), so more of them would only take time
+#: least and most timed rounds of either kind, after one that fills caches and allocates buffers;
+#: the shortest counts, as disturbances make a timing longer. Steps of the run decide a close trial
+#: (``recheck``), so more rounds would only take time
 REPEATS = 1, 4
 #: the same for messages of layers and stages, which are short; their median counts
 REPEATS_SEEN = 2, 8
-#: fp32 values that are written in between: 64 MB, above the caches of most processors and GPUs
+#: fp32 values written before each: 64 MB, more than the caches of most processors and GPUs hold
 WORK_NUMEL = 1 << 24
-#: seconds that the trials of a dimension aim at: on a slow link they take long, and small ones tell
+#: seconds that the trials of a dimension aim at; on a slow link small messages are enough
 BUDGET_S = 1.0
-#: where the messages of a step are known, single ones that took this share of it are enough to
-#: tell how many of them there is time for
+#: where the messages of a step are known: share of the budget after which single messages have
+#: shown how many there is time for
 FIRST_LOOK = 0.1
-#: encoded messages must be this much faster: the codec takes cores that the model wants as well
+#: encoded messages must be this much faster: the codec takes cores that the model needs as well
 MARGIN = 1.1
-#: and where a small one is this much faster, larger ones are not tried: per byte they cost the
-#: link as much, and the codec less
+#: where a small message is this much faster encoded, larger ones are not tried: per byte they cost
+#: the link as much, and the codec less
 SURE = 3.0
 
 
@@ -50,10 +50,10 @@ def judge(
 ) -> Verdict:
     """Time trials of growing size, while there is time; a collective over the whole job.
 
-    ``trials``: for messages, what runs them natively and encoded. ``sent``: those of a step, as far
-    as they are known (``whole``, the same on all ranks); without them one with all values there
-    are. First come single messages of ``SIZES``, no longer than its longest. They tell how long all
-    of them take, or what part of them there is time for.
+    ``trials``: returns functions that send messages natively and encoded. ``sent``: the messages of
+    a step where they are known (``whole``, the same on all ranks), else one message of all values.
+    Single messages of ``SIZES`` come first, no longer than the longest. By their times all messages
+    follow, or as many as there is time for.
     """
     longest = max(sent.numels)
     largest = _largest(longest, device)
@@ -92,25 +92,25 @@ def _is_sure(rows: torch.Tensor) -> bool:
 
 
 def _largest(numel: int, device: torch.device) -> int:
-    """The largest of all ranks: other stages have other numbers."""
+    """Return the largest ``numel`` of all ranks, as stages differ; a collective over the job."""
     largest = torch.tensor(numel, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)
 
 
 def _timed(runs: tuple[Run, Run], budget_s: float, device: torch.device) -> torch.Tensor:
-    """Seconds of the rounds that count, ``[rounds, 2]``."""
+    """Time the rounds that count; returns seconds, ``[rounds, 2]``."""
     once = float(_race(runs, 1, device).sum())
     return _race(runs, _repeats(REPEATS, budget_s / once - 1), device)
 
 
 def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verdict:
-    """Time what this rank sends and receives natively and encoded; a collective over the job.
+    """Time this rank's messages natively and encoded; a collective over the job.
 
-    ``nbytes``: of the largest of these messages in the job, 0 where they could not be planned. How
-    often they are timed, the first timing says. Each comes after work that leaves nothing of it in
-    the caches, as a layer's does, and the median counts: such messages are short, and where ranks
-    share cores, what disturbs them is no accident.
+    ``nbytes``: size of the largest of these messages in the job, 0 where they could not be planned.
+    A first timing decides the number of rounds. Each follows work that clears the caches, as a
+    layer's does, and the median counts: such messages are short, and where ranks share cores,
+    disturbances are the normal case.
     """
     if not nbytes:
         return Verdict(True, 0, 0.0, 0.0)
@@ -118,7 +118,7 @@ def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verd
 
     def compute() -> None:
         work.add_(1.0)
-        dist.barrier()  # ranks that end it at different times would be timed waiting
+        dist.barrier()  # else early ranks would count their wait
 
     start = time.perf_counter()
     _race(runs, 1, device, compute)
@@ -137,9 +137,9 @@ def _repeats(limits: tuple[int, int], wanted: float) -> int:
 def _race(
     runs: tuple[Run, Run], repeats: int, device: torch.device, before: Run | None = None
 ) -> torch.Tensor:
-    """Seconds of both in turns, ``[repeats, 2]``; of the slowest rank, so equal on all ranks.
+    """Time both in turns: seconds ``[repeats, 2]`` of the slowest rank, so equal on all ranks.
 
-    ``before``: runs ahead of each and is not timed.
+    ``before``: runs untimed before each.
     """
     found = torch.zeros(repeats, len(runs), dtype=torch.float64)
     for row in found:
@@ -153,7 +153,7 @@ def _race(
 
 
 def seconds(run: Run, device: torch.device) -> float:
-    """Seconds that ``run`` takes, on a GPU until the work is done there."""
+    """Return the seconds of ``run``, on a GPU until its work is done there."""
     _finish(device)
     start = time.perf_counter()
     run()

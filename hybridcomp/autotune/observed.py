@@ -1,8 +1,8 @@
-"""What the messages of tp and pp look like: known once a step has sent them.
+"""Record the messages of tp and pp in the first steps, and plan trials of them.
 
-With ``"when": "auto"`` they are native until then. What a group or a pair of stages has in common
-is looked at alone: all of its ranks count the same messages and so plan the same trial, which they
-compare before they start it, since a rank that waits for a message nobody sends waits for good.
+With ``"when": "auto"`` they are native until then. Each group or pair of stages is looked at on
+its own: its ranks count the same messages, so they plan the same trial. They compare their plans
+before the trial, since a rank that waited for a message that no rank sends would hang.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridcomp.policy import Dimension, Direction
 
 @dataclass(frozen=True)
 class Kind:
-    """Messages that are equal but for their values."""
+    """Kind of messages: equal in all but their values."""
 
     ranks: Ranks  # of the group; sender and receiver of a send
     is_send: bool
@@ -40,16 +40,16 @@ class Kind:
 
     @property
     def stated(self) -> str:
-        """What all ranks that take part say of it, as text that sorts alike on all of them."""
+        """Text about the kind on which all its ranks agree, and that sorts alike on all of them."""
         how = [self.ranks, self.is_send, self.direction, str(self.dtype), self.numel]
         return json.dumps([*how, self.codec.spec])
 
 
 class Seen:
-    """The messages of dimensions that are not judged yet."""
+    """Messages of dimensions that have no verdict yet."""
 
     def __init__(self, dimensions: Iterable[Dimension]) -> None:
-        #: messages by dimension that has no verdict yet
+        #: counts of messages by dimension without a verdict
         self.counts: dict[Dimension, Counter[Kind]] = {name: Counter() for name in dimensions}
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
         self._steps = 0
@@ -69,9 +69,9 @@ class Seen:
         direction: Direction,
         between: tuple[int, int] | None,
     ) -> None:
-        """Count a message that stays native because its dimension is not judged yet.
+        """Count a message that stays native because its dimension has no verdict yet.
 
-        ``between``: global ranks of sender and receiver, None for a collective of ``group``.
+        ``between``: global ranks of sender and receiver; None for a collective of ``group``.
         """
         ranks = ranks_of(group) if between is None else between
         self._groups[ranks] = group
@@ -79,18 +79,18 @@ class Seen:
         self.counts[dimension][kind] += 1
 
     def is_due(self) -> bool:
-        """Whether to look now, after a step: later and later, as there may never be any."""
+        """Return whether to plan after this step: ever less often, as there may be no messages."""
         self._steps += 1
         return self._steps & (self._steps - 1) == 0
 
     def forget(self, dimension: Dimension) -> None:
-        """It has a verdict."""
+        """Drop the messages of ``dimension``, which has a verdict now."""
         self.counts.pop(dimension, None)
 
     def plans(self) -> dict[Dimension, tuple[list[PlannedMessage], int]]:
-        """What to time and bytes of the largest, by dimension that any rank has seen messages of.
+        """Plan the messages to time, with the bytes of the largest, by dimension with messages.
 
-        A collective over the job. 0 bytes: there are messages, but none that its ranks agree on.
+        A collective over the job. 0 bytes: there are messages, but none on which its ranks agree.
         """
         own = {name: _heaviest(counts) for name, counts in self.counts.items()}
         said = tell(
@@ -117,7 +117,7 @@ class Seen:
 
 
 def _heaviest(counts: Counter[Kind]) -> list[Kind]:
-    """The kind with the most bytes of each group, or pair, and direction."""
+    """Return the kind with the most bytes of each group, or pair, and direction."""
     best: dict[tuple[Ranks, bool, Direction], tuple[int, str, Kind]] = {}
     for kind, count in counts.items():
         key = (kind.ranks, kind.is_send, kind.direction)
@@ -128,9 +128,9 @@ def _heaviest(counts: Counter[Kind]) -> list[Kind]:
 
 
 def _common(rows: list[dict[str, list[int]]]) -> dict[str, int]:
-    """Bytes of what every rank that takes part has stated.
+    """Return the bytes of the kinds that all their ranks have stated.
 
-    ``rows``: by rank, by statement, how many ranks take part and the bytes.
+    ``rows``: one for each rank: by statement, the number of ranks that take part and the bytes.
     """
     counts = Counter(stated for row in rows for stated in row)
     every = {stated: figures for row in rows for stated, figures in row.items()}

@@ -1,22 +1,22 @@
-"""Whether verdicts hold in the run itself: some of its steps natively, some encoded, in turns.
+"""Compare native and encoded steps of the run itself, in turns, to confirm or change verdicts.
 
-A trial times messages alone. In a step they meet the model's own work, which hides some of the wire
-and none of the codec's time, and each other. So where a trial was close or encoding won, once the
-run is warm:
+A trial times messages alone. In a step they compete with each other and with the model's work,
+which hides time of the wire but none of the codec. So where a trial was close or encoding won, once
+the run is warm:
 
-1. ``REHEARSED`` steps: one with all dimensions native, one with all encoded. What they have to make
-   for that (buffers, residuals) is made here, and they are not counted;
-2. a round of ``CELLS`` steps, in which up to three dimensions take every combination of both modes;
-3. the seconds of the slowest rank count, so all ranks judge alike. A dimension changes when its
+1. ``REHEARSED`` steps run: one with all dimensions native, one with all encoded. They allocate the
+   buffers and residuals of both modes, and are not counted;
+2. a round of ``CELLS`` steps runs, in which up to three dimensions take every combination of modes;
+3. the seconds of the slowest rank count, so all ranks decide alike. A dimension changes when its
    other mode was faster in every pair of steps that differ in it alone, and stays when it was not.
-   Where that is unclear for one, a second round follows, in which one pair of eight may disagree.
-   Back to native, which is what one has anyway, less is enough: ``BACK``, and the median of both
-   rounds. Two dimensions that each cost two per cent would otherwise stay.
+   Where that is unclear for one, a second round follows, in which one pair of eight may disagree. A
+   change back to native needs less: a gain of ``BACK``, and the median of both rounds. Two
+   dimensions that each cost two per cent would otherwise stay encoded.
 
 Where the other mode loses clearly (``SURELY``) in every pair of the first steps, the comparison
-ends there: it costs two or three steps in the slower mode.
+ends there, after two or three steps in the slower mode.
 
-All that chooses a mode is the number of the step, which is equal on all ranks.
+The mode depends only on the number of the step, which is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ import torch.distributed as dist
 
 from hybridcomp.policy import Dimension
 
-#: steps before the first round, not counted
+#: uncounted steps before the first round
 REHEARSED = 2
-#: combinations of modes of three dimensions
+#: most dimensions of a comparison, and the combinations of their modes
 MOST = 3
 CELLS = 1 << MOST
-#: share of a step that encoding has to save where a dimension is native, and native where it is not
+#: share of a step that a change to encoding, and one back to native, has to save
 GAIN, BACK = 0.03, 0.01
 ROUNDS = 2
-#: share of a step that the other mode has to cost for an early end, in a pair that is the only one;
-#: of several each may show as many times less
+#: share of a step that the other mode has to cost for an early end, in a single pair; of n pairs
+#: each needs an n-th of it
 SURELY = 0.3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the steps of one dimension took, and whether it should change."""
+    """Step times of one dimension in both modes, and whether it should change its mode."""
 
     native_s: float
     coded_s: float
@@ -55,7 +55,7 @@ class Finding:
 
 
 class Recheck:
-    """The comparison of one engine: who takes part, from which step on, and its clock."""
+    """Comparison of an engine's steps: its dimensions, its first step, and its clock."""
 
     def __init__(self, names: Sequence[Dimension], first: int) -> None:
         assert 0 < len(names) <= MOST
@@ -68,17 +68,17 @@ class Recheck:
 
     @property
     def stop(self) -> int:
-        """The first step after it."""
+        """First step after the comparison."""
         if self._cut is not None:
             return self._cut
         return self.first + REHEARSED + self.rounds * CELLS
 
     def covers(self, step: int) -> bool:
-        """Whether it chooses the modes of ``step``."""
+        """Return whether the comparison chooses the modes of ``step``."""
         return self.first <= step < self.stop
 
     def coded(self, name: Dimension, step: int) -> bool | None:
-        """Whether ``name`` is encoded in ``step``; None: no matter of this comparison."""
+        """Return whether ``name`` is encoded in ``step``; None: not decided by the comparison."""
         if name not in self.names or not self.covers(step):
             return None
         turn = step - self.first
@@ -87,25 +87,26 @@ class Recheck:
         return bool((turn - REHEARSED) >> self.names.index(name) & 1)
 
     def open(self, step: int, device: torch.device) -> None:
-        """``step`` begins, if it has not begun already: its first forward pass.
+        """Start the clock of ``step`` at its first forward pass; later calls do nothing.
 
-        What lies between two steps (an evaluation, a checkpoint, waiting for data) tells nothing.
+        So the time between two steps (an evaluation, a checkpoint, waiting for data) is not
+        counted.
         """
         if self.covers(step) and step not in self._starts:
             self._starts[step] = _mark(device)
 
     def reopen(self, step: int) -> None:
-        """Begin ``step`` anew: it was skipped, and what that took is none of its time."""
+        """Discard the start of ``step``, which was skipped: its time so far does not count."""
         self._starts.pop(step, None)
 
     def close(self, step: int, device: torch.device) -> None:
-        """The step before ``step`` is over, on a GPU behind its work."""
+        """Stop the clock of the step before ``step``, on a GPU after its queued work."""
         self._stops[step - 1] = _mark(device)
 
     def end_early(self, step: int, pays: Mapping[Dimension, bool], device: torch.device) -> None:
         """End before ``step`` where its pairs are sure; a collective after some of its steps.
 
-        ``pays``: whether each dimension is encoded now. On a GPU those steps are waited for.
+        ``pays``: whether each dimension is encoded now. On a GPU waits for the work of those steps.
         """
         begin, cells = self.first + REHEARSED, 1 << len(self.names)
         if not begin < step < self.stop or self.rounds > 1 or (step - begin) % cells:
@@ -119,7 +120,7 @@ class Recheck:
             self._cut = step
 
     def _slowest(self, begin: int, stop: int, device: torch.device) -> list[float]:
-        """Seconds of the slowest rank in each step; a collective over the job."""
+        """Return the seconds of the slowest rank in each step; a collective over the job."""
         found = torch.tensor([self._seconds(s) for s in range(begin, stop)], dtype=torch.float64)
         found = found.to(device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -129,7 +130,7 @@ class Recheck:
     def judge(
         self, pays: Mapping[Dimension, bool], device: torch.device
     ) -> dict[Dimension, Finding] | None:
-        """Compare, at ``stop``; a collective over the job. None: another round is needed.
+        """Decide at ``stop``; a collective over the job. None: another round is needed.
 
         ``pays``: whether each dimension is encoded now.
         """
@@ -143,15 +144,15 @@ class Recheck:
         }
 
     def _seconds(self, step: int) -> float:
-        """Seconds of one step; 0 where it was not seen, as a run was continued in the middle.
+        """Return the seconds of one step; 0 where it was not timed, as in a resumed run.
 
-        Where nobody says when a step begins, it does when the one before is over.
+        A step without a start mark starts at the end of the step before.
         """
         start, stop = self._starts.get(step, self._stops.get(step - 1)), self._stops.get(step)
         return 0.0 if start is None or stop is None else _between(start, stop)
 
     def _judged(self, name: Dimension, pays: bool, seconds: Sequence[float]) -> Finding | None:
-        """The verdict; None while it is unclear and more may come."""
+        """Return the finding for ``name``; None while it is unclear and another round may come."""
         pairs = self._pairs(name, seconds)
         last = self.rounds == ROUNDS
         if len(pairs) < CELLS // 2 and self._cut is None:
@@ -171,14 +172,14 @@ class Recheck:
         return None
 
     def _pairs(self, name: Dimension, seconds: Sequence[float]) -> list[tuple[float, float]]:
-        """Native and encoded seconds of the steps that differ in ``name`` alone."""
+        """Return native and encoded seconds of the pairs of steps that differ in ``name`` alone."""
         bit = 1 << self.names.index(name)
         cells = ((seconds[i], seconds[i + bit]) for i in range(len(seconds)) if not i & bit)
         return [pair for pair in cells if min(pair) > 0]
 
 
 def told(name: Dimension, finding: Finding, pays: bool, step: int) -> str:
-    """One sentence; ``pays``: the outcome, ``step``: the first that knows it."""
+    """Describe a finding in a sentence; ``pays``: the outcome, ``step``: the first step after."""
     if not finding.native_s:
         seen = "too few steps were seen to compare"
     else:
@@ -192,7 +193,7 @@ def told(name: Dimension, finding: Finding, pays: bool, step: int) -> str:
 
 
 def _mark(device: torch.device) -> Any:
-    """Now: seconds of the host, or an event behind what the device has been given."""
+    """Return the time now: seconds of the host, or an event behind the work queued on the GPU."""
     if device.type != "cuda":
         return now()
     cuda: Any = torch.cuda
@@ -202,12 +203,12 @@ def _mark(device: torch.device) -> Any:
 
 
 def _between(start: Any, stop: Any) -> float:
-    """Seconds; waits for the device."""
+    """Return the seconds between two marks; waits for the device."""
     if isinstance(stop, float):
         return stop - float(start)
     stop.synchronize()
     return float(start.elapsed_time(stop)) / 1e3
 
 
-#: of the host; a test puts its own here
+#: the host's clock, which a test replaces
 now: Callable[[], float] = time.perf_counter

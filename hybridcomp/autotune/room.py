@@ -1,4 +1,4 @@
-"""How much memory trials and comparisons may take; the same on all ranks."""
+"""Limit the memory of trials and comparisons, equally on all ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import torch
 import torch.distributed as dist
 
-#: bytes that a value takes in a trial at most: itself, two residuals, a sum, what is sent
+#: most bytes that a value takes in a trial: the value, two residuals, a sum, a payload
 NBYTES = 24
 
 
 def room_for(device: torch.device) -> int:
-    """Values that trials on ``device`` may have: half of what is free there, for all ranks alike.
+    """Return the most values of trials on ``device``: half of its free memory, least of all ranks.
 
     A collective over the job.
     """
@@ -26,9 +26,9 @@ def room_for(device: torch.device) -> int:
 
 
 def has_room(nbytes: int, device: torch.device) -> bool:
-    """Whether every rank's GPU has so many bytes to spare; a collective over the job.
+    """Return whether every rank's GPU has ``nbytes`` free; a collective over the job.
 
-    Hosts take memory from others when they have none, and are not asked.
+    Hosts are not checked, as they can swap.
     """
     fits = True
     if device.type == "cuda":

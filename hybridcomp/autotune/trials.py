@@ -1,6 +1,6 @@
-"""What is timed where the link decides: one message, natively and encoded, to its end.
+"""Build trials of messages: functions that send them natively and encoded, to their end.
 
-Nothing in here is traffic of the model: no ledger, no residual of it is touched.
+Trials are no traffic of the model: they touch neither its ledger nor its residuals.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter, OwnedRange, Reduction, Transfer, chunk_ranges
 from hybridcomp.collectives.wire.transport import all_gather_single
 
-#: runs collectives to their end
+#: runs collectives to completion
 Run = Callable[[], None]
 
-#: values of the longest message of a trial; the channel's own messages are no longer
+#: most values of a message of a trial, which no message of a channel exceeds
 MESSAGE_NUMEL = 1 << 27
 #: torch 2.13 renames it and warns about the old name
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -29,7 +29,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True)
 class PlannedMessage:
-    """A message of a layer or between stages; gathers and scatters are timed as reductions."""
+    """Message of a layer or between stages; gathers and scatters are timed as reductions."""
 
     codec: Codec
     group: dist.ProcessGroup | None
@@ -40,26 +40,26 @@ class PlannedMessage:
 
 @dataclass(frozen=True)
 class TrialGroup:
-    """Whose messages are timed, and of what they are made."""
+    """Group of the messages of a trial, with their dtype and device."""
 
     group: Group
     dtype: torch.dtype
     device: torch.device
 
     def values(self, numel: int) -> torch.Tensor:
-        """Noise, another on each rank."""
+        """Return noise, different on each rank."""
         return _values(numel, self.dtype, self.device)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a dimension sends in a step: the values of each message, as all of a group do.
+    """Messages of a dimension in a step, equal on all ranks of a group.
 
     Attributes:
-        numels: of sums the values that every rank has, of gathers those that all have together.
-        how: sums that all ranks need, sums of which a rank needs its share of the step (ZeRO 1 and
-            2, by upstream an all-reduce) or of the message (ZeRO 3), or gathers.
-        together: they are posted before the first is waited for.
+        numels: values of each message: of a sum on every rank, of a gather on all ranks together.
+        how: sums for all ranks, sums of which a rank needs its share of the step (ZeRO 1 and 2,
+            upstream an all-reduce) or of the message (ZeRO 3), or gathers.
+        together: all are posted before the first is waited for.
     """
 
     numels: tuple[int, ...]
@@ -68,11 +68,11 @@ class Sent:
 
     @property
     def numel(self) -> int:
-        """Values of all messages."""
+        """Number of values of all messages."""
         return sum(self.numels)
 
     def cut(self, most: int) -> Sent:
-        """Its first messages, with no more than ``most`` values, but one."""
+        """Keep the first messages up to ``most`` values in all, but at least one."""
         kept: list[int] = []
         total = 0
         for numel in (min(numel, MESSAGE_NUMEL, most) for numel in self.numels):
@@ -86,7 +86,7 @@ class Sent:
 def reductions(
     codec: Codec, feedback: bool, where: TrialGroup
 ) -> Callable[[Sent], tuple[Run, Run]]:
-    """Trials of sums of gradients; with ``feedback`` residuals are kept, too."""
+    """Build trials of gradient sums; with ``feedback`` also residuals are updated."""
 
     def trial(sent: Sent) -> tuple[Run, Run]:
         longest, world_size = max(sent.numels), where.group.size
@@ -113,7 +113,7 @@ def reductions(
 
 @dataclass(frozen=True)
 class _Reduce:
-    """One sum of the messages of ``sent``, as upstream and as a codec's."""
+    """Reduction of one message of ``sent``, natively and by a codec."""
 
     sent: Sent
     where: TrialGroup
@@ -147,7 +147,7 @@ class _Reduce:
             collectives.all_reduce(values, how)
 
     def _owners(self, index: int) -> list[OwnedRange]:
-        """Owners of message ``index``: every rank owns one stretch of what a step sums."""
+        """Return the owners of message ``index``: each rank owns one range of the step's values."""
         world_size = self.where.group.size
         first, numel = sum(self.sent.numels[:index]), self.sent.numels[index]
         return [
@@ -158,7 +158,7 @@ class _Reduce:
 
 
 def _residual_lengths(numel: int, sent: Sent, where: TrialGroup) -> tuple[int, int]:
-    """Lengths of what this rank encodes of a message, and of its chunk of it."""
+    """Return the lengths of this rank's residuals of a message: as sender, and as owner."""
     group = where.group
     if sent.how == "scatter":
         edges = chunk_ranges(numel, group.size)
@@ -169,7 +169,7 @@ def _residual_lengths(numel: int, sent: Sent, where: TrialGroup) -> tuple[int, i
 
 
 def _residuals(sent: Sent, where: TrialGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros as long as the longest residuals of messages of these lengths."""
+    """Allocate zeros as long as the longest residuals of the messages."""
     sender, owner = map(
         max, zip(*(_residual_lengths(n, sent, where) for n in set(sent.numels)), strict=True)
     )
@@ -184,7 +184,7 @@ def _cut_residuals(
 
 
 def gathers(codec: Codec, where: TrialGroup) -> Callable[[Sent], tuple[Run, Run]]:
-    """Trials of all-gathers of parameters; sizes are those of what is gathered."""
+    """Build trials of all-gathers of parameters; ``numels`` are the gathered sizes."""
     group = where.group
 
     def trial(sent: Sent) -> tuple[Run, Run]:
@@ -224,9 +224,9 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[Sent], tuple[Run, Run]
 
 
 def agree_on(sent: Sent | None, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether every rank of the job knows what it sends, and ranks of ``group`` the same.
+    """Return whether all ranks of the job know their messages, equal within each ``group``.
 
-    A collective over the job: ranks whose messages differ would wait for each other for good.
+    A collective over the job: ranks with different messages would wait for each other forever.
     """
     found = [0, 0, 0] if sent is None else [len(sent.numels), sent.numel, hash(sent.numels)]
     least = torch.tensor([*found, *(-number for number in found)], device=device)
@@ -243,10 +243,10 @@ def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 def messages(planned: Sequence[PlannedMessage], device: torch.device) -> tuple[Run, Run]:
-    """A trial of several messages of layers or stages, one after the other.
+    """Build a trial of several messages of layers or stages, one after the other.
 
-    ``planned``: those that this rank takes part in, on all ranks in one order, so that no two wait
-    for each other; none of them is no trial, which takes no time.
+    ``planned``: the messages of this rank, in one order on all ranks, so that they cannot deadlock;
+    with none of them the functions do nothing.
     """
     values = [_values(one.numel, one.dtype, device) for one in planned]
     groups = [Group.of(one.group) for one in planned]

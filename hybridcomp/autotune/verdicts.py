@@ -1,8 +1,8 @@
-"""Whether compressing pays on the link of this job, and how long that holds.
+"""Decide whether compression pays on the link of this job, and remember it.
 
-A dimension whose encoded messages are not faster (``judging``) stays native: for the rest of the
-run, and of those that continue it from a checkpoint. Where the two were close, steps of the run
-itself are compared once, and a verdict may change (``recheck``).
+A dimension whose encoded messages are not faster (``judging``) stays native for the rest of the
+run, and in runs that resume it from a checkpoint. Where the two were close, steps of the run itself
+are compared once, and a verdict may change (``recheck``).
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
 from hybridcomp.policy import Dimension
 
-#: a trial in which encoding took this many times as long as native needs no other look: in a step
-#: it takes the model's cores besides
+#: a trial in which encoding took this many times as long as native needs no comparison of steps, in
+#: which encoding also takes the model's cores
 CLEAR = 2.0
-#: nor one in which it was this many times as fast. Below that the model's own work may hide
+#: nor does one in which it was this many times as fast. Below that the model's own work may hide
 #: the wire: over 1 Gb/s messages of DDP were twice as fast encoded, and steps slower
 CLEAR_CODED = 8.0
-#: steps with codecs allowed, before steps are compared: they load kernels and find their buffers
+#: steps with codecs before steps are compared, in which kernels load and buffers are allocated
 WARM = 3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the (largest) trial of a dimension found; equal on all ranks.
+    """Result of the (largest) trial of a dimension; equal on all ranks.
 
     The later fields are those of a comparison of steps, see ``recheck``.
     """
 
     pays: bool
-    nbytes: int  # of the messages on one rank
+    nbytes: int  # size of the messages on one rank
     native_s: float  # seconds of the slowest rank
     coded_s: float
     messages: int = 1
-    of: int = 0  # bytes that a step sends, where ``nbytes`` are only a part of them
+    of: int = 0  # bytes that a step sends, where ``nbytes`` is only a part of them
     first: int = -1  # the first step of the comparison
-    checked: bool = False  # whether that is over
-    since: int = 0  # the first step of which ``pays`` says what it says
-    gain_s: float | None = None  # what encoding saves of a step, where that is known
-    flush: int = -1  # the step in which what error feedback holds is sent, if none is encoded then
+    checked: bool = False  # whether the comparison is over
+    since: int = 0  # the first step from which ``pays`` holds
+    gain_s: float | None = None  # seconds of a step that encoding saves, where known
+    flush: int = -1  # the step that sends the residuals, after a comparison that ended native
 
     @property
     def is_close(self) -> bool:
-        """Whether steps have to tell: the trial was not clear, or there was none."""
+        """Return whether steps have to decide: the trial was not clear, or there was none."""
         if self.checked or not self.nbytes:
             return not self.checked
         if self.pays:
@@ -56,7 +56,7 @@ class Verdict:
         return self.coded_s < CLEAR * self.native_s
 
     def told(self, dimension: Dimension) -> str:
-        """One sentence."""
+        """Describe the verdict in one sentence."""
         if not self.nbytes:
             return f"{dimension}: compressed, not timed: the ranks of a group send different sizes"
         count = f" in {self.messages} messages" if self.messages > 1 else ""
@@ -70,7 +70,7 @@ class Verdict:
 
 
 class Verdicts:
-    """The verdicts of one engine."""
+    """The verdicts of one engine, and its comparison of steps."""
 
     def __init__(self) -> None:
         self.by_dimension: dict[Dimension, Verdict] = {}
@@ -78,7 +78,7 @@ class Verdicts:
         self._is_planned = False
 
     def native(self, dimension: Dimension, step: int) -> bool:
-        """Whether ``dimension`` goes without its codec in ``step``."""
+        """Return whether ``dimension`` is native in ``step``."""
         coded = None if self.recheck is None else self.recheck.coded(dimension, step)
         if coded is not None:
             return not coded
@@ -86,12 +86,12 @@ class Verdicts:
         return verdict is not None and verdict.pays == (step < verdict.since)
 
     def comparing(self, step: int) -> bool:
-        """Whether ``step`` is one of those that are compared."""
+        """Return whether ``step`` is one of the compared steps."""
         return self.recheck is not None and self.recheck.covers(step)
 
     @property
     def may_compare(self) -> bool:
-        """Whether steps are still to be compared."""
+        """Return whether steps are still to be compared."""
         undone = self.recheck is not None and not all(
             self.by_dimension[name].checked for name in self.recheck.names
         )
@@ -99,33 +99,33 @@ class Verdicts:
 
     @property
     def may_change(self) -> bool:
-        """Whether steps will be compared, or are."""
+        """Return whether steps will be compared, or are being compared."""
         if self._is_planned:
             return self.may_compare
         return any(verdict.is_close for verdict in self.by_dimension.values())
 
     def begins(self, dimension: Dimension) -> bool:
-        """Whether a comparison would begin now, with ``dimension`` in it."""
+        """Return whether a comparison that began now would include ``dimension``."""
         verdict = self.by_dimension.get(dimension)
         return not self._is_planned and verdict is not None and verdict.is_close
 
     def flushes(self, dimension: Dimension, step: int) -> bool:
-        """Whether messages of ``step`` take along, losslessly, what error feedback still holds."""
+        """Return whether messages of ``step`` also send the residuals, losslessly."""
         verdict = self.by_dimension.get(dimension)
         return verdict is not None and verdict.flush == step
 
     def holds_nothing(self, dimension: Dimension, step: int) -> bool:
-        """Whether no message of ``step`` or later will take residuals."""
+        """Return whether no message of ``step`` or later will take residuals."""
         verdict = self.by_dimension.get(dimension)
         if verdict is None or verdict.pays or self.comparing(step):
             return False
         return step > verdict.flush
 
     def compare(self, step: int, without: Collection[Dimension], device: torch.device) -> list[str]:
-        """Begin, go on with or end the comparison of steps, before ``step`` of a warm run.
+        """Begin, continue or end the comparison of steps, before ``step`` of a warm run.
 
         ``without``: dimensions that no step encodes any more. A collective where it ends. Returns
-        what to tell the user.
+        sentences for the user.
         """
         told = []
         if not self._is_planned:
@@ -169,7 +169,7 @@ class Verdicts:
         return told
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What a resumed run has to know."""
+        """Return what a resumed run has to know, as plain dicts."""
         usual = {f.name: f.default for f in fields(Verdict)}
         return {
             name: {key: value for key, value in asdict(verdict).items() if value != usual[key]}
@@ -179,9 +179,9 @@ class Verdicts:
     def restore(
         self, state: Mapping[str, Mapping[str, Any]], waiting: Sequence[Dimension] = ()
     ) -> list[str]:
-        """Go on as the run that is continued did; what to tell the user where that is a change.
+        """Take over the verdicts of the run that is resumed; returns sentences on what changes.
 
-        ``waiting``: dimensions that would be measured later; those of ``state`` are not.
+        ``waiting``: dimensions that would be measured later; those in ``state`` will not be.
         """
         told = []
         for name, verdict in self.by_dimension.items():
@@ -204,7 +204,7 @@ class Verdicts:
         return told
 
     def _go_on(self) -> None:
-        """The comparison that the continued run was in, or would have come to, goes on."""
+        """Continue the comparison in which the resumed run was, or before which it stopped."""
         under_way = {
             n: v.first for n, v in self.by_dimension.items() if v.first >= 0 and not v.checked
         }

@@ -1,7 +1,7 @@
 """Codecs: deterministic maps between 1-D tensors and bytes; ``base.Codec`` is the contract.
 
-``registry`` lists them and finds those of other packages, ``capabilities`` is what each says about
-itself, ``bounded`` is what keeps an error bound with them.
+``registry`` lists them and loads those of other packages, ``capabilities`` declares their
+properties, ``bounded`` chooses among them to keep an error bound.
 """
 
 from __future__ import annotations

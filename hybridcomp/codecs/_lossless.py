@@ -1,4 +1,4 @@
-"""Lossless codecs of variable size, whose kernels take the same arguments behind their settings."""
+"""Lossless codecs of variable size, whose kernels take the same arguments after the settings."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hybridcomp.kernels import DTYPE_CODES, KernelSet, VariableKernels
 
 
 class LosslessCodec(VariableCodec):
-    """Runs a pair of kernels; what they compute is up to the subclass."""
+    """Lossless codec that calls the subclass's pair of kernels."""
 
     lossless = True
     about: ClassVar[str] = "lossless, variable size"
-    #: behind ``_settings`` both functions take what is handed to them below
+    #: both functions take ``_settings`` first, then the arguments below
     kernels: ClassVar[KernelSet[VariableKernels]]
 
     @property
     @abstractmethod
     def _settings(self) -> tuple[int, ...]:
-        """What the kernels take first."""
+        """First arguments of the kernels: the codec's settings."""
 
     @property
     @abstractmethod
     def _least_nbytes(self) -> int:
-        """The smallest payload of any values; the kernel checks the rest against its header."""
+        """Size of the smallest possible payload; the kernel checks the rest against its header."""
 
     def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)

@@ -1,4 +1,4 @@
-"""Codecs whose payloads vary in size: the encoder returns it, or leaves it where it is told."""
+"""Codecs of variable payload size, which the encoder returns or stores at an address."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hybridcomp.kernels import stores_sizes
 
 
 class VariableCodec(Codec):
-    """Encodes through ``_encode``; what that computes is up to the subclass."""
+    """Codec of variable size that encodes by the subclass's ``_encode``."""
 
     fixed_size = False
 
     @abstractmethod
     def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
-        """Call the encoder, with the address for the size as its last argument where given."""
+        """Encode and return the size; an address as last argument takes the size instead."""
 
     def encode(self, values: Tensor, out: Tensor) -> int:
         return self._encode(values, out)

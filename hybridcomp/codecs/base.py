@@ -1,4 +1,4 @@
-"""What every codec is: a deterministic map from a 1-D tensor to bytes and back.
+"""The contract of codecs: a deterministic map from a 1-D tensor to bytes and back.
 
 A codec knows no process group and no configuration. It never allocates the payload: the
 collective owns the wire buffers, so that one buffer holds the payloads for all destinations.
@@ -22,14 +22,14 @@ __all__ = [
     "check_decode", "check_dtype", "check_encode", "check_payload", "check_size",
 ]  # fmt: skip
 
-#: dtypes that a codec accepts as values; everything else travels native
+#: dtypes that a codec accepts as values; tensors of other dtypes are sent natively
 VALUE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
 #: every payload starts at a multiple of this many bytes inside a wire buffer, and its
 #: ``wire_nbytes`` is a multiple of it, so that kernels may use aligned vector loads
 PAYLOAD_ALIGN = 16
 
-#: values of the message that ratios are stated for: 4 MiB of fp32
+#: values of the message for which ratios are stated: 4 MiB of fp32
 TYPICAL_NUMEL = 1 << 20
 
 
@@ -41,23 +41,23 @@ def align(nbytes: int) -> int:
 class Codec(Capabilities, ABC):
     """One codec with its settings fixed. Instances are immutable and may be shared.
 
-    What it can do stands in ``Capabilities``; here is what it does.
+    ``Capabilities`` declares its properties; this class has its methods.
 
     Contracts that every codec keeps (``codecs/testing.py`` checks them):
 
     * bytes depend on the values only: same values, same bytes, on every device and thread count;
     * a NaN or Inf that is encoded decodes to a non-finite value at the same element, or at
       least makes every element of its block non-finite;
-    * decoded values and sums are the same bits on every device, but for NaNs: where arithmetic
-      made or moved one, its sign and payload are the device's (a GPU writes 0x7fffffff and what
-      narrowing leaves of it, a CPU keeps 0x7fc00000, 0xffc00000 or what came in). Two such NaNs
-      are equal. Payloads, and what a lossless codec decodes, have the bits of NaNs as well;
+    * decoded values and sums have the same bits on every device, except for NaNs: where arithmetic
+      made or moved one, its sign and payload are the device's (a GPU writes 0x7fffffff, narrowed to
+      the dtype, a CPU keeps 0x7fc00000, 0xffc00000 or the input's bits). Two such NaNs are equal.
+      Payloads, and the values that a lossless codec decodes, keep the bits of NaNs as well;
     * ``numel == 0`` is legal and costs 0 bytes.
     """
 
     @abstractmethod
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of the payload for ``numel`` values of ``dtype``, a multiple of PAYLOAD_ALIGN.
+        """Return the payload bytes of ``numel`` values of ``dtype``, a multiple of PAYLOAD_ALIGN.
 
         Exact if ``fixed_size``, otherwise the worst case.
         """
@@ -72,9 +72,9 @@ class Codec(Capabilities, ABC):
         """
 
     def encode_into(self, values: Tensor, out: Tensor, size: Tensor) -> None:
-        """``encode``, with the bytes used stored in ``size``: one int64 on the values' device.
+        """Encode and store the bytes used in ``size``: one int64 on the values' device.
 
-        On a GPU codecs of variable size return without waiting for it.
+        On a GPU codecs of variable size return without waiting for the size.
         """
         size.fill_(self.encode(values, out))
 
@@ -82,29 +82,29 @@ class Codec(Capabilities, ABC):
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Decode ``payload`` (1-D uint8) into all of ``out`` (1-D contiguous, VALUE_DTYPES).
 
-        Bytes behind what was encoded change nothing, so all of a slot may be given.
+        Bytes behind the payload change nothing, so a whole slot may be passed.
         The dtype of ``out`` may differ from the encoded one only for lossy codecs; a lossless
         codec raises CodecError if it does. Raises CodecError on a payload that is too short.
         """
 
     @abstractmethod
     def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-        """``out += decode(payload)`` with ``out`` 1-D contiguous float32.
+        """Add the decoded ``payload`` to ``out``, 1-D contiguous float32.
 
         ``dtype`` is the dtype that was encoded.
         """
 
     def fused(self, device: torch.device) -> Fused | None:
-        """One launch for all chunks of a collective, where the back end of ``device`` has that."""
+        """Return kernels for all chunks of a collective, if the back end of ``device`` has them."""
         return None
 
     def each(self, device: torch.device) -> Each | None:
-        """One launch for several tensors, where the back end of ``device`` has that."""
+        """Return kernels for several tensors, where the back end of ``device`` has them."""
         return None
 
     @abstractmethod
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        """Largest possible |decoded - value| of a finite element whose block has this absmax.
+        """Return the largest |decoded - value| of a finite element whose block has this absmax.
 
         Holds for decoding to float32; decoding to a 16-bit dtype adds its rounding. 0.0 when
         lossless.
@@ -118,41 +118,41 @@ class Codec(Capabilities, ABC):
         result: torch.dtype = torch.float32,
         exact: int = 0,
     ) -> tuple[Codec, ...]:
-        """The codecs of the ``count`` quantizations of one collective.
+        """Return the codecs of the ``count`` quantizations of one collective.
 
         Args:
             count: quantizations that every value goes through, 1 or 2.
             world_size: ranks whose values are summed; 1 when values are only moved.
             result: dtype in which the collective returns them.
-            exact: of these ranks, how many add their own values unquantized.
+            exact: how many of these ranks add their values unquantized.
         """
         return (self,) * count
 
     def summing(self, ranks: int, result: torch.dtype = torch.float32) -> Codec:
-        """This codec where every encoded value is an fp32 sum of ``ranks`` ranks already.
+        """Return this codec for values that already are fp32 sums of ``ranks`` ranks.
 
-        ``result``: dtype that the collective's fp32 result is rounded to afterwards.
+        ``result``: dtype to which the collective's fp32 result is rounded afterwards.
         """
         return self
 
     def for_message(self, numel: int, dtype: torch.dtype, world_size: int) -> Codec:
-        """The codec of a message of ``numel`` values of ``dtype`` on each of ``world_size`` ranks.
+        """Return the codec of a message of ``numel`` ``dtype`` values on each of the ranks.
 
-        Depends on nothing else, so the ranks agree.
+        Depends on the arguments only, so the ranks agree.
         """
         return self
 
     @property
     @abstractmethod
     def spec(self) -> str:
-        """Name and settings, for example ``blockint(bits=4)``; equal specs mean equal bytes."""
+        """Return name and settings, like ``blockint(bits=4)``; equal specs mean equal bytes."""
 
     def bits_per_value(self, dtype: torch.dtype) -> float:
-        """Bits a value in a typical message of ``dtype``; the worst case when the size varies."""
+        """Return bits a value of a typical message of ``dtype``; the worst case if sizes vary."""
         return self.wire_nbytes(TYPICAL_NUMEL, dtype) * 8 / TYPICAL_NUMEL
 
     def figures(self, *, summed: bool) -> str:
-        """What it costs, for the line at start-up; ``summed``: messages are sums."""
+        """Describe the cost, for the line at start-up; ``summed``: messages are sums."""
         if not self.fixed_size:
             lossless = ", lossless" if self.lossless else ""
             return f"{self.spec}{lossless}, size varies with the values"
@@ -173,17 +173,17 @@ class Codec(Capabilities, ABC):
 
 
 class FixedCodec(Codec):
-    """A lossy codec of fixed size whose kernels take one integer setting, up to the subclass."""
+    """Lossy codec of fixed size whose kernels take one integer setting of the subclass."""
 
     lossless = False
     fixed_size = True
-    #: of the subclass
+    #: set by the subclass
     kernels: ClassVar[KernelSet[FixedKernels]]
 
     @property
     @abstractmethod
     def _setting(self) -> int:
-        """What the kernels take as their setting."""
+        """Integer setting for the kernels."""
 
     def encode(self, values: Tensor, out: Tensor) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
@@ -222,7 +222,7 @@ class FixedCodec(Codec):
 
 
 def check_dtype(spec: str, dtype: torch.dtype) -> None:
-    """Raise CodecError unless ``dtype`` is one that codecs accept as values."""
+    """Raise CodecError unless codecs accept ``dtype`` as values."""
     if dtype not in VALUE_DTYPES:
         raise CodecError(f"{spec}: dtype {dtype} cannot be encoded; expected one of {VALUE_DTYPES}")
 
@@ -272,7 +272,7 @@ def check_payload(
 
 
 def check_size(spec: str, size: Tensor, device: torch.device) -> None:
-    """Raise CodecError unless ``size`` can take the bytes used."""
+    """Raise CodecError unless ``size`` can hold the bytes used."""
     if size.dtype != torch.int64 or size.numel() != 1 or size.device != device:
         raise CodecError(
             f"{spec}: size must be one torch.int64 on {device}, found {size.numel()} {size.dtype} "

@@ -18,7 +18,7 @@ from hybridcomp.kernels import FixedKernels, KernelSet
 
 BLOCK = 32
 TILE = 1024
-#: smallest top of a block: what lies under half a step of it becomes zero
+#: smallest top of a block: values below half a step of it become zero
 SMALLEST_TOP = 1.125 * 2.0**-110
 #: values that are rotated together (kernels/formats/rotation.h)
 ROTATION = 64
@@ -27,7 +27,7 @@ ROTATION_BITS = 4
 #: bits of the Gaussian levels
 GAUSSIAN_BITS = 4
 
-#: how the levels of a block are spaced
+#: spacing of a block's levels
 Levels = Literal["uniform", "gaussian"]
 
 SETTINGS = (
@@ -124,10 +124,10 @@ class BlockInt(FixedCodec):
         return each
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        """Largest error of an element whose aligned tile of 1024 values has this finite absmax.
+        """Return the largest error of an element whose aligned tile of 1024 values has this absmax.
 
-        With ``rotate`` that is the worst case over all 64 values of a group, 45 times the bound
-        without and far above what happens: no promise to build on.
+        For a finite ``absmax``. With ``rotate`` that is the worst case over a group of 64 values,
+        45 times the bound without and far above real errors: no bound to promise.
         """
         check_dtype(self.spec, dtype)
         # half a step; the last digit covers the roundings of the scale, its inverse and products
@@ -135,6 +135,6 @@ class BlockInt(FixedCodec):
         share = 0.0925 if self.levels == "gaussian" else 0.5001 / levels
         top = absmax * 17 / 16
         if self.rotate:
-            # H D errors of two blocks of 32, whose tops' squares sum up to the group's
+            # H D errors of two blocks of 32, whose squared tops add up to the group's
             return share * (math.sqrt(32 * ROTATION) * top + ROTATION * SMALLEST_TOP)
         return share * max(top, SMALLEST_TOP)

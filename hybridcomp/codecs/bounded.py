@@ -1,33 +1,33 @@
-"""bounded: a promise about the result of a collective, split over its quantizations.
+"""bounded: an error bound for the result of a collective, split over its quantizations.
 
 **The promise.** A message is cut where the collective cuts it for its ranks and, in gradient
-buckets, at the borders of parameters; each stretch is seen as segments of ``segment`` values, the
-last one shorter. M_r is the largest finite magnitude of a segment on rank r, A the sum of M_r over
-the ranks (of a message that is only moved: M of its sender). For every element that is finite on
-all ranks
+buckets, at the borders of parameters; each range is divided into segments of ``segment`` values,
+the last one shorter. M_r is the largest finite magnitude of a segment on rank r, A the sum of M_r
+over the ranks (of a message that is only moved: M of its sender). For every element that is finite
+on all ranks
 
     rel    |result - exact sum| <= error_bound * A
     abs    |result - exact sum| <= error_bound + (A + error_bound) * ((1 + g)(1 + u) - 1)
 
-``result`` is what the collective returns, before whoever called it divides; u is half a unit of the
+``result`` is the return value of the collective, before its caller divides; u is half a unit of the
 result's dtype (2^-8 bf16, 2^-11 fp16, 0 fp32, whose rounding the codecs count as their own error),
-g = (W + 2) 2^-24 / (1 - (W + 2) 2^-24) what fp32 arithmetic may add to a sum of W ranks. In
+g = (W + 2) 2^-24 / (1 - (W + 2) 2^-24) bounds the error of fp32 arithmetic in a sum of W ranks. In
 absolute mode both come on top: they depend on the values, and native has them too. Conditions:
 
 * the sum fits: A * (1 + error_bound) is below the largest number of the result's dtype;
 * where a 16-bit sum is subnormal in its dtype, rounding it costs half of the smallest spacing
   (2^-25 fp16, 2^-134 bf16) on top, as it does natively;
-* what no quantization can keep is sent lossless, and then is what native would be: a 16-bit sum
-  that every rank gets, and whose own rounding u is above the bound (in two levels it is rounded
-  inside the node too), and any sum whose bound is below g;
-* with error feedback x_r is what was to be sent: the values and their residual. The owner's
-  residual counts as the values of one more rank;
+* a sum that no quantization can keep within the bound is sent lossless, and then is what native
+  would be: a 16-bit sum that every rank gets and whose rounding u is above the bound (in two levels
+  it is rounded inside the node too), and any sum whose bound is below g;
+* with error feedback x_r is the values to send plus their residual. The owner's residual counts as
+  the values of one more rank;
 * fixed-size codecs have absolute floors: with them M_r counts as at least ``budget.FLOOR``.
   radix and lossless codecs have none; ``auto`` takes fixed-size ones only for fp16, whose values
   lie above.
 
-How the bound is split over the quantizations: ``codecs/budget.py``; what keeps a part of it:
-``codecs/cheapest.py``.
+``codecs/budget.py`` splits the bound over the quantizations; ``codecs/cheapest.py`` finds a codec
+for each part.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ from hybridcomp.errors import CodecError
 class Bounded(Codec):
     """An error bound for results of collectives, and the codecs that keep it.
 
-    Used as a codec itself it is the one for a message that is moved.
+    Used as a codec it encodes a message that is moved.
 
     Args:
         error_bound: relative to the segment's absmax, below 1; absolute with ``mode="abs"``.
         mode: "rel" or "abs".
         segment: values of a segment, a multiple of 16 from 64 to 4096.
-        family: "auto", "radix" or a codec with a ``ladder``, whose smallest setting is taken that
-            keeps the bound. Where it has none that does, messages are lossless.
-        fixed: of a fixed-size codec: this setting or, where it does not keep the bound, lossless.
-        inner: fp32 additions that every encoded value has behind it.
-        rounding: what rounding the result afterwards costs, relative.
+        family: "auto", "radix" or a codec with a ``ladder``, of which the cheapest setting that
+            keeps the bound is taken. Where none keeps it, messages are lossless.
+        fixed: a setting of a fixed-size codec to use; where it does not keep the bound, lossless.
+        inner: fp32 additions in every encoded value.
+        rounding: relative cost of rounding the result afterwards.
 
     Raises:
         CodecError: an argument is out of range, or the family never keeps such a bound.
@@ -135,7 +135,7 @@ class Bounded(Codec):
 
         where = f" of sums of {inner + 1}" if inner else ""
         then = f", then rounded by {rounding:g}" if rounding else ""
-        self._spec = (  # made once: it is what instances are looked up by
+        self._spec = (  # made once: instances are looked up by it
             f"{fixed.spec if fixed else family} within {self.error_bound!r} "
             f"({mode}, segments of {segment} values{where}{then})"
         )
@@ -152,17 +152,17 @@ class Bounded(Codec):
         result: torch.dtype = torch.float32,
         exact: int = 0,
     ) -> tuple[Codec, ...]:
-        """See ``Codec.hops``; the codecs are made once and kept."""
+        """See ``Codec.hops``; the codecs are cached."""
         return _hops(self, count, world_size, result, exact)
 
     def for_message(self, numel: int, dtype: torch.dtype, world_size: int) -> Codec:
-        """``auto`` resolved: lossless, blockint or radix; see ``codecs/cheapest.py``."""
+        """Resolve ``auto`` to lossless, blockint or radix; see ``codecs/cheapest.py``."""
         return (
             self if self.family == ANY_BOUND.name else _resolved(self, dtype, numel < SMALL_NUMEL)
         )
 
     def within(self, error_bound: float) -> Bounded:
-        """The same promise with another bound."""
+        """Return the same promise with another bound."""
         return Bounded(
             error_bound, self.mode, self.segment, self.family, self.fixed, self.inner, self.rounding
         )
@@ -172,7 +172,7 @@ class Bounded(Codec):
         return _summing(self, ranks - 1, ROUNDING[result])
 
     def figures(self, *, summed: bool) -> str:
-        """What is used for messages of each dtype, for the line at start-up."""
+        """Describe the codecs for messages of each dtype, for the line at start-up."""
         kinds: dict[str, list[str]] = {}
         for dtype in ROUNDING:
             small = self.for_message(0, dtype, 2)
@@ -222,7 +222,7 @@ class Bounded(Codec):
         self._moved(dtype).decode_add(payload, out, dtype)
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        """The bound of a message that is moved; ``absmax`` is its segment's."""
+        """Return the bound of a message that is moved; ``absmax`` is its segment's."""
         return self._moved(dtype).element_bound(absmax, dtype)
 
 
@@ -239,7 +239,7 @@ def _hops(
 ) -> tuple[Codec, ...]:
     ladder = bound.choices
     moved = count == 1 and world_size == 1
-    # radix checks what it decodes to a message's own dtype; the others' rounding comes on top
+    # radix checks values after rounding to the message's dtype; the others' rounding comes on top
     rounding = 0.0 if moved and not ladder else max(ROUNDING[result], bound.rounding)
     sums = bound.inner + world_size + 2 if world_size > 1 else 0
     errors = shares(bound.error_bound, bound.mode, count, world_size - exact, sums, rounding)
@@ -248,13 +248,13 @@ def _hops(
     found = tuple(
         cheapest(ladder, bound.family, bound.mode, bound.segment, error, result) for error in errors
     )
-    # a lossless one beside a lossy one would take bits for an accuracy that nobody sees
+    # lossless in one hop and lossy in the other would spend bits on accuracy that is lost anyway
     return (LOSSLESS,) * count if LOSSLESS in found else found
 
 
 @lru_cache(maxsize=4096)
 def _resolved(bound: Bounded, dtype: torch.dtype, small: bool) -> Codec:
-    if bound.choices:  # what is moved as bytes of a fixed size has to be
+    if bound.choices:  # a fixed-size message must stay of fixed size
         return bound if bound._moved(dtype).fixed_size else LOSSLESS
     if bound.mode == "rel" and bound.error_bound < LOSSLESS_BELOW[dtype]:
         return LOSSLESS
@@ -266,7 +266,7 @@ def _resolved(bound: Bounded, dtype: torch.dtype, small: bool) -> Codec:
 
 
 def make_bounded(family: str, settings: Mapping[str, Any], promise: Mapping[str, Any]) -> Bounded:
-    """``promise``: arguments of ``Bounded``; ``settings``: of the family's codec, where written.
+    """Build a ``Bounded`` from the arguments ``promise`` and the codec settings that were written.
 
     Raises:
         CodecError: a setting is out of range.

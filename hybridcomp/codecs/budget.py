@@ -1,11 +1,11 @@
-"""The budget of a promise: what each quantization of a collective may add.
+"""Split the error bound of a collective over its quantizations.
 
-The promise, and what A, M, W, u and g are, stands at the top of ``codecs/bounded.py``.
+The promise, and the meaning of A, M, W, u and g, are at the top of ``codecs/bounded.py``.
 
 Let every encoding keep e times the absmax of its segment. The ranks' decoded values are off by e A
 in sum and reach (1 + e) A; summing them in fp32 adds g times that. So the sum T has M_T <=
-(1 + g)(1 + e) A and is off by (1 + g)(1 + e) A - A. Encoding T adds e M_T, and rounding what was
-decoded to 16 bits u (1 + e) M_T, so that with n quantizations
+(1 + g)(1 + e) A and is off by (1 + g)(1 + e) A - A. Encoding T adds e M_T, and rounding the
+decoded values to 16 bits u (1 + e) M_T, so that with n quantizations
 
     |result - exact| <= ((1 + e)^n (1 + g)(1 + u) - 1) A
     e = ((1 + error_bound) / ((1 + g)(1 + u)))^(1/n) - 1
@@ -16,14 +16,14 @@ in two.
 
 A fixed-size codec keeps its error in fp32, and a message that is moved is rounded to its own dtype
 after that. Relative to the value that costs u, but fp16 values below 2^-14 lie on a grid of 2^-24,
-of which half a step is up to the whole error of the codec. It is never more: the value that was
-sent lies on the grid itself, so the nearest point is no further from what was decoded than the
+of which half a step is up to the whole error of the codec. It is never more: the sent value lies on
+the grid itself, so the grid point nearest to the decoded value is no further from it than the sent
 value is. Twice the codec's error bounds both, and a moved message of fp16 gets half of the bound
-(found by fuzzing: at 0.1, 0.02 and 0.006 segments with an absmax below 1e-5 were up to 1.56 times
-outside). Subnormals of bf16 and fp32 lie below FLOOR.
+(without, fuzzing showed errors of up to 1.56 times the bounds 0.1, 0.02 and 0.006 in segments with
+an absmax below 1e-5). Subnormals of bf16 and fp32 lie below FLOOR.
 
-Segments of both hops are the same stretches, or the first inequality would not hold; so where a
-message has owners it is cut where they change as well. Source of g: Higham, Accuracy and Stability
+Both hops have the same segments, or the first inequality would not hold; so a message with owners
+is also cut where the owner changes. Source of g: Higham, Accuracy and Stability
 of Numerical Algorithms, section 4.2.
 """
 
@@ -37,14 +37,14 @@ import torch
 
 from hybridcomp.codecs.base import Codec
 
-#: what a bound is relative to: the largest magnitude of a segment, or nothing
+#: relative to the largest magnitude of a segment, or absolute
 Mode = Literal["rel", "abs"]
-#: values of a segment are a multiple of the first, from the second to the third
+#: a segment has a multiple of the first of these values, from the second to the third
 SEGMENT_STEP, SMALLEST_SEGMENT, LARGEST_SEGMENT = 16, 64, 4096
 
-#: magnitudes below count as this where a fixed-size codec carries them
+#: smaller magnitudes count as this with a fixed-size codec
 FLOOR = 2.0**-72
-#: half a unit of a result's own rounding, relative
+#: relative rounding error of a result's dtype: half a unit
 ROUNDING: Mapping[torch.dtype, float] = {
     torch.float32: 0.0,
     torch.bfloat16: 2.0**-8,
@@ -55,9 +55,9 @@ ROUNDING: Mapping[torch.dtype, float] = {
 def shares(
     bound: float, mode: Mode, count: int, summands: int, sums: int, rounding: float
 ) -> tuple[float, ...]:
-    """What each quantization may add, see the top of this module; 0.0 where nothing is left.
+    """Return the error that each quantization may add, see the top of this module; 0.0 for none.
 
-    ``summands`` are encoded, ``sums`` fp32 operations may round.
+    ``summands``: encoded values of a sum; ``sums``: fp32 operations that may round.
     """
     if mode == "abs":
         k = max(1, summands)
@@ -65,28 +65,28 @@ def shares(
     unit = sums * 2.0**-24
     given_away = math.log1p(unit / (1 - unit)) + math.log1p(rounding)
     share = math.expm1((math.log1p(bound) - given_away) / count)
-    return (max(0.0, share * (1 - 2.0**-40)),) * count  # the logarithms' own rounding
+    return (max(0.0, share * (1 - 2.0**-40)),) * count  # for the logarithms' rounding
 
 
 def of_moved(share: float, bound: float, dtype: torch.dtype) -> float:
-    """What one encoding by a fixed-size codec may add to a message of ``dtype`` that is moved.
+    """Return the error that a fixed-size codec may add to a message of ``dtype`` that is moved.
 
-    ``share``: what the relative rounding of ``dtype`` leaves of ``bound``.
+    ``share``: the error that ``bound`` permits beside the relative rounding of ``dtype``.
     """
     return min(share, bound / 2) if dtype == torch.float16 else share
 
 
 def worst_ratio(codec: Codec, dtype: torch.dtype, smallest: float) -> float:
-    """Largest error of an element over its segment's absmax, for an absmax from ``smallest`` up.
+    """Return the largest error of an element over its segment's absmax, from ``smallest`` up.
 
-    Bounds of elements are a constant below some absmax and grow linearly above it, so that the ends
-    of the range tell.
+    Bounds of elements are constant below some absmax and grow linearly above it, so the ends of the
+    range are the worst cases.
     """
     ends = (smallest, 1.0, torch.finfo(dtype).max)
     return max(codec.element_bound(absmax, dtype) / absmax for absmax in ends)
 
 
 def best_bound(ladder: tuple[Codec, ...], count: int) -> float:
-    """The smallest relative bound that ``count`` quantizations of fp32 messages of 8 ranks keep."""
+    """Return the least relative bound that ``count`` quantizations keep, of fp32 on 8 ranks."""
     ratio = min(worst_ratio(codec, torch.float32, FLOOR) for codec in ladder)
     return (1 + ratio) ** count * (1 + 11 * 2.0**-24) - 1

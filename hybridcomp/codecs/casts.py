@@ -1,8 +1,7 @@
 """Casts: bf16, fp16, and fp8 with one fp32 scale per block of 4096 values.
 
 Narrowing rounds to nearest even. Finite values that would overflow become the largest finite value,
-so a NaN or an Inf in what was decoded was there before. The formats are in
-``kernels/formats/casts.h``.
+so a decoded NaN or Inf was in the input. The formats are in ``kernels/formats/casts.h``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Format = Literal["e4m3", "e5m2"]
 
 
 class CastKernels(Protocol):
-    """What the casts have on every back end."""
+    """Kernels of the casts on every back end."""
 
     def cast(
         self, source: int, to: int, values: int, out: int, numel: int, add: bool, threads: int, /
@@ -46,7 +45,7 @@ KERNELS = KernelSet[CastKernels]("casts")
 
 
 class Cast(Codec):
-    """Values as they are in another dtype; exact if they are encoded from that dtype."""
+    """Cast to another dtype; exact for values of that dtype."""
 
     about: ClassVar[str] = ABOUT
     lossless = False
@@ -176,12 +175,12 @@ class Fp8(FixedCodec):
         return align(-(-numel // 4) * 4 + 4 * -(-numel // self.BLOCK))
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        """Largest error of an element whose aligned block of 4096 values has this finite absmax."""
+        """Return the largest error of an element whose aligned block has this finite absmax."""
         check_dtype(self.spec, dtype)
         # half a unit of the top binade: 16 of 448, 4096 of 57344
         half_unit = 1.0001 / (28 if self.format == "e4m3" else 14)
         return half_unit * max(absmax, 2.0**-90)
 
 
-#: the codec that keeps values of a dtype as they are, for those dtypes that have one
+#: by dtype: the codec that keeps its values exactly
 CAST_TO: dict[torch.dtype, Codec] = {torch.bfloat16: Bf16(), torch.float16: Fp16()}

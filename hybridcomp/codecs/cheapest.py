@@ -1,4 +1,4 @@
-"""Which codec keeps an error of one encoding in the fewest bytes: what ``auto`` is made of."""
+"""Choose the codec that keeps the error of one encoding in the fewest bytes, for ``auto``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LOSSLESS_BELOW: Mapping[torch.dtype, float] = {
     torch.float16: 7e-5,
 }
 #: elements of a message below which the exchange of sizes costs more than radix saves over
-#: blockint: 1 bit of a value, so 32 KiB, against the 0.1 ms that one more small message took at
-#: best on gloo over loopback; the two are equal at 2.6 Gbit/s. Not measured on a GPU yet, where
-#: the host waits for the sizes as well: ``scripts/bench/bench_gpu.py`` prints what it should be
+#: blockint: 1 bit a value, so 32 KiB, against at least 0.1 ms for one more small message on gloo
+#: over loopback; the two are equal at 2.6 Gbit/s. Not measured on a GPU, where the host waits for
+#: the sizes as well: ``scripts/bench/bench_gpu.py`` prints the value for one
 SMALL_NUMEL = 1 << 18
 
 
@@ -36,8 +36,8 @@ def cheapest(
     """Find the cheapest codec that keeps ``error`` for one encoding of segments of ``segment``.
 
     Args:
-        ladder: the settings of a fixed-size ``family``, the cheapest first; of others it is empty.
-        dtype: of the result.
+        ladder: the settings of a fixed-size ``family``, the cheapest first; empty for others.
+        dtype: dtype of the result.
     """
     if ladder:
         fitting = (c for c in ladder if worst_ratio(c, torch.float32, FLOOR) <= error)

@@ -1,4 +1,4 @@
-"""What every codec checks before it hands addresses to a kernel; for codecs of other packages."""
+"""Checks of a codec before it passes addresses to a kernel; for codecs of other packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""expcode: lossless; exponents as short codes of one length, the rest as it is.
+"""expcode: lossless; exponents as short codes of one length, the other bits unchanged.
 
 The format is at the top of ``kernels/formats/expcode.h``.
 """
@@ -19,13 +19,13 @@ HEADER, TILE_HEADER = 32, 4
 
 
 def _largest_tile(numel: int, dtype: torch.dtype) -> int:
-    """The largest tile, as kernels/cpu has it: codes as wide as exponents, and a mask."""
+    """Return the largest tile, as in kernels/cpu: codes as wide as exponents, and a mask."""
     blocks = -(-numel // BLOCK)
     return -(-(TILE_HEADER + -(-blocks // 8) + blocks * BLOCK * dtype.itemsize) // 4) * 4
 
 
 class ExpCodeKernels(Protocol):
-    """What expcode has on every back end."""
+    """Kernels of expcode on every back end."""
 
     def encode(
         self,
@@ -57,8 +57,8 @@ class ExpCodeKernels(Protocol):
 class ExpCode(LosslessCodec):
     """Lossless, variable size: about 11.2 bits a value on bf16, 14.2 on fp16, 27.2 on fp32.
 
-    Blocks of 32 zeros cost a bit. Values that do not compress cost a tenth of a bit a value more
-    than they are long.
+    Blocks of 32 zeros cost a bit. Incompressible values take a tenth of a bit a value more than
+    unencoded.
     """
 
     name: ClassVar[str] = "expcode"

@@ -1,4 +1,4 @@
-"""What a back end may have beside a kernel for one tensor: launches that take several."""
+"""Kernels that a back end may have for several tensors in one launch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-#: no chunk is left out
+#: value of ``skip``: no chunk is left out
 NO_CHUNK = -1
 
 
@@ -28,10 +28,10 @@ class Fused(Protocol):
         out: Tensor,
         residual: Tensor | None = None,
     ) -> None:
-        """Every chunk but ``skip`` into ``out``.
+        """Encode every chunk but ``skip`` into ``out``.
 
         With a ``residual`` (fp32, as long as ``values``) ``values + residual`` is sent, and outside
-        of ``skip`` the residual becomes what the encoding left out, 0 where that is not finite.
+        of ``skip`` the residual becomes the error of the encoding, 0 where that is not finite.
         """
 
     def reduce(
@@ -47,8 +47,8 @@ class Fused(Protocol):
         """Encode the fp32 sum, in rank order, of ``own`` (exact) and the others' ``payloads``.
 
         A 16-bit result that would overflow becomes Inf in the sum, as natively. ``residual`` (fp32,
-        as long as ``own``) is added to ``own`` and becomes 0. ``owner_residual`` is what the sum
-        begins with; it becomes what decoding to the dtype of ``own`` leaves out.
+        as long as ``own``) is added to ``own`` and becomes 0. The sum starts from
+        ``owner_residual``, which becomes its error after decoding to the dtype of ``own``.
         """
 
     def sum(
@@ -60,18 +60,18 @@ class Fused(Protocol):
         out: Tensor,
         residual: Tensor | None = None,
     ) -> None:
-        """The fp32 sum, in rank order, into ``out``; ``own`` and ``residual`` as in ``reduce``."""
+        """Sum in fp32 and rank order into ``out``; ``own`` and ``residual`` as in ``reduce``."""
 
     def decode(
         self, payloads: Tensor, chunk: int, slot: int, out: Tensor, skip: int = NO_CHUNK
     ) -> None:
-        """All chunks but ``skip`` into ``out``."""
+        """Decode all chunks but ``skip`` into ``out``."""
 
 
 class Each(Protocol):
     """Kernels that take several tensors of one dtype in one launch; payloads are the codec's.
 
-    Arguments are as ``encode`` and ``decode`` of a codec want them, and are not checked again.
+    Arguments must satisfy the codec's ``encode`` and ``decode``; they are not checked again.
     """
 
     def encode(
@@ -80,13 +80,13 @@ class Each(Protocol):
         out: Sequence[Tensor],
         residuals: Sequence[Tensor] | None = None,
     ) -> None:
-        """Each of ``values`` into its ``out``.
+        """Encode each of ``values`` into its ``out``.
 
-        With ``residuals`` (fp32) ``values + residual`` is sent, and the residual becomes what the
-        encoding left out, 0 where that is not finite.
+        With ``residuals`` (fp32) ``values + residual`` is sent, and the residual becomes the error
+        of the encoding, 0 where that is not finite.
         """
 
     def decode(
         self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
     ) -> None:
-        """Each of ``payloads`` into its ``out``; ``add``: onto what is there, in fp32."""
+        """Decode each of ``payloads`` into its ``out``; ``add``: add to ``out``, in fp32."""

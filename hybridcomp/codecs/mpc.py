@@ -21,7 +21,7 @@ HEADER_WORDS = 2
 
 
 class MpcKernels(Protocol):
-    """What mpc has on every back end."""
+    """Kernels of mpc on every back end."""
 
     def encode(
         self,
@@ -55,7 +55,7 @@ class MpcKernels(Protocol):
 class Mpc(LosslessCodec):
     """Lossless, variable size: about 29 bits a value on fp32 gradients, 12.5 on bf16 ones.
 
-    Values that do not compress cost at most 1/32 more than they are long, and 8 bytes.
+    Incompressible values take at most 1/32 more than unencoded, and 8 bytes.
 
     Args:
         dim: stride of the differences in 32-bit words, 1..32.

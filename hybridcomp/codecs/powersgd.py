@@ -1,8 +1,8 @@
-"""powersgd: a low-rank reduction in the place of a codec, and what is sent where it cannot be.
+"""powersgd: a low-rank reduction in the place of a codec.
 
-It is a way to reduce gradients and no encoding: ``low_rank`` says so, and the reduction itself,
-which knows rows and columns, is ``collectives/low_rank.py``. As a codec it is what the rest of such
-a message travels as: a flat tensor has no rows, so it is sent as it is, in fp32.
+It reduces gradients instead of encoding them: ``low_rank`` selects the reduction of
+``collectives/low_rank.py``, which knows rows and columns. As a codec it encodes the other values of
+such a message: a flat tensor has no rows, so it is sent in fp32.
 """
 
 from __future__ import annotations
@@ -63,6 +63,6 @@ class PowerSgd(Cast):
         )
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        """0.0, of a flat tensor; the low-rank reduction of matrices has no bound."""
+        """Return 0.0, for a flat tensor; the low-rank reduction of matrices has no bound."""
         check_dtype(self.spec, dtype)
         return 0.0

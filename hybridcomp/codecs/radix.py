@@ -24,7 +24,7 @@ HEADER, TILE_HEADER, TAIL = 32, 8, 8
 
 
 def _floor_float32(value: float) -> float:
-    """The largest float32 that is not above ``value``."""
+    """Return the largest float32 that is not above ``value``."""
     with np.errstate(over="ignore"):
         rounded = np.float32(value)
     below = rounded if float(rounded) <= value else np.nextafter(rounded, np.float32(0))
@@ -32,14 +32,14 @@ def _floor_float32(value: float) -> float:
 
 
 def _largest_tile(numel: int, dtype: torch.dtype) -> int:
-    """The largest tile, as kernels/cpu has it: every block raw, and the largest heads."""
+    """Return the largest tile, as in kernels/cpu: every block raw, and the largest heads."""
     blocks = -(-numel // BLOCK)
     head = TILE_HEADER + 7 * -(-blocks // 8)
     return -(-(head + blocks * BLOCK * dtype.itemsize + 8) // 4) * 4
 
 
 class RadixKernels(Protocol):
-    """What radix has on every back end; ``bound`` is a float32."""
+    """Kernels of radix on every back end; ``bound`` is a float32."""
 
     def encode(
         self,
@@ -71,13 +71,13 @@ class RadixKernels(Protocol):
         threads: int,
         /,
     ) -> None:
-        """Read values; ``dtype`` is that of ``out``, the payload says which one was encoded."""
+        """Read values; ``dtype`` is that of ``out``, the payload holds the encoded one."""
 
 
 class Radix(VariableCodec):
-    """No finite element is further than ``error_bound`` times its segment's absmax from its value.
+    """Keep every finite element within ``error_bound`` times its segment's absmax.
 
-    Segments are aligned stretches of ``segment`` values; their absmax is taken over their finite
+    Segments are aligned ranges of ``segment`` values; their absmax is that of their finite
     values. NaN and Inf are kept exactly, their neighbours keep the bound. A 16-bit message keeps it
     after decoding to its own dtype, and to float32; decoding any message to another 16-bit dtype
     adds that dtype's rounding.
@@ -129,7 +129,7 @@ class Radix(VariableCodec):
 
     @cached_property
     def spec(self) -> str:
-        bound = str(np.float32(self.error_bound))  # the shortest digits that tell it from others
+        bound = str(np.float32(self.error_bound))  # the shortest digits that identify it
         return f"radix(error_bound={bound}, segment={self.segment}, mode={self.mode})"
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -167,7 +167,7 @@ class Radix(VariableCodec):
         self._decode(payload, out, add=True)
 
     def _decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
-        # the smallest payload there is; the kernel checks the rest against header and offsets
+        # the smallest payload; the kernel checks the rest against header and offsets
         check_decode(self.spec, payload, out, align(HEADER + TAIL) if out.numel() else 0)
         try:
             self.kernels.on(out.device).decode(
@@ -186,7 +186,7 @@ class Radix(VariableCodec):
             raise CodecError(f"{self.spec}: cannot decode {out.numel()} values: {error}") from error
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        """Largest error of an element whose segment has this finite absmax.
+        """Return the largest error of an element whose segment has this finite absmax.
 
         Holds for decoding to float32 and, for a 16-bit message, to its own dtype.
         """
@@ -194,7 +194,7 @@ class Radix(VariableCodec):
         return self.error_bound * (absmax if self.mode == "rel" else 1.0)
 
     def beyond(self, values: Tensor, decoded: Tensor) -> int:
-        """How many of ``values`` are further from ``decoded`` than their segment allows."""
+        """Count the ``values`` further from ``decoded`` than the bound of their segment permits."""
         error = (decoded.double() - values.double()).abs()
         if self.mode == "abs":
             return int((error > self.error_bound).sum())

@@ -1,15 +1,15 @@
-"""The registry: every codec that a block may name, ours and those that other packages bring.
+"""Registry of all codecs that a block may name: ours and those of other packages.
 
-Ours are the codecs in the modules of this folder: nobody lists them, and here stands only which of
-them bounded mode falls back on. A package brings its own by an entry point of the group
-``hybridcomp.codecs``, whose name is the codec's:
+Ours are the codecs in the modules of this folder, which are not listed anywhere; this module only
+names the defaults of bounded mode. A package adds a codec by an entry point of the group
+``hybridcomp.codecs``, under the codec's name:
 
     [project.entry-points."hybridcomp.codecs"]
     mine = "my_package:Mine"
 
-Entry points are looked for when a name is met that is none of ours, or when all names are asked
-for. One that cannot be used is kept with the reason, which whoever names it is told; it changes
-nothing for the other codecs.
+Entry points are looked up when a block names a codec that is not ours, or when all names are
+needed. An unusable one is kept with the reason, for the error of a block that names it; it does not
+affect other codecs.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.radix import Radix
 from hybridcomp.errors import CodecError
 
-#: the group of entry points in which other packages bring codecs
+#: group of the entry points of other packages' codecs
 GROUP = "hybridcomp.codecs"
-#: loses nothing, with the fewest bits: taken where no bound can be kept or nothing may be left out
+#: the lossless codec with the fewest bits: taken where no bound can be kept
 LOSSLESS: Codec = ExpCode()
-#: keeps whatever bound it is given, relative or absolute, with the fewest bits
+#: keeps any bound, relative or absolute, with the fewest bits
 ANY_BOUND = Radix
 #: of fixed size: for messages that are too small for an exchange of sizes
 SMALL = BlockInt
 #: the name of the cheapest codec that keeps a bound
 AUTO = "auto"
-#: what a user is told whose codec keeps no such bound
+#: advice to a user whose codec keeps no such bound
 KEEPS_EVERY_BOUND = f'use "{AUTO}" or "{ANY_BOUND.name}", which keep every bound'
-#: names that the block gives a meaning of its own
+#: names with another meaning in the block
 RESERVED = frozenset({"none", AUTO, "bounded"})
-#: types that a setting may have
+#: types of a setting
 TYPES = (bool, int, float)
 
 
 class Registry(Mapping[str, type[Codec]]):
-    """Codecs by name. ``refused`` has those that cannot be used, with the reason as a sentence."""
+    """Codecs by name. ``refused`` has unusable ones, with the reason as a sentence."""
 
     def __init__(self) -> None:
         self._outside: dict[str, type[Codec]] | None = None
@@ -77,23 +77,23 @@ class Registry(Mapping[str, type[Codec]]):
     def outside(self) -> Mapping[str, type[Codec]]:
         """The codecs of other packages; the first call imports those packages."""
         if self._outside is None:
-            self._outside = {}  # a package that asks for codecs while it is imported finds ours
+            self._outside = {}  # a package that reads codecs during its import gets ours
             for name, found in _by_name().items():
                 self._take(name, found)
         return self._outside
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Why a name cannot be used although an entry point has it."""
+        """Reasons why codecs with an entry point cannot be used, by name."""
         assert self.outside is not None
         return self._refused
 
     def origin(self, name: str) -> str | None:
-        """Say where a codec of another package comes from, with its version; None for our own."""
+        """Return the source of a codec of another package, with its version; None for ours."""
         return self._origins.get(name) if name in self.outside else None
 
     def refuse(self, name: str, reason: str) -> None:
-        """Take a codec of another package out again. ``reason``: the end of a sentence."""
+        """Remove a codec of another package again. ``reason``: the end of a sentence."""
         assert self._outside is not None
         del self._outside[name]
         self._refused[name] = f"{self._origins[name]} cannot be used: {reason}"
@@ -120,10 +120,10 @@ class Registry(Mapping[str, type[Codec]]):
 
 
 def _built_in() -> list[type[Codec]]:
-    """Every codec that a module of this folder defines and that settings alone can make.
+    """Return every codec that a module of this folder defines and that settings alone can make.
 
-    Their order is that in which the schema explains them: those of fixed size first, then those of
-    variable size, lossless ones, and those for gradients only.
+    In the order of the schema: first codecs of fixed size, then of variable size, lossless ones,
+    and those for gradients only.
     """
     codecs: list[type[Codec]] = []
     for module in sorted(info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)])):
@@ -140,7 +140,7 @@ def _built_in() -> list[type[Codec]]:
 
 
 def _by_name() -> dict[str, list[EntryPoint]]:
-    """Entry points of the group, each once, although a distribution may be found twice."""
+    """Group the entry points by name, each once even if a distribution is found twice."""
     found: dict[str, dict[str, EntryPoint]] = {}
     for point in sorted(entry_points(group=GROUP), key=_told):
         found.setdefault(point.name, {}).setdefault(_told(point), point)
@@ -154,7 +154,7 @@ def _told(point: EntryPoint) -> str:
 
 
 def _loaded(point: EntryPoint) -> type[Codec]:
-    """The class that an entry point names. Raises CodecError where it is no usable codec."""
+    """Load the class of an entry point. Raises CodecError where it is no usable codec."""
     codec: Any = point.load()
     if not (isinstance(codec, type) and issubclass(codec, Codec)):
         raise CodecError("expected a subclass of hybridcomp.codecs.Codec")
@@ -181,7 +181,7 @@ CODECS = Registry()
 
 
 def make_codec(name: str, **settings: object) -> Codec:
-    """The codec called ``name`` with ``settings`` as keyword arguments.
+    """Build the codec ``name`` with ``settings`` as keyword arguments.
 
     Raises:
         CodecError: the name or a setting is unknown, or the value of a setting is out of range.
@@ -202,10 +202,10 @@ def make_codec(name: str, **settings: object) -> Codec:
 
 @lru_cache(maxsize=64)
 def ladder_of(family: str) -> tuple[Codec, ...]:
-    """Settings of a fixed-size codec, cheapest first; none of those that keep no bound."""
+    """Return the settings of a fixed-size codec, cheapest first; none if it keeps no bound."""
     return CODECS[family].ladder() if family in CODECS else ()
 
 
 def families() -> tuple[str, ...]:
-    """Every name that may stand beside an error bound."""
+    """Return every name that may stand beside an error bound."""
     return (AUTO, ANY_BOUND.name, *(name for name in CODECS if ladder_of(name)))

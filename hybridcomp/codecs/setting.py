@@ -1,7 +1,7 @@
-"""What a codec takes: one ``Setting`` for each argument of its constructor.
+"""Declare the settings of a codec: one ``Setting`` for each argument of its constructor.
 
-The model of the block, its JSON schema, its errors and its ramps are made from them, so that a
-codec that declares its settings needs no line in ``config/``.
+The model of the block, its JSON schema, its errors and its ramps are made from them, so a new codec
+needs no line in ``config/``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ class Setting:
     """One argument of a codec's constructor, and the key of the same name in the block.
 
     Args:
-        name: of both.
+        name: of the argument and the key.
         type: int, float, bool, or a ``Literal`` of strings.
         help: sentences for the schema. Where codecs share a key their sentences follow each other,
             so they begin with the name of the codec.
         least: the smallest value of a number, None where only the constructor knows.
         most: the largest one.
-        ramp_step: a ramp moves the setting in multiples of this, and larger is milder; None: it
-            does not move. A ramp moves one setting of a codec.
-        no_bound: why no bound can be kept with it, as the end of a sentence that begins with the
-            value; "" where one can.
+        ramp_step: a ramp moves the setting in multiples of this, and larger is milder; None: not
+            moved. A ramp moves one setting of a codec.
+        no_bound: why the codec keeps no bound with this setting, as the end of a sentence that
+            begins with the value; "" if it keeps one.
     """
 
     name: str

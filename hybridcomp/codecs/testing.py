@@ -1,8 +1,8 @@
-"""Whether a codec keeps the contract of ``codecs.base``: for ours, and for those of other packages.
+"""Test that a codec keeps the contract of ``codecs.base``: ours, and those of other packages.
 
-``check(codec)`` is what a test of a codec calls, once for every setting that matters. It takes
-values of every kind and length, on the CPU unless ``device`` says otherwise, and raises an
-AssertionError that names the codec, the promise and the message that breaks it.
+A test of a codec calls ``check(codec)`` once for every setting that matters. It encodes values of
+every kind and length, on the CPU unless ``device`` says otherwise, and raises an AssertionError
+that names the codec, the promise and the message that breaks it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridcomp.errors import CodecError
 
 LENGTHS = (0, 1, 2, 31, 33, 1000, 4097, 9001)
 CPU = torch.device("cpu")
-#: what lies in memory before a codec writes
+#: bytes in memory before a codec writes
 DIRT = 0xA5
 
 
@@ -37,7 +37,7 @@ def check(codec: Codec, device: torch.device = CPU) -> None:
 
 
 def messages(device: torch.device = CPU) -> Iterator[tuple[str, Tensor]]:
-    """Values of every kind, length and dtype, with what they are."""
+    """Yield values of every kind, length and dtype, with a description."""
     for number, numel in enumerate(LENGTHS):
         for kind in ("normal", "zeros", "sparse", "wide", "outliers", "nonfinite"):
             generator = torch.Generator().manual_seed(number)
@@ -66,7 +66,7 @@ def _made(kind: str, numel: int, generator: torch.Generator) -> Tensor:
 
 
 def check_names(codec: Codec) -> None:
-    """``spec`` names the codec and all its settings: equal specs mean equal bytes."""
+    """Check that ``spec`` names the codec and all its settings: equal specs mean equal bytes."""
     _require(codec.spec.startswith(codec.name), f"spec {codec.spec!r} begins with another name")
     if not codec.settings:
         return
@@ -86,12 +86,12 @@ def check_names(codec: Codec) -> None:
 
 
 def settings_of(codec: Codec) -> dict[str, object]:
-    """The settings that made ``codec``; it keeps each as an attribute of that name."""
+    """Return the settings that made ``codec``; it keeps each as an attribute of that name."""
     return {setting.name: getattr(codec, setting.name) for setting in codec.settings}
 
 
 def check_ladder(codec: type[Codec]) -> None:
-    """What a bound picks from is of fixed size, alike, and the more it costs the more it keeps."""
+    """Check a ladder: fixed sizes, one span, and smaller errors for more bits."""
     ladder = codec.ladder()
     _require(all(one.fixed_size for one in ladder), "a ladder takes codecs of fixed size")
     _require(len({one.span for one in ladder}) < 2, "a ladder takes codecs of one span")
@@ -102,7 +102,7 @@ def check_ladder(codec: type[Codec]) -> None:
 
 
 def check_message(codec: Codec, values: Tensor) -> None:
-    """All that holds for one message: sizes, bytes, values, sums."""
+    """Check one message: its sizes, bytes, values and sums."""
     payload = _check_encoding(codec, values)
     _check_decoding(codec, values, payload)
     _check_tail(codec, values, payload)
@@ -170,7 +170,7 @@ def _check_sum(codec: Codec, values: Tensor, payload: Tensor) -> None:
 
 
 def check_refusals(codec: Codec, device: torch.device = CPU) -> None:
-    """Tensors that cannot be encoded or decoded are a CodecError, not a wrong result."""
+    """Check that tensors that cannot be encoded or decoded raise a CodecError."""
     values, room = torch.ones(100, device=device), _bytes(4096, device)
     payload = room[: codec.encode(values, room)]
     wrong = torch.ones(100, dtype=torch.float64, device=device)

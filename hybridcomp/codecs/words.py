@@ -1,4 +1,4 @@
-"""Codecs in words: what a message takes, for the lines at start-up."""
+"""Describe the codecs of a message in words, for the lines at start-up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 def used_for(codec: Codec, summed: bool, dtype: torch.dtype) -> str:
-    """The codecs of a message of ``dtype``, in words."""
+    """Return the codecs of a message of ``dtype``, in words."""
     if not summed:
         (only,) = codec.hops(1, 1, result=dtype)
         return _short(only)

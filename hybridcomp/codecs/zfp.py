@@ -18,19 +18,19 @@ from hybridcomp.kernels import FixedKernels, KernelSet
 
 BLOCK = 4
 HEADER_BITS = 9
-#: so much is lost below this rate that error feedback runs away: over random and adversarial
-#: blocks of four the norm of the error reached 4x the norm of the values at rate 4, 1.9x at 5.5,
-#: 0.8x at 6 (below 1x the residual stays bounded)
+#: below this rate so much is lost that error feedback diverges: over random and adversarial blocks
+#: of four the norm of the error reached 4x the norm of the values at rate 4, 1.9x at 5.5, 0.8x at 6
+#: (below 1x the residual stays bounded)
 FEEDBACK_RATE = 6.0
 
 
 @lru_cache(maxsize=128)
 def _whole_planes(bits: int) -> int:
-    """Bit planes of a block that are coded whole in ``bits`` bits, whatever the values.
+    """Return the bit planes of a block that ``bits`` bits always encode whole.
 
-    A plane that makes n significant coefficients m costs at most n verbatim bits, one "any more?"
-    for each coefficient found and one "no more" if m < 4, and the search bits, of which the fourth
-    coefficient needs none. ``worst[n]``: most bits spent so far with n significant coefficients.
+    A plane that raises the significant coefficients from n to m costs at most n verbatim bits, one
+    "any more?" for each new coefficient and one "no more" if m < 4, and the search bits, of which
+    the fourth coefficient needs none. ``worst[n]``: most bits so far with n significant ones.
     """
     worst = {0: 0}
     for planes in range(1, 33):
@@ -49,9 +49,9 @@ def _whole_planes(bits: int) -> int:
 class Zfp(FixedCodec):
     """``rate`` bits a value, byte for byte the stream of the zfp library.
 
-    A NaN or Inf makes its block of 4 values NaN. 16-bit values go through fp32, so that below
-    rate 16 only there is something to save. The guaranteed error is large at low rates (at rate 8
-    it is of the size of the block's absmax; typical is 5 % of it): noise is not what zfp is for.
+    A NaN or Inf makes its block of 4 values NaN. 16-bit values go through fp32, so only rates below
+    16 save anything. The guaranteed error is large at low rates (at rate 8 it is of the size of the
+    block's absmax; typical is 5 % of it): zfp does not suit noise.
 
     Args:
         rate: bits a value, 2.5..32; a block of 4 values has floor(4 * rate + 0.5) bits.
@@ -105,11 +105,11 @@ class Zfp(FixedCodec):
         return align(-(-(-(-numel // BLOCK) * self._setting) // 8))
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        """Largest error of an element whose aligned block of 4 values has this finite absmax.
+        """Return the largest error of an element whose aligned block of 4 has this finite absmax.
 
         With P planes coded whole, every transformed coefficient is off by less than 5/6 of the last
         one's weight 2^(32-P): negabinary digits below it add up to at most 2/3, and the plane that
-        was cut may show one digit that is not there. The inverse transform's rows sum to 15/4.
+        was cut may show one wrong digit. The inverse transform's rows sum to 15/4.
         The integers are in units of 2^(e-30) <= absmax * 2^-29.
         """
         check_dtype(self.spec, dtype)

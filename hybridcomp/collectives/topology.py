@@ -1,13 +1,13 @@
-"""Which ranks share a node, and the process groups of a two-level reduction.
+"""Find the ranks of each node, and make the process groups of a two-level reduction.
 
 DeepSpeed's launcher sets ``CROSS_RANK`` on every rank (its ``launch.py``), torchrun ``GROUP_RANK``
-(torch.distributed.elastic): the number of the node. Without either on all ranks, those with the
-same host name and boot id share a node, as NCCL sees it (its ``getHostHash``).
+(torch.distributed.elastic): the number of the node. Unless all ranks have one of these, ranks
+with the same host name and boot id share a node, as in NCCL (its ``getHostHash``).
 
 Subgroups are made once, at start-up, by all ranks of the job in the same order: ``new_group`` is a
-collective over the whole job. Every engine of a process that reduces over the same ranks uses the
-same ones. torch.distributed holds them, and the engines that use them; they are referred to weakly
-here, so that their threads and sockets end with ``destroy_process_group``, or with ``let_go``.
+collective over the whole job. All engines of a process that reduce over the same ranks share them.
+torch.distributed and the engines hold them; this module refers to them weakly, so that their
+threads and sockets end with ``destroy_process_group``, or with ``let_go``.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ VARIABLES = ("CROSS_RANK", "GROUP_RANK")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _Reference = Callable[[], dist.ProcessGroup | None]
-#: those of this process's default group, None where this rank is no member
+#: subgroups of this process's default group, None where this rank is no member
 _made: dict[Ranks, _Reference | None] = {}
-_made_in: list[_Reference] = [lambda: None]  # the default group that they belong to
+_made_in: list[_Reference] = [lambda: None]  # the default group of ``_made``
 
 
 class Nodes:
-    """This knows the node of every rank, and the two levels of the groups that span nodes."""
+    """Nodes of all ranks, and the two levels of the groups that span nodes."""
 
     def __init__(self, of_rank: Sequence[int], source: str) -> None:
-        """``of_rank``: a number for the node of every global rank; ``source``: how it is known."""
+        """``of_rank``: a number for the node of every global rank; ``source``: its origin."""
         self.of_rank = tuple(of_rank)
         self.source = source
         self._levels: dict[Ranks, Levels] = {}
@@ -55,18 +55,18 @@ class Nodes:
 
     @property
     def deep(self) -> bool:
-        """Whether any group of the job has two levels."""
+        """Return whether any group of the job has two levels."""
         return self._deep
 
     def group(self, group: dist.ProcessGroup | None, *, two_levels: bool) -> Group:
-        """A group as it lies to the nodes; with ``two_levels`` it has those it was prepared for."""
+        """Return a group with its remote ranks; with ``two_levels`` also its prepared levels."""
         ranks, me = ranks_of(group), dist.get_rank()
         far = [self.of_rank[rank] != self.of_rank[me] for rank in ranks]
         remote = frozenset(index for index, is_far in enumerate(far) if is_far)
         return Group.of(group, remote, self._levels.get(ranks) if two_levels else None)
 
     def rows(self, group: Ranks) -> list[Ranks]:
-        """Those of ``group`` that encode a sum together: by node in two levels, else each alone.
+        """Return the ranks that encode a sum together: each node in two levels, else each alone.
 
         ``group``: the global ranks of any group of the job; the same on all ranks.
         """
@@ -75,10 +75,10 @@ class Nodes:
     def prepare(self, groups: Iterable[Ranks]) -> list[str]:
         """Make the subgroups of all groups of the job that have two levels; a collective.
 
-        ``groups``: those that this rank is in. Returns sentences for the user about what spans
-        nodes and what does not, the same on all ranks.
+        ``groups``: the groups of this rank. Returns sentences for the user about the groups that
+        span nodes, the same on all ranks.
         """
-        own = {ranks for ranks in groups if ranks[0] == dist.get_rank()}  # the first one speaks
+        own = {ranks for ranks in groups if ranks[0] == dist.get_rank()}  # its first rank states it
         said = tell({"groups": sorted(own), "alive": _alive()}, what="data-parallel groups")
         if not all(statement["alive"] for statement in said):
             _made.clear()  # on all ranks: they make the same groups in the same order
@@ -120,15 +120,15 @@ class Nodes:
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
-    """Global ranks of ``group``, by group rank."""
+    """Return the global ranks of ``group``, by group rank."""
     return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
 
 def grid_of(nodes: Sequence[int]) -> tuple[Ranks, ...] | str | None:
     """Group ranks by node, from the node of every group rank.
 
-    None where there are no two levels: one node, or one rank on each. A sentence where there are,
-    but the group cannot be seen as nodes times local ranks.
+    None where there are no two levels: one node, or one rank on each. A sentence where the group
+    spans nodes, but is no grid of nodes times local ranks.
     """
     rows: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -151,9 +151,9 @@ def grid_of(nodes: Sequence[int]) -> tuple[Ranks, ...] | str | None:
 
 
 def discover(hierarchy: Hierarchy) -> Nodes:
-    """The nodes of this job; a collective through the rendezvous store with ``auto``.
+    """Find the nodes of this job; a collective through the rendezvous store with ``auto``.
 
-    Raises ConfigError when the ranks are no multiple of the number that ``hierarchy`` gives.
+    Raises ConfigError when the integer ``hierarchy`` does not divide the number of ranks.
     """
     world_size = dist.get_world_size()
     if isinstance(hierarchy, int):
@@ -177,9 +177,9 @@ def discover(hierarchy: Hierarchy) -> Nodes:
 
 
 def machines(device: str) -> list[tuple[int, str]]:
-    """Node and device of every rank; a collective through the rendezvous store.
+    """Gather node and device of every rank; a collective through the rendezvous store.
 
-    ``device``: the name of this rank's.
+    ``device``: name of this rank's device.
     """
     nodes = discover("auto")
     said = tell({"device": device}, what="device")
@@ -192,21 +192,21 @@ def _host() -> str:
 
 
 def _alive() -> bool:
-    """Whether the subgroups that were made before still exist: anyone may destroy groups."""
+    """Return whether the subgroups made before still exist: any code may destroy groups."""
     world = dist.group.WORLD
-    if _made_in[0]() is not world:  # torch.distributed was started anew
+    if _made_in[0]() is not world:  # torch.distributed was started again
         _made_in[0] = weakref.ref(world)
         return not _made
     return all(_living(ranks) is not None for ranks, group in _made.items() if group is not None)
 
 
 def _living(ranks: Ranks) -> dist.ProcessGroup | None:
-    """Find the subgroup of ``ranks``; None where it was destroyed, or this rank is no member."""
+    """Return the subgroup of ``ranks``; None where it was destroyed, or this rank is no member."""
     reference = _made[ranks]
     group = None if reference is None else reference()
     try:
         return group if group is not None and ranks_of(group) == ranks else None
-    except (KeyError, ValueError, RuntimeError):  # what torch raises for a destroyed one
+    except (KeyError, ValueError, RuntimeError):  # torch's errors for a destroyed one
         return None
 
 
@@ -219,9 +219,9 @@ def _group(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def let_go() -> None:
-    """Destroy the subgroups that no engine of this process uses: their threads and sockets end.
+    """Destroy the subgroups that no engine of this process uses, with their threads and sockets.
 
-    The next ``prepare`` makes them anew, on all ranks. Engines that live keep theirs.
+    The next ``prepare`` makes them again, on all ranks. Living engines keep theirs.
     """
     if not _made or not dist.is_initialized() or _made_in[0]() is not dist.group.WORLD:
         return
@@ -232,5 +232,5 @@ def let_go() -> None:
             dist.destroy_process_group(group)
 
 
-#: what refers to subgroups for an engine, held weakly
+#: the ``Nodes`` of engines, which use subgroups, held weakly
 _users: weakref.WeakSet[Nodes] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""``hybridcomp validate``, ``schema``, ``configs``, ``seams``, ``doctor``, ``pays`` and so on."""
+"""Run the command line: ``hybridcomp validate``, ``schema``, ``doctor``, ``pays`` and so on."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ BAD_INPUT = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names that the terminal's encoding has not
+        if isinstance(stream, io.TextIOWrapper):  # names that the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     behind: list[str] = []
-    if words[:1] == ["plan"]:  # takes a command of the user's own, with options, behind --
+    if words[:1] == ["plan"]:  # the user's command, with options, follows --
         words, behind = split(words)
     options = _parser().parse_args(words)
     if behind:
@@ -41,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # `hybridcomp seams | head`: who reads has seen enough
+    except BrokenPipeError:  # the reader of `hybridcomp seams | head` has closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except HybridcompError as error:
         print(f"hybridcomp: {message(error)}", file=sys.stderr)
         return BAD_INPUT
-    except OSError as error:  # of a file that a command was given
+    except OSError as error:  # of a command's file
         where = one_line(error.filename or "a file")
         said = f"{where}: {error.strerror or error}; name another one"
         print(f"hybridcomp: {said}", file=sys.stderr)

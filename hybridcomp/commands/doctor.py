@@ -1,4 +1,4 @@
-"""``hybridcomp doctor``: what this machine has, what it lacks, and what does not fit together."""
+"""Report the setup of this machine for ``hybridcomp doctor``: versions, missing parts, misfits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.missing import missing
 from hybridcomp.session import process
 
-#: what stands in front of a line
+#: marks in front of a line
 OK, INFO, FAIL = "ok", "-", "FAIL"
 Finding = tuple[str, str]
 #: upstream packages that are patched -> the extra that installs them
@@ -39,7 +39,7 @@ cuda: Any = torch.cuda  # parts of it are untyped
 
 
 def run(cluster: Path | None = None) -> int:
-    """Print a line for each finding as it comes; the exit status is 1 if something fails.
+    """Print a line for each finding as it comes; returns exit status 1 if something fails.
 
     ``cluster``: the file of a measurement; None: the one of the working folder, if there is one.
     """
@@ -51,7 +51,7 @@ def run(cluster: Path | None = None) -> int:
 
 
 def findings(cluster: Path | None = None) -> Iterator[Finding]:
-    """Everything that is looked at, in the order in which it is printed."""
+    """Yield all findings, in the order in which they are printed."""
     yield from _requirements()
     yield _kernels()
     found = setup.setup()
@@ -66,7 +66,7 @@ def findings(cluster: Path | None = None) -> Iterator[Finding]:
 
 
 def _cluster(path: Path | None) -> Iterator[Finding]:
-    """What ``hybridcomp measure`` found, and whether this machine can be part of it."""
+    """Check the results of ``hybridcomp measure``, and whether they include such a machine."""
     if path is None and not cluster_file.DEFAULT.is_file():
         yield INFO, "no cluster.json here (optional: hybridcomp measure writes one)"
         return
@@ -87,7 +87,7 @@ def _cluster(path: Path | None) -> Iterator[Finding]:
 
 
 def _gpu(found: CudaSetup) -> Iterator[Finding]:
-    """What there is for GPUs, and what does not fit."""
+    """Report the parts for GPUs, and misfits among them."""
     for line in setup.lines(found):
         yield (OK if found.devices else INFO), line
     if torch.distributed.is_nccl_available():
@@ -107,7 +107,7 @@ def _gpu(found: CudaSetup) -> Iterator[Finding]:
 
 
 def _probes(found: CudaSetup) -> Iterator[Finding]:
-    """Codes a message on every GPU; without one but with a compiler, compiles for one."""
+    """Encode a message on every GPU; with a compiler but no GPU, compile a kernel."""
     if found.nvrtc is not None and not found.devices:
         architecture = max(found.architectures)
         try:
@@ -121,7 +121,7 @@ def _probes(found: CudaSetup) -> Iterator[Finding]:
 
 
 def _probe(device: torch.device) -> Finding:
-    """Whether the GPU encodes what the CPU does."""
+    """Check that the GPU encodes the same bytes as the CPU."""
     codec, values = make_codec("blockint", bits=8), torch.linspace(-1, 1, 5000)
     payloads = []
     try:
@@ -139,7 +139,7 @@ def _probe(device: torch.device) -> Finding:
 
 
 def _requirements() -> Iterator[Finding]:
-    """Python, and what hybridcomp's own metadata declares as needed."""
+    """Check Python and the requirements in hybridcomp's metadata."""
     python = platform.python_version()
     if _version("hybridcomp") is None:
         yield FAIL, f"python {python}; hybridcomp is not installed: pip install hybridcomp"
@@ -168,7 +168,7 @@ def _kernels() -> Finding:
 
 
 def _apex() -> Finding:
-    """Apex without importing it: the package of that name on PyPI is another project."""
+    """Check apex without importing it: the package of that name on PyPI is another project."""
     try:
         distribution = metadata.distribution("apex")
     except metadata.PackageNotFoundError:
@@ -183,7 +183,7 @@ def _apex() -> Finding:
 
 
 def _optional() -> Iterator[Finding]:
-    """What a job may have beside it, by the names of distributions."""
+    """Report optional packages, by the names of their distributions."""
     for name, advice in (
         ("transformers", "Hugging Face's Trainer"),
         ("accelerate", "of Hugging Face"),
@@ -199,7 +199,7 @@ def _optional() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    """Variables of ours, which the launcher may not hand on to other machines."""
+    """Report our environment variables, which a launcher may not pass to other machines."""
     names = sorted(name for name in os.environ if name.startswith("HYBRIDCOMP_"))
     handed = launcher_environment()
     for name in names:
@@ -216,7 +216,7 @@ def _environment() -> Iterator[Finding]:
 
 
 def launcher_environment() -> set[str]:
-    """Names of the variables in the file that DeepSpeed's launcher reads for other machines."""
+    """Return the variables in the file that DeepSpeed's launcher reads for other machines."""
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     names: set[str] = set()
     for path in (Path.home() / name, Path(name)):
@@ -226,9 +226,9 @@ def launcher_environment() -> set[str]:
 
 
 def _seams(package: str, extra: str) -> Iterator[Finding]:
-    """Which patches of an upstream package could be applied now; imports it, changes nothing.
+    """Check which patches of an upstream package apply; imports it, changes nothing.
 
-    ``extra``: of hybridcomp, that installs it.
+    ``extra``: the extra of hybridcomp that installs it.
     """
     from hybridcomp.patches import registry
 
@@ -242,7 +242,7 @@ def _seams(package: str, extra: str) -> Iterator[Finding]:
     for patch in found:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # upstream's, of what it can do without
+                warnings.simplefilter("ignore")  # upstream's warnings about missing optional parts
                 patch.check()
         except Exception as error:  # ours, or what upstream raises when it is imported
             text = str(error) if isinstance(error, HybridcompError) else repr(error)

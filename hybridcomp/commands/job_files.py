@@ -1,7 +1,7 @@
-"""What the configuration file of a job says: its block, whose file it is, and what the job has.
+"""Read the configuration file of a job: its block, its kind, and facts of the job.
 
 ``hybridcomp validate`` and ``hybridcomp pays`` read users' files here: a ds_config.json, a GPT-NeoX
-configuration (whose block stands in ``deepspeed_extra_args``), or a bare block.
+configuration (with the block in ``deepspeed_extra_args``), or a bare block.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from hybridcomp.rules import neox
 from hybridcomp.rules.ds_job import Job
 
 Whose = Literal["block", "deepspeed", "neox"]
-#: DeepSpeed's keys at the top that decide what is compressed; it ignores keys that it does not know
+#: DeepSpeed's top-level keys that decide what is compressed; it ignores unknown keys
 DECIDING = (
     "zero_optimization", "bf16", "fp16", "gradient_accumulation_steps", "train_batch_size",
     "train_micro_batch_size_per_gpu", "tensor_parallel", "sequence_parallel_size", neox.EXTRA,
 )  # fmt: skip
-#: keys of DeepSpeed that look like one of these, and are another
+#: keys of DeepSpeed that look like a misspelt one of these but are not
 OTHERS = ("gradient_accumulation_dtype", "bfloat16", "train_micro_batch_size")
-#: by the names that files have for them
+#: dtype by its key in the file
 DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """A file, parsed.
+    """A parsed configuration file of a job.
 
-    whole: all of it, ``-`` in the keys of GPT-NeoX as ``_``. settings: what DeepSpeed is handed of
-    it; of a bare block the block alone, as ``{"compression": ...}``.
+    whole: all of it, with ``-`` in the keys of GPT-NeoX as ``_``. settings: the part that DeepSpeed
+    gets; for a bare block the block alone, as ``{"compression": ...}``.
     """
 
     whose: Whose
@@ -44,7 +44,7 @@ class JobFile:
 
     @property
     def job(self) -> Job:
-        """The settings as rules look at them."""
+        """Settings in the form that rules read."""
         return Job(self.settings)
 
     @property
@@ -64,12 +64,12 @@ class JobFile:
 
     @property
     def accumulation(self) -> int | None:
-        """Micro-batches of a step, None where the file does not say."""
+        """Micro-batches of a step; None where the file does not say."""
         return _whole(self.job.get("gradient_accumulation_steps"))
 
     @property
     def replicas(self) -> int | None:
-        """Copies of the model, None where the sizes of batches do not say."""
+        """Copies of the model; None where the batch sizes do not say."""
         whole = _whole(self.job.get("train_batch_size"))
         own = _whole(self.job.get("train_micro_batch_size_per_gpu"))
         if whole is None or own is None:
@@ -77,10 +77,10 @@ class JobFile:
         return max(1, whole // (own * (self.accumulation or 1)))
 
     def dimensions(self, block: CompressionConfig) -> frozenset[Dimension]:
-        """The dimensions between ranks that the file shows, or that the block names itself.
+        """Return the dimensions between ranks that the file shows, or that the block names itself.
 
-        Of pipelines, experts and layers that are split DeepSpeed's file says hardly anything: the
-        model has them.
+        A DeepSpeed file hardly shows pipelines, experts and split layers, which are part of the
+        model.
         """
         if self.whose == "block":
             return frozenset(BETWEEN_RANKS)
@@ -99,10 +99,10 @@ class JobFile:
 
 
 def read_job_file(path: str | Path) -> JobFile:
-    """Read a file. Raises ConfigError in one line for what nobody would act on.
+    """Read a file. Raises ConfigError in one line for settings that would have no effect.
 
-    That is a block where its reader does not look for one, and a key at the top that is a misspelt
-    one of DeepSpeed's.
+    Such are a block where its reader does not look for one, and a misspelt top-level key of
+    DeepSpeed.
     """
     source = read_source(Path(path))
     keys = {str(key).replace("-", "_"): value for key, value in source.items()}
@@ -134,7 +134,7 @@ def _refuse_at_the_top(source: Mapping[str, Any]) -> None:
 
 
 def _refuse_misspelt(source: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a key that DeepSpeed would ignore, beside which the block would act."""
+    """Raise ConfigError for a misspelt key, which DeepSpeed would ignore."""
     unknown = [key for key in source if key not in (*DECIDING, *OTHERS)]
     for wanted in DECIDING:
         near = near_key(unknown, wanted) if wanted not in source else None
@@ -144,7 +144,7 @@ def _refuse_misspelt(source: Mapping[str, Any]) -> None:
 
 
 def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
-    """Raise ConfigError for a block where nobody reads it."""
+    """Raise ConfigError for a block inside a key where it is not read."""
     for key, value in source.items():
         if not isinstance(value, Mapping):
             continue
@@ -158,7 +158,7 @@ def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
 
 
 def _is_bare(source: Mapping[str, Any]) -> bool:
-    """Whether a file holds a block and not a ds_config; DeepSpeed has none of these keys."""
+    """Return whether a file holds a block and no ds_config; DeepSpeed has none of these keys."""
     return BLOCK not in source and not CompressionConfig.model_fields.keys().isdisjoint(source)
 
 
@@ -167,7 +167,7 @@ def _is_yaml(path: str | Path) -> bool:
 
 
 def _whole(found: object) -> int | None:
-    """A number of 1 or more; None for everything else, "auto" among it."""
+    """Return an integer of 1 or more; None for everything else, "auto" included."""
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
         return None
     return found

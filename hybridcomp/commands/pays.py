@@ -1,4 +1,4 @@
-"""``hybridcomp pays``: the table, the estimate of a step, and what the job's own file says."""
+"""Run ``hybridcomp pays``: print the table, and the estimate of a step, from a job's file."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.plan.pays import DEVICES, Coder, MessageGroup, bits, codecs_of, cost, step_cost
 from hybridcomp.policy import BETWEEN_RANKS, ONE_WAY, Dimension
 
-#: ranks that share a message where nobody says how many
+#: ranks that share a message by default
 RANKS = 8
-#: what figures of the command line may be, and counts
+#: smallest and largest number on the command line, and most ranks
 LEAST, MOST, MOST_RANKS = 1e-9, 1e15, 10**6
 #: the block for a job that has none yet
 SUGGESTED = {"preset": "recommended"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: bytes of the messages that the table is printed for
+#: bytes of the messages in the table
 MESSAGES = (0.25e6, 4e6, 64e6)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, and what becomes of a step where its figures are given."""
+    """Print the table, and the estimate of a step where its options are given."""
     _check(options)
     config, file = _block(options.block)
     job, micro_batches = _job(options, file)
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse what no estimate can be made of, before anything is printed. Raises ConfigError."""
+    """Refuse options without an estimate, before anything is printed. Raises ConfigError."""
     figures = {name: getattr(options, name) for name in ("parameters", "compute", "link")}
     for name, found in {**figures, "codec_gbs": options.codec_gbs}.items():
         if found is not None and not LEAST <= found <= MOST:
@@ -75,7 +75,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGroup, int]:
-    """The messages and the micro-batches of a step: options, else the file, else the usual."""
+    """Return messages and micro-batches of a step: from options, else the file, else defaults."""
     said = MessageGroup(RANKS), 1
     if file is not None and file.whose != "block":
         ranks = file.replicas if file.replicas not in (None, 1) else RANKS
@@ -90,7 +90,7 @@ def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGrou
 
 
 def _block(text: str) -> tuple[CompressionConfig, JobFile | None]:
-    """The block of a preset, of a file with a block, or of a job's file; and that file.
+    """Return the block of a preset, of a file with a block, or of a job's file; and that file.
 
     A job's file without a block is asked about with the one that a newcomer would begin with.
     Raises ConfigError.
@@ -112,7 +112,7 @@ def table(
     config: CompressionConfig, job: MessageGroup, device: Coder,
     there: Collection[Dimension] = BETWEEN_RANKS,
 ) -> Iterator[str]:  # fmt: skip
-    """Up to which speed of a rank's link each dimension pays, for messages of several sizes.
+    """Yield the table of link speeds below which each dimension pays, for several message sizes.
 
     ``there``: the dimensions of which the job has messages.
     """
@@ -141,7 +141,7 @@ def step_line(
     config: CompressionConfig, job: MessageGroup, device: Coder, options: argparse.Namespace,
     micro_batches: int,
 ) -> str:  # fmt: skip
-    """What becomes of a step whose gradients and parameters are compressed."""
+    """Return the estimate of a step with compressed gradients and parameters."""
     found = step_cost(config, options.parameters, job, device, micro_batches)
     faster = found.speed_up(1e9 * options.link, options.compute)
     return (

@@ -1,4 +1,4 @@
-"""``hybridcomp validate``: whether a block can act, what it does, and how such a job starts."""
+"""Check a block for ``hybridcomp validate``: can it act, what it does, how to start the job."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def lines(
     world_size: int | None = None,
     checkpoint: Path | None = None,
 ) -> Iterator[str]:
-    """What there is to say about ``file``: a ds_config, a GPT-NeoX configuration, or a bare block.
+    """Yield lines about ``file``: a ds_config, a GPT-NeoX configuration, or a bare block.
 
     Args:
         file: JSON, Hjson or YAML.
-        facts: ``pipeline`` and ``moe``, what the model is; None where that is not known.
+        facts: ``pipeline`` and ``moe``, kind of the model; None where unknown.
         world_size: ranks of the job.
         checkpoint: folder of a checkpoint that the job is to resume.
 
@@ -88,7 +88,7 @@ def lines(
 
 
 def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
-    """Say what stands in the way of the ledger's file, seen from here."""
+    """Say why the ledger's file cannot be written, as seen from here."""
     name = block.ledger.jsonl
     problem = None if name is None else unwritable(Path(name))
     if problem is not None:
@@ -99,7 +99,7 @@ def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
 
 
 def _written_layout(source: Mapping[str, Any], world_size: int | None) -> dict[str, int | None]:
-    """What a ds_config says of the layout, by the names of a plan; None: it does not."""
+    """Return the layout in a ds_config, by the names of a plan; None where it is not given."""
     job = Job(source, world_size=world_size)
     return {
         "ranks": world_size,
@@ -117,7 +117,7 @@ _NOT_STRICT = (
 
 
 def _is_strict(file: Path) -> bool:
-    """Whether the file is JSON to everybody."""
+    """Return whether the file is strict JSON, which all readers take."""
     try:
         json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
@@ -126,7 +126,7 @@ def _is_strict(file: Path) -> bool:
 
 
 def _resumed(block: CompressionConfig | None, place: Path) -> Iterator[str]:
-    """What a job with ``block`` takes over from a checkpoint. Raises ConfigError."""
+    """Describe what a job with ``block`` loads from a checkpoint. Raises ConfigError."""
     folder = checkpoint_note.folder_of(place)
     note = checkpoint_note.read(folder)
     if note is None:
@@ -150,7 +150,7 @@ def _resumed(block: CompressionConfig | None, place: Path) -> Iterator[str]:
 
 
 def _differences(block: CompressionConfig, note: Mapping[str, Any]) -> Iterator[str]:
-    """The settings that the checkpoint's run had otherwise."""
+    """Yield notes about settings that differ from those of the checkpoint's run."""
     if note.get("digest") == block.digest():
         return
     before, now = CompressionConfig.parse(note.get(BLOCK)).flat(), block.flat()

@@ -1,7 +1,7 @@
 """The ``"compression"`` block: its model, its presets, and errors that name the key.
 
-The model is ``block``, with ``dimension`` and ``directional`` for one dimension of it and
-``codec_settings`` for a codec.
+``block`` has the model, ``dimension`` and ``directional`` that of one dimension, and
+``codec_settings`` that of a codec.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ __all__ = [
 
 
 def load_config(source: Mapping[str, Any] | str | Path) -> CompressionConfig | None:
-    """The block of a DeepSpeed configuration, None where there is none or it is not enabled.
+    """Read the block of a DeepSpeed configuration; None where there is none or it is not enabled.
 
-    ``source`` is whatever DeepSpeed takes: a dict, the path of a JSON or Hjson file, or base64 of
-    JSON. Raises ConfigError in one line, naming the key.
+    ``source`` is anything that DeepSpeed takes: a dict, the path of a JSON or Hjson file, or base64
+    of JSON. Raises ConfigError in one line, naming the key.
     """
     ds_json = read_source(source)
     if BLOCK not in ds_json:

@@ -1,7 +1,7 @@
-"""The ``"compression"`` block as a model: its keys, and what they mean together.
+"""Model of the ``"compression"`` block: its keys, and the checks across them.
 
-A dimension that is written with a codec replaces the preset's; one without a codec changes only the
-settings that it names. The same holds for ``forward`` and ``backward`` inside a dimension.
+A dimension that the user writes with a codec replaces the preset's; one without a codec changes
+only the settings that it names. So do ``forward`` and ``backward`` inside a dimension.
 """
 
 from __future__ import annotations
@@ -160,13 +160,13 @@ class CompressionConfig(Strict):
         return config
 
     def _check_when(self) -> None:
-        """Refuse ``"when": "auto"`` where nothing follows it."""
+        """Refuse ``"when": "auto"`` where no dimension can be measured."""
         if self.when == "auto" and not self.measured() and self.enabled:
             todo = f"only {', '.join(MEASURED)} can be measured, and none is compressed"
             raise problem("when", self.when, f"{todo}; remove it")
 
     def _check_hierarchy(self) -> None:
-        """Refuse two levels where nothing has two."""
+        """Refuse two levels where no compressed dimension has them."""
         if not (self.active("dp") or self.active("zero")):
             todo = "only dp and zero have two levels, and neither is compressed; remove it"
             raise problem("hierarchy", self.hierarchy, todo)
@@ -187,7 +187,7 @@ class CompressionConfig(Strict):
         return self
 
     def _check_samples(self, written: Mapping[str, Any]) -> None:
-        """The guard looks at samples: a guard that was written down needs them."""
+        """Refuse a guard that the user wrote if there are no samples to check."""
         for name in DIMENSIONS if not self.ledger.sample_every else ():
             settings: DimensionConfig = getattr(self, name)
             if name in written and "guard" in settings.model_fields_set and settings.limits().any:
@@ -196,7 +196,7 @@ class CompressionConfig(Strict):
 
     @classmethod
     def parse(cls, block: object) -> CompressionConfig:
-        """The configuration of a bare block. Raises ConfigError in one line, naming the key."""
+        """Parse a bare block. Raises ConfigError in one line, naming the key."""
         try:
             return cls.model_validate(block)
         except ValidationError as error:
@@ -204,24 +204,24 @@ class CompressionConfig(Strict):
 
     @property
     def explicit(self) -> frozenset[Dimension]:
-        """Dimensions that the user wrote, as opposed to those that only a preset names."""
+        """Dimensions that the user wrote, as opposed to those from the preset only."""
         return self._explicit
 
     @property
     def planned(self) -> planned.Planned | None:
-        """The plan that this block was taken from, None for any other preset."""
+        """Plan from which this block was made; None for any other preset."""
         return self._planned
 
     def error_feedback(self, dimension: Dimension) -> bool:
-        """Whether ``dimension`` keeps residuals; only dp can."""
+        """Return whether ``dimension`` keeps residuals; only dp can."""
         return dimension == "dp" and self.dp.feeds_back
 
     def measured(self) -> tuple[Dimension, ...]:
-        """Dimensions that turn themselves off where the link is faster than their codec."""
+        """Return the dimensions that turn off where the link is faster than their codec."""
         return tuple(name for name in MEASURED if self._when(name) == "auto")
 
     def insists(self, dimension: Dimension) -> bool:
-        """Whether the user asked to measure ``dimension``, as opposed to the preset."""
+        """Return whether the user, and not only the preset, asked to measure ``dimension``."""
         return dimension in self.measured() and "auto" in (getattr(self, dimension).when, self.when)
 
     def _when(self, dimension: Dimension) -> Literal["always", "auto"]:
@@ -234,24 +234,24 @@ class CompressionConfig(Strict):
         return self.when or ("auto" if self.preset in MEASURING else "always")
 
     def limits(self) -> dict[Dimension, Limits]:
-        """What the guard looks at, by dimension; nothing without samples."""
+        """Return the limits that the guard checks, by dimension; none without samples."""
         if not self.ledger.sample_every:
             return {}
         found: dict[Dimension, Limits] = {n: getattr(self, n).limits() for n in DIMENSIONS}
         return {name: limits for name, limits in found.items() if limits.any}
 
     def policy(self) -> Policy:
-        """The codecs, built, by dimension and direction."""
+        """Build the policy: the codecs by dimension and direction, with their steps and ramps."""
         return Policy(self.codecs(), self.min_bytes, self.start_step, self.ramps())
 
     def active(self, dimension: Dimension) -> bool:
-        """Whether any direction of ``dimension`` has a codec."""
+        """Return whether any direction of ``dimension`` has a codec."""
         return any(codec for (name, _), codec in self.codecs().items() if name == dimension)
 
     def flat(self) -> dict[str, Any]:
-        """What the ranks of a job have to agree on, resolved, by dotted key.
+        """Return the settings on which the ranks of a job have to agree, by dotted key.
 
-        Independent of key order, shorthand and preset; of the ledger only when it reports.
+        Independent of key order, shorthand, preset and ledger, except for its reports and samples.
         """
         settings: dict[str, Any] = {
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
@@ -283,21 +283,21 @@ class CompressionConfig(Strict):
         return settings
 
     def _named(self) -> set[str]:
-        """The names of all codecs that messages may take."""
+        """Return the names of all codecs that messages may take."""
         ways = (getattr(self, name).settings(way) for name, way in self.codecs())
         return {settings["codec"] for settings in ways if "codec" in settings}
 
     def digest(self) -> str:
-        """SHA-256 of ``flat()`` as 64 hexadecimal digits."""
+        """Return the SHA-256 of ``flat()`` as 64 hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.flat(), sort_keys=True).encode()).hexdigest()
 
     def ramps(self) -> dict[tuple[Dimension, Direction], tuple[Rung, ...]]:
-        """The steps of every ramp, by dimension and direction."""
+        """Return the rungs of every ramp, by dimension and direction."""
         ways = {key: getattr(self, key[0]).rungs_of(key[1]) for key in self.codecs()}
         return {key: rungs for key, rungs in ways.items() if rungs}
 
     def codecs(self) -> dict[tuple[Dimension, Direction], Codec | None]:
-        """The codecs, built; None for native."""
+        """Build the codecs, by dimension and direction; None for native."""
         return {
             (name, way): getattr(self, name).codec_of(way)
             for name in DIMENSIONS

@@ -1,4 +1,4 @@
-"""Error bounds in the block: which codec keeps one, and what is wrong where none can."""
+"""Check error bounds in the block, and build the codec that keeps one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hybridcomp.config.error_messages import NOTHING, problem
 from hybridcomp.errors import CodecError
 from hybridcomp.policy import SUMMED, Dimension
 
-#: keys of a promise -> arguments of ``Bounded``
+#: keys of an error bound -> arguments of ``Bounded``
 PROMISE = {"error_bound": "error_bound", "error_bound_mode": "mode", "segment": "segment"}
 
 
 def check_unbounded(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> None:
-    """Refuse keys of a promise beside a codec that keeps none. ``at``: the place of a key."""
+    """Refuse keys of an error bound beside a codec that keeps none. ``at``: the place of a key."""
     if name not in CODECS:
         return
     if "error_bound" in settings:
@@ -28,7 +28,7 @@ def check_unbounded(name: str, settings: Mapping[str, Any], at: Callable[[str], 
 
 
 def _no_bound(codec: type[Codec]) -> str:
-    """Why an error bound does not go with ``codec``, and what to do."""
+    """Say why an error bound does not go with ``codec``, and what to do."""
     if codec.gradients_only:
         why = "bounds no error: what it leaves out comes with the next step"
         return f"{codec.name} {why}; remove it, or {KEEPS_EVERY_BOUND}"
@@ -38,7 +38,7 @@ def _no_bound(codec: type[Codec]) -> str:
 
 
 def build_bounded(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> Bounded:
-    """The codec ``name`` with a bound; raises as ``build_codec`` does."""
+    """Build the codec ``name`` with a bound; raises as ``build_codec`` does."""
     if "error_bound" not in settings:
         field = at("codec").removesuffix("codec") + "error_bound"
         raise problem(field, NOTHING, f"{name} needs error_bound; write it, such as 0.01")

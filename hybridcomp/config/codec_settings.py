@@ -1,7 +1,7 @@
-"""Which codec, with which settings: the part that directions and dimensions share.
+"""Name a codec and its settings: the part that directions and dimensions share.
 
-The fields are those that the codecs declare (``codecs.setting``), so that a codec's settings stand
-in its own module, and those of a codec that another package brings are keys of the block, too.
+The fields are those that the codecs declare (``codecs.setting``), so that a codec's settings are
+defined in its module, and the settings of another package's codec are keys of the block, too.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from hybridcomp.config.error_messages import NOTHING, problem
 from hybridcomp.errors import CodecError
 
 NONE = "none"
-#: keys of a dimension that no codec may have for a setting
+#: keys of a dimension, which no codec may use as a setting
 DIMENSION_KEYS = frozenset(
     {
         "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
         "error_feedback", "delta", "resync_every", "forward", "backward", "scatter_gather", "sums",
     }
 )  # fmt: skip
-#: names that mean something else to the models
+#: names of attributes of the models
 ATTRIBUTES = frozenset(
     {*dir(BaseModel), "more", "settings", "given", "limits", "rungs_of", "codec_of", "feeds_back"}
 )
 
 
 def _refuse_taken_keys() -> None:
-    """Take codecs of other packages out whose settings are called as other keys of the block."""
+    """Refuse codecs of other packages with a setting that is called like a key of the block."""
     for name, codec in tuple(CODECS.outside.items()):
         taken = [s.name for s in codec.settings if s.name in DIMENSION_KEYS | ATTRIBUTES]
         if taken:
@@ -48,15 +48,15 @@ _refuse_taken_keys()
 
 @lru_cache(maxsize=2)
 def codec_names(*, gradients: bool = False) -> tuple[str, ...]:
-    """Every name that ``codec`` may have here; ``gradients``: under dp."""
+    """Return every value of the key ``codec``; ``gradients``: under dp."""
     known = {name for name, codec in CODECS.items() if gradients or not codec.gradients_only}
     return (NONE, *sorted(known.union(families())))
 
 
 def settings_of(*, gradients_only: bool) -> dict[str, tuple[Setting, ...]]:
-    """The settings of all codecs by key, of those for gradients alone or of the others.
+    """Return the settings of all codecs by key: of codecs for gradients only, or of the others.
 
-    Those that decide how many bits a value takes, and which a ramp may move, come first.
+    Settings that decide the bits a value, which a ramp may move, come first.
     """
     codecs = [codec for codec in CODECS.values() if codec.gradients_only == gradients_only]
     codecs.sort(key=lambda codec: all(s.ramp_step is None for s in codec.settings))
@@ -69,7 +69,7 @@ def settings_of(*, gradients_only: bool) -> dict[str, tuple[Setting, ...]]:
 def with_settings(
     base: type[BaseModel], settings: Mapping[str, Sequence[Setting]]
 ) -> type[BaseModel]:
-    """``base`` with an optional field for each of ``settings``."""
+    """Return ``base`` with an optional field for each of ``settings``."""
     fields: dict[str, Any] = {}
     for key, declared in settings.items():
         annotation: Any = None
@@ -81,13 +81,13 @@ def with_settings(
 
 
 class Strict(BaseModel):
-    """What all parts of the block share: no unknown keys, no conversions, no changes."""
+    """Base of all parts of the block: no unknown keys, no conversions, no changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def _explained(codecs: Iterable[type[Codec]]) -> str:
-    """A sentence for each codec, or for neighbours that are about the same."""
+    """Return a sentence for each codec, or for neighbours with the same description."""
     sentences = []
     for about, group in groupby(codecs, key=lambda codec: codec.about):
         alike = list(group)
@@ -107,7 +107,7 @@ GRADIENT_CODEC = (
 
 
 def codec_schema(text: str, *, gradients: bool = False) -> Callable[[dict[str, Any]], None]:
-    """What makes the JSON schema of ``codec``, with ``text`` for its description."""
+    """Return a function that makes the JSON schema of ``codec``, with the description ``text``."""
 
     def change(schema: dict[str, Any]) -> None:
         schema.clear()
@@ -130,7 +130,7 @@ else:
 class CodecSettings(_Declared):
     """A codec and its settings; written as an object, or as the bare name of the codec."""
 
-    #: codec settings that only this dimension has
+    #: codec settings of this dimension only
     more: ClassVar[tuple[str, ...]] = ()
 
     error_bound: float | None = Field(
@@ -164,7 +164,7 @@ class CodecSettings(_Declared):
         return data
 
     def given(self) -> dict[str, Any]:
-        """Codec and codec settings as written, without those left out."""
+        """Return codec and codec settings as written, without those left out."""
         names = [*CodecSettings.model_fields, *self.more]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -176,10 +176,10 @@ def build_codec(
     *,
     gradients: bool = False,
 ) -> Codec | None:
-    """The codec of the settings ``given``, None for "none".
+    """Build the codec of the settings ``given``; None for "none".
 
     Raises the error that pydantic turns into a ValidationError, at the key concerned: below
-    ``prefix`` for keys in ``own`` (an override), else at the dimension's own key.
+    ``prefix`` for keys in ``own`` (an override), else at the key of the dimension.
     """
 
     def at(key: str) -> str:
@@ -204,7 +204,7 @@ def build_codec(
 
 
 def _built(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> Codec:
-    """The codec, or the error that its constructor raises, at the key that it is about."""
+    """Build the codec, or raise its constructor's error at the key that the error names."""
     try:
         return make_codec(name, **settings)
     except CodecError as error:
@@ -215,7 +215,7 @@ def _built(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> 
 
 
 def _unusable_codec(name: str, names: Sequence[str]) -> str:
-    """What is wrong with a codec that cannot stand here, and what to do."""
+    """Say why a codec cannot be used here, and what to do."""
     if name in CODECS.refused:
         return CODECS.refused[name]
     listed = ", ".join(names)

@@ -1,4 +1,4 @@
-"""One dimension of the block: which codec, with which settings, in which direction."""
+"""One dimension of the block: its codec, settings and directions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GuardConfig(Strict):
 class DimensionConfig(CodecSettings):
     """A dimension with one direction (dp, zero)."""
 
-    #: directions that may have codecs of their own
+    #: directions that may have their own codecs
     ways: ClassVar[tuple[Direction, ...]] = DIRECTIONS
 
     guard: GuardConfig = Field(
@@ -71,18 +71,18 @@ class DimensionConfig(CodecSettings):
     )
 
     def settings(self, direction: Direction) -> dict[str, Any]:
-        """Codec and codec settings that hold in ``direction``."""
+        """Return codec and codec settings of ``direction``."""
         return self.given()
 
     def rungs_of(self, direction: Direction) -> tuple[Rung, ...]:
-        """The codecs of the ramp in ``direction``; none where nothing moves there."""
+        """Return the codecs of the ramp in ``direction``; none where no setting moves there."""
         settings = self.settings(direction)
         if self.ramp is None or moving(settings) is None:
             return ()
         return rungs(settings, self.ramp.start, self.ramp.steps, lambda s: build_codec(s, ""))
 
     def codec_of(self, direction: Direction) -> Codec | None:
-        """The codec of ``direction``, None for native."""
+        """Build the codec of ``direction``; None for native."""
         return build_codec(self.settings(direction), "")
 
     @model_validator(mode="after")
@@ -99,7 +99,7 @@ class DimensionConfig(CodecSettings):
         return self
 
     def limits(self) -> Limits:
-        """What the guard looks at here: nothing where nothing is lost."""
+        """Return the limits that the guard checks here: none for lossless codecs."""
         if not self._lossy():
             return Limits(None, None)
         return Limits(self.guard.error, self.guard.residual if self._feedback() else None)
@@ -124,7 +124,7 @@ class DimensionConfig(CodecSettings):
         build_codec(self.given(), "")
 
     def _check_converges(self, codec: Codec, key: str) -> None:
-        """Refuse what loses more than it is given, where the next message makes up for it."""
+        """Refuse a codec whose error grows when its residual is fed back into the next message."""
         why = codec.diverges()
         if why is not None:
             raise problem(key, True, f"diverges {why}")
@@ -154,7 +154,7 @@ class MeasuredConfig(DimensionConfig):
             raise problem("when", self.when, todo)
 
 
-#: settings of what reduces gradients in a way of its own
+#: settings of codecs that reduce gradients themselves instead of encoding messages
 _REDUCTIONS = settings_of(gradients_only=True)
 _ALWAYS = " ".join(
     f"{name} always does so." for name, codec in CODECS.items() if codec.gradients_only
@@ -182,29 +182,29 @@ class GradientConfig(_Declared):
     )
 
     def _feedback(self) -> bool:
-        """Whether residuals are kept."""
+        """Return whether residuals are kept."""
         return self.error_feedback or self._reduces
 
     @property
     def _reduces(self) -> bool:
-        """Whether gradients are reduced in a way of its own instead of being encoded."""
+        """Return whether the codec reduces gradients itself instead of encoding messages."""
         codec = CODECS.get(self.codec) if self.codec is not None else None
         return codec is not None and codec.gradients_only
 
     @property
     def feeds_back(self) -> bool:
-        """Whether residuals are kept."""
+        """Return whether residuals are kept."""
         return self._feedback()
 
     def limits(self) -> Limits:
-        """What the guard looks at; residuals of a low rank are many gradients, unless limited."""
+        """Return the guard's limits; a low rank's large residuals only if the user limits them."""
         found = super().limits()
         if self._reduces and "residual" not in self.guard.model_fields_set:
             return Limits(found.error, None)
         return found
 
     def codec_of(self, direction: Direction) -> Codec | None:
-        """The codec, None for native."""
+        """Build the codec; None for native."""
         return build_codec(self.settings(direction), "", gradients=True)
 
     def _check_codecs(self) -> None:

@@ -1,4 +1,4 @@
-"""Dimensions whose messages have several directions, each of which may have settings of its own."""
+"""Dimensions whose messages have several directions, each with its settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SplitConfig(DimensionConfig):
     """A dimension whose directions, ``ways``, may each have settings of their own."""
 
     def settings(self, direction: Direction) -> dict[str, Any]:
-        """Codec and codec settings that hold in ``direction``."""
+        """Return codec and codec settings of ``direction``, with its override."""
         override: DirectionConfig | None = getattr(self, direction)
         if override is None:
             return self.given()

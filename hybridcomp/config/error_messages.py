@@ -1,4 +1,4 @@
-"""From pydantic's list of errors to one line that names the key."""
+"""Translate pydantic's list of errors to one line that names the key."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import one_line
 
-#: longest rendering of a value that was found
+#: longest rendering of a value
 WIDTH = 60
-#: keys of the design that a later version brings
+#: keys that are planned for a later version
 PLANNED_KEYS = ("offload",)
 
 _EXPECTED = {
@@ -32,7 +32,7 @@ _EXPECTED = {
 
 
 class Shown(str):
-    """Text that stands for a value in a message without quotes around it."""
+    """Text that a message shows without quotes."""
 
     __slots__ = ()
 
@@ -40,30 +40,30 @@ class Shown(str):
         return str(self)
 
 
-#: stands for a value that is missing
+#: shown for a missing value
 NOTHING = Shown("nothing")
 
 
 def problem(field: str, found: object, todo: str) -> PydanticCustomError:
-    """An error for a validator to raise; ``field`` is relative to the model that validates."""
+    """Make an error for a validator to raise; ``field`` is relative to the validating model."""
     return PydanticCustomError(
         "hybridcomp", "{todo}", {"field": field, "found": found, "todo": todo}
     )
 
 
 def show(found: object) -> Shown:
-    """``found`` as the user wrote it in JSON, on one line and not too long."""
+    """Render ``found`` as the user wrote it in JSON, on one line and at most ``WIDTH`` long."""
     if isinstance(found, Shown):
         return found
     try:
         text = json.dumps(found)
-    except (TypeError, ValueError, RecursionError):  # of a number of thousands of digits too
+    except (TypeError, ValueError, RecursionError):  # also integers of thousands of digits
         text = one_line(found, WIDTH) if not isinstance(found, int) else "a number without end"
     return Shown(text if len(text) <= WIDTH else f"{text[:WIDTH]}...")
 
 
 def translate(error: ValidationError, model: type[BaseModel], root: str) -> ConfigError:
-    """The first problem in full, the keys of the others behind it."""
+    """Return the first problem in full, followed by the keys of the others."""
     problems = [_one(detail, model, root) for detail in error.errors()]
     first = problems[0]
     others = list(dict.fromkeys(key for key, _, _ in problems[1:] if key != first[0]))
@@ -89,7 +89,7 @@ def _one(detail: ErrorDetails, model: type[BaseModel], root: str) -> tuple[str, 
 
 
 def _unknown_key(path: Sequence[str], root: type[BaseModel]) -> str:
-    """What to do about the key at the end of ``path``."""
+    """Say what to do about the unknown key at the end of ``path``."""
     model = root
     for part in path[:-1]:
         model = _model_in(model.model_fields[part].annotation) or model
@@ -119,7 +119,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def idle(key: str, found: object, todo: str, on_unsupported: str) -> str:
-    """A key below "compression" that cannot act in this job: a sentence that says so.
+    """Return a sentence about a key below "compression" that cannot act in this job.
 
     ``todo``: why, and what to do. Raises ConfigError unless ``on_unsupported`` is "native".
     """
@@ -129,7 +129,7 @@ def idle(key: str, found: object, todo: str, on_unsupported: str) -> str:
 
 
 def near_key(names: Iterable[object], wanted: str) -> str | None:
-    """The key of ``names`` that looks like a misspelt ``wanted``."""
+    """Return the key of ``names`` that looks like a misspelt ``wanted``."""
     lowered = {name.lower(): name for name in names if isinstance(name, str)}
     near = difflib.get_close_matches(wanted, lowered, n=1, cutoff=0.85)
     return lowered[near[0]] if near else None

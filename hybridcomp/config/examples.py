@@ -1,4 +1,4 @@
-"""The example configurations that come with the package: ``hybridcomp configs``."""
+"""List and copy the example configurations of the package: ``hybridcomp configs``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from hybridcomp.errors import ConfigError
 
-#: where they lie: beside the package's modules, in a checkout as in site-packages
+#: folder of the examples: beside the package's modules, in a checkout as in site-packages
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
-#: what is a configuration; the schema and the page about them lie there too
+#: suffixes of configurations; the schema and the page about them are in that folder too
 SUFFIXES = (".json", ".yml")
-#: a row of the page's tables: a file of this folder, and what it is for
+#: a row of the page's tables: a file of this folder, and its purpose
 ROW = re.compile(r"^\| `([^`]+)` \| (.+) \|$", re.MULTILINE)
 
 DESCRIPTION = """\
@@ -36,13 +36,13 @@ def names() -> list[str]:
 
 
 def purposes() -> dict[str, str]:
-    """Read what each configuration is for, by its name, from the page beside them."""
+    """Read the purpose of each configuration, by its name, from the page beside them."""
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     return {name: purpose.replace("`", "") for name, purpose in ROW.findall(page)}
 
 
 def find(name: str) -> Path:
-    """The file of a configuration, its suffix left out or not.
+    """Return the file of a configuration; ``name`` with or without suffix.
 
     Raises:
         ConfigError: There is no such configuration.
@@ -56,7 +56,7 @@ def find(name: str) -> Path:
 
 
 def copy(chosen: Sequence[str], folder: Path) -> list[Path]:
-    """Copy the configurations of these names into ``folder``, which is made where it is missing.
+    """Copy the configurations of these names into ``folder``, which is created if missing.
 
     Raises:
         ConfigError: There is no such configuration, or the folder has another file of its name;
@@ -85,7 +85,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(options: argparse.Namespace) -> int:
-    """``hybridcomp configs``; returns the exit status."""
+    """Run ``hybridcomp configs``; returns the exit status."""
     if options.names:
         for file in copy(options.names, options.to):
             print(file)

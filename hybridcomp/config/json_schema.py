@@ -1,4 +1,4 @@
-"""The block as a JSON schema, for editors and for those who read it without Python."""
+"""Describe the block as a JSON schema, for editors and readers without Python."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHORTHAND = frozenset(
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of a ds_config.json as far as the block goes; other keys are DeepSpeed's."""
+    """Return the JSON schema of a ds_config.json that describes the block and no other key."""
     block = _with_shorthand(CompressionConfig.model_json_schema())
     definitions = block.pop("$defs")
     return {
@@ -46,13 +46,13 @@ def schema() -> dict[str, Any]:
 
 
 def _with_shorthand(node: Any) -> Any:
-    """``node`` with "or the name of a codec" wherever an object with a codec may stand."""
+    """Add "or the name of a codec" in ``node`` wherever an object with a codec may stand."""
     if isinstance(node, list):
         return [_with_shorthand(part) for part in node]
     if not isinstance(node, dict):
         return node
     found = {key: _with_shorthand(part) for key, part in node.items() if key != "allOf"}
-    for part in node.get("allOf", ()):  # pydantic before 2.10 wraps a reference that has company
+    for part in node.get("allOf", ()):  # pydantic before 2.10 wraps references
         found.update(part)
     name = str(found.get("$ref", "")).removeprefix("#/$defs/")
     if name in SHORTHAND:

@@ -1,4 +1,4 @@
-"""The block's key ``ledger``: what is written down about the traffic."""
+"""The block's key ``ledger``: the records of the traffic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import Field
 
 from hybridcomp.config.codec_settings import Strict
 
-#: ``ledger.every`` when it is not written
+#: default of ``ledger.every``
 REPORT_EVERY = 10
 
 
@@ -35,5 +35,5 @@ class LedgerConfig(Strict):
 
     @property
     def interval(self) -> int:
-        """Optimizer steps between two reports where no finite steps_per_print rules."""
+        """``every``, or its default where no finite steps_per_print takes its place."""
         return REPORT_EVERY if self.every is None else self.every

@@ -1,7 +1,7 @@
-"""The preset ``planned``: codecs out of a file that ``hybridcomp plan`` wrote.
+"""Read the preset ``planned``: the codecs from a file that ``hybridcomp plan`` wrote.
 
-A plan holds for one layout. The block is read here; whether the job has that layout is asked where
-an engine attaches (``rules.planned``), because a block does not know its job.
+A plan holds for one layout. As the block does not know its job, ``rules.planned`` checks the layout
+when an engine attaches.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hybridcomp.foreign import parsed_json
 PLANNED = "planned"
 #: key of a plan with the version of its format, and the version that this package reads
 FORMAT, VERSION = "hybridcomp_plan", 1
-#: the degrees of a layout whose product is its number of ranks
+#: parallel degrees of a layout, whose product is the number of ranks
 DEGREES = ("tensor", "context", "data", "stages")
-#: facts of a layout that a job can be asked for, with what they are called in a sentence
+#: facts of a layout that are compared with the job, with their names in a sentence
 FACTS: Mapping[str, str] = {
     "ranks": "ranks",
     "data": "data parallel",
@@ -40,15 +40,15 @@ LATER: Mapping[str, str] = {"offload": "optimizers on a host"}
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan gives to a block.
+    """Plan read from a file.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         block: the dimensions and other keys that it chose.
-        layout: the facts of its layout, by names out of ``FACTS``.
-        later: the same, by names out of ``LATER``: no part of the block's digest.
-        machines: node and device of every rank that was measured for it; a node below 0 is not
-            known. Empty where the cluster was described by hand.
+        layout: the facts of its layout, by names of ``FACTS``.
+        later: further facts, by names of ``LATER``: no part of the block's digest.
+        machines: node and device of every rank on which it was measured; a node below 0 is unknown.
+            Empty where the cluster was described by hand.
     """
 
     path: str
@@ -59,7 +59,7 @@ class Planned:
 
 
 def read(written: Mapping[str, Any]) -> Planned | None:
-    """The plan that a block names, None where its preset is another.
+    """Read the plan that a block names; None for any other preset.
 
     Raises the error that pydantic turns into a ValidationError, at ``plan``.
     """

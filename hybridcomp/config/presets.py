@@ -1,12 +1,11 @@
-"""Named blocks. A key written beside ``preset`` overrides the preset's.
+"""Presets: named blocks. A key that the user writes beside ``preset`` overrides the preset's.
 
 ``naive-zfp``, ``naive-mpc``, ``mzhybrid`` and ``zhybrid`` are the schemes of arXiv 2409.02423; its
-messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended`` is ours, from
-a rate-distortion study of training tensors: a transform gains nothing on them, so plain integers,
-and 4 bits only where error feedback gives back what is left out. None names ``offload``, which
-takes time of the host, too, or ``tp2d``, whose layers a script chooses. ``none`` compresses
-nothing, for a baseline that is counted as well.
-``planned`` takes the block of a plan (``planned.py``).
+messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended`` follows from a
+rate-distortion study of training tensors: a transform gains nothing on them, so plain integers, and
+4 bits only where error feedback sends the residual later. No preset names ``offload``, which takes
+time of the host, too, or ``tp2d``, whose layers a script chooses. ``none`` compresses nothing but
+counts the traffic, for a baseline. ``planned`` takes the block of a plan (``planned.py``).
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from hybridcomp.config.error_messages import near_key, problem
 from hybridcomp.config.planned import PLANNED, Planned
 from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, OWN_LAYERS, Dimension
 
-#: the preset that compresses nothing: everything is native, and counted
+#: the preset that compresses nothing: all messages are native, and counted
 NATIVE = "none"
 Settings = dict[str, Any]
-#: what presets are made for
+#: dimensions of the presets
 _NAMED = tuple(name for name in BETWEEN_RANKS if name not in OWN_LAYERS)
 _MODEL: tuple[Dimension, ...] = (
     "zero",
     "tp",
     "pp",
-)  # what the paper calls model parallel, and ZeRO
+)  # "model parallel" in the paper, and ZeRO
 
 
 def _zfp(rate: float) -> Settings:
@@ -49,19 +48,19 @@ PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
     },
     NATIVE: {},
 }
-#: those that measure each dimension and leave it native where that is faster, unless the block has
-#: another ``when``: whoever takes one has not asked whether the link is slow enough
+#: presets that measure each dimension and leave it native where that is faster, unless the block
+#: has another ``when``: a user of them has not checked whether the link is slow enough
 MEASURING = frozenset({"recommended"})
-#: those whose messages are meant to be fp32
+#: presets made for fp32 messages
 PAPER = frozenset({"naive-zfp", "naive-mpc", "mzhybrid", "zhybrid"})
 
 
-#: what ``preset`` may be
+#: values of the key ``preset``
 NAMES = (*PRESETS, PLANNED)
 
 
 def merged(written: Mapping[str, Any], planned: Planned | None = None) -> dict[str, Any]:
-    """A block with its preset's keys in it, those of ``planned`` where the preset is that.
+    """Merge the keys of a block's preset into it; those of ``planned`` for that preset.
 
     Raises the error that pydantic turns into a ValidationError, at ``preset``.
     """
@@ -86,7 +85,7 @@ def _settings(preset: object, planned: Planned | None) -> dict[str, Any]:
 
 
 def overridden(preset: Any, written: Any) -> Any:
-    """A preset's key with what the user wrote for it; a bound alone names codec auto."""
+    """Merge the user's settings into a preset's key; a bound alone replaces it by codec auto."""
     if not isinstance(written, Mapping) or not isinstance(preset, Mapping):
         return written
     if "codec" in written or "error_bound" in written:

@@ -1,4 +1,4 @@
-"""A setting that moves over the first steps: from a mild one to the one that stays."""
+"""Move a setting over the first steps, from a mild value to the written one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hybridcomp.config.codec_settings import Strict
 from hybridcomp.config.error_messages import problem
 from hybridcomp.policy import Rung
 
-#: most values that a ramp takes before its end: ranks and readers see few codecs
+#: most values of a ramp before its end, so that ranks and readers see few codecs
 RUNGS = 8
-#: the setting that every ramp may move; smaller is milder. Of the settings of codecs larger is
+#: the setting that every ramp may move; smaller is milder, unlike for the settings of codecs
 BOUND = "error_bound"
 
 
 def _of_codecs() -> str:
-    """The settings that move, with their codecs."""
+    """List the codecs' settings that a ramp may move."""
     return " or ".join(
         f"`{setting.name}` of {codec.name}"
         for codec in CODECS.values()
@@ -47,13 +47,13 @@ class RampConfig(Strict):
 
 
 def movable() -> tuple[str, ...]:
-    """Every setting that a ramp may move."""
+    """Return every setting that a ramp may move."""
     declared = (setting for codec in CODECS.values() for setting in codec.settings)
     return tuple(dict.fromkeys([BOUND, *(s.name for s in declared if s.ramp_step is not None)]))
 
 
 def moving(settings: Mapping[str, Any]) -> str | None:
-    """The setting of a codec that a ramp moves, None where it has none written."""
+    """Return the written setting that a ramp moves; None where there is none."""
     if BOUND in settings:
         return BOUND
     codec = CODECS.get(settings.get("codec", ""))
@@ -63,16 +63,16 @@ def moving(settings: Mapping[str, Any]) -> str | None:
 
 
 def _declared(settings: Mapping[str, Any], name: str) -> Setting | None:
-    """The setting ``name`` of the codec that is written, None for a bound."""
+    """Return the declaration of the setting ``name`` of the written codec; None for a bound."""
     if name == BOUND:
         return None
     return next(s for s in CODECS[settings["codec"]].settings if s.name == name)
 
 
 def values(start: float, end: float, step: float | None) -> list[float]:
-    """What a ramp takes before ``end``, mildest first, in multiples of ``step``.
+    """Return the values of a ramp before ``end``, mildest first, in multiples of ``step``.
 
-    None is for bounds, which move in equal ratios.
+    ``step`` None: a bound, which moves in equal ratios.
     """
     if step is None:
         return [float(f"{start * (end / start) ** (i / RUNGS):.3g}") for i in range(RUNGS)]
@@ -86,9 +86,9 @@ def rungs(
     steps: int,
     build: Callable[[Mapping[str, Any]], Codec | None],
 ) -> tuple[Rung, ...]:
-    """The codecs of a ramp of ``steps`` steps, each with the step that it ends before.
+    """Build the codecs of a ramp of ``steps`` steps, each with the step that it ends before.
 
-    ``settings``: of the codec that stays. Raises the error that pydantic turns into a
+    ``settings``: those of the final codec. Raises the error that pydantic turns into a
     ValidationError, at ``ramp.from``.
     """
     name = moving(settings)
@@ -113,7 +113,7 @@ def rungs(
 
 
 def _check_start(name: str, start: float, end: float, *, larger: bool) -> None:
-    """Refuse a ramp that does not start mild; ``larger``: that is above ``end``."""
+    """Refuse a ramp that does not start mild; ``larger``: mild is above ``end``."""
     if start == end or (start > end) != larger:
         side = "above" if larger else "below"
         todo = f"a ramp starts mild: expected a number {side} {name}, which is {end:g}"

@@ -1,4 +1,4 @@
-"""A configuration comes from whatever DeepSpeed itself takes, and is read as it reads it."""
+"""Read a configuration from any source that DeepSpeed takes, and as DeepSpeed reads it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import TOO_DEEP, parsed_yaml
 
-#: what an error names that is about no key, but about the file or text itself
+#: the key in errors about the file or text itself
 SOURCE = "ds_config"
 
 
 def read_source(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """The configuration as a mapping.
+    """Read the configuration as a mapping.
 
-    ``source`` is a mapping (returned as it is), the path of a JSON, Hjson or YAML file (the last by
-    its suffix), or a string of URL-safe base64 with JSON inside. Raises ConfigError when it is
-    none of them, when it cannot be parsed, or when a key occurs twice.
+    ``source`` is a mapping (returned unchanged), the path of a JSON, Hjson or YAML file (YAML by
+    its suffix), or a string of URL-safe base64 with JSON inside. Raises ConfigError when it is none
+    of them, when it cannot be parsed, or when a key occurs twice.
     """
     if isinstance(source, Mapping):
         return source
@@ -64,7 +64,7 @@ class _Object(dict[str, Any]):
 def _parse(
     text: str, where: str, otherwise: Callable[[str], Any] | None = None
 ) -> Mapping[str, Any]:
-    """The object of JSON, else of what ``otherwise`` reads."""
+    """Parse JSON, else by ``otherwise``; returns the object."""
     try:
         loaded = _loads(text, otherwise or _as_hjson)
     except ValueError as error:  # of json, hjson and yaml
@@ -92,9 +92,9 @@ def _loads(text: str, otherwise: Callable[[str], Any]) -> Any:
 
 
 def _as_hjson(text: str) -> Any:
-    """Hjson as DeepSpeed reads it. Raises ValueError, of JSON where hjson is not installed."""
+    """Parse Hjson as DeepSpeed does. Raises ValueError, of JSON where hjson is not installed."""
     try:
-        import hjson  # comes with DeepSpeed, which reads its files with it
+        import hjson  # a dependency of DeepSpeed
     except ImportError:
         return json.loads(text)
     try:

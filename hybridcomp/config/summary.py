@@ -1,4 +1,4 @@
-"""What a block will do, in words: for ``hybridcomp validate`` and for the start of a job."""
+"""Describe a block in words: for ``hybridcomp validate`` and for the start of a job."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.presets import NATIVE, PAPER
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, OWN_LAYERS, SUMMED, Dimension, directions_of
 
-#: bytes that few messages reach: gradients are reduced in buckets, of 5e8 values in DeepSpeed and
-#: 4e7 in megatron-core unless the job says otherwise, and models with fewer values have less
+#: bytes that few messages reach: gradients are reduced in buckets, by default of 5e8 values in
+#: DeepSpeed and 4e7 in megatron-core, and a small model has fewer values than a bucket
 SELDOM_NBYTES = 1 << 28
 #: steps that few jobs reach
 SELDOM_STEPS = 1_000_000
-#: what codecs encode, in words
+#: dtypes that codecs encode, in words
 KINDS = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
 
 
 def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> list[str]:
-    """One line for each compressed dimension (and direction, where they differ), then the rest.
+    """Return a line for each compressed dimension (or direction, where they differ), then others.
 
     ``absent``: dimensions without traffic in this job; they are only listed.
     """
@@ -45,7 +45,7 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
 
 
 def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
-    """The lines of one dimension; none where it is native."""
+    """Yield the lines of one dimension; none where it is native."""
     codecs = config.codecs()
     ways = {way: codecs[name, way] for way in directions_of(name) if (name, way) in codecs}
     shared = _shared(config, name)
@@ -108,7 +108,7 @@ def _guarded(config: CompressionConfig, absent: Collection[Dimension]) -> list[s
 
 
 def notes(config: CompressionConfig, dtype: torch.dtype) -> list[str]:
-    """Warnings about codecs that save nothing on messages of ``dtype``, or encode none of them."""
+    """Warn about codecs that save nothing on messages of ``dtype``, or encode none of them."""
     if dtype not in VALUE_DTYPES:
         active = ", ".join(name for name in DIMENSIONS if config.active(name))
         kind = str(dtype).removeprefix("torch.")
@@ -128,9 +128,9 @@ def notes(config: CompressionConfig, dtype: torch.dtype) -> list[str]:
 
 
 def idle_notes(config: CompressionConfig, largest_nbytes: int | None = None) -> list[str]:
-    """Warnings about a block that compresses nothing; none where its preset says that it should.
+    """Warn about a block that compresses nothing; not where its preset is ``none``.
 
-    ``largest_nbytes``: of the largest message of the job, where that is known.
+    ``largest_nbytes``: size of the job's largest message, where that is known.
     """
     active = any(config.active(name) for name in DIMENSIONS)
     if not active and config.preset == NATIVE:
@@ -152,7 +152,7 @@ def idle_notes(config: CompressionConfig, largest_nbytes: int | None = None) -> 
 
 
 def _saves_nothing(codec: Codec, dtype: torch.dtype) -> bool:
-    """Whether every message of ``dtype`` is as long encoded as it is."""
+    """Return whether encoding never makes a message of ``dtype`` shorter."""
     known = codec.fixed_size and not codec.bounded and codec.low_rank is None
     return known and codec.bits_per_value(dtype) >= 8 * dtype.itemsize
 

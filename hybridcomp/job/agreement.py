@@ -1,7 +1,7 @@
-"""Ranks compare what they run before they talk compressed bytes to each other.
+"""Compare blocks and versions over all ranks before they exchange encoded messages.
 
-A rank with another block would wait for messages that never come. The comparison goes through the
-rendezvous store, not through a collective, so that a missing rank can be named.
+A rank with another block would wait for messages that never come. The comparison uses the
+rendezvous store, not a collective, so that a missing rank can be named.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from hybridcomp.errors import AgreementError, PeerError
 from hybridcomp.job import processes
 from hybridcomp.log import complain
 
-#: seconds of silence after which the ranks that are waited for are named on stderr; then whenever
+#: seconds of silence after which the missing ranks are named on stderr; then again whenever
 #: the silence has become REPEAT times as long
 NOTICE_S, REPEAT = 10.0, 3
-#: seconds between two looks at the processes of ranks that have not spoken
+#: seconds between two checks of the processes of ranks that have not answered
 LOOK_S = 1.0
-#: share of the process group's own time-out after which a silent rank is an error: whoever waits
-#: for it in a message of upstream is ended by torch a little later, and without its name
+#: share of the process group's time-out after which a silent rank is an error: soon after it torch
+#: ends ranks that wait for it in a message of upstream, without naming it
 PATIENCE = 0.9
-#: what a user is to do about ranks that are silent
+#: advice about ranks that are silent
 ALIKE = "start every rank with `--module hybridcomp.run`, or call hybridcomp.install() in every one"
 Ranks = tuple[int, ...]
-#: how often the ranks of a part of the job have spoken to each other; None: all ranks
+#: rounds so far among the ranks of a part of the job; None: all ranks
 _rounds_of: Counter[Ranks | None] = Counter()
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Versions of hybridcomp, Python (major.minor), torch and the given packages."""
+    """Return the versions of hybridcomp, Python (major.minor), torch and the given packages."""
     found: dict[str, str | None] = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("hybridcomp", "torch", *packages):
         try:
@@ -60,10 +60,10 @@ def agree(
 ) -> None:
     """Compare ``statement`` (JSON-like, flat keys) over all ranks of the default group.
 
-    ``ranks``: global ranks of the part of the job that speaks, this one among them; None: all.
+    ``ranks``: global ranks of the part of the job that compares, this one among them; None: all.
 
-    Returns when all ranks said the same. Raises AgreementError on every rank, naming the ranks and
-    the keys, as soon as all have spoken and two differ; and as ``tell`` does.
+    Returns when all ranks stated the same. Raises AgreementError on every rank, naming the ranks
+    and the keys, as soon as all have stated and two differ; and as ``tell`` does.
     """
     said = tell(statement, what=what, ranks=ranks)
     differing = [place for place in range(len(said)) if said[place] != said[0]]
@@ -74,14 +74,14 @@ def agree(
 def tell(
     statement: Mapping[str, Any], *, what: str, ranks: Sequence[int] | None = None
 ) -> list[dict[str, Any]]:
-    """What every rank of the default group stated, by rank; every rank calls it.
+    """Exchange statements over the default group; returns them by rank. Every rank calls it.
 
     ``ranks``: as for ``agree``; the statements come back in their order. Raises PeerError once a
-    rank that has not spoken is seen to have ended, AgreementError when one stays silent for
+    rank that has not stated is seen to have ended, AgreementError when one stays silent for
     PATIENCE of the group's time-out.
 
-    Once all have spoken, all have read what was said the time before, and each rank deletes its own
-    statement of that time: the store holds one of each rank, for each part of the job.
+    Once all ranks have stated, all have read the round before, and each rank deletes its statement
+    of that round: the store holds one statement of each rank, for each part of the job.
     """
     speakers = range(dist.get_world_size()) if ranks is None else tuple(ranks)
     if len(speakers) == 1:
@@ -93,26 +93,26 @@ def tell(
     store = dist.PrefixStore(_prefix(part, number), whole)  # type: ignore[attr-defined]
     store.set(me, json.dumps(statement, sort_keys=True))
     _await_all(store, speakers, what)
-    if number:  # all have spoken again, so all have read what was said before
+    if number:  # all have stated again, so all have read the round before
         dist.PrefixStore(_prefix(part, number - 1), whole).delete_key(me)  # type: ignore[attr-defined]
     return [json.loads(text) for text in store.multi_get([str(rank) for rank in speakers])]
 
 
 def has_compared() -> bool:
-    """Whether this rank has compared anything with others, as every engine's beginning does."""
+    """Return whether this rank has compared anything with others, as every engine does first."""
     return bool(_rounds_of)
 
 
 def _prefix(part: Ranks | None, number: int) -> str:
-    """Name the keys of a round of statements."""
+    """Return the prefix of the store's keys for a round of statements."""
     among = "" if part is None else f"{','.join(map(str, part))}/"
     return f"hybridcomp/agree/{start()}/{among}{number}"
 
 
 def start() -> str:
-    """Which start of the job this is, for keys in its store.
+    """Return the number of the job's start, for keys in its store.
 
-    torchrun starts ranks again with the same store: what they said before must not count.
+    torchrun restarts ranks with the same store: statements of earlier starts must not count.
     """
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
@@ -140,9 +140,9 @@ def _await_all(store: Store, speakers: Sequence[int], what: str) -> None:
 
 
 def _unheard(store: Store, missing: list[int], what: str) -> list[int]:
-    """Find those of ``missing`` that still have not spoken. Raises PeerError where one has ended.
+    """Find those of ``missing`` that have not stated yet. Raises PeerError where one has ended.
 
-    Their processes are looked at before the store is: a rank that spoke and then ended has spoken.
+    Checks their processes before the store: a rank that stated and then ended counts as stated.
     """
     ended = processes.gone(missing, dist.group.WORLD)
     try:
@@ -158,9 +158,9 @@ def _unheard(store: Store, missing: list[int], what: str) -> list[int]:
 
 @contextlib.contextmanager
 def waiting(store: Any, seconds: float) -> Iterator[Any]:
-    """Let ``store`` wait ``seconds`` at most; its own time-out is back afterwards.
+    """Limit the waits of ``store`` to ``seconds``; restores its time-out afterwards.
 
-    ``store``: the default one, which torch.distributed and upstream wait with as well.
+    ``store``: the default one, with which torch.distributed and upstream wait as well.
     """
     before = store.timeout
     store.set_timeout(timedelta(seconds=seconds))
@@ -171,7 +171,7 @@ def waiting(store: Any, seconds: float) -> Iterator[Any]:
 
 
 def _timeout_s() -> float:
-    """Seconds that the process group grants a message, torch's default where it does not say."""
+    """Return the seconds of the process group's time-out, torch's default where unknown."""
     try:
         group = dist.distributed_c10d._get_default_group()
         device = torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")

@@ -1,4 +1,4 @@
-"""What a rank computes on, by a name that a measurement and a job have in common."""
+"""Name the device of a rank, equally in a measurement and in a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or that of the processor with the threads that torch uses of it."""
+    """Return the name of the GPU, or of the processor with torch's number of threads."""
     if device.type == "cuda":
         return str(cuda.get_device_name(device))
     name = platform.processor() or platform.machine()

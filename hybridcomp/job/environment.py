@@ -1,4 +1,4 @@
-"""The environment variables that hybridcomp reads, and what becomes of others with its prefix."""
+"""Name the environment variables that hybridcomp reads, and report others with its prefix."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RECORD = f"{PREFIX}RECORD"
 TRACEBACK = f"{PREFIX}TRACEBACK"
 #: runs GPT-NeoX on CPUs
 NEOX_CPU = f"{PREFIX}NEOX_CPU"
-#: what a job reads
+#: variables that a job reads
 VARIABLES = (CONFIG, RECORD, TRACEBACK, NEOX_CPU)
-#: what the tests and scripts of a checkout read, which may stand beside a job
+#: variables that the tests and scripts of a checkout read, which may be set in a job
 CHECKOUT = tuple(
     PREFIX + name
     for name in (
@@ -28,7 +28,7 @@ CHECKOUT = tuple(
 
 
 def unknown(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Make a sentence about each variable with our prefix that nothing reads."""
+    """Yield a sentence about each variable with our prefix that nothing reads."""
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
         if name not in VARIABLES + CHECKOUT:
             ends = [known.removeprefix(PREFIX) for known in VARIABLES]

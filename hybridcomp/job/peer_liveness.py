@@ -1,8 +1,8 @@
-"""Which ranks of the job are still there, for the message of one that waited for them in vain.
+"""Find the ranks that are gone, for the error of a rank that waited for them.
 
-gloo says "Connection closed by peer" and "Timed out waiting", and names no rank; DeepSpeed's
-launcher names process ids. Ranks state once where they run (``announce``). When a message fails, a
-rank looks at the processes of its own host, which takes no time, and asks through the rendezvous
+gloo reports "Connection closed by peer" and "Timed out waiting" without a rank, and DeepSpeed's
+launcher reports process ids. Ranks state once where they run (``announce``). When a message fails,
+a rank checks the processes of its own host, which takes no time, and asks through the rendezvous
 store who else has failed: a rank that has ended, was stopped or is cut off does not answer.
 """
 
@@ -31,27 +31,27 @@ from hybridcomp.job import processes
 from hybridcomp.job.agreement import start, tell, waiting
 from hybridcomp.job.processes import Known, Peer
 
-#: seconds that ranks of other hosts get to say that they have failed as well
+#: seconds in which ranks of other hosts must report that they have failed as well
 ROLL_CALL_S = 5.0
-#: seconds in which a rank that has closed its connections has to show as ended
+#: seconds in which a rank that has closed its connections must show as ended
 LOOK_S = 5.0
 _CPU = torch.device("cpu")
-#: what torch.distributed's back ends say when a peer is gone or silent
+#: errors of torch.distributed's back ends when a peer is gone or silent
 _LOST = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed out|socket|"
     r"process ?group|rendezvous",
     re.IGNORECASE,
 )
-#: what they say when time is up, with all connections as they were
+#: their errors after a time-out, with all connections intact
 _SILENT = re.compile("timed out|time-?out", re.IGNORECASE)
 
 _hooked = False
 
 
 def announce(ranks: Sequence[int] | None = None) -> None:
-    """Let other ranks know where this one runs; a collective through the store, once for each part.
+    """State where this rank runs; a collective through the store, once for each part of the job.
 
-    It lasts as long as the default process group, whatever is detached: ranks may still be missed.
+    Holds as long as the default process group, even after a detach: ranks may still be missed.
     ``ranks``: global ranks of the part of the job that calls this, this one among them; None: all.
     """
     global _hooked
@@ -71,11 +71,11 @@ def announce(ranks: Sequence[int] | None = None) -> None:
 
 
 def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """How long a message may take: the time-out of the default group, None where it has none.
+    """Return how long a message may take: the time-out of the default group; None without one.
 
-    A group that is made later gets torch's 30 minutes over gloo, whatever ``init_process_group``
-    was told, and DeepSpeed sends through groups of its own. ``group``: what carries the message,
-    whose own time-out counts where somebody chose one.
+    A group created later gets torch's 30 minutes over gloo, whatever ``init_process_group`` set,
+    and DeepSpeed sends through such groups. ``group``: the group of the message, whose time-out
+    counts where a user set one.
     """
     try:
         limit = _waits(dist.distributed_c10d._get_default_group())
@@ -86,16 +86,16 @@ def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
 
 
 def _waits(group: dist.ProcessGroup) -> timedelta:
-    """The time-out of a group over gloo."""
+    """Return the time-out of a group over gloo."""
     found: timedelta = group._get_backend(_CPU).options._timeout
     return found
 
 
 def limit_waits() -> None:
-    """Give the default group's time-out to upstream's groups of this process that wait longer.
+    """Apply the default group's time-out to upstream's groups of this process that wait longer.
 
-    To be called again when upstream has made groups. A group that was given a time-out of its own
-    keeps that: only those are changed that wait as long as torch lets a group wait by itself.
+    Call it again when upstream has created groups. A group whose time-out was set keeps it: only
+    groups with torch's default time-out are changed.
     """
     limit, c10d = time_limit(), dist.distributed_c10d
     change = getattr(dist, "set_timeout", getattr(c10d, "_set_pg_timeout", None))  # torch 2.14
@@ -109,7 +109,7 @@ def limit_waits() -> None:
 
 
 def _prepare_last_words() -> None:
-    """Let a signal that ends this rank say who is missing."""
+    """Register the peers whose absence a fatal signal's message reports."""
     try:
         last_words = importlib.import_module("hybridcomp.job._last_words")
     except ImportError:
@@ -120,9 +120,9 @@ def _prepare_last_words() -> None:
 
 
 def lost(error: BaseException, where: str = "") -> PeerError | None:
-    """The error that names who is missing, where ``error`` is about a message between ranks.
+    """Return the error that names missing ranks, if ``error`` is about a message between ranks.
 
-    ``where``: which message, for example ``dp at step 12``. None for other errors.
+    ``where``: the message, for example ``dp at step 12``. None for other errors.
     """
     if isinstance(error, HybridcompError) or not _is_about_messages(error):
         return None
@@ -138,7 +138,7 @@ def _is_about_messages(error: BaseException) -> bool:
 
 
 def _missing(patient: bool) -> list[str]:
-    """Make sentences about ranks that ended, were stopped, or do not answer.
+    """Return sentences about ranks that ended, were stopped, or do not answer.
 
     ``patient``: a peer's connection broke. The kernel closes the sockets of a process before it
     shows the process as ended, and a rank that raised closes them before it ends.
@@ -152,14 +152,14 @@ def _missing(patient: bool) -> list[str]:
 
 
 def _disturbed() -> list[str]:
-    """Make sentences about ranks of this host that ended or were stopped."""
+    """Return sentences about ranks of this host that ended or were stopped."""
     return [f"{p} {state}" for p in processes.others() if (state := processes.state(p))]
 
 
 def _silent(peers: Sequence[Peer]) -> list[Peer]:
-    """Find those of ``peers`` that do not say within ROLL_CALL_S that they have failed too.
+    """Return those of ``peers`` that do not report within ROLL_CALL_S that they have failed too.
 
-    In a thread: a store whose host was stopped never answers.
+    Asks in a thread, as a store on a stopped host never answers.
     """
     silent: list[Peer] = []
     thread = threading.Thread(target=_roll_call, args=(peers, silent), daemon=True)
@@ -189,7 +189,7 @@ def _store() -> Store:
 
 
 def _hook() -> None:
-    """Name this rank, and who is missing, below the traceback of an error that nobody caught."""
+    """Name this rank, and missing ones, below the traceback of an uncaught error."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -207,7 +207,7 @@ def _last_words(error: Exception) -> str:
     if found is not None:
         return str(found)
     kind = type(error).__name__
-    # torchrun ends the ranks that are left, often while they are about to say who is missing
+    # torchrun ends the other ranks, often before they can name the missing one
     missing = _disturbed() if kind == "SignalException" else []
     return "; ".join([f"{_me()} fails: {kind}: {_first_line(error)}", *missing])
 
@@ -215,7 +215,7 @@ def _last_words(error: Exception) -> str:
 def _me() -> str:
     mine = _myself()
     if dist.is_initialized():
-        world = dist.get_world_size()  # Known may hold a part of the job only
+        world = dist.get_world_size()  # Known may hold only a part of the job
     else:
         world = len(Known.peers) or int(os.environ.get("WORLD_SIZE", "1"))
     return f"rank {mine.rank} of {world} (process {mine.pid} on {mine.host})"

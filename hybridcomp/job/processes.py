@@ -1,6 +1,6 @@
-"""Where the ranks of the job run, and what /proc says of those of this host.
+"""Describe the processes of the job's ranks, and check those of this host by /proc.
 
-``presence`` learns the peers when the job begins; whoever waits for a rank asks ``gone`` about it.
+``presence`` collects the peers when the job begins; code that waits for a rank calls ``gone``.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank, and the process that it runs in."""
+    """A rank and its process."""
 
     rank: int
     host: str
-    space: str  # of process ids: the boot and the pid namespace
+    space: str  # pid namespace and boot, in which process ids are unique
     pid: int
-    began: str  # when the process began, "" where that is not known
+    began: str  # start time of the process, "" where unknown
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
 class Known:
-    """The ranks of the job, or of parts of it, once each has stated where it runs.
+    """Ranks of the job, or of parts of it, once each has stated where it runs.
 
-    ``job`` refers to the default process group that they are the ranks of: a process may start
-    torch.distributed anew, with other processes. ``parts`` are the global ranks of each part whose
-    ranks have spoken to each other, None: all ranks.
+    ``job`` refers to the default process group of these ranks: a process may start
+    torch.distributed again, with other processes. ``parts`` has the global ranks of each part whose
+    ranks have exchanged their places; None: all ranks.
     """
 
     peers: Sequence[Peer] = ()
@@ -53,9 +53,9 @@ def others() -> list[Peer]:
 
 
 def gone(ranks: Collection[int], job: object) -> list[Peer]:
-    """Find those of ``ranks`` whose process ran on this host and has ended.
+    """Return the peers of ``ranks`` whose process ran on this host and has ended.
 
-    ``job``: the default process group that the ranks are counted in.
+    ``job``: the default process group that numbers the ranks.
     """
     if Known.job() is not job:
         return []
@@ -67,7 +67,7 @@ STOPPED = "is stopped (SIGSTOP, or a debugger)"
 
 
 def state(peer: Peer) -> str | None:
-    """Say what is wrong with the process of ``peer``, None where nothing is or cannot be seen."""
+    """Say what is wrong with the process of ``peer``; None where nothing is or cannot be seen."""
     if peer.space != space():
         return None
     found = stat(peer.pid)
@@ -85,7 +85,7 @@ def state(peer: Peer) -> str | None:
 
 
 def stat(pid: int) -> tuple[str, str] | None:
-    """Read the state of a process and when it began, as Linux shows them."""
+    """Read a process's state and start time from Linux; None where they cannot be read."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -95,7 +95,7 @@ def stat(pid: int) -> tuple[str, str] | None:
 
 
 def space() -> str:
-    """Name what two processes share whose ids mean the same."""
+    """Return an identifier of the pid namespace and boot of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

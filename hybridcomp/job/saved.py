@@ -1,8 +1,8 @@
-"""Files of a rank beside a checkpoint: written whole or not at all, checked before they are used.
+"""Write and read a rank's files beside a checkpoint: whole or not at all, checked before use.
 
 A damaged file is an error on every rank, with the rank and the file: a rank that raised alone would
-leave the others waiting in the next collective. Nothing of the engine is touched before all files
-are known to be good.
+leave the others waiting in the next collective. The engine is changed only after all files were
+found to be good.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hybridcomp.job.agreement import tell
 
 T = TypeVar("T")
 FORMAT = 1
-#: how a file is made that nobody has opened before
+#: flags that create a file which did not exist, and follow no link
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-#: problems of ranks that one message shows
+#: most ranks whose problems a message shows
 SHOWN = 4
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` with torch; what was there before stays until all of it is on the disk.
+    """Write ``state`` with torch; an older file stays until all of the new one is on the disk.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
@@ -40,7 +40,7 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, state: Mapping[str, Any], indent: int | None = None) -> None:
-    """Write ``state`` as JSON, as ``write`` does."""
+    """Write ``state`` as JSON, in the way of ``write``."""
     text = json.dumps(dict(state), indent=indent) + "\n"
     _replace(path, lambda file: file.write(text.encode()))
 
@@ -48,8 +48,8 @@ def write_json(path: Path, state: Mapping[str, Any], indent: int | None = None) 
 def sweep(folder: Path, pattern: str, world_size: int) -> None:
     """Remove unfinished files of ranks from ``world_size`` up, which no rank will write again.
 
-    A save that was ended half-way leaves them; those of lower ranks are written anew. ``pattern``:
-    the names of the files, with ``*`` for the rank. Raises CheckpointError.
+    A save that was cut off leaves them; those of lower ranks are overwritten. ``pattern``: the
+    names of the files, with ``*`` for the rank. Raises CheckpointError.
     """
     start, _, end = pattern.partition("*")
     for part in folder.glob(f"{pattern}.part"):
@@ -69,9 +69,9 @@ def _unwritten(path: Path, error: BaseException) -> CheckpointError:
 
 
 def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Fill a new file beside ``path``, wait for the disk, and let it take the place of ``path``.
+    """Fill a new file beside ``path``, wait for the disk, and let it replace ``path``.
 
-    The new file is no link that somebody else has laid there, nor what one leads to.
+    Never writes through a link that somebody placed there.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -90,7 +90,7 @@ def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the names in ``folder`` on the disk, where its file system can do so."""
+    """Sync the names in ``folder`` to the disk, where its file system can do so."""
     with contextlib.suppress(OSError):
         found = os.open(folder, os.O_RDONLY)
         try:
@@ -100,7 +100,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What ``write`` wrote, every record of it compared with its checksum.
+    """Read a file of ``write``, with every record checked against its checksum.
 
     Raises:
         CheckpointError: the file is damaged, of another format, or no file of ours.
@@ -109,7 +109,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def unpack(packed: object, name: str) -> dict[str, Any]:
-    """What ``torch.save`` made ``packed``, the bytes of the entry ``name``; as ``read``."""
+    """Unpack the bytes ``packed`` of ``torch.save``, the entry ``name``; errors as of ``read``."""
     if not isinstance(packed, bytes):
         raise damaged(name, f"expected bytes, found {type(packed).__name__}")
     return _of_this_format(name, _checked(io.BytesIO(packed), name))
@@ -130,7 +130,7 @@ def _checked(file: Any, name: Path | str) -> object:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What ``write_json`` wrote. Raises CheckpointError."""
+    """Read a file of ``write_json``. Raises CheckpointError."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -157,19 +157,19 @@ def expect(
 
 
 def is_count(value: Any) -> bool:
-    """Whether ``value`` is a whole number from 0 up."""
+    """Return whether ``value`` is an integer from 0 up."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def is_scale(value: Any) -> bool:
-    """Whether ``value`` may be a loss scale."""
+    """Return whether ``value`` may be a loss scale."""
     return isinstance(value, (int, float)) and 0 < value < float("inf")
 
 
 def is_stretch(value: Any) -> bool:
-    """Whether ``value`` is an offset and the finite fp32 values from there on.
+    """Return whether ``value`` is an offset and the finite fp32 values from there on.
 
-    Of what a node has in common also which part of how many is this rank's.
+    Residuals shared by a node have two more numbers: this rank's part, and the number of parts.
     """
     if not isinstance(value, (tuple, list)) or len(value) not in (2, 4) or not is_count(value[0]):
         return False
@@ -181,7 +181,7 @@ def is_stretch(value: Any) -> bool:
 
 
 def are_residuals(value: Any) -> bool:
-    """Whether ``value`` is what ``Residuals.state_dict`` gives, with finite values."""
+    """Return whether ``value`` has the form of ``Residuals.state_dict``, with finite values."""
     if not isinstance(value, dict) or set(value) - {"common"} != {"sender", "owner"}:
         return False
     return all(
@@ -201,14 +201,14 @@ def are_factors(value: Any) -> bool:
 
 
 def damaged(path: Path | str, what: str) -> CheckpointError:
-    """The error about a file that is not what was written."""
+    """Make the error about a file that is not as it was written."""
     return CheckpointError(f"{path} is damaged or of another version of hybridcomp: {what}")
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What ``work`` returns and None, or None and what it has raised, in words.
+    """Return ``work``'s result and None, or None and its error in words.
 
-    Whatever it is: a rank that raised alone would leave the others in ``all_well``.
+    Catches every error: a rank that raised alone would leave the others in ``all_well``.
     """
     try:
         return work(), None
@@ -222,7 +222,7 @@ def all_well(problem: str | None, what: str, todo: str = "") -> None:
     """Return when no rank has a ``problem``; every rank calls it.
 
     Raises:
-        CheckpointError: on every rank, with the ranks that have one and what it is.
+        CheckpointError: on every rank, with the ranks that have a problem and what it is.
     """
     said = [rank["problem"] for rank in tell({"problem": problem}, what=what)]
     bad = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]

@@ -1,13 +1,13 @@
-"""How a rank ends on a mistake of its user: one line for the job, no traceback, one status.
+"""End a rank on a mistake of its user: one line for the job, no traceback, one exit status.
 
 ``install`` puts ``show`` in front of ``sys.excepthook``: errors of the configuration, of versions
-and of ranks that differ say themselves what to do. A traceback through upstream and hybridcomp
-would only hide that, on every rank again; ``HYBRIDCOMP_TRACEBACK=1`` shows it.
+and of ranks that differ state what to do. A traceback through upstream and hybridcomp would only
+hide that, on every rank again; ``HYBRIDCOMP_TRACEBACK=1`` shows it.
 
-Every rank meets the same mistake. Once the process group is up they count in its store who has
-come so far, and the first one tells; before that the ranks of one node see each other by a name
-that only one process may hold. Where neither is to be had every rank tells: a message too many is
-better than none.
+Every rank meets the same mistake. Once the process group is up they count themselves in its store,
+and the first one prints; before that the ranks of one node see each other by a socket's name that
+only one process may hold. Where neither works every rank prints: a message too many is better than
+none.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from hybridcomp.job.environment import TRACEBACK
 
 #: exit status of a configuration that cannot act, as argparse uses it for bad arguments
 BAD_INPUT = 2
-#: what a user has to mend; a CodecError may be a fault of ours or of the machine
+#: errors that a user has to fix; a CodecError may be a fault of ours or of the machine
 MISTAKES: tuple[type[HybridcompError], ...] = (ConfigError, AgreementError, SeamError)
-#: seconds for which the rank that told stays, so that others meet it
+#: seconds for which the rank that printed stays, so that others find it
 LINGER_S = 3.0
 
 _sockets: list[socket.socket] = []  # held until the process ends
@@ -47,13 +47,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give the hook back, unless somebody has put another in front of it."""
+    """Restore the hook, unless another one was put in front of it."""
     if sys.excepthook is show:
         sys.excepthook = _before
 
 
 def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Tell a mistake; hand everything else to the hook that was there before."""
+    """Print a mistake in one line; pass other errors to the previous hook."""
     asked = os.environ.get(TRACEBACK, "0") not in ("", "0")
     if isinstance(error, MISTAKES) and not asked:
         tell(f"hybridcomp: {error}")
@@ -62,35 +62,35 @@ def show(kind: type[BaseException], error: BaseException, traceback: TracebackTy
 
 
 def tell(text: str) -> None:
-    """Print ``text`` on stderr, on the first of the ranks that come here with it.
+    """Print ``text`` on stderr, on the first of the ranks that call this with it.
 
-    The others stay until it is told: a launcher ends all ranks once one has ended.
+    The others stay until it is printed: a launcher ends all ranks once one has ended.
     """
     meeting = _meeting(text)
     if not meeting.first and meeting.is_told():
         return
     rank = os.environ.get("RANK")
     where = "" if rank in (None, "0") else f" (told by rank {rank})"
-    # torch.distributed puts a buffer in the place of sys.stderr around hooks older than its own
+    # torch.distributed replaces sys.stderr by a buffer around hooks older than its own
     print(f"{text}{where}", file=sys.__stderr__ or sys.stderr, flush=True)
     meeting.tell()
 
 
 class _Alone:
-    """No other rank can be asked, so this one tells."""
+    """Meeting of this rank alone, where no other can be asked: this one prints."""
 
     first = True
 
     def is_told(self) -> bool:
-        """Say whether the first rank has told within LINGER_S."""
+        """Return whether the first rank has printed within LINGER_S."""
         return False
 
     def tell(self) -> None:
-        """Let the others know that it is told, and stay for them to meet."""
+        """Tell the other ranks that it is printed, and stay until they have seen it."""
 
 
 def _meeting(text: str) -> _Alone:
-    """Meet the ranks that come here with ``text``."""
+    """Join the ranks that call this with ``text``."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return _Alone()
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -105,7 +105,7 @@ def _meeting(text: str) -> _Alone:
 
 
 class _InStore(_Alone):
-    """Ranks meet in the process group's store, which every rank of the job reaches."""
+    """Meeting in the process group's store, which every rank of the job reaches."""
 
     def __init__(self, distributed: Any, name: str) -> None:
         started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # see agreement.start
@@ -115,7 +115,7 @@ class _InStore(_Alone):
         self.first = self._add(name, 1) == 1
 
     def _add(self, key: str, number: int) -> int:
-        """Add to a number in the store, whose own time-out stays what it is for everybody else."""
+        """Add to a number in the store, whose time-out stays the same for other code."""
         before = self._store.timeout
         self._store.set_timeout(timedelta(seconds=LINGER_S))
         try:
@@ -124,17 +124,17 @@ class _InStore(_Alone):
             self._store.set_timeout(before)
 
     def is_told(self) -> bool:
-        """Say whether the first rank has told within LINGER_S."""
+        """Return whether the first rank has printed within LINGER_S."""
         return self._until(lambda: self._add(f"{self._name}/told", 0) > 0)
 
     def tell(self) -> None:
-        """Let the others know, and stay until all came: the store may live in this process."""
+        """Tell the others, and stay until all came: the store may be in this process."""
         with contextlib.suppress(Exception):
             self._add(f"{self._name}/told", 1)
         self._until(lambda: self._add(self._name, 0) >= self._ranks)
 
     def _until(self, done: Callable[[], bool]) -> bool:
-        """Ask until ``done``, for LINGER_S; False when time is up or the store is gone."""
+        """Ask until ``done``, for LINGER_S; returns False after it, or if the store is gone."""
         deadline = time.monotonic() + LINGER_S
         with contextlib.suppress(Exception):
             while not done():
@@ -146,7 +146,7 @@ class _InStore(_Alone):
 
 
 class _OnNode(_Alone):
-    """Ranks that one launcher started on this node meet at a socket's name (Linux)."""
+    """Meeting of the ranks that one launcher started on this node, at a socket's name (Linux)."""
 
     def __init__(self, name: str) -> None:
         started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
@@ -156,12 +156,12 @@ class _OnNode(_Alone):
         try:
             self._socket.bind(self._address)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:  # else it is held by the rank that tells
+            if error.errno != errno.EADDRINUSE:  # else the rank that prints holds it
                 raise
             self.first = False
 
     def is_told(self) -> bool:
-        """Say whether the first rank has told within LINGER_S: it listens then."""
+        """Return whether the first rank has printed within LINGER_S: it then listens."""
         deadline = time.monotonic() + LINGER_S
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
@@ -171,7 +171,7 @@ class _OnNode(_Alone):
         return False
 
     def tell(self) -> None:
-        """Let the others know, and stay for LINGER_S, in which they come."""
-        with contextlib.suppress(OSError):  # not bound: the first one never told
+        """Tell the others: listen, and stay for LINGER_S, in which they connect."""
+        with contextlib.suppress(OSError):  # not bound: the first rank never printed
             self._socket.listen(socket.SOMAXCONN)
         time.sleep(LINGER_S)

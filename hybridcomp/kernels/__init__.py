@@ -1,10 +1,10 @@
-"""Kernels: one portable header per codec, and a loader for what was compiled around it.
+"""Kernels: one portable header per codec, and the loader of the compiled kernels around it.
 
 ``formats/<codec>.h`` encodes and decodes blocks, on a host and on a device. ``cpu/*.cpp`` loop over
-it and are built at install into ``hybridcomp.kernels._cpu``, where a codec's functions stand in a
-module of its name; ``cuda/*.cu`` spread it over a grid and are compiled at first use, and
-``cuda/<codec>.py`` launches them. Nobody lists the codecs: each has a :class:`KernelSet`, which
-knows the arguments of its functions, and asks it for those of its tensors' device.
+it and are built at install into ``hybridcomp.kernels._cpu``, with a module of functions for each
+codec; ``cuda/*.cu`` spread it over a grid and are compiled at first use, and ``cuda/<codec>.py``
+launches them. There is no list of codecs: each has a :class:`KernelSet`, typed by the arguments of
+its functions, and asks it for the functions of its tensors' device.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hybridcomp.errors import CodecError, ConfigError
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 #: must equal VERSION in ``cpu.cpp``; both grow with every change of a function or a format, so that
-#: an extension left over from older sources is told by name. A new codec is told by its absence
+#: an outdated extension is detected. A new codec is detected by its missing functions
 VERSION = 3
-#: what a user whose extension is missing or old does
+#: advice to a user whose extension is missing or old
 BUILD = "`pip install .`, or with `pip install --no-build-isolation -e .` in a checkout"
 
 
 class FixedKernels(Protocol):
-    """What a codec of fixed size with one setting has on every back end.
+    """Kernels of a codec of fixed size with one setting, on every back end.
 
     Addresses come from ``Tensor.data_ptr``, dtypes are DTYPE_CODES. Functions of all codecs raise
     ValueError when a buffer is too short or an argument is out of range.
@@ -66,10 +66,10 @@ class FixedKernels(Protocol):
 
 
 class VariableKernels(Protocol):
-    """What a codec of variable size has on every back end; the arguments are its own.
+    """Kernels of a codec of variable size, on every back end; the codec defines the arguments.
 
     The last argument of ``encode`` may be the address of an int64, on back ends that store sizes:
-    they leave the bytes used there, wait for nothing, and return 0. Otherwise it returns them.
+    they store the bytes used there, do not wait, and return 0. Otherwise it returns the bytes used.
     """
 
     def encode(self, *args: Any, **kwargs: Any) -> int:
@@ -84,27 +84,27 @@ class Kernels(Protocol):
 
     @property
     def stores_sizes(self) -> bool:
-        """Whether encoders take the address of a word for the size, and wait for nothing."""
+        """Return whether encoders take an address for the size, and do not wait."""
 
     def functions(self, codec: str) -> object:
-        """What has the functions of ``codec`` as its attributes. Raises CodecError: none."""
+        """Return an object with the functions of ``codec``. Raises CodecError where it has none."""
 
 
 class DeviceKernels(Kernels, Protocol):
-    """A back end whose decoders tell later of a damaged payload, as nobody waits for them."""
+    """Back end whose decoders report a damaged payload later, as they do not wait."""
 
     def check(self) -> None:
-        """Raise CodecError if one was met since the last check; waits for the device."""
+        """Raise CodecError if a payload was damaged since the last check; waits for the device."""
 
     def poll(self) -> None:
-        """Raise CodecError if one had been met by the call before; waits for nothing."""
+        """Raise CodecError for damage seen at the previous call; does not wait."""
 
 
 Functions_co = TypeVar("Functions_co", covariant=True)
 
 
 class KernelSet(Generic[Functions_co]):
-    """The functions of one codec, on whatever back end a tensor needs.
+    """Functions of one codec, on the back end of a tensor's device.
 
     The type parameter is a Protocol with their arguments: ``KernelSet[FixedKernels]("zfp")`` has
     those of ``cpu/bind_zfp.cpp`` and of ``cuda/zfp.py``.
@@ -114,12 +114,12 @@ class KernelSet(Generic[Functions_co]):
         self.codec = codec
 
     def on(self, device: torch.device) -> Functions_co:
-        """The functions for tensors on ``device``. Raises CodecError as ``kernels_of`` does."""
+        """Return the functions for tensors on ``device``. Raises CodecError as ``kernels_of``."""
         return cast(Functions_co, kernels_of(device).functions(self.codec))
 
 
 class CpuKernels:
-    """The back end of CPUs: the modules that the extension has, one a codec."""
+    """Back end of CPUs: the modules of the extension, one for each codec."""
 
     stores_sizes = False
 
@@ -155,7 +155,7 @@ def _cpu_kernels() -> CpuKernels:
     return CpuKernels(extension)
 
 
-#: by index of the device, once a codec has run there
+#: back ends of GPUs by device index, created at the first use of a codec there
 _on_cuda: dict[int, DeviceKernels] = {}
 
 
@@ -178,7 +178,7 @@ def check_payloads() -> None:
 
 
 def require_kernels(device: torch.device) -> None:
-    """Load what codecs need on ``device``, before training instead of at the first message.
+    """Load the kernels for ``device``, before training instead of at the first message.
 
     Raises ConfigError in one line: the extension is not built, CuPy or its compiler is missing.
     """
@@ -194,18 +194,18 @@ def require_kernels(device: torch.device) -> None:
 
 
 def poll_payloads() -> None:
-    """Raise CodecError if a GPU had met a damaged payload by the call before; waits for nothing."""
+    """Raise CodecError for a damaged payload that a GPU saw at the previous call; does not wait."""
     for kernels in _on_cuda.values():
         kernels.poll()
 
 
 def stores_sizes(device: torch.device) -> bool:
-    """Whether encoders on ``device`` leave sizes where they are told to, and wait for nothing."""
+    """Return whether encoders on ``device`` store sizes at an address, and do not wait."""
     return kernels_of(device).stores_sizes
 
 
 def kernels_of(device: torch.device) -> Kernels:
-    """The back end for tensors on ``device``.
+    """Return the back end for tensors on ``device``.
 
     Raises:
         CodecError: the device has no back end, CuPy is missing, or the extension was not built.

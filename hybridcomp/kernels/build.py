@@ -1,4 +1,4 @@
-"""How setuptools builds the package and its source distribution; not imported at run time.
+"""Build commands of the package for setuptools; not imported at run time.
 
 ``pyproject.toml`` names these classes under ``[tool.setuptools] cmdclass``. setuptools loads the
 file by its path, so nothing else of the package is imported during a build.
@@ -17,15 +17,15 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
-#: what a checkout has beside the package; patches/ and configs/ are in the package as well
+#: files of a checkout beside the package; patches/ and configs/ are in the package as well
 BESIDE = (
     "CHANGELOG.md", "CONTRIBUTING.md", "configs", "docs", "scripts", "tests", ".ci", ".github",
 )  # fmt: skip
-#: what running and building leave there
+#: files that running and building leave there
 LEFT_BEHIND = ("__pycache__", ".pyc", ".so", ".o")
 #: portable headers, which both back ends include by their bare names
 FORMATS = HERE / "formats"
-#: the folder of each extension; a codec adds its files there and names them nowhere
+#: the folder of each extension, all of whose files are compiled
 FOLDERS = {"hybridcomp.kernels._cpu": "cpu", "hybridcomp.kernels._launch": "cuda"}
 COMPILE_ARGS = [
     "-std=c++17",
@@ -43,7 +43,7 @@ COMPILE_ARGS = [
 
 
 def found(name: str) -> tuple[list[str], list[str]]:
-    """Sources of the extension ``name`` and the headers that they may include, from the root."""
+    """Return the sources of the extension ``name`` and their headers, relative to the root."""
     folder, root = HERE / FOLDERS[name], HERE.parent.parent
     sources = sorted(folder.glob("*.cpp"))
     headers = sorted([*folder.glob("*.h"), *FORMATS.glob("*.h")]) if folder.name == "cpu" else []
@@ -52,10 +52,10 @@ def found(name: str) -> tuple[list[str], list[str]]:
 
 
 class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
-    """build_ext with the files that are there, pybind11's headers and our flags."""
+    """build_ext with the files of each folder, pybind11's headers and our flags."""
 
     def finalize_options(self) -> None:
-        """Find the files of every extension: for a build, and for a source distribution."""
+        """Set the files of every extension: for a build, and for a source distribution."""
         super().finalize_options()
         for extension in self.extensions or ():
             if extension.name in FOLDERS:
@@ -74,16 +74,16 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
 
 
 class Sdist(sdist):  # type: ignore[misc]  # setuptools is untyped here
-    """sdist with everything that a checkout has: scripts, configurations, documents, tests."""
+    """sdist with all files of a checkout: scripts, configurations, documents, tests."""
 
     def make_distribution(self) -> None:
-        """Add what lies beside the package to the files that setuptools has found."""
+        """Add the files beside the package to those that setuptools has found."""
         self.filelist.extend([str(path) for name in BESIDE for path in _files(Path(name))])
         super().make_distribution()
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """The files below ``path``, or itself; nothing where it is missing."""
+    """Yield the files below ``path``, or itself; nothing where it is missing."""
     if path.is_file():
         if not path.name.endswith(LEFT_BEHIND):
             yield path
@@ -93,9 +93,9 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _tell(message: str) -> None:
-    """Say something to whoever waits: pip shows nothing of a build, so the terminal itself is told.
+    """Print a message also to the terminal itself, as pip hides the output of a build.
 
-    Where there is no terminal the message is in the log of the build, as everything printed is.
+    Without a terminal the message is in the log of the build only.
     """
     print(message, flush=True)
     try:

@@ -1,4 +1,4 @@
-"""What a device knows, read by a host that waits for nothing: copied now, looked at later."""
+"""Read a tensor of a device without waiting: copy it now, look at the copy later."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class LateRead:
-    """One tensor at a time on its way to the host.
+    """Asynchronous copy of one tensor at a time to the host.
 
-    The copy is enqueued on the current stream of the tensor's device, so it holds what was written
-    there before.
+    The copy is enqueued on the current stream of the tensor's device, so it holds the values
+    written there before.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class LateRead:
 
     @property
     def pending(self) -> bool:
-        """Whether something was started and not taken yet."""
+        """Return whether a copy was started and not taken yet."""
         return self._copy is not None
 
     def start(self, value: Tensor) -> None:
-        """Begin to copy ``value``; what was on its way before is forgotten."""
+        """Start a copy of ``value``; replaces a copy that was not taken."""
         if value.device.type != "cuda":
             self._copy, self._event = value.detach().clone(), None
             return
@@ -37,7 +37,7 @@ class LateRead:
             self._event.record()
 
     def take(self) -> Tensor | None:
-        """The copy, on the host and once, if it has arrived; None where it has not."""
+        """Return the copy on the host, once, if it has arrived; else None."""
         if self._copy is None or (self._event is not None and not self._event.query()):
             return None
         found, self._copy = self._copy, None

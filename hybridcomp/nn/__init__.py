@@ -1,8 +1,7 @@
-"""Layers and operations whose own traffic goes through the channels: other cuts of a model.
+"""Layers and operations that cut a model in ways that no upstream has, with their messages.
 
-What upstream sends is taken over by ``patches``. This
-room holds what no upstream has: ways to cut a model whose messages exist in hybridcomp alone.
-Without a block they send natively.
+``patches`` takes over the messages that upstream sends. The layers of this package send theirs
+through the channels themselves, and natively where the process has no block.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def __getattr__(name: str) -> Any:
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """Rows of the support matrix: dimension, what of it, which versions of what."""
+    """Yield the rows of the support matrix: dimension, first sentence of a module, versions."""
     for name in _ROWS:
         module = import_module(f"{__name__}.{name}")
         what = (module.__doc__ or "").partition("\n\n")[0].partition(", dimension ``")[0]

@@ -1,15 +1,15 @@
 """Ring attention as an attention implementation of Hugging Face's transformers.
 
-``register`` puts it into ``ALL_ATTENTION_FUNCTIONS``, the dictionary in which every model of
-transformers looks its attention up, and a mask into the one beside it: a model whose attention has
-no mask there drops the padding mask without a word. ``shard_batch`` cuts a batch.
+``register`` adds it to ``ALL_ATTENTION_FUNCTIONS``, the dictionary in which every model of
+transformers looks up its attention, and adds a mask function to the dictionary of masks: without
+one, transformers silently drops the padding mask. ``shard_batch`` cuts a batch.
 
     name = register(group)
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=name)
     loss = model(**shard_batch(batch, group)).loss
 
-Every rank has the loss of its own tokens: the mean over ranks is that of the batch where all have
-as many labels, and elsewhere with the ``num_items_in_batch`` that ``shard_batch`` gives.
+Every rank has the loss of its own tokens. The mean over ranks is the loss of the batch where all
+have as many labels, and otherwise with the ``num_items_in_batch`` that ``shard_batch`` returns.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ IGNORED = -100
 
 
 def register(group: dist.ProcessGroup | None = None, name: str = "hybridcomp_ring") -> str:
-    """Make attention over ``group`` known to transformers; returns the name to ask for it by.
+    """Register attention over ``group`` with transformers; returns its name there.
 
-    ``group``: the ranks that share a sequence; None: all of them. Models of other groups need other
-    names. Raises ImportError without transformers 4.53 or newer.
+    ``group``: the ranks that share a sequence; None: all of them. Each group needs a name of its
+    own. Raises ImportError without transformers 4.53 or newer.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -52,7 +52,7 @@ def register(group: dist.ProcessGroup | None = None, name: str = "hybridcomp_rin
         documents: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        """(B, H, S, D) to (B, S, H, D), as every attention function of transformers."""
+        """Compute attention of (B, H, S, D) as (B, S, H, D), the layout of transformers."""
         _check(module, dropout, more)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         out = ring_attention(
@@ -62,7 +62,7 @@ def register(group: dist.ProcessGroup | None = None, name: str = "hybridcomp_rin
         return out.transpose(1, 2).contiguous(), None
 
     def mask(*_: Any, attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
-        """Numbers of documents of whole sequences: a padding mask is gathered once a pass."""
+        """Gather a padding mask, once a pass, as document numbers of the whole sequences."""
         if more.get("local_size") is not None:
             raise ValueError(
                 f"{name}: expected full attention, found a sliding window of "
@@ -78,15 +78,15 @@ def register(group: dist.ProcessGroup | None = None, name: str = "hybridcomp_rin
 def shard_batch(
     batch: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """The part of a batch that this rank computes; every rank of ``group`` has the whole of it.
+    """Return the part of a batch that this rank computes; every rank has the whole batch.
 
-    Adds ``position_ids``, and to ``labels`` the ``shift_labels`` that transformers would otherwise
-    make of neighbours that are on another rank by now. A mask of nothing but ones is left out.
+    Adds ``position_ids``, and next to ``labels`` the ``shift_labels``, which transformers cannot
+    compute from a part whose next token lies on another rank. Drops a mask of nothing but ones.
 
     Args:
         batch: tensors (B, S) such as ``input_ids``, ``attention_mask``, ``labels``; ``documents``
-            (numbers of packed documents, -1 for padding) stays whole. S is a multiple of two
-            tokens a rank.
+            (document numbers of packed sequences, -1 for padding) stays whole. S is a multiple of
+            twice the ranks.
         group: the ranks that share it; None: all.
 
     Raises ValueError on a length that cannot be cut.
@@ -108,7 +108,7 @@ def shard_batch(
 
 
 def _check(module: Any, dropout: float, more: Mapping[str, Any]) -> None:
-    """Raise ValueError where a model asks for more than a ring computes."""
+    """Raise ValueError where a model uses an option of attention that the ring does not compute."""
     asked = {
         "dropout": dropout if module.training else 0.0,
         "sliding_window": more.get("sliding_window"),
@@ -125,7 +125,7 @@ def _check(module: Any, dropout: float, more: Mapping[str, Any]) -> None:
 
 
 def _numbers(mask: Tensor | None, documents: Tensor | None) -> Tensor | None:
-    """Numbers of documents, of which tokens under ``mask`` (-1) are none."""
+    """Return the document numbers, with -1 for the tokens that ``mask`` marks with -1."""
     if mask is not None and mask.dim() != 2:
         raise ValueError(
             f"attention_mask: expected (batch, tokens), found {tuple(mask.shape)}; give numbers of "

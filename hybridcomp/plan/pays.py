@@ -1,16 +1,16 @@
-"""``hybridcomp pays``: up to which speed of the link a block makes a job faster.
+"""Estimate for ``hybridcomp pays`` below which speed of the link a block makes a job faster.
 
-The cost model is that of ``docs/results/projection.md``, with constants that were measured before a
-user has measured anything of his own:
+The cost model is that of ``docs/results/projection.md``, with our measured constants, for users who
+have not measured yet:
 
     native  = bytes / rate
     encoded = fewer bytes / rate + CODING * (coded bytes / speed of the codec) + overhead * messages
 
 Compression pays below the rate at which both are equal. With the compute of a step,
 
-    step = compute + max(0, bytes / rate - OVERLAP * compute) + what encoding costs
+    step = compute + max(0, bytes / rate - OVERLAP * compute) + cost of encoding
 
-What is not in it: latency, links that other jobs use, copies inside a node. ``"when": "auto"``
+The model has no latency, links shared with other jobs, or copies inside a node. ``"when": "auto"``
 measures on the real links what this only estimates.
 """
 
@@ -31,25 +31,25 @@ from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY, OWN_LAYERS, Di
 OVERLAP = 0.1
 #: share of a codec's seconds that lengthens the step (the same fit)
 CODING = 0.7
-#: bits a value of lossless codecs, whose size varies, for fp32 and bf16: what trainings sent
+#: bits a value of lossless codecs, whose size varies, for fp32 and bf16: averages of trainings
 TYPICAL_BITS: Mapping[str, tuple[float, float]] = {"expcode": (27.2, 11.2), "mpc": (29.0, 12.4)}
-#: radix at an error bound of 0.01, and bits for each factor of ten below it
+#: bits a value of radix at an error bound of 0.01, and for each factor of ten below it
 RADIX_BITS, RADIX_SLOPE = 6.0, 3.3
-#: values that a ratio is stated for
+#: values of the message for which ratios are stated
 NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
 class Coder:
-    """What runs the codecs."""
+    """Device that runs the codecs."""
 
     what: str
-    #: native bytes a second (1e9) that are encoded, or decoded, by codec; bounds: "radix"
+    #: 1e9 native bytes a second that are encoded, or decoded, by codec; bounds: "radix"
     speeds: Mapping[str, float]
-    message_s: float  # what an encoded message costs beside its bytes
+    message_s: float  # cost of an encoded message beside that of its bytes
 
     def speed(self, codec: Codec) -> float:
-        """Native bytes a second. Raises ConfigError where no speed is known."""
+        """Return native bytes a second. Raises ConfigError where no speed is known."""
         name = "radix" if codec.bounded else codec.name
         if name not in self.speeds:
             raise ConfigError("codec", name, "its speed is not known here; give --codec-gbs")
@@ -58,7 +58,7 @@ class Coder:
 
 DEVICES: Mapping[str, Coder] = {
     # seconds of the ledger in the trainings of docs/results/speed.json, bf16; expcode and the
-    # casts beside mpc and blockint as scripts/bench_codecs.py has them; overhead: the fit
+    # casts beside mpc and blockint as scripts/bench/bench_codecs.py has them; overhead: the fit
     "cpu": Coder(
         "one core of a CPU",
         {"blockint": 1.1, "zfp": 0.22, "mpc": 0.36, "radix": 0.41, "expcode": 0.8, "fp8": 0.5,
@@ -78,16 +78,16 @@ DEVICES: Mapping[str, Coder] = {
 
 @dataclass(frozen=True)
 class MessageGroup:
-    """The group of ranks that a message is for, and how upstream sends it."""
+    """Group of ranks of a message, and how upstream sends it."""
 
     ranks: int = 2
-    stage: int = 1  # of ZeRO
+    stage: int = 1  # ZeRO stage
     dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one message of a dimension costs one rank."""
+    """Cost of messages for one rank."""
 
     native_nbytes: float
     wire_nbytes: float
@@ -101,14 +101,14 @@ class Cost:
 
     @property
     def pays_below(self) -> float:
-        """Bits a second of a rank's link; 0: at none."""
+        """Bits a second of a rank's link below which compression pays; 0: never."""
         saved = 8 * (self.native_nbytes - self.wire_nbytes)
         if saved <= 0:
             return 0.0
         return saved / self.coding_s if self.coding_s else math.inf
 
     def speed_up(self, rate: float, compute_s: float) -> float:
-        """How much faster a step with this compute is, at ``rate`` bits a second."""
+        """Return native over encoded time of a step with this compute, at ``rate`` bits/s."""
         hidden = OVERLAP * compute_s
         native = compute_s + max(0.0, 8 * self.native_nbytes / rate - hidden)
         encoded = compute_s + max(0.0, 8 * self.wire_nbytes / rate - hidden) + self.coding_s
@@ -116,7 +116,7 @@ class Cost:
 
 
 def bits(codec: Codec, dtype: torch.dtype) -> float:
-    """Bits that a value takes in an encoded message; typical ones where the size varies."""
+    """Return bits a value in an encoded message; typical ones where the size varies."""
     width = 8.0 * dtype.itemsize
     if codec.name in TYPICAL_BITS:
         return TYPICAL_BITS[codec.name][dtype != torch.float32]
@@ -135,7 +135,7 @@ def cost(
     device: Coder,
     messages: int = 1,
 ) -> Cost:
-    """What ``messages`` of together ``numel`` values cost.
+    """Return the cost of ``messages`` with ``numel`` values together.
 
     Steps: (1) shares of ``numel`` that a rank sends natively and encoded, that it encodes and that
     it decodes; (2) bytes; (3) seconds of coding and overhead.
@@ -165,7 +165,7 @@ def cost(
 
 
 def codecs_of(config: CompressionConfig) -> dict[tuple[Dimension, Direction], Codec]:
-    """The codecs whose speed-up can be estimated, by dimension and direction.
+    """Return the codecs whose speed-up can be estimated, by dimension and direction.
 
     Left out: native dimensions, ``offload`` (its link is the bus), ``tp2d`` (its products hide
     transfers), low rank (its bytes depend on the matrices).
@@ -187,10 +187,10 @@ def step_cost(
     device: Coder,
     micro_batches: int = 1,
 ) -> Cost:
-    """What all messages of ``dp`` and ``zero`` cost in one step, in DeepSpeed's buckets.
+    """Return the cost of all messages of ``dp`` and ``zero`` in a step, in DeepSpeed's buckets.
 
-    ZeRO 2 and 3 reduce in every micro-batch, ZeRO 3 gathers before the forward pass and before the
-    backward pass of each. A native dimension costs its bytes.
+    ZeRO 2 and 3 reduce in every micro-batch, ZeRO 3 gathers before each forward and each backward
+    pass. A native dimension costs its bytes.
     """
     times: dict[Dimension, int] = {"dp": micro_batches if job.stage >= 2 else 1}
     if job.stage:
@@ -207,7 +207,7 @@ def step_cost(
 
 
 def native_cost(dimension: Dimension, numel: float, job: MessageGroup) -> Cost:
-    """What a dimension costs that is not compressed."""
+    """Return the cost of a dimension that is not compressed."""
     other = (job.ranks - 1) / job.ranks
     twice = dimension == "dp" and job.stage != 3
     nbytes = (2 if twice else 1) * other * numel * job.dtype.itemsize

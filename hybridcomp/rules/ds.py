@@ -1,6 +1,6 @@
-"""What DeepSpeed does with the traffic of each dimension: a table over the keys of a ds_config.
+"""Rules for DeepSpeed's traffic of each dimension: a table over the keys of a ds_config.
 
-Read from the sources of DeepSpeed 0.19.0 and 0.19.8. What only the model tells (DualPipeV, Domino,
+From the sources of DeepSpeed 0.19.0 and 0.19.8. What only the model shows (DualPipeV, Domino,
 embeddings with sparse gradients, FPDT) is not decided here; ``ds_offload`` has ``offload``.
 """
 

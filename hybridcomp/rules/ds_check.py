@@ -1,6 +1,6 @@
-"""Whether the block can act beside the rest of a ds_config, decided before an engine is built.
+"""Check that the block can act beside the rest of a ds_config, before an engine is built.
 
-Nothing here imports DeepSpeed, so that a file can be checked on a machine without it.
+No module here imports DeepSpeed, so a file can be checked on a machine without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridcomp.rules.ds_job import Job
 from hybridcomp.rules.engine import hold
 from hybridcomp.rules.neox import RULES as NEOX_RULES
 
-#: of every dimension
+#: rules of all dimensions
 TABLES = (*ds.RULES, *ds_offload.RULES)
 
 
@@ -34,15 +34,14 @@ def check(
     slices: bool | None = None,
     neox: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Sentences to print about keys of ``block`` that act differently than one may think.
+    """Return sentences about keys of ``block`` that act differently than a user may think.
 
-    ``pipeline``, ``moe``: what the model is, None where it is not known; ``world_size``: ranks of
-    the job; ``tensor``, ``sequence``: whether layers or the sequence are split over ranks already
-    (what AutoTP will split is read from ``check``); ``replicas``: copies of the model; ``mesh``:
-    whether it has layers of hybridcomp.nn.tp2d; ``slices``: whether it is a stage of
-    hybridcomp.nn.slices;
-    ``neox``: the settings of a GPT-NeoX job.
-    Raises ConfigError for the first dimension that cannot act, unless the block says
+    ``pipeline``, ``moe``: whether the model is a PipelineModule, and has MoE layers;
+    ``world_size``: ranks of the job; ``tensor``, ``sequence``: whether layers or the sequence are
+    split over ranks already (the splits of AutoTP are read from ``ds_config``); ``replicas``:
+    copies of the model; ``mesh``: whether it has layers of hybridcomp.nn.tp2d; ``slices``: whether
+    it is a stage of hybridcomp.nn.slices; ``neox``: the settings of a GPT-NeoX job. None: not
+    known. Raises ConfigError for the first dimension that cannot act, unless the block says
     ``"on_unsupported": "native"``; then the sentences say what stays native and why.
     """
     job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices)
@@ -53,7 +52,7 @@ def check(
 
 
 def _idle_keys(block: CompressionConfig) -> list[str]:
-    """Keys for megatron-core, beside a DeepSpeed that has its own."""
+    """Find keys for megatron-core whose work DeepSpeed does by its own settings."""
     found = []
     if block.pp.scatter_gather:
         todo = (
@@ -76,6 +75,6 @@ def absent(
     mesh: bool = False,
     slices: bool = False,
 ) -> frozenset[Dimension]:
-    """The dimensions of which such a job has no traffic."""
+    """Return the dimensions of which such a job has no traffic."""
     job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices)
     return engine.absent((rule, job) for rule in TABLES)

@@ -1,4 +1,4 @@
-"""What rules look at in a job with DeepSpeed: its ds_config, and what the model tells."""
+"""Facts of a DeepSpeed job that the rules read: its ds_config, and facts of the model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hybridcomp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Job:
-    """A ds_config, read with DeepSpeed's defaults. None: not known."""
+    """A ds_config, read with DeepSpeed's defaults, and facts of the model. None: not known."""
 
     ds_json: Mapping[str, Any]
     pipeline: bool | None = None
     moe: bool | None = None
     world_size: int | None = None
-    #: tensor-parallel layers that a seam reaches: split already, or of GPT-NeoX or megatron-core
+    #: tensor-parallel layers that a seam covers: split already, or of GPT-NeoX or megatron-core
     tensor: bool | None = None
     #: sequence-parallel groups or attention layers
     sequence: bool | None = None
-    #: copies of the model, None where no layout of the ranks says so
+    #: copies of the model; None where the layout of the ranks is not known
     replicas: int | None = None
     #: layers of hybridcomp.nn.tp2d
     mesh: bool | None = None
@@ -29,14 +29,14 @@ class Job:
     slices: bool | None = None
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The value at a dotted path; ``default`` for null and for "auto" (filled in later)."""
+        """Return the value at a dotted path; ``default`` for null and "auto" (filled in later)."""
         value: Any = self.ds_json
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return default if value is None or value == "auto" else value
 
     def zero(self, name: str, default: Any = None) -> Any:
-        """A key of zero_optimization; ``stage3_`` in front of it is optional, as for DeepSpeed."""
+        """Return a key of zero_optimization, with or without ``stage3_``, as DeepSpeed reads it."""
         path = "zero_optimization."
         return self.get(path + name, self.get(path + name.removeprefix("stage3_"), default))
 
@@ -51,35 +51,35 @@ class Job:
 
     @property
     def bf16(self) -> bool:
-        """Whether parameters are bf16."""
+        """Return whether parameters are bf16."""
         return bool(self.get("bf16.enabled", self.get("bfloat16.enabled", False)))
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether the optimizer's state is offloaded."""
+        """Return whether the optimizer's state is offloaded."""
         device = self.zero("offload_optimizer.device", "none")
         return bool(device != "none" or self.zero("cpu_offload", False))
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Whether ZeRO 1 is done by BF16_Optimizer, which reduces as stage 0 does."""
+        """Return whether BF16_Optimizer does ZeRO 1, which reduces as stage 0 does."""
         fp32 = ("fp32", "float32", "float", "torch.float32")
         accumulates = self.get("data_types.grad_accum_dtype") in fp32
         return self.stage == 1 and self.bf16 and accumulates and not self.cpu_offload
 
     @property
     def buckets(self) -> bool:
-        """Whether DeepSpeedZeroOptimizer (stage 1 and 2) reduces the gradients."""
+        """Return whether DeepSpeedZeroOptimizer (stage 1 and 2) reduces the gradients."""
         return self.stage in (1, 2) and not self.bf16_optimizer
 
     @property
     def compiled(self) -> bool:
-        """Whether DeepCompile takes over the collectives of ZeRO."""
+        """Return whether DeepCompile takes over the collectives of ZeRO."""
         only_parallel = self.compile_pass("autosp") or self.compile_pass("autotp")
         return bool(self.get("compile.deepcompile", False)) and self.stage > 0 and not only_parallel
 
     def compile_pass(self, name: str) -> bool:
-        """Whether DeepCompile's pass ``name`` puts collectives into the graph."""
+        """Return whether DeepCompile's pass ``name`` puts collectives into the graph."""
         return bool(self.get("compile.deepcompile", False)) and name in self.get(
             "compile.passes", ()
         )

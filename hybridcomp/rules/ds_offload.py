@@ -1,4 +1,4 @@
-"""What DeepSpeed does with optimizer offload, dimension ``offload``: a table like ``ds``."""
+"""Rules for DeepSpeed's optimizer offload, dimension ``offload``: a table like ``ds``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridcomp.rules.engine import Rule
 
 
 def _offload(job: Job, key: str, default: Any = None) -> Any:
-    """A key of zero_optimization.offload_optimizer."""
+    """Return a key of zero_optimization.offload_optimizer."""
     return job.zero(f"offload_optimizer.{key}", default)
 
 

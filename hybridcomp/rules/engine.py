@@ -1,4 +1,4 @@
-"""What a rule is, and what follows for a block where one applies: an error, a sentence, nothing."""
+"""Check a block against the rules that apply to a job: an error, a sentence, or nothing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import DIMENSIONS, Dimension
 
-#: what is known of the job that rules of one upstream look at
+#: facts of the job that the rules of one upstream read
 J = TypeVar("J")
 
-#: refuse   never together, whatever ``on_unsupported`` says: results would be wrong
+#: refuse   never together, even with ``on_unsupported`` native: results would be wrong
 #: bypass   upstream sends this traffic on a path that no seam covers
 #: absent   this job has no such traffic: an error for a key that the user wrote, nothing for a
 #:          preset, which is made for every kind of job
-#: note     acts, with something to know
+#: note     acts, with a remark for the user
 Verdict = Literal["refuse", "bypass", "absent", "note"]
 
 
@@ -28,15 +28,15 @@ def _any_block(block: CompressionConfig) -> bool:
 
 @dataclass(frozen=True)
 class Rule(Generic[J]):
-    """One thing that upstream does, and what it means for some dimensions."""
+    """A behaviour of upstream, and its consequence for some dimensions."""
 
     verdict: Verdict
     dimensions: tuple[Dimension, ...]
-    found: str  # as the user would write it in upstream's own configuration
+    found: str  # as the user would write it in upstream's configuration
     reason: str
     todo: str
     applies: Callable[[J], bool] = field(repr=False)
-    #: which settings of the dimension it is about
+    #: whether the rule is about these settings of the dimension
     settings: Callable[[CompressionConfig], bool] = field(default=_any_block, repr=False)
 
     def __str__(self) -> str:
@@ -44,11 +44,10 @@ class Rule(Generic[J]):
 
 
 def hold(block: CompressionConfig, rules: Iterable[tuple[Rule[J], J]]) -> Iterator[str]:
-    """Hold ``block`` against rules, each with the job that it looks at.
+    """Check ``block`` against rules, each with the job whose facts it reads.
 
-    Yields the sentences that the user has to read. Raises ConfigError at the first dimension that
-    cannot act, unless the block says ``"on_unsupported": "native"``; then a sentence says what
-    stays native and why.
+    Yields sentences for the user. Raises ConfigError at the first dimension that cannot act, unless
+    the block says ``"on_unsupported": "native"``; then a sentence says what stays native and why.
     """
     active = [name for name in DIMENSIONS if block.active(name)]
     for rule, job in rules:
@@ -60,7 +59,7 @@ def hold(block: CompressionConfig, rules: Iterable[tuple[Rule[J], J]]) -> Iterat
 
 
 def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -> str:
-    """Return what to tell the user of a rule that applies to ``names``.
+    """Return a sentence for the user about a rule that applies to ``names``.
 
     Raises ConfigError for the first of them where the rule or the block asks for an error.
     """
@@ -77,7 +76,7 @@ def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -
 
 
 def absent(rules: Iterable[tuple[Rule[J], J]]) -> frozenset[Dimension]:
-    """The dimensions of which a job has no traffic."""
+    """Return the dimensions of which a job has no traffic."""
     return frozenset(
         name
         for rule, job in rules

@@ -1,4 +1,4 @@
-"""What megatron-core does with the traffic of each dimension: a table over its settings."""
+"""Rules for megatron-core's traffic of each dimension: a table over its settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.rules.engine import Rule
 
 @dataclass(frozen=True)
 class Job:
-    """One model chunk and how it is parallel."""
+    """One model chunk and its parallel layout."""
 
     config: Any
     ddp: Any
@@ -28,25 +28,25 @@ class Job:
     delta: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A setting of the model or of DDP, ``default`` where this version has none."""
+        """Return a setting of the model or of DDP, ``default`` where this version has none."""
         for source in (self.config, self.ddp):
             if hasattr(source, name):
                 return getattr(source, name)
         return default
 
     def size(self, dimension: Dimension) -> int:
-        """Ranks per group; 2 where it is not known, so that nothing is taken for absent."""
+        """Return the ranks of a group; 2 where unknown, so that no dimension counts as absent."""
         return self.sizes.get(dimension, 2)
 
     @property
     def graphs(self) -> bool:
-        """Whether layers, or whole steps, are captured in CUDA graphs; older names included."""
+        """Return whether layers or whole steps are captured in CUDA graphs, by older names too."""
         older = self.get("enable_cuda_graph") or self.get("external_cuda_graph")
         return bool(older) or self.get("cuda_graph_impl", "none") != "none"
 
     @property
     def graph_of_a_step(self) -> bool:
-        """Whether a CUDA graph holds the whole step, its reductions and sends included."""
+        """Return whether a CUDA graph holds the whole step, with its reductions and sends."""
         scope = self.get("cuda_graph_scope") or ()
         scopes = [scope] if isinstance(scope, str) else scope
         names = {getattr(one, "name", str(one)) for one in scopes}
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def transformer_engine(self) -> bool:
-        """Whether layers of Transformer Engine are in the model."""
+        """Return whether the model has layers of Transformer Engine."""
         return "transformer_engine" in self.homes
 
 
@@ -67,7 +67,7 @@ GROUPS: tuple[tuple[Dimension, str], ...] = (
     ("zero", "data-parallel"),
 )
 
-#: what is wrong with a message in a CUDA graph
+#: reason against messages in a CUDA graph
 REPLAYED = "a graph that is played again sends without counting, checking or following the block"
 
 RULES: tuple[Rule[Job], ...] = (
@@ -173,12 +173,12 @@ RULES: tuple[Rule[Job], ...] = (
 )  # fmt: skip
 
 
-#: for layers of Transformer Engine where their seam is not in place
+#: layers of Transformer Engine whose seam is not in place
 LAYERS_OUT_OF_REACH = "layers of Transformer Engine"
 
 
 def out_of_reach(reason: str) -> Rule[Job]:
-    """The rule for layers of Transformer Engine whose seam is not in place, with the reason."""
+    """Make the rule for layers of Transformer Engine whose seam is not in place."""
     return Rule(
         "bypass", ("tp",), LAYERS_OUT_OF_REACH, reason, "use --transformer-impl local",
         lambda job: job.transformer_engine and job.size("tp") > 1,
@@ -186,7 +186,7 @@ def out_of_reach(reason: str) -> Rule[Job]:
 
 
 def lossy(block: CompressionConfig) -> frozenset[Dimension]:
-    """The dimensions whose codec changes values, in one direction at least."""
+    """Return the dimensions whose codec changes values, in one direction at least."""
     codecs = block.policy().codecs
     return frozenset(
         name
@@ -197,7 +197,7 @@ def lossy(block: CompressionConfig) -> frozenset[Dimension]:
 
 
 def scatter_gather(block: CompressionConfig, job: Job) -> str | None:
-    """What to say where no tensor ranks hold the same pipeline messages. Raises ConfigError."""
+    """Return a sentence where no tensor ranks share pipeline messages. Raises ConfigError."""
     if not block.pp.scatter_gather:
         return None
     found = {

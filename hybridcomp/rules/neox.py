@@ -1,6 +1,6 @@
-"""What GPT-NeoX does with the traffic of each dimension: a table over the keys of its YAML files.
+"""Rules for GPT-NeoX's traffic of each dimension: a table over the keys of its YAML files.
 
-Beside that of DeepSpeed (``ds``), whose engine carries the rest.
+They add to those of DeepSpeed (``ds``), whose engine does the rest.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.rules.ds_job import Job
 from hybridcomp.rules.engine import Rule
 
-#: where GPT-NeoX takes keys that it hands on to DeepSpeed unseen
+#: key with settings that GPT-NeoX passes on to DeepSpeed unread
 EXTRA = "deepspeed_extra_args"
-#: switches that put Transformer Engine's layers in the place of GPT-NeoX's own
+#: switches that replace GPT-NeoX's layers by those of Transformer Engine
 TRANSFORMER_ENGINE = (
     "te_columnparallel",
     "te_rowparallel",
@@ -24,17 +24,17 @@ TRANSFORMER_ENGINE = (
 )
 
 
-#: keys of a model's shape and layout, by which a file is known as GPT-NeoX's
+#: keys of a model's shape and layout, which identify a file of GPT-NeoX
 OWN_KEYS = frozenset({"pipe_parallel_size", "model_parallel_size", "num_layers", "hidden_size"})
 
 
 def has_keys(whole: Mapping[str, Any]) -> bool:
-    """Whether a configuration has keys that DeepSpeed has not and GPT-NeoX has."""
+    """Return whether a configuration has keys of GPT-NeoX that DeepSpeed does not have."""
     return not OWN_KEYS.isdisjoint(whole)
 
 
 def settings_of(args: Any) -> Mapping[str, Any] | None:
-    """The settings of a GPT-NeoX job, from the ``args`` of ``deepspeed.initialize``; else None."""
+    """Return the settings of a GPT-NeoX job from ``args`` of ``deepspeed.initialize``, or None."""
     if type(args).__module__.startswith("megatron.neox_arguments"):
         settings: Mapping[str, Any] = vars(args)
         return settings
@@ -42,7 +42,7 @@ def settings_of(args: Any) -> Mapping[str, Any] | None:
 
 
 def ds_settings(whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What DeepSpeed is handed of a GPT-NeoX configuration, as far as rules look at it."""
+    """Return the settings that GPT-NeoX passes to DeepSpeed, as far as rules read them."""
     extra = dict(whole.get(EXTRA) or {})
     if whole.get("precision") == "bfloat16":
         extra.setdefault("bf16", {"enabled": True})  # as NeoXArgs.calculate_derived adds it
@@ -50,7 +50,7 @@ def ds_settings(whole: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What a GPT-NeoX configuration says about its model, for ``ds_check.check``."""
+    """Return the facts of a GPT-NeoX model for ``ds_check.check``, from its configuration."""
     return {
         "pipeline": _count(whole, "pipe_parallel_size", 0) >= 1,
         "moe": _count(whole, "moe_num_experts", 1) > 1,
@@ -59,7 +59,7 @@ def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(whole: Mapping[str, Any], key: str, default: int) -> int:
-    """A number of a file. Raises ConfigError."""
+    """Return an integer of a configuration. Raises ConfigError if it is none."""
     found = whole.get(key, default)
     if isinstance(found, bool) or not isinstance(found, int):
         raise ConfigError(key, found, "expected a whole number")

@@ -1,7 +1,7 @@
-"""Whether a job has the layout that its plan was made for.
+"""Check that a job has the layout and the machines of its plan.
 
-A plan's codecs are right for its own messages: with other parallel sizes they are other messages,
-between other ranks, and what the plan predicted of step and memory says nothing.
+A plan's codecs suit the messages of its layout: other parallel sizes give other messages between
+other ranks, for which its predictions of step time and memory do not hold.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hybridcomp.errors import ConfigError
 def hold_to_plan(block: CompressionConfig, facts: Mapping[str, int | None]) -> None:
     """Raise ConfigError where the job's ``facts`` are not those of the plan of ``block``.
 
-    ``facts``: by names out of ``planned.FACTS`` and ``planned.LATER``; None and names that are
-    missing: not known.
+    ``facts``: by names of ``planned.FACTS`` and ``planned.LATER``; None and missing names: not
+    known.
     """
     plan = block.planned
     if plan is None:
@@ -39,10 +39,10 @@ def hold_to_plan(block: CompressionConfig, facts: Mapping[str, int | None]) -> N
 def hold_to_machines(
     block: CompressionConfig, found: Callable[[], Sequence[tuple[int, str]]]
 ) -> None:
-    """Raise ConfigError where the ranks are not those that the plan of ``block`` was measured on.
+    """Raise ConfigError where the ranks are not those on which the plan of ``block`` was measured.
 
-    ``found`` gives the node and the device of every rank of the job; it may be a collective, and is
-    called only where the plan knows its machines. The number of threads of a CPU is not looked at.
+    ``found`` returns the node and the device of every rank of the job. It may be a collective, and
+    is called only where the plan has machines. The number of threads of a CPU is ignored.
     """
     plan = block.planned
     if plan is None or not plan.machines:

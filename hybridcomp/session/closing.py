@@ -1,8 +1,8 @@
-"""The last line of a job: bytes sent, seconds saved as far as measured, worst error, the report.
+"""Print the last line of a job: bytes sent, seconds saved as far as measured, worst error, report.
 
-Each engine or model opens an ``Account`` on rank 0. Accounts hold figures alone, so a model that is
-dropped before the end still counts. The line comes when the process ends, by ``sys.exit`` and
-by an exception too, and in ranks that ``multiprocessing`` started, which run no ``atexit``.
+Each engine or model opens an ``Account`` on rank 0. Accounts hold numbers only, so a model that is
+dropped before the end still counts. The line is printed when the process ends, by ``sys.exit`` and
+by an exception too, and in ranks started by ``multiprocessing``, which run no ``atexit``.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from hybridcomp.channels.ledger import Entry, Key
 from hybridcomp.log import say
 from hybridcomp.policy import Dimension
 
-#: what is written where none of a run's seconds were measured
+#: text where none of a run's seconds were measured
 UNTIMED = 'seconds were not measured ("when": "auto" measures them)'
 
 
 @dataclass
 class Account:
-    """What one engine or model has sent, on all ranks as far as it was reported."""
+    """Traffic of one engine or model, on all ranks as far as it was reported."""
 
     gains: Gains
     report: str = ""  # the file with its records
-    step: int = 0  # of the last report
+    step: int = 0  # step of the last report
     raw_nbytes: float = 0.0
     wire_nbytes: float = 0.0
-    encoded: float = 0.0  # messages
+    encoded: float = 0.0  # encoded messages
     error: float = 0.0
     worst: Dimension | None = None
     outside: float = 0.0
-    rest: float = 0.0  # messages since the last report, of this rank
+    rest: float = 0.0  # messages of this rank since the last report
     idle: str = ""  # why nothing is compressed, where that is so
     dimensions: set[Dimension] = field(default_factory=set)  # encoded ones
 
     def add(self, entries: Mapping[Key, Entry]) -> None:
-        """Add what was sent: of all ranks in a report, of this rank where there was none."""
+        """Add ledger entries: of all ranks in a report, of this rank where there was no report."""
         for (dimension, _), entry in entries.items():
             self.raw_nbytes += entry.raw_nbytes
             self.wire_nbytes += entry.wire_nbytes
@@ -51,7 +51,7 @@ class Account:
                 self.error, self.worst = entry.error, dimension
 
     def close(self, entries: Mapping[Key, Entry], idle: str) -> None:
-        """Take what no report had; ``idle``: why nothing was compressed, if that is so."""
+        """Take the entries since the last report; ``idle``: why nothing was compressed, if so."""
         self.rest = sum(entry.messages for entry in entries.values())
         if not self.step:
             self.add(entries)
@@ -60,11 +60,11 @@ class Account:
 
 _accounts: list[Account] = []
 _callbacks: list[Callable[[], None]] = []
-_registered_in: list[int] = []  # the process whose end is waited for: forks inherit the list
+_registered_in: list[int] = []  # process with a registered end: forks inherit the list
 
 
 def open_account(gains: Gains, report: str) -> Account:
-    """Open the account of a model on rank 0; its figures are part of the job's last line."""
+    """Open the account of a model on rank 0, which the job's last line includes."""
     if os.getpid() not in _registered_in:
         _registered_in[:] = [os.getpid()]
         _accounts.clear()
@@ -75,7 +75,7 @@ def open_account(gains: Gains, report: str) -> Account:
 
 
 def before_the_end(callback: Callable[[], None]) -> None:
-    """Have ``callback`` called ahead of the last line, such as to close what still reports."""
+    """Register ``callback`` to run before the last line, for example to close a reporter."""
     _callbacks.append(callback)
 
 
@@ -88,7 +88,7 @@ def _end() -> None:
 
 
 def last_line(accounts: list[Account]) -> str:
-    """Sum up accounts in one sentence."""
+    """Sum up the accounts in one sentence."""
     raw, wire = sum(a.raw_nbytes for a in accounts), sum(a.wire_nbytes for a in accounts)
     files = dict.fromkeys(a.report for a in accounts if a.report)
     report = f"report {', '.join(files)}" if files else "no report file"

@@ -1,16 +1,17 @@
-"""What attaching to an engine means, written once for every engine.
+"""Attach hybridcomp to an engine: the steps that all engines share.
 
 DeepSpeed's engines (``patches/ds/attach.py``), Megatron's processes (``process`` and
-``patches/mcore/attach.py``) and whatever has no patch at all do the same at the same moments:
+``patches/mcore/attach.py``) and code without patches call the same methods at the same moments:
 
-1. ``begin``: the ranks agree on block and versions, channels are made, the user reads what they do.
-2. ``name_parameters``, ``place``, ``measure``: what the caller knows of its model and its groups.
+1. ``begin``: the ranks agree on block and versions, channels are made, the user is told what they
+   do.
+2. ``name_parameters``, ``place``, ``measure``: facts of the caller's model and groups.
 3. ``begin_step`` and ``end_step`` around every optimizer step.
-4. ``save`` and ``load`` beside the caller's own checkpoint; ``close`` at the end.
+4. ``save`` and ``load`` beside the caller's checkpoint; ``close`` at the end.
 
-The caller sends its messages through ``channels``, and supplies what only it knows: names of
-parameters, which of them a buffer holds (``pieces``), groups, overflows and the loss scale. All
-ranks call everything here together.
+The caller sends its messages through ``channels``, and supplies names of parameters, which of them
+a buffer holds (``pieces``), groups, overflows and the loss scale. All ranks make all calls
+together.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from hybridcomp.policy import ONE_WAY, Dimension
 from hybridcomp.session import wandb_run
 from hybridcomp.session.reporter import Event, Reporter, describe_run
 
-#: attribute of an engine: its session
+#: attribute of an engine with its session
 ATTRIBUTE = "_hybridcomp_session"
-#: upstream package -> what its seams do with an engine that is attached, in their order
+#: upstream package -> calls of its seams for an attached engine, in order
 WHEN_ATTACHED: dict[str, list[Callable[[Any, Channels], None]]] = {}
-#: said behind a decision that a restart would forget
+#: added to a decision that a restart would forget
 ADVICE = "; only hybridcomp.save_state keeps this over a restart"
 
 
 def session_of(engine: Any) -> EngineSession | None:
-    """The session of an attached engine, None for any other object."""
+    """Return the session of an attached engine, None for any other object."""
     found: EngineSession | None = getattr(engine, ATTRIBUTE, None)
     return found
 
@@ -65,7 +66,7 @@ def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> N
 
 
 def default_device() -> torch.device:
-    """Give the device on which the default group reduces."""
+    """Return the device on which the default group reduces."""
     if "nccl" in str(dist.get_backend()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -73,11 +74,11 @@ def default_device() -> torch.device:
 
 @dataclass(frozen=True)
 class Saved:
-    """What ``EngineSession.read`` has read of a checkpoint.
+    """Contents of a checkpoint, from ``EngineSession.read``.
 
     Attributes:
-        state: of the job; None: the folder holds none.
-        kept: of the ranks; None: the groups of the job are others.
+        state: state of the job; None: the folder holds none.
+        kept: residuals of the ranks; None: the job has other groups.
     """
 
     folder: Path
@@ -86,15 +87,15 @@ class Saved:
 
 
 class EngineSession:
-    """One engine's channels, and what happens to them at its steps and checkpoints.
+    """One engine's channels, and their handling at its steps and checkpoints.
 
     Attributes:
-        channels: what messages go through, one channel for each dimension.
-        loss_scale: the factor on the gradients that residuals are in units of.
-        reporter: what sums the ledgers of the ranks; None where somebody else reports.
-        models: how many models have had their parameters named.
-        restored: whether the engine has loaded a checkpoint of its own since ``begin``.
-        loaded: whether ``load`` has.
+        channels: one channel for the messages of each dimension.
+        loss_scale: the factor on the gradients, in whose units residuals are.
+        reporter: sums the ledgers of the ranks; None where other code reports.
+        models: number of models whose parameters were named.
+        restored: whether the engine has loaded its checkpoint since ``begin``.
+        loaded: whether ``load`` has run since.
     """
 
     def __init__(
@@ -107,15 +108,15 @@ class EngineSession:
         layout: Callable[[], Mapping[str, int]] = dict,
         kept_in: str = "",
     ) -> None:
-        """Hold ``channels`` that exist; ``begin`` makes them.
+        """Hold existing ``channels``; ``begin`` makes them.
 
         Args:
-            channels: of this engine alone.
-            device: where its messages are; None: where the default group reduces.
-            interval: optimizer steps between two reports, 0: none; without it the ledger's own.
+            channels: those of this engine alone.
+            device: device of its messages; None: that on which the default group reduces.
+            interval: optimizer steps between two reports, 0: none; by default the ledger's.
             write: takes the figures of a report and its step, on every rank.
-            layout: ranks in each group whose coordinates stand in the names of parameters.
-            kept_in: the engine's own checkpoints, in words, where they take along what is saved.
+            layout: ranks in each group whose coordinates are in the names of parameters.
+            kept_in: the engine's checkpoints, in words, where they include the session's state.
         """
         self.channels = channels
         self.loss_scale = 1.0
@@ -142,7 +143,7 @@ class EngineSession:
         """Agree on ``block`` over all ranks and make its channels; None: no rank has a block.
 
         ``packages``: upstream packages whose versions have to agree, too; ``absent``: dimensions
-        that such a job has no messages of; ``options``: as for the constructor. Raises
+        without messages in such a job; ``options``: as for the constructor. Raises
         AgreementError.
         """
         agree_on(block, *packages)
@@ -157,16 +158,16 @@ class EngineSession:
 
     @property
     def device(self) -> torch.device:
-        """The device on which the messages of this engine are."""
+        """Device of the messages of this engine."""
         if self._device is None:
             self._device = default_device()
         return self._device
 
     def open_reporter(self, jsonl: Path | None = None) -> None:
-        """Report from now on, into ``jsonl`` and the W&B run that there is; a collective.
+        """Report from now on, into ``jsonl`` and an existing W&B run; a collective.
 
-        ``jsonl``: None for the block's ``ledger.jsonl``, where it names one. Raises ConfigError on
-        every rank where rank 0 cannot write it.
+        ``jsonl``: None for the block's ``ledger.jsonl``, if it has one. Raises ConfigError on every
+        rank where rank 0 cannot write it.
         """
         config = self.channels.config
         describe_run(config)
@@ -176,16 +177,15 @@ class EngineSession:
             make_together(jsonl, f"{BLOCK}.ledger.jsonl")
         self.reporter = Reporter(self.channels, jsonl, self.device)
 
-    # what the caller knows of its model and its groups
+    # facts of the caller's model and groups
 
     def name_parameters(
         self, named: Iterable[tuple[str, Tensor]], common: Iterable[str] = ()
     ) -> None:
-        """Take over names: unique in the job, equal on all ranks that reduce a gradient together.
+        """Store names: unique in the job, equal on all ranks that reduce a gradient together.
 
-        Residuals are kept by these names, and go to the ranks that state them when another number
-        of ranks loads them.
-        ``common``: names of vectors that tensor-parallel ranks have in common.
+        Residuals are saved under these names, and loaded by the ranks that state them if the number
+        of ranks changes. ``common``: names of vectors that tensor-parallel ranks share.
         """
         self.models += 1
         for name, parameter in named:
@@ -197,7 +197,7 @@ class EngineSession:
         self.channels.common |= frozenset(common)
 
     def pieces(self, parameters: Iterable[Tensor]) -> list[Piece]:
-        """What a flat buffer holds: these named parameters, whole and one after the other."""
+        """Return the pieces of a flat buffer of these named parameters, whole and in order."""
         return [Piece(getattr(p, NAME), 0, p.numel()) for p in parameters]
 
     def warn(self, dtypes: Iterable[torch.dtype]) -> None:
@@ -210,9 +210,9 @@ class EngineSession:
         """Find the nodes, and make the two levels of ``hierarchy``; a collective.
 
         Args:
-            groups: those of this rank that reduce gradients or gather parameters, or their ranks.
-            of_user: whether the user made the groups of this job, whose time-outs then stay what
-                they are; those of upstream's groups follow the default group's.
+            groups: groups of this rank that reduce gradients or gather parameters, or their ranks.
+            of_user: whether the user made the groups of this job, whose time-outs then stay
+                unchanged; those of upstream's groups follow the default group's.
         """
         ranks = {group if isinstance(group, tuple) else ranks_of(group) for group in groups}
         self.say(*self.channels.place(ranks))
@@ -227,11 +227,11 @@ class EngineSession:
         sent: Mapping[Dimension, Sent] | None = None,
         only: Collection[Dimension] = ONE_WAY,
     ) -> None:
-        """Measure what may turn itself off (``when: auto``), after ``place``; a collective.
+        """Measure dimensions with ``when: auto``, after ``place``; a collective.
 
         ``group``: replicas of this rank's ``numel`` parameters of ``dtype``; ``sent``: messages of
-        a step, as far as they are known; ``only``: of these dimensions. Messages of a dtype that
-        no codec takes are native anyway, and nothing is measured for them.
+        a step, as far as they are known; ``only``: the dimensions to measure. Messages of a dtype
+        that no codec takes are native anyway, and are not measured.
         """
         if dtype not in VALUE_DTYPES:
             return
@@ -241,19 +241,19 @@ class EngineSession:
     # steps
 
     def begin_step(self) -> bool:
-        """A step begins, if it has not yet: before its first forward pass, or any of them.
+        """Begin a step, unless it has begun: before its first forward pass, or before any of them.
 
-        Returns whether the next one matters: False once nothing is left to be timed.
+        Returns whether the next call matters: False once nothing is left to be timed.
         """
         return self.channels.open_step(self.device)
 
     def end_step(
         self, *, overflow: bool = False, loss_scale: float = 1.0, step: int | None = None
     ) -> None:
-        """An optimizer step is over: residuals follow the loss scale, the ledger reports.
+        """End an optimizer step: scale the residuals to the loss scale, report the ledger.
 
-        ``overflow``: it was skipped, and what its messages left out belongs to no step;
-        ``loss_scale``: of the next one; ``step``: the engine's own count of steps taken.
+        ``overflow``: the step was skipped, and its residuals are dropped; ``loss_scale``: that of
+        the next step; ``step``: the engine's count of steps taken.
         """
         channels, sampled = self.channels, self.channels.sampling
         channels.step = channels.step + 1 if step is None else step
@@ -269,12 +269,12 @@ class EngineSession:
             self._write(self.reporter.report(channels.step), channels.step)
 
     def take_events(self) -> list[Event]:
-        """The figures of the last report, once, for a trainer that logs at moments of its own."""
+        """Return the figures of the last report, once, for a trainer that logs at other moments."""
         return [] if self.reporter is None else self.reporter.take()
 
     @property
     def forgetful(self) -> bool:
-        """Whether the engine was restored from a checkpoint, and the session was not."""
+        """Return whether the engine was restored from a checkpoint, and the session was not."""
         return self.restored and not self.loaded
 
     # checkpoints
@@ -282,11 +282,11 @@ class EngineSession:
     def save(
         self, folder: str | Path, loss_scale: float | None = None, references: bool = False
     ) -> None:
-        """Write step and residuals of all ranks into ``folder``, which is whole afterwards.
+        """Write step and residuals of all ranks into ``folder``, which is complete afterwards.
 
         ``loss_scale``: the factor on the gradients; None: that of the last step. ``references``:
-        whether the caller has written those of parameter deltas there. Raises CodecError where a
-        payload was damaged that nobody has told of: it must not be saved as if it were sound.
+        whether the caller has written those of parameter deltas there. Raises CodecError for a
+        damaged payload that was not reported yet, so that wrong state is not saved.
         """
         check_payloads()
         check_headers()
@@ -296,18 +296,18 @@ class EngineSession:
     def load(
         self, folder: str | Path, loss_scale: float | None = None, step: int | None = None
     ) -> None:
-        """Take over what ``save`` wrote, of this version or the one before.
+        """Load the files of ``save``, of this version or the one before.
 
-        ``loss_scale``: the factor on the gradients from now on; None: what it was when saved.
-        ``step``: the engine's own count; it then looks after the references of parameter deltas,
-        too. On another number of ranks the sum of the residuals is kept.
+        ``loss_scale``: the factor on the gradients from now on; None: the saved one. ``step``: the
+        count of the engine, which then restores the references of parameter deltas, too. On another
+        number of ranks the sum of the residuals is kept.
         """
         self.take_over(self.read(folder), loss_scale, step)
 
     def read(self, folder: str | Path) -> Saved:
-        """Read and check what ``save`` wrote, for ``take_over``; changes nothing. A collective.
+        """Read and check the files of ``save``, for ``take_over``; changes nothing. A collective.
 
-        Raises CheckpointError, on every rank, where a file of any is damaged.
+        Raises CheckpointError, on every rank, where a file of any rank is damaged.
         """
         folder = Path(folder)
         state = checkpoint.read_state(folder)
@@ -317,7 +317,7 @@ class EngineSession:
     def take_over(
         self, found: Saved, loss_scale: float | None = None, step: int | None = None
     ) -> None:
-        """Go on from what ``read`` has found; arguments as for ``load``. A collective."""
+        """Continue from the result of ``read``; arguments as for ``load``. A collective."""
         channels, state, folder = self.channels, found.state, found.folder
         self.loaded = True
         channels.residuals.drop()
@@ -338,6 +338,6 @@ class EngineSession:
         checkpoint.take_over(found.kept, channels, self.loss_scale, self.device)
 
     def close(self) -> None:
-        """Write the totals; the channels carry no message afterwards."""
+        """Write the totals; the channels send no message afterwards."""
         if self.reporter is not None:
             self.reporter.close()

@@ -1,4 +1,4 @@
-"""What a run reports, under which name: one vocabulary for JSON lines, W&B and other monitors.
+"""Names of reported figures: one vocabulary for JSON lines, W&B and other monitors.
 
 =================== ==================================================================== =========
 figure              meaning                                                              unit
@@ -8,28 +8,28 @@ tokens              tokens trained on until now                                 
 tokens_per_second   speed of a step                                                      tokens/s
 valid_loss          loss on held-out text                                                nats
 ratio               raw_MB / wire_MB, higher is better
-raw_MB              what native would have sent, all ranks                               1e6 bytes
-wire_MB             what was sent, all ranks                                             1e6 bytes
+raw_MB              bytes that native would have sent, all ranks                         1e6 bytes
+wire_MB             bytes sent, all ranks                                                1e6 bytes
 codec_ms            time in encoding and decoding, all ranks: of the host, on a GPU of   ms
                     the device, scaled from the steps that are timed
 wait_ms             time of waiting for others, all ranks, likewise                      ms
 error               sampled relative L2 error of one encoding
-inter_ratio         as ratio, of what crosses nodes
+inter_ratio         as ratio, for bytes between nodes
 native_since        the step from which a guard or "when": "auto" made it native         step
 encoded_since       the step from which "when": "auto" encodes it after all              step
-residual_norm       L2 norm of what error feedback holds, all ranks                      as values
-total_raw_MB        since the run began: what native would have sent, all ranks          1e6 bytes
-total_wire_MB       since the run began: what was sent, all ranks                        1e6 bytes
+residual_norm       L2 norm of the residuals of error feedback, all ranks                as values
+total_raw_MB        since the run began: bytes that native would have sent, all ranks    1e6 bytes
+total_wire_MB       since the run began: bytes sent, all ranks                           1e6 bytes
 saved_s             since the run began: seconds saved as far as "when": "auto" has      s
-                    measured them, less those that measuring took
+                    measured them, less those spent on measuring
 =================== ==================================================================== =========
 
-The first four stand under their own names, one record a step. The others are of one dimension and
-direction since the report before: in JSON lines ``dimensions.<dimension>.<direction>.<figure>``
+The first four keep their names, one record a step. The others are of one dimension and direction,
+since the previous report: in JSON lines ``dimensions.<dimension>.<direction>.<figure>``
 (``residual_norm`` and the last three beside ``dimensions``), elsewhere
-``train/compression/<dimension>[/<direction>]/<figure>``, the direction left out for dp and zero,
-which have one, and ``train/compression/<figure>``. Hugging Face's Trainer writes ``train/`` itself:
-in its own log they are ``compression/...``.
+``train/compression/<dimension>[/<direction>]/<figure>``, without the direction for dp and zero,
+which have one, and ``train/compression/<figure>``. Hugging Face's Trainer adds ``train/`` itself:
+in its log they are ``compression/...``.
 
 Imports nothing: programs that only read figures need no torch.
 """
@@ -37,30 +37,30 @@ Imports nothing: programs that only read figures need no torch.
 from __future__ import annotations
 
 LOSS, TOKENS, SPEED, VALID_LOSS = "loss", "tokens", "tokens_per_second", "valid_loss"
-#: of a dimension and direction
+#: figures of a dimension and direction
 FIGURES = (
     "ratio", "raw_MB", "wire_MB", "codec_ms", "wait_ms", "error", "inter_ratio", "native_since",
     "encoded_since",
 )  # fmt: skip
 RESIDUAL_NORM = "residual_norm"
-#: of the whole job, since it began
+#: figures of the whole job, since it began
 TOTALS, SAVED_S = ("total_raw_MB", "total_wire_MB"), "saved_s"
 PREFIX = "train/compression/"
 #: in the place of it where a trainer writes ``train/`` before every name
 TRAINER_PREFIX = "compression/"
-#: the axis of these figures in a W&B run whose rows somebody else numbers: optimizer steps
+#: the axis of these figures in a W&B run whose rows another program numbers: optimizer steps
 STEP = f"{PREFIX}step"
-#: where a W&B run's config holds the block, and what is known about the run besides
+#: keys of a W&B run's config: the block, other facts of the run, and the codecs
 CONFIG_BLOCK, CONFIG_RUN, CONFIG_CODECS = "compression", "run", "codecs"
 
 
 def event_name(dimension: str, direction: str, figure: str, one_way: bool) -> str:
-    """The name of a figure outside JSON lines."""
+    """Return the name of a figure outside JSON lines."""
     return f"{PREFIX}{dimension}/{'' if one_way else f'{direction}/'}{figure}"
 
 
 def trainer_name(event: str) -> str:
-    """The name in the log of Hugging Face's Trainer of what is called ``event`` elsewhere."""
+    """Return the name of ``event`` in the log of Hugging Face's Trainer."""
     return TRAINER_PREFIX + event.removeprefix(PREFIX)
 
 

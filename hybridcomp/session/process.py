@@ -1,9 +1,9 @@
-"""The block and the session of this process, for seams that have no engine at hand.
+"""Hold the block and the session of this process, for seams without an engine.
 
-Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine: there is one
-``EngineSession`` for the process. It is that of the first engine that attaches (``lend``); without
-one it begins with the block of ``hybridcomp.install(config)`` or of the file that
-``HYBRIDCOMP_CONFIG`` names.
+Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine, so the process has one
+``EngineSession``: that of the first engine that attaches (``lend``), or without an engine one that
+begins with the block of ``hybridcomp.install(config)`` or of the file named by
+``HYBRIDCOMP_CONFIG``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Its functions take the default group as default argument, for good: where it is imported after
-# init_process_group, as DistributedDataParallel does, that group is never let go (see _let_go).
+# Its functions have the default group as default argument: imported after init_process_group, as
+# DistributedDataParallel does, they would hold that group forever (see _let_go).
 import torch.distributed.nn.functional  # noqa: F401
 
 from hybridcomp.channels import Channels
@@ -33,9 +33,9 @@ from hybridcomp.log import say_once
 from hybridcomp.policy import Dimension, directions_of
 from hybridcomp.session.engine_session import EngineSession
 
-#: environment variable that names the block of a process without a file of upstream's
+#: environment variable with the block of a process without a file of upstream
 ENVIRONMENT = environment.CONFIG
-#: dimensions whose layers know no engine
+#: dimensions whose layers have no engine
 ENGINELESS: tuple[Dimension, ...] = ("tp", "cp", "tp2d")
 #: package of an upstream -> the ranks in each of its groups; its patches put this here
 GROUP_SIZES: dict[str, Callable[[], Mapping[Any, int]]] = {}
@@ -43,12 +43,12 @@ GROUP_SIZES: dict[str, Callable[[], Mapping[Any, int]]] = {}
 
 @dataclass
 class _Holder:
-    """What this process has instead of an engine."""
+    """Block and session of this process."""
 
     config: CompressionConfig | None = None
-    explicit: bool = False  # configured by call: the environment is not asked
+    explicit: bool = False  # configured by call: the environment is ignored
     session: EngineSession | None = None
-    lender: weakref.ref[Any] | None = None  # the engine whose session it is
+    lender: weakref.ref[Any] | None = None  # the engine that lent the session
     settled: bool = False  # the ranks agreed, with or without a block
 
 
@@ -59,8 +59,8 @@ _holder = _Holder()
 def _let_go() -> None:
     """Drop the session, and with it the process groups, while the interpreter still runs.
 
-    Groups that somebody else holds keep their threads: those get the time to let go of their
-    last message.
+    Groups that are still referenced keep their threads, which get time to release their last
+    message.
     """
     global _holder
     _holder = _Holder()
@@ -68,10 +68,10 @@ def _let_go() -> None:
 
 
 def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None) -> None:
-    """Set the block of this process; None forgets it, and asks the environment again.
+    """Set the block of this process; None clears it, and reads the environment again.
 
     Takes a CompressionConfig, a block, a dict or file with a block under "compression", or the path
-    of any of these. Acts on the next message; channels that exist are dropped. Raises ConfigError.
+    of any of these. Drops existing channels; acts on the next message. Raises ConfigError.
     """
     global _holder
     _holder = _Holder(config=parse(config), explicit=config is not None)
@@ -81,7 +81,7 @@ def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None)
 def parse(
     config: Mapping[str, Any] | str | Path | CompressionConfig | None,
 ) -> CompressionConfig | None:
-    """The block in any of these forms; None where there is none. Raises ConfigError."""
+    """Parse the block from any of these forms; None where there is none. Raises ConfigError."""
     if config is None or isinstance(config, CompressionConfig):
         return config
     whole = read_source(config)
@@ -92,7 +92,7 @@ def parse(
 
 
 def configured() -> CompressionConfig | None:
-    """The block of this process, by call or by environment. Raises ConfigError."""
+    """Return the block of this process, set by call or environment. Raises ConfigError."""
     if not _holder.explicit and (path := os.environ.get(ENVIRONMENT)):
         try:
             _holder.config = parse(path)
@@ -106,7 +106,7 @@ def configured() -> CompressionConfig | None:
 def say_native(what: str, looked: str = "") -> None:
     """Tell the user that nothing of ``what`` is compressed, and where no block was found.
 
-    ``looked``: what a configuration of upstream holds in the place of a block.
+    ``looked``: what upstream's configuration has in the place of a block.
     """
     path = os.environ.get(ENVIRONMENT)
     if _holder.explicit:
@@ -120,7 +120,7 @@ def say_native(what: str, looked: str = "") -> None:
 
 
 def use(channels: Channels | None) -> None:
-    """Take over channels that somebody else made, agreed on and reports about."""
+    """Use existing channels, on which the ranks agreed and whose maker reports."""
     global _holder
     session = None if channels is None else EngineSession(channels)
     _holder = _Holder(session=session, explicit=True, settled=True)
@@ -130,8 +130,8 @@ def use(channels: Channels | None) -> None:
 def lend(engine: Any, session: EngineSession) -> None:
     """Let the layers of this process send through ``engine``'s session, while it lives.
 
-    The first living engine lends: layers cannot tell whose they are. Raises ConfigError when a
-    second engine's block asks for other codecs in their dimensions.
+    The first living engine lends, as layers do not know their engine. Raises ConfigError when the
+    block of a second engine has other codecs in their dimensions.
     """
     channels = session.channels
     if borrowed() is not None:
@@ -139,7 +139,7 @@ def lend(engine: Any, session: EngineSession) -> None:
     first = borrowed()
     if first is None:
         if _holder.session is not None:
-            _holder.session.close()  # the engine reports from now on, maybe into the same file
+            _holder.session.close()  # from now on the engine reports, maybe into the same file
         _holder.session, _holder.lender = session, weakref.ref(engine)
         _holder.settled = True
         say_once.forget()
@@ -159,61 +159,61 @@ def lend(engine: Any, session: EngineSession) -> None:
 
 
 def decline() -> None:
-    """The ranks agreed, at an engine's construction, that there is no block for its messages.
+    """Record that the ranks agreed, at an engine's construction, on no block for its messages.
 
-    So no layer has to ask: in a pipeline the first message of a stage comes only after the last
-    stage's neighbours sent theirs, and a question to all ranks would wait forever.
+    So no layer has to ask: in a pipeline the first message of a stage comes only after those of
+    its neighbours, and a question to all ranks would wait forever.
     """
     _holder.settled = True
 
 
 def release(engine: Any) -> None:
-    """``engine`` is destroyed: it lends no more, though something may still hold it."""
+    """Stop the lending of ``engine``, which is destroyed, even if it is still referenced."""
     if _holder.lender is not None and _holder.lender() is engine:
         configure(_holder.config)
 
 
 def borrowed() -> Channels | None:
-    """The channels that a living engine lent, else None."""
+    """Return the channels that a living engine lent, else None."""
     if _holder.lender is None or _holder.lender() is None or _holder.session is None:
         return None
     return _holder.session.channels
 
 
 def session() -> EngineSession | None:
-    """The session of this process, None without a block: an engine's that lends, or its own.
+    """Return the session that an engine lent, or that of the process; None without a block.
 
     The first call after torch.distributed is up begins it: a collective through the rendezvous
     store, which every rank reaches without waiting for a message of upstream.
     """
     if _holder.lender is not None and _holder.lender() is None:
-        configure(_holder.config)  # the engine is gone, and its traffic with it
+        configure(_holder.config)  # the engine is gone, with its traffic
     if not _holder.settled and dist.is_initialized():
         _settle()
     return _holder.session
 
 
 def own_session() -> EngineSession | None:
-    """The session of this process, None where an engine lends its own."""
+    """Return the session of the process itself, None where an engine has lent one."""
     found = session()
     return None if _holder.lender is not None else found
 
 
 def has_begun() -> bool:
-    """Whether the session of a process without an engine exists; begins none."""
+    """Return whether the session of a process without an engine exists; begins none."""
     return _holder.session is not None and _holder.lender is None
 
 
 def current() -> Channels | None:
-    """The channels of this process, None without a block; see ``session``."""
+    """Return the channels of this process, None without a block; see ``session``."""
     found = session()
     return None if found is None else found.channels
 
 
 def known() -> Channels | None:
-    """``current`` where this rank may have a block; else None, without asking the other ranks.
+    """Return ``current`` where this rank may have a block; else None, without asking other ranks.
 
-    For what works without hybridcomp's patches: ranks that compute something else do not answer.
+    For layers that work without hybridcomp's patches, as ranks without them do not answer.
     """
     return None if _holder.session is None and configured() is None else current()
 

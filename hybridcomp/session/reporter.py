@@ -1,4 +1,4 @@
-"""Ledger -> progress line, JSONL file, and whoever else wants the figures (``figures``)."""
+"""Report the ledger: progress line, JSONL file, and events for monitors."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from hybridcomp.session.metric_names import (
     event_name,
 )
 
-#: name and figure, as DeepSpeed's monitors take them
+#: name and figure, in the form of DeepSpeed's monitors
 Event = tuple[str, float]
 
 
 class Reporter:
-    """Sums the ledgers of all ranks now and then, and tells their readers.
+    """Sums the ledgers of all ranks at intervals, and passes the figures on.
 
-    ``report`` is a collective: every rank calls it at the same step. One that is dropped closes its
-    file, as the end of the process does for those that are left.
+    ``report`` is a collective: every rank calls it at the same step. A dropped reporter closes its
+    file, and the end of the process closes the others'.
     """
 
     _jsonl: JsonLines | None = None
@@ -62,9 +62,9 @@ class Reporter:
     def report(self, step: int) -> list[Event]:
         """Sum the interval over the job; rank 0 prints and writes.
 
-        Returns the events on every rank, for whichever has the reader. Raises CodecError where a
-        GPU has met a damaged payload, or a header that was not expected, that nobody has told of
-        yet: the device is waited for here anyway.
+        Returns the events on every rank, as any may have the reader. Raises CodecError where a GPU
+        has met a damaged payload or an unexpected header that was not reported yet: the device is
+        waited for here anyway.
         """
         check_payloads()
         check_headers()
@@ -96,7 +96,7 @@ class Reporter:
         return self._untaken
 
     def _sums(self) -> dict[str, float]:
-        """What was sent and saved since the run began, by name of the figure."""
+        """Return the bytes sent and seconds saved since the run began, by name of the figure."""
         entries = self._totals.values()
         raw, wire = sum(e.raw_nbytes for e in entries), sum(e.wire_nbytes for e in entries)
         found = dict(zip(TOTALS, (raw / 1e6, wire / 1e6), strict=True))
@@ -104,14 +104,14 @@ class Reporter:
         return {**found, SAVED_S: gains.net_s} if gains.by_dimension else found
 
     def take(self) -> list[Event]:
-        """The events of the last report, once; for a reader that logs at moments of its own."""
+        """Return the events of the last report, once; for a reader that logs at other moments."""
         events, self._untaken = self._untaken, []
         return events
 
     def close(self) -> None:
         """Write the totals as the last record; harmless when called twice.
 
-        What was sent since the last report is in no total, as no rank can ask the others now.
+        Messages since the last report are in no total, as no rank can ask the others now.
         """
         if self._account is not None:
             step = self._channels.step
@@ -138,12 +138,12 @@ class Reporter:
         self.close()
 
 
-#: those with an open file, held weakly: a model that was dropped takes its ledger along
+#: reporters with an open file, held weakly: a dropped model takes its ledger along
 _open: weakref.WeakSet[Reporter] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Write the totals of whatever still reports when the process ends."""
+    """Write the totals of all open reporters when the process ends."""
     for reporter in list(_open):
         reporter.close()
 
@@ -152,11 +152,11 @@ before_the_end(_close_all)
 
 
 def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
-    """Optimizer steps between two reports, at least 1.
+    """Return the optimizer steps between two reports, at least 1.
 
     Accelerate, and with it Hugging Face's Trainer, writes ``steps_per_print: inf`` to silence
-    DeepSpeed's own line, and without the key DeepSpeed prints none. Neither says anything about
-    ours, of which a job would then never see one.
+    DeepSpeed's line, and without the key DeepSpeed prints none. Neither is meant for our report,
+    which a job would then never get.
     """
     if ledger.every is not None or not steps_per_print or math.isinf(steps_per_print):
         return ledger.interval
@@ -166,7 +166,7 @@ def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
 def line(
     step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]], ranks: int | None = None
 ) -> str:
-    """The progress line of one interval; ``ranks``: those whose seconds are added up."""
+    """Format the progress line of an interval; ``ranks``: those in its sums of seconds."""
     parts = []
     for dimension, ways in rows.items():
         for direction, row in ways.items():
@@ -195,7 +195,7 @@ def line(
 
 
 def _times(row: Mapping[str, Any], ranks: int | None) -> str:
-    """What coding and waiting took; nothing where no step of the interval was timed."""
+    """Format the seconds of coding and waiting; "" where no step of the interval was timed."""
     if row["codec_ms"] is None:
         return ""
     whose = "device " if row["clock"] == "device" else ""
@@ -204,7 +204,7 @@ def _times(row: Mapping[str, Any], ranks: int | None) -> str:
 
 
 def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) -> list[Event]:
-    """The figures of one interval, where the rows have them; ``figures`` says what they are."""
+    """Return the figures of one interval, where the rows have them; see ``metric_names``."""
     events: list[Event] = []
     for dimension, ways in rows.items():
         for direction, row in ways.items():
@@ -221,7 +221,7 @@ def events_of(rows: Mapping[str, Mapping[str, Mapping[str, Any]]], norm: float) 
 def describe_run(config: CompressionConfig | None) -> None:
     """Write the block and its codecs into the config of this process's W&B run, where it has one.
 
-    The run is DeepSpeed's, Megatron's or GPT-NeoX's own: none is made here. None: no block.
+    The run is DeepSpeed's, Megatron's or GPT-NeoX's; none is created here. None: no block.
     """
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is None or CONFIG_CODECS in run.config:

@@ -1,9 +1,8 @@
-"""The ledger's figures in a W&B run that somebody else made: Hugging Face's Trainer, Megatron.
+"""Write the ledger's figures into an existing W&B run: Hugging Face's Trainer's or Megatron's.
 
-Who made the run numbers its rows: W&B refuses numbers that go back, so nothing here begins a row.
-The figures go into the row that is open, whenever the training completes it, with the optimizer
-step as an axis of their own. Where several reports fall into one row they are added up: a sum over
-rows is a sum over reports.
+The maker of the run numbers its rows, and W&B refuses numbers that go back, so this module begins
+no row. The figures go into the open row, which the training completes, with the optimizer step as
+their axis. Several reports in one row are added up: a sum over rows is a sum over reports.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SUMS = frozenset({"raw_MB", "wire_MB", "codec_ms", "wait_ms"})
 
 
 class OpenRow:
-    """What was put into the row that W&B has open."""
+    """Values that were put into the row that W&B has open."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -27,7 +26,7 @@ class OpenRow:
         self._values: dict[str, float] = {}
 
     def log(self, events: Iterable[tuple[str, float]], step: int) -> bool:
-        """Put the figures of one report into this process's W&B run; whether there is one.
+        """Put the figures of one report into this process's W&B run; returns whether there is one.
 
         ``events``: names and figures, ``step``: optimizer steps taken.
         """
@@ -46,7 +45,7 @@ class OpenRow:
 
 
 def added(before: dict[str, float], values: dict[str, float]) -> dict[str, float]:
-    """``values`` of a report on top of those of the reports ``before``: sums add up."""
+    """Add the ``values`` of a report to those of the reports ``before``, where they are sums."""
     found = {
         name: value + before.get(name, 0.0) if name.rpartition("/")[2] in SUMS else value
         for name, value in values.items()
@@ -62,5 +61,5 @@ _row = OpenRow()
 
 
 def log(events: Iterable[tuple[str, float]], step: int) -> bool:
-    """Put the figures of one report into this process's W&B run; whether there is one."""
+    """Put the figures of one report into this process's W&B run; returns whether there is one."""
     return _row.log(events, step)

@@ -1,13 +1,13 @@
-"""The CUDA back end: what is launched, with which grid, over which arguments.
+"""The CUDA back end: launches kernels, with their grids and arguments.
 
-The kernels are the ``.cu`` files beside this one, around the headers that the CPU uses; their bytes
-are the CPU's. ``<codec>.py`` launches those of one codec: its only class is found by the codec's
-name. None of them knows how a kernel is started: a ``launcher.Launcher`` does. ``CudaLauncher``
-loads images that NVRTC compiles and launches on torch's current stream; the tests have one that
-runs the same sources on the host. ``fused`` has the kernels for all chunks of a reduction at once.
+The kernels are the ``.cu`` files beside this one, around the headers that the CPU uses; they write
+the same bytes as the CPU. ``<codec>.py`` launches those of one codec: its only class is looked up
+by the codec's name. A ``launcher.Launcher`` starts a kernel: ``CudaLauncher`` loads images that
+NVRTC compiles and launches on torch's current stream; the tests have one that runs the same sources
+on the host. ``fused`` has the kernels for all chunks of a reduction at once.
 
-Nothing here waits for the device, except encoders of variable size that are asked to return it;
-those that are given the address of a word leave the size there.
+No function waits for the device, except encoders of variable size that return the size; with the
+address of a word they store the size there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CudaKernels:
         self.damage = DamageFlag(launcher)
 
     def functions(self, codec: str) -> CudaFunctions:
-        """What launches the kernels of ``codec``: an object of the class in ``<codec>.py``.
+        """Return the launches of ``codec``: an object of the class in ``<codec>.py``.
 
         Raises CodecError where the codec has no kernels for GPUs.
         """
@@ -43,7 +43,7 @@ class CudaKernels:
         self.damage.check()
 
     def poll(self) -> None:
-        """Raise as ``check`` does, by what the call before asked for; waits for nothing."""
+        """Raise as ``check`` does, for damage read at the previous call; does not wait."""
         self.damage.poll()
 
 

@@ -1,4 +1,4 @@
-"""The launches of blockint: for one tensor here, for several in ``fused`` and ``table``."""
+"""Launch blockint's kernels: for one tensor here, for several in ``fused`` and ``table``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hybridcomp.kernels.cuda.table import EachBlockInt
 
 
 class BlockIntOnCuda(CudaFunctions):
-    """``FixedKernels``, and what takes several chunks or tensors at once."""
+    """``FixedKernels``, and kernels for several chunks or tensors at once."""
 
     def __init__(self, launcher: Launcher, damage: DamageFlag) -> None:
         super().__init__(launcher, damage)
-        self._fused: dict[int, FusedBlockInt] = {}  # by setting: every message asks
+        self._fused: dict[int, FusedBlockInt] = {}  # by setting, as every message asks
 
     def encode(
         self, setting: int, dtype: int, values: int, numel: int, out: int, nbytes: int,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """One warp a tile of 1024 values."""
+        """Encode, one warp for each tile of 1024 values."""
         self._fixed(
             "blockint.cu", blockint_image(setting, dtype), f"blockint_encode_{DTYPES[dtype]}", out,
             ceil_div(numel, 1024 * WARPS), (values, numel, numel, 0, WHOLE, out),
@@ -29,7 +29,7 @@ class BlockIntOnCuda(CudaFunctions):
         self, setting: int, dtype: int, payload: int, nbytes: int, out: int, numel: int,
         add: bool, threads: int, /,
     ) -> None:  # fmt: skip
-        """One warp a tile."""
+        """Decode, one warp for each tile."""
         self._fixed(
             "blockint.cu", blockint_image(setting, 0 if add else dtype),
             "blockint_add" if add else f"blockint_decode_{DTYPES[dtype]}", payload,
@@ -37,12 +37,12 @@ class BlockIntOnCuda(CudaFunctions):
         )  # fmt: skip
 
     def fused(self, setting: int) -> FusedBlockInt:
-        """Kernels for all chunks of a collective."""
+        """Return kernels for all chunks of a collective."""
         found = self._fused.get(setting)
         if found is None:
             found = self._fused[setting] = FusedBlockInt(self._launcher, setting)
         return found
 
     def each(self, setting: int) -> EachBlockInt:
-        """Kernels for several tensors with a payload each."""
+        """Return kernels for several tensors with a payload each."""
         return EachBlockInt(self._launcher, setting)

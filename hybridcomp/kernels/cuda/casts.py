@@ -1,4 +1,4 @@
-"""The launches of casts between dtypes."""
+"""Launch the kernels of casts between dtypes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hybridcomp.kernels.cuda.launcher import DTYPES, THREADS, ceil_div
 
 
 class CastsOnCuda(CudaFunctions):
-    """``codecs.casts.CastKernels``."""
+    """``codecs.casts.CastKernels`` on a GPU."""
 
     def cast(
         self, source: int, to: int, values: int, out: int, numel: int, add: bool, threads: int, /
     ) -> None:
-        """Eight values a thread. Between equal dtypes 32 bytes move, NaN payloads included."""
+        """Cast eight values a thread; between equal dtypes copy 32 bytes, NaN payloads included."""
         name, count, each = f"cast_{DTYPES[source]}_{DTYPES[to]}", numel, 8
         if add:
             name = f"add_{DTYPES[source]}"

@@ -1,23 +1,23 @@
-"""The launches of expcode."""
+"""Launch expcode's kernels."""
 
 from __future__ import annotations
 
 from hybridcomp.kernels.cuda.functions import CudaFunctions
 from hybridcomp.kernels.cuda.launcher import DTYPES, ceil_div
 
-#: of a block of threads of expcode.cu, by dtype code: each has a tile in shared memory
+#: warps of a thread block of expcode.cu, by dtype code: each has a tile in shared memory
 EXPCODE_ENCODE_WARPS = (4, 8, 8)
 EXPCODE_DECODE_WARPS = (4, 2, 2)
 
 
 class ExpCodeOnCuda(CudaFunctions):
-    """``codecs.expcode.ExpCodeKernels``."""
+    """``codecs.expcode.ExpCodeKernels`` on a GPU."""
 
     def encode(
         self, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,
         size: int = 0, /,
     ) -> int:  # fmt: skip
-        """A warp a tile of 2048 values."""
+        """Encode, one warp for each tile of 2048 values."""
         kernel, words = f"expcode_encode_{DTYPES[dtype]}", (values, numel, dtype, out)
         warps = EXPCODE_ENCODE_WARPS[dtype]
         groups = ceil_div(numel, 2048 * warps)
@@ -27,7 +27,7 @@ class ExpCodeOnCuda(CudaFunctions):
         self, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """A warp a tile. Damage is told by ``check``."""
+        """Decode, one warp for each tile. ``check`` reports damage."""
         warps = EXPCODE_DECODE_WARPS[dtype]
         self._fixed(
             "expcode.cu", (), f"expcode_{'add' if add else 'decode'}_{DTYPES[dtype]}", payload,

@@ -1,4 +1,4 @@
-"""The launches of fp8."""
+"""Launch fp8's kernels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ FORMATS = ("e4m3", "e5m2")
 
 
 class Fp8OnCuda(CudaFunctions):
-    """``FixedKernels``: the setting is the index of the format."""
+    """``FixedKernels`` on a GPU: the setting is the index of the format."""
 
     def encode(
         self, form: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int, /
     ) -> None:
-        """256 threads a block of 4096 values."""
+        """Encode, 256 threads for each block of 4096 values."""
         self._fixed(
             "casts.cu", (), f"fp8_{FORMATS[form]}_encode_{DTYPES[dtype]}", out,
             ceil_div(numel, 4096), (values, numel, numel, 0, WHOLE, out),
@@ -24,7 +24,7 @@ class Fp8OnCuda(CudaFunctions):
         self, form: int, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """256 threads a block."""
+        """Decode, 256 threads for each block."""
         name = f"fp8_{FORMATS[form]}_" + ("add" if add else f"decode_{DTYPES[dtype]}")
         self._fixed(
             "casts.cu", (), name, payload, ceil_div(numel, 4096),

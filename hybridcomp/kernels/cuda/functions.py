@@ -1,4 +1,4 @@
-"""What the launches of all codecs share: the payload's alignment, sizes, damage."""
+"""Shared parts of all codecs' launches: the payload's alignment, sizes, damage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALIGN = 16
 
 
 class DamageFlag:
-    """Whether a decoder on this device met a payload which no encoder made."""
+    """Flag that a decoder on this device sets for a payload that no encoder made."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -22,7 +22,7 @@ class DamageFlag:
 
     @cached_property
     def word(self) -> Tensor:
-        """One int64 on the device that decoders set; 0 until then."""
+        """One int64 on the device, 0 until a decoder sets it."""
         return self._launcher.zeros(1)
 
     def check(self) -> None:
@@ -35,16 +35,16 @@ class DamageFlag:
             )
 
     def poll(self) -> None:
-        """Raise as ``check`` does, by what the call before asked for; waits for nothing."""
+        """Raise as ``check`` does, for damage read at the previous call; does not wait."""
         copied = self._late.take()
         if copied is not None and int(copied):
-            self.check()  # which may have told of it already
+            self.check()  # which may have reported it already
         if not self._late.pending:
             self._late.start(self.word)
 
 
 class CudaFunctions:
-    """The functions of one codec on a device, up to the subclass; arguments are those of its
+    """Functions of one codec on a device; the subclass defines them with the arguments of its
     Protocol (``kernels.FixedKernels``, or one in the codec's module).
 
     Raises ValueError for a payload that does not begin at a multiple of 16 bytes.
@@ -68,9 +68,9 @@ class CudaFunctions:
         self, source: str, kernel: str, out: int, tiles: int, words: tuple[int, ...], size: int,
         threads: int = THREADS,
     ) -> int:  # fmt: skip
-        """Launch an encoder; the bytes it used, or 0 where ``size`` will hold them.
+        """Launch an encoder; returns the bytes used, or 0 where it stores them at ``size``.
 
-        ``tiles`` is 0 for no values: then there is no launch, and nobody else writes ``size``.
+        ``tiles`` is 0 for no values: then nothing is launched, and ``size`` is not written.
         """
         if not tiles:
             return 0

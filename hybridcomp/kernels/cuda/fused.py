@@ -1,4 +1,4 @@
-"""Kernels for all chunks of a reduction at once; only blockint has them."""
+"""Launch kernels for all chunks of a reduction at once; only blockint has them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hybridcomp.kernels import DTYPE_CODES
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
 
 TILES = 1024 * WARPS  # elements of a block of blockint.cu
-#: values of a rank's own chunk: 32 bits hold the number of a block of 32 (blockint_ranks.h, Span)
+#: limit on values of a rank's chunk: 32 bits hold a block's number (blockint_ranks.h, Span)
 MOST_SUMMED = 1 << 36
-SUM_THREADS = 64  # of a block of blockint_sum.cu: what it has in shared memory is a warp's
+SUM_THREADS = 64  # of a thread block of blockint_sum.cu, each of whose warps needs shared memory
 
 
 @cache
 def blockint_macros(setting: int) -> tuple[str, ...]:
-    """The macros of one setting: bits, + 16 rotated, + 32 with Gaussian levels."""
+    """Return the macros of one setting: bits, + 16 rotated, + 32 with Gaussian levels."""
     rotate = ("HC_ROTATE=1",) if setting & 16 else ()
     gaussian = ("HC_GAUSSIAN=1",) if setting & 32 else ()
     return (f"HC_BITS={setting & 15}", *rotate, *gaussian)
 
 
 def blockint_image(setting: int, dtype: int) -> tuple[str, ...]:
-    """The macros of the image with the kernels of one setting and one dtype."""
+    """Return the macros of the image with the kernels of one setting and one dtype."""
     return (*blockint_macros(setting), f"HC_DTYPE={dtype}")
 
 
@@ -41,7 +41,7 @@ class FusedBlockInt:
         self, values: Tensor, chunk: int, slot: int, skip: int, out: Tensor,
         residual: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """A row of blocks for each chunk."""
+        """Encode, a row of thread blocks for each chunk."""
         numel = values.numel()
         words = (values.data_ptr(), numel, chunk, slot, skip, out.data_ptr())
         if residual is None:
@@ -54,7 +54,7 @@ class FusedBlockInt:
         self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
         residual: Tensor | None = None, owner_residual: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """A warp a tile: the sum stays in registers between decoding and encoding."""
+        """Reduce, a warp for each tile: the sum stays in registers until it is encoded."""
         words = self._sum(payloads, own, ranks, me, out)
         if residual is None and owner_residual is None:
             self._add("reduce", own, *words)
@@ -66,7 +66,7 @@ class FusedBlockInt:
         self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
         residual: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """A warp a tile."""
+        """Sum, a warp for each tile."""
         words = self._sum(payloads, own, ranks, me, out)
         if residual is None:
             self._add("sum", own, *words)
@@ -75,14 +75,14 @@ class FusedBlockInt:
 
     @staticmethod
     def _sum(payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor) -> tuple[int, ...]:
-        """What the kernels that sum have in common."""
+        """Return the arguments that all summing kernels take."""
         slot = payloads.numel() // max(ranks - 1, 1)
         return (
             payloads.data_ptr(), own.data_ptr(), own.numel(), ranks, me, slot, out.data_ptr()
         )  # fmt: skip
 
     def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor, skip: int = -1) -> None:
-        """A row of blocks for each chunk."""
+        """Decode, a row of thread blocks for each chunk."""
         numel = out.numel()
         words = (payloads.data_ptr(), numel, chunk, slot, skip, out.data_ptr())
         self._rows("decode", out.dtype, numel, chunk, skip, *words)
@@ -90,7 +90,7 @@ class FusedBlockInt:
     def _rows(
         self, kernel: str, dtype: torch.dtype, numel: int, chunk: int, skip: int, *words: int
     ) -> None:
-        """A warp a tile, a row of the grid for each chunk but ``skip``."""
+        """Launch a warp for each tile, and a row of the grid for each chunk but ``skip``."""
         rows = ceil_div(numel, chunk)
         rows -= 0 <= skip < rows
         if rows:
@@ -99,7 +99,7 @@ class FusedBlockInt:
             self._launcher.launch("blockint.cu", image, name, grid, *words)
 
     def _add(self, kernel: str, own: Tensor, *words: int) -> None:
-        """A warp a tile. Raises CodecError for values that its kernels cannot count."""
+        """Launch a warp for each tile. Raises CodecError for more values than kernels can count."""
         numel = own.numel()
         if numel >= MOST_SUMMED:
             raise CodecError(
@@ -116,6 +116,6 @@ class FusedBlockInt:
 
 @cache
 def _kernel(setting: int, kernel: str, dtype: torch.dtype) -> tuple[tuple[str, ...], str]:
-    """The macros of an image, and the name of the kernel in it: every launch asks."""
+    """Return the macros of an image and the kernel's name in it; cached, as each launch asks."""
     code = DTYPE_CODES[dtype]
     return blockint_image(setting, code), f"blockint_{kernel}_{DTYPES[code]}"

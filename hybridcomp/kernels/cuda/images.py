@@ -1,11 +1,11 @@
-"""Images of CUDA sources: compiled with NVRTC, once an architecture, and kept on disk.
+"""Compile images of CUDA sources with NVRTC, once for each architecture, and cache them on disk.
 
-NVRTC is called through CuPy's binding, but not by ``cupy.RawModule``: that one adds ``-ftz=true``
-behind all options, and with subnormals flushed to zero bytes and sums are not those of the CPU. Its
-cache on disk does not look into included files either. Ours lies in CuPy's folder.
+NVRTC is called through CuPy's binding, but not by ``cupy.RawModule``, which adds ``-ftz=true``
+behind all options: with subnormals flushed to zero, bytes and sums would differ from the CPU's. Its
+disk cache also ignores changes of included files. Our cache is in CuPy's folder.
 
-Ranks that start together may each compile; what they write is the same, and a file appears whole or
-not at all. One that was damaged since is compiled again.
+Ranks that start together may each compile; they write the same bytes, and a file appears whole or
+not at all. A damaged file is compiled again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hybridcomp.errors import CodecError
 
 FOLDER = Path(__file__).resolve().parent
 FORMATS = FOLDER.parent / "formats"
-#: how every kernel is compiled: bytes must not depend on fused multiply-add, nor on flushing
+#: options of all kernels: bytes must not depend on fused multiply-add, nor on flushing to zero
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", f"-I{FOLDER}", f"-I{FORMATS}")
 DIGEST_NBYTES = 32
 
 
 @cache
 def sources_digest() -> str:
-    """The digest of all kernel sources and of how they are compiled."""
+    """Return the digest of all kernel sources and of the compiler options."""
     digest = hashlib.sha256(" ".join(OPTIONS[:-2]).encode())
     for path in sorted((*FORMATS.glob("*.h"), *FOLDER.glob("*.h"), *FOLDER.glob("*.cu"))):
         digest.update(path.read_bytes())
@@ -37,7 +37,7 @@ def sources_digest() -> str:
 
 
 def compiler() -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Version of NVRTC, and the architectures that it compiles for (75 for sm_75).
+    """Return the version of NVRTC, and its target architectures (75 for sm_75).
 
     Raises CodecError where CuPy is not installed, cannot be imported or does not find NVRTC.
     """
@@ -45,7 +45,7 @@ def compiler() -> tuple[tuple[int, int], tuple[int, ...]]:
         nvrtc = _nvrtc()
         major, minor = nvrtc.getVersion()
         return (major, minor), tuple(sorted(nvrtc.getSupportedArchs()))
-    except Exception as error:  # a library that is missing is told in many ways
+    except Exception as error:  # a missing library raises many kinds of errors
         reason = " ".join(str(error).split())[:200]
         raise CodecError(f"{type(error).__name__}: {reason}") from error
 
@@ -53,9 +53,9 @@ def compiler() -> tuple[tuple[int, int], tuple[int, ...]]:
 def compiled(
     source: str, defines: tuple[str, ...], architecture: int, *options: str
 ) -> tuple[bytes, str]:
-    """The image of ``source`` for sm_``architecture``, and what the compiler says.
+    """Compile ``source`` for sm_``architecture``; returns the image and the compiler's log.
 
-    For a GPU that is newer than the compiler, PTX for the newest that this knows.
+    For a GPU that is newer than the compiler returns PTX for the newest architecture it knows.
 
     Raises CodecError with the compiler's log, or for a GPU that is too old for the compiler.
     """
@@ -87,10 +87,10 @@ def compiled(
 
 
 def image(source: str, defines: tuple[str, ...], architecture: int) -> bytes:
-    """``compiled``, from the folder where it was kept or into it.
+    """Return the image of ``compiled``, from the cache or stored there.
 
-    Where that folder cannot be written it says so once and the process goes on with what it has
-    compiled.
+    Where the cache cannot be written warns once, and the process continues with the compiled
+    image.
     """
     words = (sources_digest(), source, defines, architecture, _nvrtc().getVersion())
     name = hashlib.sha256(repr(words).encode()).hexdigest()[:40]
@@ -106,7 +106,7 @@ def image(source: str, defines: tuple[str, ...], architecture: int) -> bytes:
 
 
 def cache_folder() -> Path:
-    """Give the folder in which CuPy keeps what it compiles."""
+    """Return the folder in which CuPy caches compiled kernels."""
     return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
 
 
@@ -117,7 +117,7 @@ def _nvrtc() -> Any:
 
 
 def _read(path: Path) -> bytes | None:
-    """The image in ``path``, None where there is none or not all of it."""
+    """Read the image in ``path``; None where it is missing or incomplete."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -127,7 +127,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, found: bytes) -> None:
-    """Write under another name first: a reader sees all of the file or none. Raises OSError."""
+    """Write to another name first: a reader sees the whole file or none. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix="hybridcomp-", suffix=".part")
     try:

@@ -1,4 +1,4 @@
-"""How a kernel is started on a device, and what all launches have in common."""
+"""Start kernels on a device, with the constants of all launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.kernels.cuda import images
 from hybridcomp.kernels.cuda.setup import extra_of, setup
 from hybridcomp.kernels.cuda.workspaces import Workspaces
 
-THREADS = 256  # of a block, for kernels that ask for nothing else
+THREADS = 256  # of a thread block, unless a kernel needs another number
 WARPS = THREADS // 32
 WHOLE = 2**64 - 1  # no chunk is skipped
 DTYPES = ("fp32", "bf16", "fp16")  # by dtype code
@@ -25,7 +25,7 @@ cuda: Any = torch.cuda  # parts of it are untyped
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``a / b``, rounded up."""
+    """Return ``a / b``, rounded up."""
     return -(-a // b)
 
 
@@ -43,14 +43,14 @@ class Launcher(Protocol):
         """
 
     def zeros(self, words: int) -> Tensor:
-        """``words`` int64 zeros on the device, on the stream of the launches."""
+        """Return ``words`` int64 zeros on the device, ready on the stream of the launches."""
 
 
 class CudaLauncher:
-    """Loads what ``images`` compiles, through CuPy, and launches on torch's current stream.
+    """Loads images compiled by ``images``, through CuPy, and launches on torch's current stream.
 
-    All memory is torch's: a CUDA graph that captures the stream captures the launches. A launch
-    from a thread or below a device whose context is another one switches to its own for as long.
+    All memory is torch's: a CUDA graph that captures the stream captures the launches. Where
+    another context is current in the thread, a launch switches to the device's context and back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,18 +61,18 @@ class CudaLauncher:
         self._start: Callable[..., None] = self._extension.launch
         self._stream = _stream_getter()
         self._workspaces = Workspaces(self._zeroed)
-        #: address and context
+        #: address and context of each kernel
         self._functions: dict[tuple[str, tuple[str, ...], str], tuple[int, int]] = {}
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
-        #: a module that a second thread puts in the place of the first's would unload that one, and
-        #: leave the addresses of its functions behind
+        #: a second thread that loaded a module again would unload the first, and leave the
+        #: addresses of its functions dangling
         self._loading = threading.Lock()
 
     def launch(
         self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
         *words: int, threads: int = THREADS, table: bytes | None = None,
     ) -> None:  # fmt: skip
-        """See Launcher. Raises RuntimeError with what the driver says."""
+        """See Launcher. Raises RuntimeError with the driver's message."""
         found = self._functions.get((source, defines, kernel))
         if found is None:
             found = self._load(source, defines, kernel)
@@ -80,7 +80,7 @@ class CudaLauncher:
         self._start(found[0], found[1], grid[0], grid[1], threads, stream, table, *words)
 
     def zeros(self, words: int) -> Tensor:
-        """See Launcher. A graph that is captured zeroes its own at every replay."""
+        """See Launcher. A captured graph zeroes its words at every replay."""
         if cuda.is_current_stream_capturing():
             return self._zeroed(words)
         return self._workspaces.take(words, self._stream(self._index))
@@ -89,15 +89,15 @@ class CudaLauncher:
         return torch.zeros(words, dtype=torch.int64, device=self._device)
 
     def _load(self, source: str, defines: tuple[str, ...], kernel: str) -> tuple[int, int]:
-        cuda.init()  # torch makes the context that everything shares
+        cuda.init()  # torch creates the primary context, which all share
         device = self._cupy.cuda.Device(self._index)
         with device:
-            if (source, defines) not in self._modules:  # seconds where it has to be compiled
+            if (source, defines) not in self._modules:  # compiling takes seconds
                 found = images.image(source, defines, int(device.compute_capability))
             with self._loading:
                 module = self._modules.get((source, defines))
                 if module is None:
-                    self._cupy.cuda.runtime.free(0)  # makes the device's context this thread's
+                    self._cupy.cuda.runtime.free(0)  # makes the context current in this thread
                     module = self._cupy.cuda.Module()
                     module.load(found)
                     self._modules[source, defines] = module
@@ -116,7 +116,7 @@ def _cupy() -> Any:
             f"codecs on a GPU need CuPy ({error}); pip install "
             f"'hybridcomp[{extra_of(setup())}]', or leave this dimension native"
         ) from error
-    except OSError as error:  # it makes its folder when it is imported
+    except OSError as error:  # it creates its folder on import
         raise CodecError(
             f"CuPy cannot make its folder {images.cache_folder()} ({error}); set "
             "CUPY_CACHE_DIR to a folder that can be written"
@@ -126,7 +126,7 @@ def _cupy() -> Any:
 
 @cache
 def _extension() -> Any:
-    """``launch.cpp``, with libcuda open. Raises CodecError."""
+    """Load ``launch.cpp``'s extension, with libcuda open. Raises CodecError."""
     try:
         extension = importlib.import_module("hybridcomp.kernels._launch")
     except ImportError as error:
@@ -142,9 +142,9 @@ def _extension() -> Any:
 
 
 def _stream_getter() -> Callable[[int], int]:
-    """Gives the address of torch's current stream on a device.
+    """Return a function that gives the address of torch's current stream on a device.
 
-    The way of Triton and of torch's own compiler costs 0.1 us; a stream object costs 2 us.
+    torch's raw getter, which Triton uses as well, costs 0.1 us; a stream object costs 2 us.
     """
     found: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return found or (lambda index: int(torch.cuda.current_stream(index).cuda_stream))

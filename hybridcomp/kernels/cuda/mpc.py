@@ -1,4 +1,4 @@
-"""The launches of mpc."""
+"""Launch mpc's kernels."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from hybridcomp.kernels.cuda.launcher import WARPS, ceil_div
 
 
 class MpcOnCuda(CudaFunctions):
-    """``codecs.mpc.MpcKernels``."""
+    """``codecs.mpc.MpcKernels`` on a GPU."""
 
     def encode(
         self, dim: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,
         size: int = 0, /,
     ) -> int:  # fmt: skip
-        """A warp a chunk of 1024 words."""
+        """Encode, one warp for each chunk of 1024 words."""
         words = numel if dtype == 0 else ceil_div(numel, 2)
         tiles = ceil_div(words, 1024 * WARPS)
         arguments = (values, numel, dim, dtype, out)
@@ -23,7 +23,7 @@ class MpcOnCuda(CudaFunctions):
         self, dim: int, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """Damage is told by ``check``."""
+        """Decode, one warp for each chunk. ``check`` reports damage."""
         words = numel if dtype == 0 else ceil_div(numel, 2)
         tiles = ceil_div(words, 1024 * WARPS)
         work = self._launcher.zeros(1 + tiles)

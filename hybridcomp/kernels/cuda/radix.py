@@ -1,4 +1,4 @@
-"""The launches of radix."""
+"""Launch radix's kernels."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hybridcomp.kernels.cuda.launcher import DTYPES, ceil_div
 
 
 class RadixOnCuda(CudaFunctions):
-    """``codecs.radix.RadixKernels``."""
+    """``codecs.radix.RadixKernels`` on a GPU."""
 
     def encode(
         self, segment: int, relative: bool, bound: float, dtype: int, values: int, numel: int,
         out: int, nbytes: int, threads: int, size: int = 0, /,
     ) -> int:  # fmt: skip
-        """Two segments a block of threads, which look back together."""
+        """Encode, a thread block for two segments, which look back together."""
         words = (values, numel, segment, _float_bits(bound), int(relative), dtype, out)
         tiles = ceil_div(numel, 2 * segment)
         return self._variable("radix.cu", f"radix_encode_{DTYPES[dtype]}", out, tiles, words, size)
@@ -24,7 +24,7 @@ class RadixOnCuda(CudaFunctions):
         self, segment: int, relative: bool, bound: float, dtype: int, payload: int, nbytes: int,
         out: int, numel: int, add: bool, threads: int, /,
     ) -> None:  # fmt: skip
-        """16-bit values take half as many threads a segment. Damage is told by ``check``."""
+        """Decode, half as many threads a segment for 16-bit values. ``check`` reports damage."""
         self._fixed(
             "radix.cu", (), "radix_add" if add else f"radix_decode_{DTYPES[dtype]}", payload,
             ceil_div(numel, segment),

@@ -1,6 +1,6 @@
-"""Which CUDA this machine has in its driver, in torch, in CuPy and in NVRTC, and whether they fit.
+"""Report the CUDA versions of the driver, torch, CuPy and NVRTC, and whether they fit together.
 
-Nothing here starts a kernel or makes a context on a device; every fact may be missing.
+No function starts a kernel or makes a context on a device; every fact may be missing.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from hybridcomp.errors import CodecError
 
 Version = tuple[int, int]
-#: the newest GPUs that the compiler of CUDA 13 does not know are those of compute capability 7.0
+#: lowest compute capability that the compiler of CUDA 13 supports (a V100 has 7.0)
 FIRST_OF_CUDA_13 = 75
-#: packages that hold CuPy, with the CUDA that each is built for
+#: packages that contain CuPy, with the CUDA of each
 CUPY = {"cupy-cuda11x": 11, "cupy-cuda12x": 12, "cupy-cuda13x": 13}
 
 
 @dataclass(frozen=True)
 class CudaSetup:
-    """What was found. ``None`` and empty: it is not there.
+    """CUDA versions of this process. ``None`` and empty: missing.
 
     ``driver`` is the newest CUDA that the driver runs, ``torch`` the CUDA of torch's build,
     ``devices`` name and compute capability (90 for 9.0) of every GPU that torch sees, ``cupy`` the
-    installed packages that hold CuPy, with their versions, ``nvrtc`` the compiler that CuPy loads,
-    ``architectures`` what it compiles for, ``problem`` why it could not be loaded.
+    installed packages that contain CuPy, with their versions, ``nvrtc`` the compiler that CuPy
+    loads, ``architectures`` its targets, ``problem`` why it could not be loaded.
     """
 
     driver: Version | None = None
@@ -41,7 +41,7 @@ class CudaSetup:
 
 
 def setup() -> CudaSetup:
-    """What this process has of CUDA. It never raises for what is missing."""
+    """Collect the CUDA versions of this process. Never raises for a missing one."""
     nvrtc, architectures, problem = _nvrtc()
     return CudaSetup(
         driver=_driver(), torch=_version_of(torch.version.cuda), devices=_devices(),
@@ -51,10 +51,10 @@ def setup() -> CudaSetup:
 
 
 def extra_of(found: CudaSetup) -> str:
-    """The extra of hybridcomp that fits: ``cuda12`` or ``cuda13``.
+    """Return the extra of hybridcomp that fits: ``cuda12`` or ``cuda13``.
 
-    CUDA 13 no longer compiles for a V100. Else the major version of torch's CUDA decides, whose
-    libraries are there already, then the driver's.
+    CUDA 13 no longer compiles for a V100. Otherwise the major version of torch's CUDA decides, as
+    its libraries are installed, then the driver's.
     """
     if any(architecture < FIRST_OF_CUDA_13 for _, architecture in found.devices):
         return "cuda12"
@@ -65,7 +65,7 @@ def extra_of(found: CudaSetup) -> str:
 
 
 def misfits(found: CudaSetup) -> Iterator[str]:
-    """A sentence for everything that keeps codecs from running on the GPUs of this machine."""
+    """Yield a sentence for every reason why codecs cannot run on the GPUs of this machine."""
     if not found.devices:
         return
     install = f"pip install 'hybridcomp[{extra_of(found)}]'"
@@ -101,7 +101,7 @@ def _of_the_driver(found: CudaSetup, install: str) -> Iterator[str]:
 
 
 def lines(found: CudaSetup) -> Iterator[str]:
-    """What there is, in sentences without a judgement."""
+    """Describe the CUDA setup in sentences, without judging it."""
     for index, (name, architecture) in enumerate(found.devices):
         yield f"GPU {index}: {name}, sm_{architecture}"
     if found.driver is not None:
@@ -129,7 +129,7 @@ def _version_of(text: str | None) -> Version | None:
 
 
 def _driver() -> Version | None:
-    """The driver's version, from libcuda itself: torch asks for a device first."""
+    """Read the driver's version from libcuda itself, as torch asks for a device first."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -155,7 +155,7 @@ def _installed(name: str) -> str | None:
 
 
 def _nvrtc() -> tuple[Version | None, tuple[int, ...], str]:
-    """Version and architectures of the compiler, or why there is none."""
+    """Return version and architectures of the compiler, or why there is none."""
     from hybridcomp.kernels.cuda import images
 
     try:

@@ -1,4 +1,4 @@
-"""Kernels that take several tensors at once, each with a payload of its own; blockint has them."""
+"""Launch kernels for several tensors at once, each with its payload; blockint has them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybridcomp.kernels.cuda.functions import ALIGN
 from hybridcomp.kernels.cuda.fused import blockint_image
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
 
-#: rows of table.h: more tensors take more launches
+#: rows of table.h; more tensors take more launches
 ROWS = 96
 ROW_WORDS = 5
 TILE = 1024
 
 
 class EachBlockInt:
-    """``codecs.base.Each`` of blockint: a launch for every ROWS tensors."""
+    """``codecs.base.Each`` of blockint: one launch for up to ROWS tensors."""
 
     def __init__(self, launcher: Launcher, setting: int) -> None:
         self._launcher = launcher
@@ -30,7 +30,7 @@ class EachBlockInt:
         self, values: Sequence[Tensor], out: Sequence[Tensor],
         residuals: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """A warp a tile."""
+        """Encode, one warp for each tile."""
         if values:
             dtype = DTYPE_CODES[values[0].dtype]
             kernel = "encode" if residuals is None else "encode_feedback"
@@ -39,7 +39,7 @@ class EachBlockInt:
     def decode(
         self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
     ) -> None:
-        """A warp a tile."""
+        """Decode, one warp for each tile."""
         if out:
             dtype = DTYPE_CODES[out[0].dtype]
             self._run("add" if add else f"decode_{DTYPES[dtype]}", dtype, out, payloads, None)
@@ -58,7 +58,7 @@ class EachBlockInt:
 def _tables(
     values: Sequence[Tensor], payloads: Sequence[Tensor], residuals: Sequence[Tensor] | None
 ) -> Iterator[tuple[int, bytes]]:
-    """Tables of at most ROWS tensors that hold something, with the tiles of each."""
+    """Yield tables of at most ROWS non-empty tensors, with the number of tiles of each table."""
     words: list[int] = []
     tiles = 0
     for one, payload, residual in zip(values, payloads, residuals or repeat(None), strict=False):
@@ -78,6 +78,6 @@ def _tables(
 
 
 def _packed(words: list[int]) -> bytes:
-    """``Table`` of table.h; all of it is handed over, whatever its count."""
+    """Pack a ``Table`` of table.h, at full size whatever its count."""
     empty = bytes(8 * (ROWS * ROW_WORDS - len(words)))
     return struct.pack(f"<{1 + len(words)}Q", len(words) // ROW_WORDS, *words) + empty

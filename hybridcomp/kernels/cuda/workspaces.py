@@ -1,8 +1,8 @@
-"""Zeroed words for kernels, without a memset for each of them.
+"""Provide zeroed words for kernels, without a memset for each of them.
 
-Encoders of variable size need a few words that are zero. Asking torch for them costs a host about
-as much as all the rest of a launch, and a GPU one kernel more. So they are cut off slabs that were
-zeroed at once; what was used is never given out again, and a slab that is used up is freed.
+Encoders of variable size need a few zeroed words. Allocating them by torch costs the host about as
+much as the rest of a launch, and the GPU one more kernel. So they are cut from slabs that are
+zeroed at once; used words are never given out again, and a used-up slab is freed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ SLAB = 1 << 16
 
 
 class Workspaces:
-    """Slabs of one device, for each stream its own: what zeroes one is ordered before its users.
+    """Slabs of one device, one for each stream, so that zeroing is ordered before its users.
 
     Args:
-        make: gives so many zeros, int64, on the stream that is current.
+        make: returns so many zeros, int64, on the current stream.
     """
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
@@ -29,7 +29,7 @@ class Workspaces:
         self._lock = threading.Lock()
 
     def take(self, words: int, stream: int) -> Tensor:
-        """``words`` zeros that nobody else gets, on ``stream``, which is current."""
+        """Return ``words`` zeros that are given out once; ``stream`` must be current."""
         if words > SLAB // 4:
             return self._make(words)
         with self._lock:

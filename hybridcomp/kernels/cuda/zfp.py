@@ -1,4 +1,4 @@
-"""The launches of zfp."""
+"""Launch zfp's kernels."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from hybridcomp.kernels.cuda.launcher import DTYPES, THREADS, WHOLE, ceil_div
 
 
 class ZfpOnCuda(CudaFunctions):
-    """``FixedKernels``: the setting is the bits of a block of 4 values."""
+    """``FixedKernels`` on a GPU: the setting is the bits of a block of 4 values."""
 
     def encode(
         self, maxbits: int, dtype: int, values: int, numel: int, out: int, nbytes: int,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """A thread four blocks of 4 values."""
+        """Encode, a thread for four blocks of 4 values."""
         self._fixed(
             "zfp.cu", (), f"zfp_encode_{DTYPES[dtype]}", out, ceil_div(numel, 16 * THREADS),
             (values, numel, numel, 0, WHOLE, maxbits, out),
@@ -23,7 +23,7 @@ class ZfpOnCuda(CudaFunctions):
         self, maxbits: int, dtype: int, payload: int, nbytes: int, out: int, numel: int, add: bool,
         threads: int, /,
     ) -> None:  # fmt: skip
-        """A thread four blocks."""
+        """Decode, a thread for four blocks."""
         self._fixed(
             "zfp.cu", (), "zfp_add" if add else f"zfp_decode_{DTYPES[dtype]}", payload,
             ceil_div(numel, 16 * THREADS), (payload, numel, numel, 0, WHOLE, maxbits, out),

@@ -1,9 +1,9 @@
 """Ring attention: every rank holds a part of the sequence, and keys and values go round.
 
-Attention of whole sequences with blocks of it on every rank (Li et al., arXiv 2105.13120; Liu et
-al., arXiv 2310.01889). A rank computes with the keys that it holds while the next ones travel, and
-puts the blocks together by the logarithms of their sums (``blocks.merge``). How messages travel
-stands in ``traffic``, who holds what in ``layout``.
+Blockwise attention over a sequence cut over ranks (Li et al., arXiv 2105.13120; Liu et al., arXiv
+2310.01889). A rank computes with the keys that it holds while the next ones travel, and merges the
+partial results by the logarithms of their sums (``blocks.merge``). ``traffic`` has the messages,
+``layout`` the cut of a sequence.
 
 Shapes: B samples, H heads of queries, K heads of keys and values, S tokens of this rank, D width.
 """
@@ -35,7 +35,7 @@ def ring_attention(
     layout: Layout = "zigzag",
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Attention over sequences whose tokens are cut over ``group``, with gradients.
+    """Compute attention over sequences whose tokens are cut over ``group``, with gradients.
 
     Every rank of the group calls it, with equal shapes and in the same order. Messages take the
     settings of ``cp`` in the block of this process; without a block they travel natively.
@@ -45,12 +45,12 @@ def ring_attention(
         k: keys (B, K, S, D); K divides H (grouped queries).
         v: values (B, K, S, E).
         group: the context-parallel group; None: all ranks.
-        causal: whether a token sees those before it only.
-        scale: of the scores; None: 1 / sqrt(D).
+        causal: whether a token sees only itself and the tokens before it.
+        scale: factor of the scores; None: 1 / sqrt(D).
         layout: how sequences are cut: ``zigzag``, or ``contiguous``, which leaves the first ranks
             idle under a causal mask.
-        documents: whole (B or 1, tokens of the whole sequence), in its order, the same on every
-            rank: a token sees those with its own number; -1 is padding. None: all see each other.
+        documents: document numbers of the whole sequence, (B or 1, tokens), equal on every rank. A
+            token sees the tokens with its number; -1 is padding. None: all tokens see each other.
 
     Returns the context (B, H, S, E), of the dtype of ``q``; B and S may be 0. Raises ValueError on
     shapes that do not fit.
@@ -74,11 +74,11 @@ def ring_attention(
 
 
 class RingAttention(nn.Module):
-    """``ring_attention`` as a module, also where the sequence comes before the heads.
+    """``ring_attention`` as a module, for any order of the batch, head and sequence dimensions.
 
     Args:
         group, causal, scale, layout: as for ``ring_attention``.
-        order: of the dimensions of its inputs and its result: "bhsd", "bshd" (DeepSpeed's
+        order: dimensions of its inputs and its result: "bhsd", "bshd" (DeepSpeed's
             DistributedAttention with a batch first) or "sbhd" (Megatron's).
     """
 
@@ -101,7 +101,7 @@ class RingAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, **_: Any
     ) -> Tensor:
-        """The context, in the order of the queries."""
+        """Compute the context, its dimensions in ``order`` like those of the queries."""
         q, k, v = (values.permute(self._there) for values in (q, k, v))
         out = ring_attention(
             q, k, v, self.group, causal=self.causal, scale=self.scale, layout=self.layout,
@@ -131,7 +131,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
 def _documents(
     whole: Tensor, length: int, ranks: int, group: dist.ProcessGroup | None, layout: Layout
 ) -> list[Tensor]:
-    """The numbers of documents of the tokens of every rank, by rank."""
+    """Cut the document numbers of the whole sequence into those of every rank, by rank."""
     if whole.dim() != 2 or whole.shape[1] != length * ranks:
         raise ValueError(
             f"documents: expected (batch, {length * ranks}), all tokens of {ranks} ranks, found "

@@ -1,10 +1,9 @@
-"""One block of attention: some queries with some keys, in plain torch, tile by tile.
+"""Attention of one block, some queries with some keys, in plain torch, tile by tile.
 
 Shapes: B samples, H heads of queries, K heads of keys and values (K divides H), S queries, T keys,
-D width of a head. Scores and sums are fp32, or fp64 where the values are. What a row of the block
-adds to the whole is known from the logarithm of its sum of exponentials, so blocks can be put
-together in any order (``merge``), as in FlashAttention (arXiv 2205.14135) and ring attention
-(arXiv 2310.01889).
+D width of a head. Scores and sums are fp32, or fp64 where the values are. A block returns the
+logarithm of each row's sum of exponentials, by which blocks can be merged in any order (``merge``),
+as in FlashAttention (arXiv 2205.14135) and ring attention (arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: elements of the scores that exist at once: 1 Mi fp32 values stay in a core's cache for a while
+#: most elements of the scores at a time: 1 Mi fp32 values stay in a core's cache for a while
 TILE = 1 << 20
-#: a causal block has at least so many tiles of at least so many rows: a tile computes what its last
-#: row sees, so of one tile half would be hidden again
+#: a causal block is cut into at least so many tiles of at least so many rows: a tile computes all
+#: keys that its last row sees, so a single tile would compute twice the scores that count
 CAUSAL_TILES, CAUSAL_ROWS = 8, 64
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a row sees.
+    """Attention mask of a block: the keys that each row sees.
 
     Attributes:
-        causal: row i sees keys 0 to i; there are as many of both then.
-        rows, keys: numbers of documents (B, S) and (B, T), None: all are one. A row sees keys of
-            its own document; -1 is padding, which sees nothing and is not seen.
+        causal: row i sees keys 0 to i; the block then has as many rows as keys.
+        rows, keys: document numbers (B, S) and (B, T), None: one document. A row sees the keys with
+            its number; -1 is padding, which sees nothing and is not seen.
     """
 
     causal: bool
@@ -37,7 +36,7 @@ class Mask:
     keys: Tensor | None = None
 
     def hide(self, scores: Tensor, start: int, stop: int) -> Tensor:
-        """Put -inf where rows ``start`` to ``stop`` of ``scores`` (B, K, G, s, t) see nothing."""
+        """Mask ``scores`` (B, K, G, s, t) of rows ``start`` to ``stop`` with -inf, in place."""
         count = scores.shape[-1]
         if self.causal:
             seen = torch.ones(stop - start, count - start, dtype=torch.bool, device=scores.device)
@@ -50,12 +49,12 @@ class Mask:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores and sums."""
+    """Return the dtype in which scores and sums of inputs of ``dtype`` are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    """``(context (B, H, S, D), logarithms (B, H, S))`` of a block, both in the accumulator's dtype.
+    """Return a block's context (B, H, S, D) and logarithms (B, H, S), as ``accumulator`` dtype.
 
     A row that sees nothing has the context 0 and the logarithm -inf.
     """
@@ -87,20 +86,20 @@ def backward(
     mask: Mask,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values of a block, in the accumulator's dtype.
+    """Return the gradients of a block's queries, keys and values, as ``accumulator`` dtype.
 
     Args:
-        grad: of the whole context, (B, H, S, D).
+        grad: gradient of the context over all keys, (B, H, S, D).
         q, k, v: as in ``forward``.
-        delta: sums over D of the context times its gradient, (B, H, S), in that dtype.
-        logs: of all keys, not of this block alone, (B, H, S).
+        delta: sums over D of the context times its gradient, (B, H, S), as ``accumulator`` dtype.
+        logs: logarithms over all keys, not of this block alone, (B, H, S).
         mask, scale: as in ``forward``.
     """
     wide = accumulator(q.dtype)
     keys, values = k.to(wide), v.to(wide)
     grad_q = torch.empty(q.shape, dtype=wide, device=q.device)
     grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
-    logs = logs.masked_fill(logs == -torch.inf, 0.0)  # such rows have no weights anyway
+    logs = logs.masked_fill(logs == -torch.inf, 0.0)  # rows that see nothing: their weights are 0
     for start, stop, count in _tiles(q, k, mask):
         rows, heads = slice(start, stop), k.shape[1]
         queries, grads = (_grouped(t[:, :, rows].to(wide), heads) for t in (q, grad))
@@ -116,17 +115,17 @@ def backward(
 
 
 def merge(out: Tensor, logs: Tensor, context: Tensor, more: Tensor) -> None:
-    """Put a block together with ``out`` and ``logs``, in place: rows of the same queries."""
+    """Merge a block's ``context`` and logarithms ``more`` into ``out`` and ``logs``, in place."""
     total = torch.logaddexp(logs, more)
     least = torch.finfo(total.dtype).min
-    shift = total.clamp(min=least)  # rows that have seen nothing yet: 0 of both
+    shift = total.clamp(min=least)  # rows that see nothing in either: both factors are 0
     out.mul_((logs - shift).exp_().unsqueeze(-1))
     out.addcmul_(context.to(out.dtype), (more - shift).exp_().unsqueeze(-1))
     logs.copy_(total)
 
 
 def _tiles(q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[int, int, int]]:
-    """Rows of each tile, and how many of the keys they may see."""
+    """Yield the first row, end row and number of visible keys of each tile."""
     length, count = q.shape[2], k.shape[2]
     rows = max(1, TILE // max(1, q.shape[0] * q.shape[1] * count))
     if mask.causal:
@@ -137,21 +136,21 @@ def _tiles(q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[int, int, int]]:
 
 
 def _grouped(values: Tensor, heads: int) -> Tensor:
-    """(B, H, S, D) as (B, K, H / K, S, D)."""
+    """View (B, H, S, D) as (B, K, H / K, S, D)."""
     return values.view(values.shape[0], heads, -1, *values.shape[2:])
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Scaled scores (B, K, G, s, T) of queries (B, H, s, D) and keys (B, K, D, T)."""
+    """Return scaled scores (B, K, G, s, T) of queries (B, H, s, D) and keys (B, K, D, T)."""
     return _by_group(_grouped(q.to(keys.dtype), keys.shape[1]) * scale, keys)
 
 
 def _by_group(left: Tensor, right: Tensor) -> Tensor:
-    """(B, K, G, s, x) times (B, K, x, y): the queries of a group share their keys."""
+    """Multiply (B, K, G, s, x) by (B, K, x, y): the G query heads of a group share their keys."""
     found = left.flatten(2, 3) @ right
     return found.view(*found.shape[:2], *left.shape[2:4], found.shape[-1])
 
 
 def _over_rows(left: Tensor, right: Tensor) -> Tensor:
-    """(B, K, G, s, x) and (B, K, G, s, y) to (B, K, x, y), summed over the rows of a group."""
+    """Multiply (B, K, G, s, x) and (B, K, G, s, y) to (B, K, x, y), summed over G and s."""
     return left.flatten(2, 3).transpose(-1, -2) @ right.flatten(2, 3)

@@ -1,10 +1,10 @@
-"""One block of attention by the fastest way that a device has: torch's own kernels on a GPU.
+"""Attention of one block by the fastest kernel of a device: torch's kernels on a GPU.
 
-torch's flash kernel takes fp16 and bf16 and heads of up to 256 values, its memory-efficient one
-fp32 as well. Both give the logarithm of a row's sum, and both take that of the whole context in the
-backward pass, so that a block's gradients are those of the whole. They are called below
-``scaled_dot_product_attention``, which gives no logarithm. What they do not take (documents, fp64)
-and everything on a CPU is computed in plain torch (``blocks``).
+torch's flash kernel takes fp16 and bf16 and heads of up to 256 values, its memory-efficient kernel
+fp32 as well. Both return the logarithm of each row's sum, and their backward pass takes that of the
+whole context, so that a block's gradients are its part of the whole gradients. They are called
+below ``scaled_dot_product_attention``, which returns no logarithm. Inputs that they do not take
+(documents, fp64), and all inputs on a CPU, are computed in plain torch (``blocks``).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hybridcomp.nn.context import blocks
 from hybridcomp.nn.context.blocks import Mask
 
 Kind = Literal["flash", "efficient", "plain"]
-#: largest head of the flash kernel, and what heads of both kernels are a multiple of
+#: largest head of the flash kernel, and the multiple that both kernels want of a head's width
 FLASH_WIDTH, STEP = 256, 8
-#: largest head with a backward pass on the GPUs with little shared memory: in torch's own choice
-#: heads of 193 to 224 values are left to other kernels there
+#: largest head with a backward pass on GPUs with little shared memory: torch itself leaves heads of
+#: 193 to 224 values to other kernels there
 SMALL_WIDTH, SMALL = 192, ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
-#: rows of the logarithms of the efficient kernel come in multiples of this
+#: the efficient kernel pads the rows of its logarithms to a multiple of this
 ROWS = 32
 
 
 def kind_of(q: Tensor, v: Tensor, masked: bool) -> Kind:
-    """Which way takes these queries (B, H, S, D) and values; ``masked``: documents are given."""
+    """Choose the kernel for queries (B, H, S, D) and values; ``masked``: with documents."""
     if not q.is_cuda or masked or q.dtype == torch.float64:
         return "plain"
     half = q.dtype in (torch.float16, torch.bfloat16)
@@ -39,7 +39,7 @@ def kind_of(q: Tensor, v: Tensor, masked: bool) -> Kind:
 
 
 def _flash_width(device: torch.device) -> int:
-    """The largest head that the flash kernel takes on this GPU; 0 before Ampere, which has none."""
+    """Return the largest head that the flash kernel takes on this GPU; 0 before Ampere."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return 0
@@ -49,7 +49,7 @@ def _flash_width(device: torch.device) -> int:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kind: Kind
 ) -> tuple[Tensor, Tensor]:
-    """``blocks.forward``; a kernel's context comes in the dtype of ``q``."""
+    """Run ``blocks.forward`` by the kernel ``kind``; torch's kernels keep the dtype of ``q``."""
     if kind == "plain":
         return blocks.forward(q, k, v, mask, scale)
     width = v.shape[-1]
@@ -78,15 +78,15 @@ def backward(
     scale: float,
     kind: Kind,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``blocks.backward``; ``out``: the whole context, (B, H, S, D), which kernels take instead of
-    ``delta``. Their gradients come in the dtype of ``q``."""
+    """Run ``blocks.backward`` by the kernel ``kind``; torch's kernels keep the dtype of ``q`` and
+    take the context ``out`` (B, H, S, D) over all keys instead of ``delta``."""
     if kind == "plain":
         return blocks.backward(grad, q, k, v, delta, logs, mask, scale)
     widths = [values.shape[-1] for values in (q, k, v)]
     heads, kept = q.shape[1], k.shape[1]
     grad, q, k, v, out = (_padded(values) for values in (grad, q, k, v, out))
     if kind == "flash":
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is not
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, logs.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
             mask.causal, seed, seed[0], scale=scale,
@@ -108,9 +108,9 @@ def backward(
 
 
 def _padded(values: Tensor) -> Tensor:
-    """Heads filled up with zeros to what kernels take: they change neither scores nor context.
+    """Pad heads with zeros to a multiple of ``STEP``; this changes neither scores nor context.
 
-    Kernels want a head's values side by side, which an expanded gradient has not.
+    Makes a tensor contiguous whose heads are not, such as an expanded gradient: kernels need it.
     """
     missing = -values.shape[-1] % STEP
     if missing:
@@ -119,11 +119,11 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def _by_tokens(out: Tensor) -> Tensor:
-    """A context (B, H, S, D) in whose memory the heads of a token lie side by side.
+    """Return a context (B, H, S, D) in whose memory the heads of a token lie side by side.
 
-    The efficient kernel for 16-bit values takes that for granted (``o_strideM`` in torch's
-    ``mem_eff_attention/kernel_backward.h``): of any other context it reads the rows of other heads.
-    Its own forward pass gives such a one, which ``_padded`` does not keep.
+    The efficient kernel assumes this layout for 16-bit values (``o_strideM`` in torch's
+    ``mem_eff_attention/kernel_backward.h``) and else reads the rows of other heads. Its forward
+    pass returns the context in this layout, which ``_padded`` does not keep.
     """
     heads, width = out.shape[1], out.shape[3]
     if out.stride()[1:] == (width, heads * width, 1):
@@ -132,13 +132,13 @@ def _by_tokens(out: Tensor) -> Tensor:
 
 
 def _expanded(values: Tensor, heads: int) -> Tensor:
-    """Keys or values (B, K, T, D) repeated for each of ``heads`` queries."""
+    """Repeat keys or values (B, K, T, D) for the ``heads`` query heads."""
     times = heads // values.shape[1]
     return values if times == 1 else values.repeat_interleave(times, dim=1)
 
 
 def _reduced(values: Tensor, kept: int) -> Tensor:
-    """Gradients of repeated heads (B, H, T, D) added up to (B, K, T, D), in fp32."""
+    """Add up the gradients of repeated heads (B, H, T, D) to (B, K, T, D), in fp32."""
     if values.shape[1] == kept:
         return values
     return values.view(values.shape[0], kept, -1, *values.shape[2:]).float().sum(2)

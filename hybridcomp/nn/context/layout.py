@@ -1,4 +1,4 @@
-"""Which part of a sequence a rank of context parallelism holds, and what it computes of it.
+"""Cut a sequence over the ranks of context parallelism, and each block over their queries.
 
 With a causal mask the first tokens of a sequence see few others and the last ones all of them. In
 the layout ``zigzag`` a sequence is cut into two chunks for each rank, and rank r of N holds chunks
@@ -23,9 +23,9 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 @dataclass(frozen=True)
 class BlockPart:
-    """What a rank computes with the keys of another one: these of its queries, these keys.
+    """The queries and keys of a block that a rank computes, as slices of those that ranks hold.
 
-    ``causal``: row i sees keys 0 to i of them; else all.
+    ``causal``: row i of the slice sees keys 0 to i of its keys; else all of them.
     """
 
     queries: slice
@@ -34,14 +34,14 @@ class BlockPart:
 
 
 def chunks_of(rank: int, ranks: int, layout: Layout) -> tuple[int, ...]:
-    """Numbers of the chunks of a sequence that a rank holds, in its order."""
+    """Return the numbers of the chunks of a sequence that a rank holds, in its order."""
     return (rank, 2 * ranks - 1 - rank) if layout == "zigzag" else (rank,)
 
 
 def part(
     rank: int, owner: int, length: int, *, ranks: int, causal: bool, layout: Layout
 ) -> BlockPart | None:
-    """What ``rank`` computes with the keys of ``owner``; None: it may see none of them.
+    """Select the block that ``rank`` computes with the keys of ``owner``; None: it sees none.
 
     ``length``: tokens that each rank holds.
     """
@@ -51,7 +51,7 @@ def part(
     if layout == "contiguous":
         return BlockPart(whole, whole, False) if owner < rank else None
     half = length // 2
-    if owner < rank:  # both chunks come after its first one, and before its second
+    if owner < rank:  # the owner's first chunk is before both of ours, its second after
         return BlockPart(whole, slice(0, half), False)
     return BlockPart(slice(half, length), whole, False)
 
@@ -76,14 +76,14 @@ def shard(
     layout: Layout = "zigzag",
     rank: int | None = None,
 ) -> Tensor:
-    """The part of ``whole`` that a rank of ``group`` holds, a new tensor.
+    """Return the part of ``whole`` that a rank of ``group`` holds, as a new tensor.
 
     Args:
         whole: tokens, labels, position ids or hidden states of whole sequences.
         group: the context-parallel group; None: all ranks.
-        dim: along which the sequence runs.
-        layout: how it is cut; as in ``ring_attention``.
-        rank: of the group; None: this one.
+        dim: the dimension of the sequence.
+        layout: the cut; as in ``ring_attention``.
+        rank: number in the group; None: this rank.
 
     Raises ValueError where the sequence cannot be cut evenly.
     """
@@ -95,7 +95,7 @@ def shard(
 
 
 def unshard(parts: Sequence[Tensor], *, dim: int = 1, layout: Layout = "zigzag") -> Tensor:
-    """Whole sequences of the parts of all ranks, in their order; the inverse of ``shard``."""
+    """Join the parts of all ranks, in rank order, to whole sequences; the inverse of ``shard``."""
     ranks = len(parts)
     placed: dict[int, Tensor] = {}
     for rank, held in enumerate(parts):
@@ -111,7 +111,7 @@ def gather(
     dim: int = 1,
     layout: Layout = "zigzag",
 ) -> Tensor:
-    """``unshard`` of what every rank of ``group`` holds, sent natively; without a gradient."""
+    """All-gather the parts of ``group`` natively and ``unshard`` them; without a gradient."""
     parts = [torch.empty_like(held.contiguous()) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, held.detach().contiguous(), group=group)
     return unshard(parts, dim=dim, layout=layout)
@@ -124,14 +124,14 @@ def positions(
     layout: Layout = "zigzag",
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Positions, int64, of the tokens that this rank holds of a sequence of ``length`` tokens."""
+    """Return the positions, int64, of this rank's tokens of a sequence of ``length`` tokens."""
     return shard(torch.arange(length, device=device), group, dim=0, layout=layout)
 
 
 def documents_of(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Numbers of documents, int32, (1, length), of sequences packed one behind the other.
+    """Return document numbers, int32, (1, length), of sequences packed one behind the other.
 
-    ``cu_seqlens``: where each begins, and where the last one ends, as FlashAttention takes it.
+    ``cu_seqlens``: the start of each sequence and the end of the last, as for FlashAttention.
     Tokens behind the last one are padding: -1.
     """
     places = torch.arange(length, device=cu_seqlens.device)
@@ -141,5 +141,5 @@ def documents_of(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def documents_of_mask(mask: Tensor) -> Tensor:
-    """Numbers of documents, int32, of a padding mask (B, S): 0 where it is not 0, else -1."""
+    """Return document numbers, int32, of a padding mask (B, S): 0 where it is nonzero, else -1."""
     return (mask != 0).to(torch.int32) - 1

@@ -1,4 +1,4 @@
-"""The two passes of ring attention: which block is computed when, and what is kept between them.
+"""Compute ring attention block by block in a forward and a backward pass.
 
 Shapes: B samples, H heads of queries, K heads of keys and values, S tokens of this rank, D width.
 """
@@ -22,7 +22,7 @@ from hybridcomp.nn.context.traffic import Gradients, Keys, RingTraffic
 
 @dataclass(frozen=True)
 class RingCall:
-    """What the two passes of one call share; ``documents``: by rank, (B or 1, S)."""
+    """Arguments shared by the two passes of one call; ``documents``: by rank, (B or 1, S)."""
 
     traffic: RingTraffic
     causal: bool
@@ -31,12 +31,12 @@ class RingCall:
     documents: Sequence[Tensor] | None
 
     def part(self, rank: int, owner: int, length: int) -> BlockPart | None:
-        """What ``rank`` computes with the keys of ``owner``."""
+        """Select the block that ``rank`` computes with the keys of ``owner``; None: none."""
         ranks = self.traffic.ranks
         return part(rank, owner, length, ranks=ranks, causal=self.causal, layout=self.layout)
 
     def mask(self, what: BlockPart, owner: int) -> Mask:
-        """The mask of this rank's block with the keys of ``owner``."""
+        """Return the mask of this rank's block ``what`` with the keys of ``owner``."""
         if self.documents is None:
             return Mask(what.causal)
         rows = self.documents[self.traffic.rank][:, what.queries]
@@ -44,17 +44,17 @@ class RingCall:
 
     @property
     def halves(self) -> int:
-        """Stretches in which keys are encoded and opened: some ranks need only the first half."""
+        """Chunks in which keys are encoded: 2 where some ranks decode only the first half."""
         split = self.causal and self.layout == "zigzag" and self.traffic.ranks > 1
         return 2 if split else 1
 
 
 class RingFunction(torch.autograd.Function):
-    """1 pack keys and values, 2 one block after the other, 3 put together."""
+    """Ring attention: 1 pack keys and values, 2 compute each block, 3 merge it into the context."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
-        """Compute the context; keeps the packed keys for the backward pass."""
+        """Compute the context; saves the packed keys for the backward pass."""
         # 1
         shapes = (_first(k).shape, _first(v).shape)
         keys = _packed(k, v, call)
@@ -84,7 +84,7 @@ class RingFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Compute the gradients; keys and values go round once more."""
+        """Compute the gradients; keys and values go round the ring once more."""
         q, k, v, out, logs, message = ctx.saved_tensors
         call, keys = ctx.call, None
         if ctx.sealed is not None:
@@ -114,14 +114,14 @@ class _Backward:
         wide = accumulator(q.dtype)
         self._delta = (out.to(wide) * grad.to(wide)).sum(-1)
         self._grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
-        # of keys and values, the sequence first: as they travel
+        # gradients of keys and values, the sequence first: as they travel
         self._totals = [torch.zeros(s, dtype=wide, device=q.device) for s in shapes]
 
     def run(self, keys: Keys | None) -> tuple[Tensor, Tensor, Tensor]:
-        """1 gradients to their owner, 2 a block with the keys that are held, 3 the last gradients.
+        """1 send gradients to their owner, 2 compute a block, 3 add the last gradients.
 
-        Gradients of a block leave when the next keys have come and gone on: a block of another rank
-        waits for keys, which would share the link with them, and for gradients only the end waits.
+        Gradients of a block are sent after the next keys were received and passed on: other ranks
+        wait for keys, which would share the link, while gradients are needed only at the end.
         """
         call, (k, v) = self._call, (self._k, self._v)
         rank, ranks, length = call.traffic.rank, call.traffic.ranks, self._q.shape[2]
@@ -160,7 +160,7 @@ class _Backward:
         return self._grad_q.to(self._q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
     def _block(self, ks: Tensor, vs: Tensor, what: BlockPart, owner: int) -> tuple[Tensor, Tensor]:
-        """Gradients of the keys and values of a block; those of its queries are added up here."""
+        """Return the gradients of a block's keys and values; adds those of its queries in place."""
         rows, call = what.queries, self._call
         grad_q, grad_k, grad_v = kernels.backward(
             self._grad[:, :, rows], self._q[:, :, rows], ks, vs, self._out[:, :, rows],
@@ -171,18 +171,18 @@ class _Backward:
         return grad_k, grad_v
 
     def _flat(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Gradients of some keys and values, the sequence first, as the tensors of a message."""
+        """Cast and flatten gradients of keys and values, the sequence first, for a message."""
         return [tensor.to(dtype).contiguous().view(-1) for tensor in tensors]
 
     def _expected(self, sender: int) -> Contents | None:
-        """What comes from ``sender``: gradients of the keys of this rank that it has seen."""
+        """Return the sizes of the gradients from ``sender`` to this rank; None: no message."""
         what = self._call.part(sender, self._call.traffic.rank, self._q.shape[2])
         if what is None:
             return None
         return Contents(tuple(total[what.keys].numel() for total in self._totals), self._k.dtype)
 
     def _add(self, gradients: Gradients, under_way: int) -> None:
-        """Add what came, but for the last steps, to as many rows of the totals as it has."""
+        """Add the parcels of all steps but the last ``under_way`` to the first rows of totals."""
         for came in gradients.arrived(under_way):
             numels = came.contents.numels
             flat = [t.view(-1)[:n] for t, n in zip(self._totals, numels, strict=True)]
@@ -190,23 +190,23 @@ class _Backward:
 
 
 def _first(values: Tensor) -> Tensor:
-    """(B, K, S, D) as (S, B, K, D): then a stretch of the sequence is one of memory."""
+    """View (B, K, S, D) as (S, B, K, D): then a part of the sequence is one range of memory."""
     return values.permute(2, 0, 1, 3)
 
 
 def _packed(k: Tensor, v: Tensor, call: RingCall) -> Keys | None:
-    """Keys and values on their way; None where there is one rank."""
+    """Pack keys and values for the ring; None where there is one rank."""
     return None if call.traffic.ranks == 1 else call.traffic.keys(_stretches(k, v, call))
 
 
 def _stretches(k: Tensor, v: Tensor, call: RingCall) -> list[Tensor]:
-    """Keys and values as the flat tensors of a message: those of the first half come first."""
+    """Cut keys and values into the flat tensors of a message, those of the first half first."""
     pairs = zip(*(_first(t).contiguous().chunk(call.halves) for t in (k, v)), strict=True)
     return [values.reshape(-1) for pair in pairs for values in pair]
 
 
 def _around(keys: Keys | None, call: RingCall) -> Any:
-    """``keys.around``, or this rank's own alone."""
+    """Iterate ``keys.around()``, or over this rank alone where nothing travels."""
     return iter([(call.traffic.rank, None, None)]) if keys is None else keys.around()
 
 
@@ -217,7 +217,7 @@ def _opened(
     shapes: tuple[torch.Size, torch.Size],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values (B, K, T, D) of another rank that a block needs."""
+    """Decode the keys and values (B, K, T, D) of another rank that a block needs."""
     found = []
     for which, shape in enumerate(shapes):
         length = what.keys.stop

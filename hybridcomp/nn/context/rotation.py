@@ -1,9 +1,9 @@
-"""A flat tensor handed from rank to rank, in the form that torch's own ring asks for.
+"""Pass a flat tensor from rank to rank, through the interface of torch's own ring attention.
 
-Torch's ``context_parallel`` computes the blocks and the sums itself and asks a *rotater* for what
-the rank before held. Keys and values that go on are what came, so the bytes that came go on. Sums
-of gradients do change at every rank, and are encoded anew at each: the error of the first part of
-a sum is that of N - 1 roundings. ``ring_attention`` sends them straight to their owners instead.
+Torch's ``context_parallel`` computes the blocks and the sums itself and asks a *rotater* for the
+tensor of the previous rank. Keys and values are passed on unchanged, so the received payload is
+sent again. Sums of gradients change at every rank and are encoded again at each: the first addend
+is rounded N - 1 times. ``ring_attention`` sends gradients straight to their owners instead.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hybridcomp.policy import Direction
 
 
 class Rotater:
-    """One tensor of each rank on its way round; the methods are those of torch's ``_RingRotater``.
+    """Tensor of each rank on its way round; the methods are those of torch's ``_RingRotater``.
 
     Args:
-        traffic: where messages go; it has channels.
+        traffic: sends the messages; it has channels.
         direction: ``forward`` for keys and values, ``backward`` for sums of their gradients.
-        make_native: gives torch's own, for a message without a codec.
+        make_native: makes torch's own rotater, for messages without a codec.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Rotater:
         self._shape, self._dtype = torch.Size(), torch.float32
 
     def exchange_buffers(self, curr_buffer: Tensor) -> None:
-        """Send ``curr_buffer``, or the bytes that it was decoded from, to the next rank."""
+        """Send ``curr_buffer``, or the payload that it was decoded from, to the next rank."""
         values = curr_buffer.detach().contiguous()
         if self._ring is None and self._native is None:
             self._choose(values)
@@ -57,7 +57,7 @@ class Rotater:
         self._coming = ring.shift(self._held, 1, self._held.contents)
 
     def next_buffer(self) -> Tensor:
-        """What the rank before has sent."""
+        """Return the tensor of the previous rank, decoded; waits for it."""
         if self._native is not None:
             found: Tensor = self._native.next_buffer()
             return found
@@ -69,7 +69,7 @@ class Rotater:
         ring.open(came, 0, out.view(-1))
         self._held = came
         self._traffic.circled(ring, out.nbytes, self._direction)
-        ring.meter = self._traffic.ring(ring.codec, ring.device).meter  # of the next message
+        ring.meter = self._traffic.ring(ring.codec, ring.device).meter  # for the next message
         return out
 
     def _choose(self, values: Tensor) -> None:

@@ -1,17 +1,17 @@
-"""Traffic: the messages of one call of ring attention, through the channel ``cp`` or natively.
+"""Send the messages of one call of ring attention, through the channel ``cp`` or natively.
 
-Keys and values go round the ring: their owner encodes them once, and every rank hands on the bytes
-that came. In the backward pass the same bytes go round once more, as keeping what came would take
-the memory that cutting a sequence saves; the owner keeps its own, unless they are the values.
+Keys and values go round the ring: their owner encodes them once, and every rank passes on the
+payload that it received. In the backward pass the same payload goes round once more, as keeping
+the payloads of other ranks would take the memory that cutting a sequence saves. The owner keeps its
+payload between the passes, unless it is the values themselves.
 
-Gradients of keys and values do not go round. A sum that is handed on has to be encoded anew at
-every hop: of N ranks its last part is quantized once and its first part N - 1 times, and each time
-all that was summed so far is rounded. Instead every rank encodes its own part once and sends it to
-the owner, who adds up in fp32. The error of the sum is that of N - 1 roundings of single parts and
-not of N (N - 1) / 2 (a factor of sqrt(N / 2) for parts that are not correlated), a bound on each
-message is one on the sum, and with a causal mask only the half of a part that is not zero travels:
-three quarters of the bytes of a ring. Between nodes a ring would send less, as it enters each node
-once.
+Gradients of keys and values do not. A running sum has to be encoded at every hop: of N ranks its
+last addend is quantized once and its first N - 1 times, each time with the whole sum so far.
+Instead every rank encodes its part once and sends it to the owner, who adds the parts in fp32. The
+error of the sum is that of N - 1 roundings of single parts and not of N (N - 1) / 2 (a factor of
+sqrt(N / 2) for uncorrelated parts), a bound on each message is one on the sum, and with a causal
+mask only the nonzero half of a part travels: three quarters of the bytes of a ring. Between nodes a
+ring would send less, as it enters each node once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from hybridcomp.collectives.wire import Pending
 from hybridcomp.collectives.wire.transport import over_gloo
 from hybridcomp.policy import Direction
 
-#: receives of keys and values that are posted over gloo before they can come
+#: receives of keys and values that are posted ahead over gloo
 AHEAD = 2
 
 
 @dataclass(eq=False)
 class RingTraffic:
-    """Where the messages of attention over ``group`` go; ``channels``: None sends natively."""
+    """Messages of attention over ``group``; ``channels``: None sends natively."""
 
     channels: Channels | None
     group: ProcessGroup | None
@@ -46,7 +46,7 @@ class RingTraffic:
     ranks: int
 
     def keys(self, tensors: Sequence[Tensor]) -> Keys:
-        """Pack keys and values, flat and of one dtype, in the stretches that are opened."""
+        """Pack keys and values, flat tensors of one dtype, each of which is decoded on its own."""
         numel = sum(tensor.numel() for tensor in tensors)
         codec = self.codec(numel, tensors[0].dtype, "forward")
         for tensor in tensors[:2]:
@@ -57,7 +57,7 @@ class RingTraffic:
     def again(
         self, sealed: Sealed, message: Tensor | None, pack: Callable[[], Sequence[Tensor]]
     ) -> Keys:
-        """Keys and values as they went round before; ``pack`` gives them where nothing was kept."""
+        """Return the keys and values for the backward pass, from ``pack`` if none were saved."""
         if message is not None:
             own = Parcel(sealed.contents, message, sealed.nbytes, sealed.head)
             return Keys(self, sealed.codec, own, None)
@@ -72,9 +72,10 @@ class RingTraffic:
         device: torch.device,
         expected: Callable[[int], Contents | None],
     ) -> Gradients:
-        """What takes gradients to their owners; ``numel``: of all keys and values of a rank.
+        """Return the sender of gradients to their owners.
 
-        ``expected``: what comes from the rank that is so many steps further.
+        ``numel``: elements of all keys and values of a rank. ``expected``: gives the sizes of the
+        message from the rank that is so many steps ahead, None for no message.
         """
         codec = self.codec(numel, dtype, "backward")
         return Gradients(self, codec, self.ring(codec, device), expected)
@@ -84,41 +85,41 @@ class RingTraffic:
         return None if self.channels is None else self.channels["cp"]
 
     def codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
-        """The codec of a message of ``numel`` values, None for native."""
+        """Return the codec of a message of ``numel`` values; None for native."""
         if self._channel is None:
             return None
         codec = self._channel.codec(numel, dtype, self.group, direction)
         if codec is None:
             return None
-        if direction == "forward":  # moved only
+        if direction == "forward":  # passed on unchanged
             return codec.hops(1, 1, result=dtype)[0]
         return codec.hops(1, self.ranks, result=dtype, exact=1)[0]
 
     def ring(self, codec: Codec | None, device: torch.device) -> Ring:
-        """What takes messages round, with a meter of its own."""
+        """Return a ring for messages of ``codec``, with a new meter."""
         if self._channel is not None:
             return self._channel.ring(codec, self.group, device)
         return Ring(codec, Group.of(self.group), Meter(), device)
 
     def sample(self, values: Tensor, codec: Codec | None, direction: Direction) -> None:
-        """Measure, in a sampling step, what encoding ``values`` leaves out."""
+        """Measure, in a sampling step, the error of encoding ``values``."""
         if self._channel is not None and codec is not None:
             self._channel.sample(values, codec, direction)
 
     def native(self, raw_nbytes: int, direction: Direction) -> None:
-        """Write down a message that somebody else sends."""
+        """Record a message that torch itself sends."""
         if self._channel is not None:
             self._channel.native(raw_nbytes, direction)
 
     def circled(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
-        """Write down what went through ``ring``."""
+        """Record the messages that went through ``ring``."""
         if self._channel is not None:
             self._channel.circled(ring, raw_nbytes, direction)
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """What is known of a parcel while its message is kept for the backward pass."""
+    """Metadata of a parcel whose message is saved for the backward pass."""
 
     codec: Codec | None
     contents: Contents
@@ -128,9 +129,9 @@ class Sealed:
 
 @dataclass(eq=False)
 class Keys:
-    """Keys and values of this rank, packed; they go round once in each pass.
+    """Packed keys and values of this rank, which go round once in each pass.
 
-    ``meter``: of packing them, until they have gone round for the first time.
+    ``meter``: the costs of packing them, counted with their first time round.
     """
 
     traffic: RingTraffic
@@ -139,17 +140,17 @@ class Keys:
     meter: Meter | None
 
     def seal(self) -> tuple[Sealed, Tensor | None]:
-        """What the backward pass needs; no message where packing the values again costs nothing."""
+        """Return what the backward pass needs; no message where packing again costs nothing."""
         own = self.own
         sealed = Sealed(self.codec, own.contents, own.nbytes, own.head)
         return sealed, None if self.codec is None else own.message
 
     def around(self) -> Iterator[tuple[int, Parcel, Ring]]:
-        """Hand on what this rank holds, and give what it holds next, by owner.
+        """Yield the keys and values of every rank with their owner, this rank's first.
 
-        1 send what is held to the next rank, while what the rank before holds comes, 2 let the
-        caller compute with what is held while both travel, 3 wait, and go on with what came.
-        The caller reads a parcel only until it asks for the next one. Its own comes first.
+        1 send the held parcel to the next rank while that of the previous rank arrives, 2 let the
+        caller compute with the held parcel meanwhile, 3 wait, and go on with the received parcel.
+        The caller may read a parcel only until it asks for the next one.
         """
         traffic, device = self.traffic, self.own.message.device
         ring = traffic.ring(self.codec, device)
@@ -175,11 +176,11 @@ class Keys:
 
 
 class _Moving:
-    """Keys and values on their way round: what is sent, and what is to come.
+    """Sends and receives of keys and values on their way round the ring.
 
-    Over gloo a message leaves once its receiver has said that it waits. Said a hop ahead, a rank
-    that is still computing keeps nobody waiting, and what came goes on before anything else is
-    done. NCCL takes a send and a receive as one call, and needs no such word.
+    Over gloo a message leaves once its receiver has posted the receive. Posted a hop ahead, a rank
+    that still computes delays nobody, and a received parcel is passed on before anything else. NCCL
+    takes a send and a receive as one call, so nothing is posted ahead there.
     """
 
     def __init__(self, ring: Ring, contents: Contents, hops: int) -> None:
@@ -191,13 +192,13 @@ class _Moving:
             self.expect()
 
     def expect(self) -> None:
-        """Post the receive of what comes behind all that is expected, where it may stand alone."""
+        """Post the receive of one more parcel, where receives may be posted on their own."""
         if self._ahead and self._to_expect:
             self._to_expect -= 1
             self._coming.append(self._ring.shift(None, 1, self._contents))
 
     def send(self, held: Parcel) -> Pending[Parcel | None] | None:
-        """Send ``held`` to the next rank; None: it has been everywhere."""
+        """Send ``held`` to the next rank; None: it has been at every rank."""
         if not self._to_send:
             return None
         self._to_send -= 1
@@ -208,19 +209,19 @@ class _Moving:
         return both
 
     def next(self) -> Parcel:
-        """Wait for what comes next."""
+        """Wait for the next parcel and return it."""
         came = self._coming.popleft().wait()
         assert came is not None
         return came
 
 
 class Gradients:
-    """Gradients of keys and values on the way to their owners, behind the blocks.
+    """Gradients of keys and values that each rank sends to their owners.
 
-    Over gloo the receive of a step is posted a step ahead, the first one before keys and values go
-    out: told later, that a rank waits would reach the next rank behind the keys that it sends
-    there, and gradients from there would wait as long. Between two ranks keys and gradients come
-    from the same one, in the order of their receives.
+    Over gloo the receive of a step is posted a step ahead, the first one before keys and values are
+    sent: posted later, the notice to the sender would queue behind those keys, and its gradients
+    would wait as long. Between two ranks keys and gradients come from the same rank, in the order
+    of their receives.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Gradients:
         ring: Ring,
         expected: Callable[[int], Contents | None],
     ) -> None:
-        """``expected``: what comes from the rank that is so many steps further."""
+        """``expected``: sizes of the message from the rank that is so many steps ahead, or None."""
         self._traffic, self._codec, self._ring = traffic, codec, ring
         self._expected, self._raw_nbytes = expected, 0
         self._ahead = traffic.ranks > 2 and over_gloo(ring.device, ring.group)
@@ -244,7 +245,7 @@ class Gradients:
             self._coming.append(self._ring.shift(None, -step, self._expected(step)))
 
     def pack(self, parts: Sequence[Tensor] | None) -> Parcel | None:
-        """Encode what an owner gets; None: its keys were not seen here."""
+        """Encode the gradients for one owner; None: this rank has not used its keys."""
         if parts is None:
             return None
         self._traffic.sample(parts[0], self._codec, "backward")
@@ -253,7 +254,7 @@ class Gradients:
         return parcel
 
     def send(self, step: int, parcel: Parcel | None) -> None:
-        """Send ``parcel`` to the rank ``step`` before, and expect another from so many further."""
+        """Send ``parcel`` to the rank ``step`` behind; receive one from the rank ``step`` ahead."""
         if self._ahead:
             self._sent.append(self._ring.shift(parcel, -step, None))
             self._expect(step + 1)
@@ -262,9 +263,9 @@ class Gradients:
             self._coming.append(self._sent[-1])
 
     def arrived(self, under_way: int) -> Iterator[Parcel]:
-        """What came in all steps but the last ``under_way``, in their order; waits for it.
+        """Wait for the parcels of all steps but the last ``under_way``, and yield them in order.
 
-        Nothing comes of a step in which the other rank has not seen this one's keys.
+        A step in which the other rank has not used this rank's keys has no parcel.
         """
         while len(self._sent) > under_way:
             came = self._coming.popleft().wait()
@@ -279,5 +280,5 @@ class Gradients:
         parcel.release()
 
     def record(self) -> None:
-        """Write down what was sent, once the last parcel was added."""
+        """Record the bytes sent, once the last parcel was added."""
         self._traffic.circled(self._ring, self._raw_nbytes, "backward")

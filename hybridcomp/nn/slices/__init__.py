@@ -1,14 +1,14 @@
 """Pipelines that work on slices of one sequence at once.
 
 Stage i works on slice k while stage i + 1 works on slice k - 1 (TeraPipe, Li et al., ICML 2021).
-Where to slice is for ``hybridcomp.plan.algorithms.slices`` to say.
+``hybridcomp.plan.algorithms.slices`` chooses the lengths of the slices.
 
 past      keys and values of earlier slices, the state of a stage within a step
 pipeline  the schedule, and the messages between neighbours, dimension ``pp``
 stage     a stage as a module that an engine trains
-times     what every slice takes, by lines through some times; which are fastest
-timing    these times, measured
-trials    real steps in the best ways, of which the fastest is taken
+times     times of slices of any length, interpolated from measured ones; the fastest lengths
+timing    measurements of these times
+trials    real steps with the most promising lengths, of which the fastest is taken
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Past: keys and values of the slices before the one that a stage works on, with their gradients.
+"""Past: keys and values of the slices before the current one of a stage, with their gradients.
 
-They lie in one piece of memory for the whole sequence, of which every slice sees a part, so that
-nothing is copied for a later slice but its own keys and values. Slices run backward from the last
-to the first. Until a slice's own turn comes, all that look at its keys and values have added their
-gradients to one sum for the whole sequence, of which it takes its part.
+One buffer holds those of the whole sequence, and every slice reads its beginning, so that only the
+new keys and values of a slice are copied. The backward pass runs from the last slice to the first.
+When it reaches a slice, all later slices have added their gradients with respect to its keys and
+values to one sum for the whole sequence, from which the slice takes its part.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _Kept:
         self._grads: list[Tensor] | None = None
 
     def put(self, start: int, room: int, news: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of the tokens from ``start`` on; returns those of all so far.
+        """Store the keys and values of the tokens from ``start`` on; returns those of all so far.
 
-        What is returned knows nothing of later writes into the same memory, which go behind it.
+        The result shares memory with the buffer, but not its version: later writes go behind it.
         """
         stop = start + news[0].shape[2]
         if not self._held or self._held[0].shape[2] < stop:
@@ -40,7 +40,7 @@ class _Kept:
         return key, value
 
     def _grow(self, start: int, room: int, like: tuple[Tensor, Tensor]) -> None:
-        """Take memory for ``room`` tokens, or for twice as many as there was room for."""
+        """Allocate room for ``room`` tokens, or for twice as many as before."""
         before, self._held = self._held, []
         if before:
             room = max(room, 2 * before[0].shape[2])
@@ -51,9 +51,9 @@ class _Kept:
             self._held.append(held)
 
     def add(self, start: int, grads: tuple[Tensor, ...]) -> list[Tensor]:
-        """Add gradients of all tokens up to a slice's end; returns those of the slice itself.
+        """Add the gradients of a slice with respect to all tokens to its end; returns its own part.
 
-        Sums are in the dtype of the gradients, the latest slice first.
+        Sums are in the dtype of the gradients, added from the latest slice to the first.
         """
         stop = grads[0].shape[2]
         if start == 0:
@@ -68,33 +68,33 @@ class _Kept:
 
 
 class _Extend(torch.autograd.Function):
-    """A slice's keys and values behind those of before; in backward it gets all their gradients."""
+    """Append a slice's keys and values to earlier ones; backward returns their whole gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, key: Tensor, value: Tensor, kept: _Kept, start: int, room: int
     ) -> tuple[Tensor, Tensor]:
-        """Keep them, and give those of all tokens so far."""
+        """Store them, and return those of all tokens so far."""
         ctx.kept, ctx.start = kept, start
         return kept.put(start, room, (key, value))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Add what the slice found to the sums, and take its own part of them."""
+        """Add this slice's gradients to the sums, and return the part of its own tokens."""
         key, value = ctx.kept.add(ctx.start, grads)
         return key, value, None, None, None
 
 
 class Past:
-    """What a stage remembers of a step's sequence, as one of its slices sees it.
+    """Keys and values of a step's sequence, as one slice of a stage sees them.
 
-    A slice has its own ``Past``, on memory that all slices share: a layer that runs again in the
-    backward pass (activation checkpointing) then finds the start and the tokens of its own slice,
-    whichever slices came behind it.
+    Each slice has its ``Past``, on memory that all slices share: a layer that is recomputed in the
+    backward pass (activation checkpointing) then reads the start and the tokens of its slice, even
+    if later slices have run since.
     """
 
     def __init__(self, tokens: int = 0) -> None:
-        """Begin a sequence, for its first slice; ``tokens``: its length, as far as known."""
+        """Begin a sequence with its first slice; ``tokens``: its length, 0 if unknown."""
         self._start, self._tokens = 0, tokens
         self._kept: dict[Hashable, _Kept] = {}
         self._lengths: dict[Hashable, int] = {}
@@ -105,23 +105,23 @@ class Past:
         return self._start
 
     def at(self, start: int) -> Past:
-        """The past of the slice that begins with token ``start``, on the same memory."""
+        """Return the past of the slice that begins with token ``start``, on the same memory."""
         later = Past(self._tokens)
         later._start, later._kept = start, self._kept
         return later
 
     def extend(self, layer: Hashable, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens up to the end of this slice, (B, H, start + T, D) each.
+        """Return keys and values of all tokens to this slice's end, (B, H, start + T, D) each.
 
-        Called once a slice by each attention layer, under a name of its own, and again only where
-        that layer is recomputed in the backward pass. ``key`` and ``value`` are (B, H, T, D),
-        positions applied. They are kept for the slices that follow.
+        Each attention layer calls it once a slice, under a unique name, and again only where it
+        is recomputed in the backward pass. ``key`` and ``value`` are (B, H, T, D), positions
+        applied; they are stored for the slices that follow.
 
         Raises ConfigError where a name comes twice in a forward pass, or with another T.
         """
         self._check(layer, key.shape[2])
         if self.start == 0 and key.shape[2] == self._tokens:
-            return key, value  # nothing follows
+            return key, value  # no slice follows
         kept = self._kept.setdefault(layer, _Kept())
         if not torch.is_grad_enabled():
             return kept.put(self.start, self._tokens, (key, value))
@@ -144,7 +144,7 @@ class Past:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of a slice, (B, H, T, D), to all tokens up to its end, (B, H, S + T, D)."""
+    """Attend causally from a slice, (B, H, T, D), to all tokens to its end, (B, H, S + T, D)."""
     length, whole = query.shape[2], key.shape[2]
     if length == whole:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -1,9 +1,9 @@
 """SlicePipeline: one stage of a pipeline over slices of a sequence.
 
-The messages are those of ``pp``: activations to the next stage, their gradients back. They are
-posted, so that a slice travels while the stage works on the next one; the receiver posts one ahead.
-No runtime of an upstream has room for slices of several lengths in reverse order, so this is a
-schedule of its own on public functions of torch alone.
+Its messages are those of ``pp``: activations to the next stage, their gradients back. Sends are
+asynchronous, so that a slice travels while the stage works on the next one, and the receiver posts
+one receive ahead. No upstream's pipeline takes slices of different lengths with a backward pass in
+reverse order, so this schedule is built on public functions of torch alone.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from hybridcomp.session import process
 
 
 class Stage(Protocol):
-    """The layers of a stage: tokens or hidden states of a slice, (B, T, ...), to its outputs."""
+    """Layers of a stage: map tokens or hidden states of a slice, (B, T, ...), to its outputs."""
 
     def __call__(self, values: Tensor, past: Past) -> Tensor: ...
 
 
 @dataclass
 class Message:
-    """A message under way: what is to be done when it has arrived, or gone out."""
+    """A send or receive under way; ``done`` is called once it has completed."""
 
     work: Any
     values: Tensor
     done: Callable[[], None] | None = None
 
     def wait(self) -> Tensor:
-        """Finish it; what it brought."""
+        """Wait for it, call ``done``, and return its values."""
         self.work.wait()
         if self.done is not None:
             self.done()
@@ -51,7 +51,7 @@ class Message:
 
 @dataclass
 class Passed:
-    """A batch that went forward: what went into each slice and what came out.
+    """Inputs and outputs of each slice of a batch, kept between forward and backward.
 
     inputs: tokens or hidden states. outputs: hidden states, or the slice's share of the loss.
     """
@@ -61,13 +61,13 @@ class Passed:
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of the batch, on the last stage, without a graph."""
+        """Mean loss of the batch, on the last stage, without a graph."""
         total: Tensor = torch.stack([output.detach() for output in self.outputs]).sum()
         return total
 
 
 class SlicePipeline:
-    """One stage, this rank's, of a pipeline whose messages are slices of a sequence."""
+    """This rank's stage of a pipeline whose messages are slices of a sequence."""
 
     def __init__(
         self,
@@ -86,16 +86,16 @@ class SlicePipeline:
 
         Args:
             stage: this rank's layers; attention layers take keys and values from ``Past``.
-            slices: tokens of each slice, in order (``plan.slices.Slices.lengths``).
-            width: of the hidden states (B, T, width) between stages.
-            loss: of logits and labels of a slice, the mean over its tokens that count; the last
+            slices: tokens of each slice, in order (``plan.algorithms.slices.Slices.lengths``).
+            width: width of the hidden states (B, T, width) between stages.
+            loss: maps logits and labels of a slice to the mean over its tokens that count; the last
                 stage calls it.
             group: None: all ranks.
-            dtype, device: of the hidden states.
-            channels: gives what messages go through, None for native; without it the channels of
-                this process.
-            ignore_index: tokens with this label do not count, where labels are integers; others
-                all count.
+            dtype, device: those of the hidden states.
+            channels: returns the channels of the messages, None for native ones; by default those
+                of this process.
+            ignore_index: tokens with this label do not count, where labels are integers; with other
+                labels all tokens count.
 
         Raises ConfigError on slices without tokens.
         """
@@ -112,25 +112,25 @@ class SlicePipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage takes the tokens."""
+        """Return whether this stage takes the tokens."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
+        """Return whether this stage computes the loss."""
         return self.number == self.count - 1
 
     @property
     def _edges(self) -> list[tuple[int, int]]:
-        """First token and the one behind the last, of every slice."""
+        """First token and end of every slice."""
         return list(pairwise(accumulate(self.slices, initial=0)))
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor | None:
-        """Forward and backward of one batch; gradients are added to those of the parameters.
+        """Run forward and backward passes of one batch; adds to the gradients of the parameters.
 
-        ``tokens``, ``labels``: (B, T), with T the sum of the slices; the first stage reads the one,
-        the last the other, the others only B. Returns the mean loss on the last stage, None
-        elsewhere. Raises ConfigError on sequences of another length.
+        ``tokens``, ``labels``: (B, T), with T the sum of the slices; the first stage reads the
+        tokens, the last the labels, the others only B. Returns the mean loss on the last stage,
+        None elsewhere. Raises ConfigError on sequences of another length.
         """
         passed = self.forward(tokens, labels)
         self.backward(passed)
@@ -142,10 +142,11 @@ class SlicePipeline:
             raise ConfigError("pp", Shown(f"sequences of {tokens.shape[1]} tokens"), todo)
 
     def forward(self, tokens: Tensor, labels: Tensor, stage: Stage | None = None) -> Passed:
-        """The forward passes of all slices, of a batch as in ``step``; ``backward`` has to follow.
+        """Run the forward passes of all slices of a batch as in ``step``, before ``backward``.
 
-        ``stage`` takes the place of the pipeline's own, for example with other parameters. Without
-        gradients (``torch.no_grad``) nothing has to follow. Raises ConfigError as ``step`` does.
+        ``stage`` replaces the pipeline's stage, for example with other parameters. Only without
+        gradients (``torch.no_grad``) may ``backward`` be left out. Raises ConfigError as ``step``
+        does.
         """
         self._check(tokens)
         run, edges = stage or self.stage, self._edges
@@ -173,10 +174,10 @@ class SlicePipeline:
         return Passed(inputs, outputs)
 
     def _shares(self, labels: Tensor) -> list[float]:
-        """Shares of the slices in the mean loss: of the labels (B, T) that count.
+        """Return each slice's share of the mean loss: of the labels (B, T) that count.
 
-        Where none counts the loss is what the whole model's is, so that all slices call it. The
-        host waits for labels on a GPU, before the first slice comes.
+        Where no label counts, slices count by length, so that the loss is called as for the whole
+        model. The host waits for labels on a GPU, before it receives the first slice.
         """
         counts: list[int] = list(self.slices)
         if not (labels.is_floating_point() or labels.is_complex()):
@@ -186,9 +187,9 @@ class SlicePipeline:
         return [count / sum(counts) for count in counts]
 
     def backward(self, passed: Passed, scale: Tensor | None = None) -> None:
-        """The backward passes, last slice first: a slice's keys and values then have all gradients.
+        """Run the backward passes, last slice first: a slice's keys then have all their gradients.
 
-        ``scale``: the gradient of the loss, which the last stage begins with; 1 without it.
+        ``scale``: gradient of the loss, with which the last stage begins; None: 1.
         """
         inputs, outputs, edges = passed.inputs, passed.outputs, self._edges
         last, batch, sent = len(edges) - 1, len(inputs[0]), []
@@ -215,12 +216,12 @@ class SlicePipeline:
         return None if channels is None else channels["pp"]
 
     def neighbour(self, sends: bool, direction: Direction) -> int:
-        """The global rank to which this stage sends, or from which it receives."""
+        """Return the global rank to which this stage sends, or from which it receives."""
         ahead = sends is (direction == "forward")
         return int(self._ranks[self.number + (1 if ahead else -1)])
 
     def _send(self, values: Tensor, direction: Direction) -> Message:
-        """Post a slice to the neighbour."""
+        """Post the send of a slice to the neighbour."""
         flat, to = values.detach().contiguous().view(-1), self.neighbour(True, direction)
         channel, done, message = self._channel(), None, flat
         if channel is not None:
@@ -234,7 +235,7 @@ class SlicePipeline:
         return Message(dist.isend(message, to, group=self.group), message, done)
 
     def _receive(self, index: int, batch: int, direction: Direction) -> Message:
-        """Post the receive of the slice ``index`` from the neighbour."""
+        """Post the receive of slice ``index`` from the neighbour."""
         shape, source = (batch, self.slices[index], self.width), self.neighbour(False, direction)
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
         flat, channel, done = values.view(-1), self._channel(), None

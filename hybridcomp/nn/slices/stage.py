@@ -1,9 +1,9 @@
-"""SlicedStage: a stage as a module whose forward is the whole pipeline's pass over the slices.
+"""SlicedStage: a pipeline stage as a module whose forward runs all slices through the pipeline.
 
-An engine such as DeepSpeed's trains it as any module that returns its loss: for autograd all slices
-are one operation, so that every gradient arrives once, scaled as the engine scales the loss, and
-whatever the engine does with gradients (buckets, ZeRO 1 and 2, accumulation over micro-batches,
-clipping) stays its own. Inside, slices run on leaves that share the memory of the parameters.
+An engine such as DeepSpeed's trains it like any module that returns its loss. For autograd all
+slices are one operation, so every gradient arrives once, scaled as the engine scales the loss, and
+the engine's handling of gradients (buckets, ZeRO 1 and 2, accumulation over micro-batches,
+clipping) works unchanged. Inside, slices run on leaves that share the memory of the parameters.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _AllSlices(torch.autograd.Function):
         always: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        """The mean loss on the last stage, 0 on the others.
+        """Return the mean loss on the last stage, 0 on the others.
 
-        ``always`` requires a gradient, and gets none: a stage whose parameters are all frozen takes
-        part in the backward pass too, as its neighbours wait for it.
+        ``always`` requires a gradient, and gets none: so a stage whose parameters are all frozen
+        also takes part in the backward pass, for which its neighbours wait.
         """
         module = pipeline.stage
         assert isinstance(module, nn.Module)
@@ -51,39 +51,39 @@ class _AllSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the parameters, scaled by the last stage's gradient of the loss."""
+        """Return the parameters' gradients, scaled by the last stage's gradient of the loss."""
         with torch.enable_grad():
             ctx.run.within(lambda: ctx.pipeline.backward(ctx.passed, grads[0]))
         found = [leaf.grad for leaf in ctx.leaves]
-        del ctx.passed, ctx.leaves, ctx.run  # graphs of all slices
+        del ctx.passed, ctx.leaves, ctx.run  # frees the graphs of all slices
         return None, None, None, *found
 
 
 class OnLeaves:
-    """A stage with other parameters than its own."""
+    """Calls a stage with other tensors in place of its parameters."""
 
     def __init__(self, module: nn.Module, leaves: Sequence[Tensor]) -> None:
-        """``leaves``: for its parameters, in their order."""
+        """``leaves``: one for each parameter of ``module``, in order."""
         names = (name for name, _ in module.named_parameters())
         self._module, self._parameters = module, dict(zip(names, leaves, strict=True))
 
     def __call__(self, values: Tensor, past: Past) -> Tensor:
-        """One slice."""
+        """Run one slice."""
         out: Tensor = functional_call(self._module, self._parameters, (values, past))
         return out
 
     def within(self, do: Callable[[], None]) -> None:
-        """Call ``do`` while the stage has these parameters.
+        """Call ``do`` while the module's parameters are replaced by the leaves.
 
-        A layer that is recomputed in the backward pass would else take its own, and add its
-        gradients to those, slice by slice and past the engine.
+        Otherwise a layer that is recomputed in the backward pass would use the module's parameters,
+        and add gradients to them slice by slice, bypassing the engine.
         """
         inside = {f"stage.{name}": leaf for name, leaf in self._parameters.items()}
         functional_call(_Inside(self._module), inside, (do,))
 
 
 class _Inside(nn.Module):
-    """A stage as the child of a module whose forward calls what it is given."""
+    """Parent module of a stage whose forward calls a function."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _Inside(nn.Module):
 
 
 def leaves_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Leaves that share the memory of ``parameters`` and know none of their hooks."""
+    """Return leaves that share the memory of ``parameters`` but none of their hooks."""
     return [value.detach().requires_grad_(value.requires_grad) for value in parameters]
 
 
@@ -107,7 +107,7 @@ class SlicedStage(nn.Module):
 
     Attributes:
         stage: the layers, ``stage(values, past)`` as for ``SlicePipeline``.
-        slices: tokens of each slice; may be set to others between two steps, on all stages alike.
+        slices: tokens of each slice; may be changed between two steps, on all stages alike.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SlicedStage(nn.Module):
         channels: Callable[[], Channels | None] | None = None,
         ignore_index: int = -100,
     ) -> None:
-        """Arguments as those of ``SlicePipeline``; dtype and device are those of the parameters.
+        """Arguments as for ``SlicePipeline``; dtype and device are those of the parameters.
 
         Raises ConfigError on slices without tokens.
         """
@@ -144,12 +144,12 @@ class SlicedStage(nn.Module):
 
     @property
     def count(self) -> int:
-        """Stages of the pipeline."""
+        """Number of stages of the pipeline."""
         return self._pipeline.count
 
     @property
     def pipeline(self) -> SlicePipeline:
-        """The schedule, for hidden states of the parameters' dtype and device.
+        """The pipeline, set to the dtype and device of the parameters.
 
         Raises ConfigError where an engine has cut the parameters (ZeRO 3, FSDP2).
         """
@@ -163,10 +163,10 @@ class SlicedStage(nn.Module):
         return self._pipeline
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of the batch (B, T) on the last stage, 0 on the others: a scalar.
+        """Return the mean loss of the batch (B, T) on the last stage, 0 on the others: a scalar.
 
-        With gradients its backward pass runs that of all slices: call it on all stages. Raises
-        ConfigError on sequences that are not as long as the slices.
+        Its backward pass runs that of all slices: call it on all stages. Raises ConfigError on
+        sequences that are not as long as the slices.
         """
         pipeline = self.pipeline
         if not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""What every slice of a sequence takes on the stages of a pipeline, by lines through some times."""
+"""Estimate the times of slices of a sequence on pipeline stages by fits through measured ones."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from hybridcomp.plan.algorithms.slices import Slices, timed_slices, token_slices, uniform_slices
 
-#: what each part of a time weighs: seconds
+#: a fitted time: the weight of each of its parts, in seconds
 Line = Sequence[float]
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What slices take on one stage.
+    """Fitted times of slices on one stage.
 
-    first: computing and coding of a slice that begins the sequence: none of its tokens looks at
-        an earlier slice, and kernels need no mask. later: of all others.
-    post: what the stage itself does for the messages of a slice, both ways. arrive: until they
-        are there.
+    first: computing and coding of a slice that begins the sequence: none of its tokens attends to
+        an earlier slice, and kernels need no mask. later: of all other slices.
+    post: posting the messages of a slice, both ways, by the stage itself. arrive: until they have
+        arrived.
     """
 
     first: Line
@@ -29,7 +29,7 @@ class StageTimes:
     arrive: Line
 
     def seconds(self, start: int, stop: int) -> float:
-        """Of the slice of these tokens, until the stage can begin with the next one.
+        """Return the seconds of the slice of these tokens, until the stage can begin the next one.
 
         Messages travel while the stage works on the next slice, so the longer of both counts.
         """
@@ -38,17 +38,17 @@ class StageTimes:
         return max(1e-9, busy + weighed(self.post, message), weighed(self.arrive, message))
 
     def hop(self, start: int, stop: int) -> float:
-        """Seconds beyond that until a neighbour has the messages of this slice, both ways."""
+        """Return the extra seconds until a neighbour has the messages of this slice, both ways."""
         message = of_message(stop - start)
         return max(0.0, weighed(self.arrive, message) - weighed(self.post, message))
 
 
 @dataclass(frozen=True)
 class SliceTimes:
-    """What slices of one sequence take in a pipeline: always as on the slowest of its stages.
+    """Times of slices of one sequence in a pipeline: those of the slowest stage for each slice.
 
-    each: of the ranks that were timed. stages: of the pipeline. granule: slices are multiples of
-    so many tokens. count: granules of the sequence.
+    each: times of the stage of every rank that measured. stages: number of pipeline stages.
+    granule: tokens of which slices are multiples. count: granules of the sequence.
     """
 
     each: Sequence[StageTimes]
@@ -57,22 +57,22 @@ class SliceTimes:
     count: int
 
     def seconds(self, start: int, stop: int) -> float:
-        """Of the slice of these granules on a stage."""
+        """Return the seconds of the slice of these granules on the slowest stage."""
         return max(times.seconds(self.granule * start, self.granule * stop) for times in self.each)
 
     def hop(self, start: int, stop: int) -> float:
-        """Of the messages of these granules, beyond that."""
+        """Return the extra seconds until a neighbour has the messages of these granules."""
         return max(times.hop(self.granule * start, self.granule * stop) for times in self.each)
 
     @property
     def call(self) -> float:
-        """Seconds of a slice that do not depend on its tokens, as they were found."""
+        """Seconds of a slice that do not depend on its tokens, as fitted."""
         return max(times.later[0] + times.post[0] for times in self.each)
 
     def fastest(self, dearer: float = 0.0) -> Slices:
-        """The slices with which one pass takes least; ``dearer``: if each took so much longer.
+        """Return the slices of the fastest pass, if each took ``dearer`` seconds longer.
 
-        Their seconds are those without it.
+        Their predicted seconds are without ``dearer``.
         """
 
         def seconds(start: int, stop: int) -> float:
@@ -82,39 +82,39 @@ class SliceTimes:
         return self.of(found.stops) if dearer else found
 
     def of(self, stops: Sequence[int]) -> Slices:
-        """Slices that end behind these granules."""
+        """Return the slices that end behind these granules, with their predicted times."""
         return timed_slices(stops, self.seconds, self.hop)
 
     def uniform(self, parts: int) -> Slices:
-        """So many slices, as equal as granules allow. Raises ValueError."""
+        """Return so many slices, as equal as granules allow. Raises ValueError."""
         return uniform_slices(self.count, parts, self.seconds, self.hop)
 
 
 def of_computing(start: int, stop: int) -> list[float]:
-    """The parts of a slice's computing: a call; its tokens; pairs of them; pairs of one of them
-    with one of before; and the tokens up to its end, to whose keys and values it adds gradients.
+    """Return the parts of a slice's computing time: a call; its tokens; pairs of its tokens; pairs
+    of one of them and an earlier one; and all tokens to its end, whose keys get gradients.
 
-    Pairs stand for themselves, as kernels with a mask compute those that it hides.
+    Pairs count in full, as kernels with a mask also compute the masked ones.
     """
     tokens = stop - start
     return [1.0, tokens / 1e3, tokens * tokens / 1e6, tokens * start / 1e6, stop / 1e3]
 
 
 def of_message(tokens: int) -> list[float]:
-    """The parts of what messages take: one, and its tokens."""
+    """Return the parts of a message's time: a call, and its tokens."""
     return [1.0, tokens / 1e3]
 
 
 def weighed(line: Line, parts: Sequence[float]) -> float:
-    """The seconds of what has these parts."""
+    """Return the seconds of the fit ``line`` for these parts."""
     return sum(weight * part for weight, part in zip(line, parts, strict=True))
 
 
 def fitted(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """The line whose relative errors are least for what took ``seconds``, with no weight below 0.
+    """Fit the weights, none below 0, with the least relative errors against ``seconds``.
 
-    Relative ones: most slices are short, and theirs would be lost beside those of long ones. Of
-    the few parts every subset is tried, which is exact.
+    Relative, as most slices are short, and their errors would vanish beside those of long ones.
+    Tries every subset of the few parts, which is exact.
     """
     took = torch.tensor(seconds, dtype=torch.float64).unsqueeze(1)
     rows = torch.tensor(parts, dtype=torch.float64) / took

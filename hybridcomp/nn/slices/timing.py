@@ -1,7 +1,7 @@
-"""Slices and messages of a stage, timed.
+"""Measure the times of slices and messages of a stage.
 
-Slices of several lengths at several places are run forward and backward, and messages are sent to
-the neighbours; lines through these times (``times``) say what every other slice takes.
+Slices of several lengths and starts run forward and backward, and messages are sent to the
+neighbours; fits through these times (``times``) predict those of all other slices.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
 from hybridcomp.nn.slices.times import Line, SliceTimes, StageTimes, fitted, of_computing
 from hybridcomp.policy import DIRECTIONS, Direction, Traffic
 
-#: granules of a sequence, at most: the dynamic program takes the square of their number
+#: most granules of a sequence: the dynamic program takes time of the square of their number
 GRANULES = 64
 
 
 def granule_of(length: int, most: int = GRANULES) -> int:
-    """Tokens of a granule: the fewest that cut ``length`` into at most ``most`` equal granules."""
+    """Return the fewest tokens that cut ``length`` into at most ``most`` equal granules."""
     return next(
         size for size in range(1, length + 1) if not length % size and length // size <= most
     )
@@ -44,19 +44,19 @@ def slice_times(
     repeats: int = 3,
     agree: ProcessGroup | None = None,
 ) -> SliceTimes:
-    """What slices take on this stage and on all others, measured now.
+    """Measure the times of slices on this stage, and gather those of all others.
 
-    Every rank of ``agree`` calls it (None: of the whole job); all get the same answer. Gradients,
-    the random state and buffers stay what they are.
+    Every rank of ``agree`` calls it (None: of the whole job); all get the same times. Gradients,
+    the random state and buffers stay unchanged.
 
     Args:
-        stage: this rank's.
+        stage: the stage of this rank.
         length: tokens of a sequence.
         batch: sequences of a micro-batch.
         granule: slices are multiples of so many tokens, a divisor of ``length``; None: at most 64
             granules.
         repeats: how often each slice is timed; the median counts.
-        agree: ranks that slice alike.
+        agree: ranks that have to choose the same slices.
     """
     size, pipeline = granule or granule_of(length), stage.pipeline
     with undisturbed(pipeline):
@@ -68,7 +68,7 @@ def slice_times(
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once ``device`` has done what it was given."""
+    """Return the clock in seconds, once ``device`` has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -76,7 +76,7 @@ def now(device: torch.device) -> float:
 
 @contextlib.contextmanager
 def undisturbed(pipeline: SlicePipeline) -> Iterator[None]:
-    """Put the random state and the stage's buffers back when the body has run its layers."""
+    """Restore the random state and the stage's buffers after the body has run its layers."""
     module, devices = pipeline.stage, []
     assert isinstance(module, nn.Module)
     if pipeline.device.type == "cuda":
@@ -91,7 +91,7 @@ def undisturbed(pipeline: SlicePipeline) -> Iterator[None]:
 
 
 class _Timer:
-    """Runs slices of a stage as a step does: behind kept keys and values, with later gradients."""
+    """Runs slices of a stage as in a step: after earlier keys and values, with later gradients."""
 
     def __init__(self, pipeline: SlicePipeline, length: int, batch: int, repeats: int) -> None:
         self._pipeline, self._batch, self._repeats = pipeline, batch, repeats
@@ -103,11 +103,11 @@ class _Timer:
             self._values = torch.zeros(whole, dtype=pipeline.dtype, device=device)
         module = pipeline.stage
         assert isinstance(module, nn.Module)
-        # leaves of its own, so that neither the stage's gradients nor an engine's hooks know
+        # new leaves, so that the stage's gradients stay unchanged and no hook of an engine runs
         self._run: Stage = OnLeaves(module, leaves_of(module.parameters()))
 
     def lines(self, granule: int) -> tuple[Line, Line]:
-        """Of slices that begin the sequence, and of later ones."""
+        """Fit the times of slices that begin the sequence, and of later ones."""
         count = self._length // granule
         self._fill(granule * max(1, count // 4))
         sizes = sorted({max(1, count // part) for part in (count, 32, 16, 8, 4, 2)})
@@ -126,7 +126,7 @@ class _Timer:
         return found[1], found[0]
 
     def _fill(self, tokens: int) -> None:
-        """Keep keys and values of the whole sequence."""
+        """Store the keys and values of the whole sequence, slice by slice."""
         with torch.no_grad():
             for start in range(0, self._length, tokens):
                 self._run(self._values[:, start : start + tokens], self._past.at(start))
@@ -136,7 +136,7 @@ class _Timer:
         return statistics.median(self._once(start, stop) for _ in range(self._repeats))
 
     def _once(self, start: int, stop: int) -> float:
-        """Seconds of one slice: forward, backward, and coding what it exchanges."""
+        """Return the seconds of one slice: forward, backward, and coding of its messages."""
         pipeline = self._pipeline
         own = self._values[:, start:stop].detach()
         if own.is_floating_point():
@@ -146,7 +146,7 @@ class _Timer:
         out = self._run(own, self._past.at(start))
         if pipeline.is_last:
             out = pipeline.loss(out, self._labels[:, start:stop])
-        if out.requires_grad:  # not of a first stage whose parameters are all frozen
+        if out.requires_grad:  # false on a first stage whose parameters are all frozen
             out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
         for coder in coders:
             coder()
@@ -154,12 +154,12 @@ class _Timer:
 
 
 def _line(edges: list[tuple[int, int]], seconds: list[float]) -> Line:
-    """Through the times of some slices; of a sequence of one granule there is but one."""
+    """Fit the times of some slices; zeros where there are none, as in a sequence of one granule."""
     return fitted([of_computing(*each) for each in edges], seconds) if edges else [0.0] * 5
 
 
 def _codec(pipeline: SlicePipeline, numel: int, way: Direction) -> Codec | None:
-    """The codec that such a message has once the block's first step has come."""
+    """Return the codec of such a message once the block's first step has come; None: native."""
     channels = pipeline.channels()
     if channels is None:
         return None
@@ -168,14 +168,14 @@ def _codec(pipeline: SlicePipeline, numel: int, way: Direction) -> Codec | None:
 
 
 def _coder(pipeline: SlicePipeline, tokens: int, way: Direction) -> Callable[[], None]:
-    """Encodes and decodes as many messages as this stage does for one slice, one way."""
+    """Return a function that encodes and decodes one slice's messages of this stage, one way."""
     numel = tokens * pipeline.width
     codec = _codec(pipeline, numel, way)
     ends = (not pipeline.is_first) + (not pipeline.is_last)
     values = torch.randn(numel, device=pipeline.device).to(pipeline.dtype)
 
     def run() -> None:
-        """A middle stage encodes one and decodes one, an outer one does one of both."""
+        """Encode one and decode one on a middle stage; do one of the two on an outer one."""
         if codec is None:
             return
         payload = torch.empty(
@@ -193,12 +193,12 @@ def _coder(pipeline: SlicePipeline, tokens: int, way: Direction) -> Callable[[],
 def _messages(
     pipeline: SlicePipeline, length: int, granule: int, batch: int, repeats: int
 ) -> tuple[Line, Line]:
-    """Of a slice's messages, both ways: what posting them takes, and until they have come."""
+    """Fit the times of a slice's messages, both ways: of posting them, and until they arrive."""
     if pipeline.count == 1:
         return [0.0, 0.0], [0.0, 0.0]
     few, many = granule, max(granule + 1, length)
     took = []
-    for tokens in (few, few, many):  # the first one waits for neighbours, and is left out
+    for tokens in (few, few, many):  # leaves out the first, which waits for neighbours
         taken = [_both_ways(pipeline, batch * tokens * pipeline.width) for _ in range(repeats)]
         took.append([statistics.median(column) for column in zip(*taken, strict=True)])
     _, low, high = took
@@ -209,19 +209,19 @@ def _messages(
 
 
 def _through(low: tuple[int, float], high: tuple[int, float]) -> Line:
-    """A call and a thousand tokens, none below zero, of what two numbers of tokens took."""
+    """Fit the seconds of a call and of 1,000 tokens, none below 0, to two ``(tokens, seconds)``."""
     slope = max(0.0, high[1] - low[1]) / (high[0] - low[0])
     return [max(0.0, low[1] - slope * low[0]), 1e3 * slope]
 
 
 def _both_ways(pipeline: SlicePipeline, numel: int) -> tuple[float, float]:
-    """Seconds of one message of ``numel`` values each way: to post them, and until they came."""
+    """Time one message of ``numel`` values each way: until posted, and until both arrived."""
     ways = [_exchange(pipeline, numel, way) for way in DIRECTIONS]
     return sum(posting for posting, _ in ways), sum(whole for _, whole in ways)
 
 
 def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> tuple[float, float]:
-    """The same one way: as many bytes as such a message has, to one neighbour, from the other."""
+    """Time one message of the codec's size one way, to one neighbour and from the other."""
     codec = _codec(pipeline, numel, way)
     nbytes = numel * pipeline.dtype.itemsize
     if codec is not None:
@@ -234,7 +234,7 @@ def _exchange(pipeline: SlicePipeline, numel: int, way: Direction) -> tuple[floa
         works.append(dist.irecv(values[1], pipeline.neighbour(False, way), group=pipeline.group))
     if not last:
         works.append(dist.isend(values[0], pipeline.neighbour(True, way), group=pipeline.group))
-    posted = time.perf_counter()  # not ``now``: on a GPU that waits for the messages themselves
+    posted = time.perf_counter()  # not ``now``, which on a GPU waits for the messages
     for work in works:
         work.wait()
     return posted - begin, now(pipeline.device) - begin

@@ -1,9 +1,9 @@
-"""Real steps in some ways of slicing, so that a step and not a line has the last word.
+"""Try the most promising ways of slicing in real steps, which decide over predicted times.
 
-Lines through times (``times``) are off by some percent, and so much may lie between the slices that
-they choose and equal ones. A trial step is one of training but for what it would leave behind: it
-runs on leaves that share the memory of the parameters, sends through channels of its own, and puts
-the random state and buffers back.
+Predictions (``times``) are off by some percent, and the gain of the chosen slices over equal ones
+may be no larger. A trial step does what a training step does but leaves nothing behind: it runs on
+leaves that share the memory of the parameters, sends through channels of its own, and restores the
+random state and buffers.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hybridcomp.nn.slices.times import SliceTimes
 from hybridcomp.nn.slices.timing import now, slice_times, undisturbed
 from hybridcomp.plan.algorithms.slices import Slices
 
-#: how many equal slices may be tried
+#: numbers of equal slices to try
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: how much dearer a call may be than it was found to be
+#: factors by which a call may take longer than its fit says
 CALLS = (2.0, 0.5)
-#: ways that are tried, at most, and how much longer than the fastest they may be predicted to take
+#: most ways to try, and how much slower than the fastest they may be predicted to be
 MOST, WORSE = 6, 1.25
-#: turns of all ways, behind one that allocates
+#: timed turns of all ways, after one for allocations
 TURNS = 8
-#: share of the turns in which other slices have to be faster than the predicted ones to be taken
-#: instead: a machine's moods move single steps by more than lies between two good ways
+#: share of the turns in which other slices must beat the predicted ones to be taken instead:
+#: single steps vary by more than the difference between two good ways
 OFTEN = 0.75
-#: no turn begins once the trials have taken so many seconds
+#: no turn begins once the trials have taken this long
 LIMIT_S = 60.0
 
 
@@ -43,7 +43,7 @@ LIMIT_S = 60.0
 class Tried:
     """A way of slicing and the seconds of its steps on the slowest rank, the median of its turns.
 
-    seconds: None where one way alone was worth a trial, so that none was made.
+    seconds: None where there was only one candidate, which is taken without a trial.
     """
 
     slices: Slices
@@ -61,11 +61,11 @@ def chosen_slices(
     turns: int = TURNS,
     limit: float = LIMIT_S,
 ) -> tuple[Slices, int]:
-    """The slices with which one pass is fastest at this moment; and their granule.
+    """Choose the slices with which a pass is fastest now; returns them and their granule.
 
-    Those that are by ``slice_times``, or equal ones that are faster in real steps of both
-    (``tried_slices``). Rank 0 tells what was tried. Arguments as of these two; ``turns`` 0 leaves
-    the steps out.
+    Takes the fastest slices by ``slice_times``, or others that are faster in real steps
+    (``tried_slices``). Logs the trials on rank 0. Arguments as of these two functions; ``turns`` 0
+    skips the steps.
     """
     times = slice_times(stage, length, batch, granule=granule, repeats=repeats, agree=agree)
     if not turns:
@@ -77,7 +77,7 @@ def chosen_slices(
 
 
 def told(tried: Sequence[Tried], times: SliceTimes) -> str:
-    """What each way took and was predicted to take, in a line."""
+    """Describe the measured and predicted seconds of each way, in a line."""
     texts = []
     for each in tried:
         shown = ",".join(map(str, each.slices.lengths(times.granule)))
@@ -87,12 +87,12 @@ def told(tried: Sequence[Tried], times: SliceTimes) -> str:
 
 
 def candidates(times: SliceTimes, most: int = MOST, worse: float = WORSE) -> list[Slices]:
-    """The slices that are predicted to be fastest, and others that may be so.
+    """Return the slices that are predicted to be fastest, and others that may be faster.
 
-    These are what would be fastest if a call took ``CALLS`` times as long as it was found to, which
-    is what times of single slices know least, and the best of the equal ones, as many as ``PARTS``
-    says. At most ``most`` ways, none of which is predicted to take more than ``worse`` times as
-    long as the first. The same slices stand there once.
+    The others are those that would be fastest if a call took ``CALLS`` times as long as fitted,
+    which times of single slices show least, and the best equal slices of the numbers ``PARTS``. At
+    most ``most`` ways, each once, none predicted to take more than ``worse`` times as long as the
+    first.
     """
     best = times.fastest()
     bound = worse * best.seconds(times.stages)
@@ -115,20 +115,20 @@ def tried_slices(
     limit: float = LIMIT_S,
     agree: ProcessGroup | None = None,
 ) -> list[Tried]:
-    """The ``candidates`` by the real steps of this moment, what is to be taken first.
+    """Time the ``candidates`` in real steps; returns them with the one to take first.
 
-    That is what is predicted to be fastest, unless another one was faster in most turns. Every
-    rank of ``agree`` calls it (None: of the whole job); all get the same answer. Gradients, the
-    random state, buffers, the ledger and the stage's slices stay what they are.
+    That is the predicted fastest, unless another one was faster in most turns. Every rank of
+    ``agree`` calls it (None: of the whole job); all get the same result. Gradients, the random
+    state, buffers, the ledger and the stage's slices stay unchanged.
 
     Args:
-        stage: this rank's.
-        times: what its slices take.
+        stage: the stage of this rank.
+        times: the predicted times of its slices.
         batch: sequences of a micro-batch.
-        turns: how often each way takes its turn, behind one that does not count.
-        limit: no turn begins after so many seconds. What is known then counts; where even the
-            first turn took longer, that is it.
-        agree: ranks that slice alike.
+        turns: timed turns of each way, after one that does not count.
+        limit: no turn begins after so many seconds. Then the finished turns count, even if that is
+            the first one alone.
+        agree: ranks that have to choose the same slices.
     """
     ways = candidates(times)
     if len(ways) == 1:
@@ -155,7 +155,7 @@ def _seconds(tried: Tried) -> float:
 
 
 def _taken(took: Sequence[Sequence[float]]) -> int:
-    """Which way is taken, by the seconds of each in all turns; the first one is the predicted."""
+    """Return the index of the way to take, by its seconds in all turns; the first is predicted."""
     often = [
         index
         for index, each in enumerate(took)
@@ -165,7 +165,7 @@ def _taken(took: Sequence[Sequence[float]]) -> int:
 
 
 def _slowest(run: Callable[[], float], agree: ProcessGroup | None) -> float:
-    """Seconds of a step on the slowest rank; all begin together."""
+    """Run a step on all ranks at once; returns the seconds of the slowest."""
     dist.barrier(agree)
     every: list[float] = [0.0] * dist.get_world_size(agree)
     dist.all_gather_object(every, run(), group=agree)
@@ -173,7 +173,7 @@ def _slowest(run: Callable[[], float], agree: ProcessGroup | None) -> float:
 
 
 class _Steps:
-    """Steps of a stage in some slices that leave nothing behind; calling it runs one."""
+    """Trial steps of a stage with some slices, which leave nothing behind; a call runs one."""
 
     def __init__(self, stage: SlicedStage, lengths: Sequence[int], batch: int) -> None:
         own, module = stage.pipeline, stage.stage
@@ -187,19 +187,19 @@ class _Steps:
         self._tokens = torch.zeros((batch, sum(lengths)), dtype=torch.int64, device=own.device)
 
     def __call__(self) -> float:
-        """Seconds of one forward and backward pass on this rank."""
+        """Run one forward and backward pass; returns its seconds on this rank."""
         begin = now(self.device)
         passed = self._pipeline.forward(self._tokens, self._tokens, self._fresh())
         self._pipeline.backward(passed)
         return now(self.device) - begin
 
     def _fresh(self) -> OnLeaves:
-        """The stage on leaves of its own: no gradient and no hook of an engine knows of them."""
+        """Return the stage on new leaves, which have no gradient and no hook of an engine."""
         return OnLeaves(self._module, leaves_of(self._module.parameters()))
 
 
 def _apart(channels: Channels) -> Channels:
-    """Channels that encode as ``channels`` will once the block has begun, with a ledger apart."""
+    """Return channels with a new ledger that encode as ``channels`` do once the block has begun."""
     ledger = channels.config.ledger.model_copy(update={"sample_every": 0})
     found = Channels(channels.config.model_copy(update={"ledger": ledger}))
     found.policy, found.verdicts = channels.policy, channels.verdicts

@@ -1,19 +1,19 @@
 """Layers of two-dimensional tensor parallelism: products, embeddings, norms, loss.
 
 q * q ranks share every matrix and every activation: rank (i, j) of a ``Mesh`` holds rows i of the
-batch and columns j of the features, and one block of each weight (Optimus, arXiv 2104.05343). What
-a product needs of other ranks is broadcast along rows (activations) and columns (weights) of the
-mesh, what it adds up is reduced to the rank that keeps it (gradients): three kinds of traffic, each
-with settings of its own in the block.
+batch and columns j of the features, and one block of each weight (Optimus, arXiv 2104.05343). For a
+product, blocks are broadcast along rows (activations) and columns (weights) of the mesh, and
+addends are reduced to the rank that keeps the sum (gradients): three kinds of traffic, each with
+settings of its own in the block.
 
-mesh      the ranks and their groups, what travels between them
-lines     blocks and sums along a row or a column, the next one under way behind the product
-products  C = AB, C = AB^T, C = A^T B, and what autograd needs of them
-norms     LayerNorm and RMSNorm over features that are cut
-loss      cross entropy over a vocabulary that is cut
-layers    modules that take the place of ``torch.nn``'s
-layouts   which part of a whole weight a rank holds; cutting and joining
-weights   whole models: to and from the state of the plain one
+mesh      the ranks and their groups, and the collectives between them
+lines     broadcasts and reductions along a row or a column, behind the products
+products  C = AB, C = AB^T, C = A^T B, and their gradients
+norms     LayerNorm and RMSNorm over cut features
+loss      cross entropy over a cut vocabulary
+layers    modules that replace those of ``torch.nn``
+layouts   the part of a whole weight that a rank holds; cutting and joining
+weights   whole models: to and from the state of the plain model
 """
 
 from __future__ import annotations

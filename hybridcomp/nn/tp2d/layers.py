@@ -1,8 +1,8 @@
-"""Modules on a mesh that take the place of ``torch.nn``'s, made of the whole ones.
+"""Modules on a mesh that replace those of ``torch.nn``, made from the whole layers.
 
-Every rank makes the whole layer with the same weights and keeps its part. Parameters have the names
-and the values of the whole layer's, and are marked as cut (``tensor_model_parallel``), as the
-gradient norms of DeepSpeed and megatron-core ask for.
+Every rank makes the whole layer with the same weights and keeps its part. Parameters keep the names
+of the whole layer's, and are marked as cut (``tensor_model_parallel``), which the gradient norms of
+DeepSpeed and megatron-core need.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Cut(nn.Module):
 
     Attributes:
         mesh: the ranks.
-        layouts: how, by name of a parameter.
+        layouts: the cut of each parameter, by name.
     """
 
     centred: ClassVar[bool] = True
@@ -51,7 +51,7 @@ class Cut(nn.Module):
 
 
 class Linear(Cut):
-    """``nn.Linear``: (..., inputs / q) to (..., outputs / q)."""
+    """``nn.Linear`` on a mesh: (..., inputs / q) to (..., outputs / q)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -59,15 +59,15 @@ class Linear(Cut):
     def __init__(
         self, mesh: Mesh, whole: nn.Linear, parts: int = 1, vocabulary: int | None = None
     ) -> None:
-        """Cut ``whole``.
+        """Keep this rank's part of ``whole``.
 
         Args:
             mesh: the ranks.
             whole: the layer, equal on all ranks.
-            parts: matrices above each other that are each cut for itself, such as 3 for query, key
-                and value.
-            vocabulary: outputs are this many words, and are filled up to a multiple of q; None:
-                they are no words. Not with a bias or parts.
+            parts: number of stacked matrices that are each cut on their own, such as 3 for query,
+                key and value.
+            vocabulary: number of words, where outputs are words; they are padded to a multiple of
+                q. None: outputs are no words. Not with a bias or parts.
 
         Raises ConfigError where the sizes cannot be cut.
         """
@@ -77,19 +77,19 @@ class Linear(Cut):
         self._keep("bias", whole.bias)
 
     def forward(self, values: Tensor) -> Tensor:
-        """By SUMMA; see ``products.LinearFunction``."""
+        """Multiply by SUMMA; see ``products.LinearFunction``."""
         out = linear(values, self.weight, self.mesh)
         bias = self._spread(self.bias)
         return out if bias is None else out + bias.to(out.dtype)
 
 
 class Embedding(Cut):
-    """``nn.Embedding``: tokens of the whole batch (B, ...) to (B / q, ..., features / q)."""
+    """``nn.Embedding`` on a mesh: tokens of the batch (B, ...) to (B / q, ..., features / q)."""
 
     weight: Tensor
 
     def __init__(self, mesh: Mesh, whole: nn.Embedding) -> None:
-        """Cut ``whole``, equal on all ranks, with its ``padding_idx`` and ``scale_grad_by_freq``.
+        """Keep this rank's part of ``whole``, its ``padding_idx`` and ``scale_grad_by_freq``.
 
         Raises ConfigError where q does not divide it, and on ``max_norm`` and ``sparse``.
         """
@@ -102,9 +102,9 @@ class Embedding(Cut):
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up the tokens of this row's samples.
 
-        Raises ConfigError on an uneven batch, and what ``nn.Embedding`` does on tokens beyond the
-        table: an IndexError on a CPU, an assertion of the device on a GPU. All ranks raise it, as
-        all have the whole batch.
+        Raises ConfigError on an uneven batch, and fails like ``nn.Embedding`` on tokens beyond the
+        table: with an IndexError on a CPU, a device-side assertion on a GPU. All ranks fail, as all
+        have the whole batch.
         """
         _check_tokens(tokens, self.num_embeddings)
         own = self.mesh.part(tokens)
@@ -114,7 +114,7 @@ class Embedding(Cut):
         return looked_up(own, self.weight, self.mesh, scales)
 
     def _scales(self, tokens: Tensor) -> Tensor:
-        """What the gradient of each of the whole batch's tokens is multiplied with."""
+        """Return the factor of each token's gradient, for the tokens of the whole batch."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         scales = torch.ones(tokens.shape, dtype=wide, device=tokens.device)
         if self.scale_grad_by_freq:
@@ -127,7 +127,7 @@ class Embedding(Cut):
 
 
 def _refuse(whole: nn.Embedding) -> None:
-    """Raise ConfigError on settings of an embedding that its parts cannot keep."""
+    """Raise ConfigError on options of an embedding that its parts cannot follow."""
     for name, value in (("max_norm", whole.max_norm), ("sparse", whole.sparse)):
         if value:
             found = Shown(f"nn.Embedding({name}={value})")
@@ -144,31 +144,31 @@ def _check_tokens(tokens: Tensor, count: int) -> None:
 
 
 class LayerNorm(Cut):
-    """``nn.LayerNorm`` over the last dimension: (..., features / q) to the same."""
+    """``nn.LayerNorm`` on a mesh, over the last dimension: (..., features / q) to the same."""
 
     weight: Tensor | None
     bias: Tensor | None
 
     def __init__(self, mesh: Mesh, whole: nn.LayerNorm | nn.RMSNorm) -> None:
-        """Cut ``whole``, equal on all ranks. Raises ConfigError where q^2 does not divide it."""
+        """Keep this rank's part of ``whole``. Raises ConfigError where q^2 does not divide it."""
         super().__init__(mesh, {"weight": Vector(), "bias": Vector()})
         self.eps = whole.eps
         self._keep("weight", whole.weight)
         self._keep("bias", getattr(whole, "bias", None))
 
     def forward(self, values: Tensor) -> Tensor:
-        """By two exchanges of a few numbers a token; see ``norms.NormFunction``."""
+        """Normalize with exchanges of a few numbers a token; see ``norms.NormFunction``."""
         weight, bias = self._spread(self.weight), self._spread(self.bias)
         eps = torch.finfo(values.dtype).eps if self.eps is None else self.eps
         return normed(values, weight, bias, self.mesh, eps, self.centred)
 
 
 class RMSNorm(LayerNorm):
-    """``nn.RMSNorm`` over the last dimension."""
+    """``nn.RMSNorm`` on a mesh, over the last dimension."""
 
     centred = False
 
 
 def project(table: Embedding, hidden: Tensor) -> Tensor:
-    """Logits (..., V / q) with the weights of an embedding, for models that tie the two."""
+    """Return logits (..., V / q) by the weights of an embedding, for models that tie the two."""
     return projected(hidden, table.weight, table.mesh)

@@ -1,4 +1,4 @@
-"""Which part of a whole weight rank (i, j) of a q * q mesh holds: cutting and joining it."""
+"""Cut whole weights into the parts of the ranks of a q * q mesh, and join them again."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hybridcomp.errors import ConfigError
 
 
 class Layout(Protocol):
-    """How a weight is cut."""
+    """Cut of a weight over a mesh."""
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
-        """The part of rank (``row``, ``column``), a copy.
+        """Return the part of rank (``row``, ``column``), a copy.
 
         Raises ConfigError where q does not divide it.
         """
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
-        """The whole weight of the parts of all ranks, by their number in the mesh."""
+        """Join the parts of all ranks, ordered by mesh rank, to the whole weight."""
 
 
 def _check(what: str, length: int, by: int) -> None:
@@ -33,7 +33,7 @@ def _check(what: str, length: int, by: int) -> None:
 
 
 def _line(parts: Sequence[Tensor], q: int, column: int) -> Sequence[Tensor]:
-    """Of the parts of all ranks those of one column, by row."""
+    """Select the parts of one column from those of all ranks, by row."""
     return [parts[row * q + column] for row in range(q)]
 
 
@@ -41,21 +41,21 @@ def _line(parts: Sequence[Tensor], q: int, column: int) -> Sequence[Tensor]:
 class Matrix:
     """(outputs, inputs): outputs are cut over the columns, inputs over the rows.
 
-    ``parts`` matrices above each other are each cut for itself: query, key and value of a rank then
+    Each of ``parts`` stacked matrices is cut on its own, so that query, key and value of a rank
     belong to the same heads.
     """
 
     parts: int = 1
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
-        """(outputs / q, inputs / q)."""
+        """Return the part (outputs / q, inputs / q)."""
         _check("outputs", whole.shape[0], self.parts * q)
         _check("inputs", whole.shape[1], q)
         wanted = [part.chunk(q)[column] for part in whole.chunk(self.parts)]
         return torch.cat(wanted).chunk(q, dim=1)[row].clone()
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
-        """(outputs, inputs)."""
+        """Return the whole (outputs, inputs)."""
         columns = [torch.cat(list(_line(parts, q, column)), dim=1) for column in range(q)]
         cut = [column.chunk(self.parts) for column in columns]
         return torch.cat([column[part] for part in range(self.parts) for column in cut])
@@ -63,19 +63,19 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Table:
-    """(vocabulary, features): rows over the rows of the mesh, features over its columns.
+    """(vocabulary, features): words are cut over the rows of the mesh, features over its columns.
 
-    The vocabulary is filled up with zeros to a multiple of q, whose rows no token names.
+    The vocabulary is padded to a multiple of q with rows of zeros, which no token selects.
     """
 
     vocabulary: int
 
     def rows(self, q: int) -> int:
-        """Rows of each rank."""
+        """Return the number of table rows of each rank."""
         return -(-self.vocabulary // q)
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
-        """(vocabulary / q, features / q), rounded up."""
+        """Return the part (vocabulary / q, features / q), rounded up."""
         _check("features", whole.shape[1], q)
         rows = self.rows(q)
         out = whole.new_zeros(rows, whole.shape[1] // q)
@@ -84,31 +84,31 @@ class Table:
         return out
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
-        """(vocabulary, features)."""
+        """Return the whole (vocabulary, features), without padding."""
         columns = [torch.cat(list(_line(parts, q, column))) for column in range(q)]
         return torch.cat(columns, dim=1)[: self.vocabulary].clone()
 
 
 @dataclass(frozen=True)
 class Output:
-    """(vocabulary, features) of an output layer: a ``Matrix`` whose vocabulary is filled up."""
+    """(vocabulary, features) of an output layer: a ``Matrix`` with a padded vocabulary."""
 
     vocabulary: int
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
-        """(vocabulary / q, features / q), rounded up."""
+        """Return the part (vocabulary / q, features / q), rounded up."""
         missing = -self.vocabulary % q
         filled = torch.cat([whole, whole.new_zeros(missing, whole.shape[1])])
         return Matrix().cut(filled, q, row, column)
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
-        """(vocabulary, features)."""
+        """Return the whole (vocabulary, features), without padding."""
         return Matrix().join(parts, q)[: self.vocabulary].clone()
 
 
 @dataclass(frozen=True)
 class Vector:
-    """(features,): over the columns, and each part of them over the rows, so that nobody shares.
+    """(features,): cut over the columns, then each part over the rows, so that no two ranks share.
 
     ``parts``: as of ``Matrix``.
     """
@@ -116,14 +116,14 @@ class Vector:
     parts: int = 1
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
-        """(features / q^2,)."""
+        """Return the part (features / q^2,)."""
         _check("features of a vector", len(whole), self.parts * q)
         _check("features of a vector", len(whole), q * q)
         wanted = torch.cat([part.chunk(q)[column] for part in whole.chunk(self.parts)])
         return wanted.chunk(q)[row].clone()
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
-        """(features,)."""
+        """Return the whole (features,)."""
         columns = [torch.cat(list(_line(parts, q, column))) for column in range(q)]
         cut = [column.chunk(self.parts) for column in columns]
         return torch.cat([column[part] for part in range(self.parts) for column in cut])

@@ -1,7 +1,7 @@
-"""Blocks of one row or column of the mesh, one after the other, and sums along it.
+"""Broadcast the blocks of a row or column of the mesh in turn, and reduce sums along it.
 
-Transfers hide behind products: while one block is worked with the next is under way, and a sum
-travels while the next one is computed. Every rank of a line posts the same messages in one order.
+Transfers hide behind products: the next block is under way during the product with the current
+one, and a sum during the product after it. Every rank of a line posts the same messages in order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hybridcomp.policy import Direction
 
 
 class Blocks:
-    """The blocks that the ranks of a line hold, as everybody on it gets them; iterated once.
+    """Iterator over the blocks of the ranks of a line, broadcast to all of them; used once.
 
-    The first is under way when this is made. At most two of them are in memory.
+    The first broadcast starts on construction. At most two blocks are in memory.
     """
 
     def __init__(self, mesh: Mesh, axis: Axis, block: Tensor, kind: Direction) -> None:
-        """Begin to send. ``block``: this rank's, of one shape and dtype on the whole line."""
+        """Start the first broadcast. ``block``: this rank's, of one shape and dtype on the line."""
         self._mesh, self._axis, self._kind = mesh, axis, kind
         self._own = block.detach().contiguous()
         self._posted = 0
@@ -49,16 +49,16 @@ class Blocks:
 
 
 class Sums:
-    """One sum for each rank of a line, of what all of its ranks add to it."""
+    """Reductions of one sum to each rank of a line, from the addends of all its ranks."""
 
     def __init__(self, mesh: Mesh, axis: Axis, kind: Direction) -> None:
-        """Begin with nothing under way."""
+        """Begin with no addend."""
         self._mesh, self._axis, self._kind = mesh, axis, kind
         self._under_way: deque[Handle] = deque()
         self._own: Tensor | None = None
 
     def add(self, root: int, part: Tensor) -> None:
-        """Send ``part``, which is this rank's addend of the sum that place ``root`` keeps."""
+        """Post the reduction of ``part``, this rank's addend of the sum for place ``root``."""
         part, out = part.contiguous(), None
         if self._mesh.place(self._axis) == root:
             wide = torch.promote_types(part.dtype, torch.float32)
@@ -70,7 +70,7 @@ class Sums:
             self._under_way.popleft().wait()
 
     def own(self, dtype: torch.dtype) -> Tensor:
-        """The sum that this rank keeps, once all have been added."""
+        """Wait for all reductions and return the sum that this rank keeps."""
         while self._under_way:
             self._under_way.popleft().wait()
         assert self._own is not None, "nothing was added for this rank"

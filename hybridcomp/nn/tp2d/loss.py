@@ -1,6 +1,6 @@
-"""Cross entropy over a vocabulary that is cut over the ranks of a row, as ``F.cross_entropy``.
+"""Compute ``F.cross_entropy`` over a vocabulary that is cut over the ranks of a row.
 
-Three numbers a token go along the row, in fp32, and two along the column: they stay native.
+Sends three numbers a token along the row, in fp32, and two numbers along the column, natively.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from hybridcomp.nn.tp2d.mesh import Mesh
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """The mean over all tokens of the mesh, in nats; every rank gets the same bits."""
+    """Mean cross entropy over all tokens of the mesh, in nats; every rank gets the same bits."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, mesh: Mesh, vocabulary: int, ignore: int
     ) -> Tensor:
-        """Logits (..., V / q) and labels (...), both of this row's samples."""
+        """Compute the loss of logits (..., V / q) and labels (...), both of this row's samples."""
         values, local, here = _parts(logits, labels, mesh, vocabulary)
         peak = values.amax(-1)
         total = (values - peak.unsqueeze(-1)).exp().sum(-1)
@@ -40,7 +40,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """``softmax - target``, of this rank's logits; no message."""
+        """Return ``softmax - target`` for this rank's logits, scaled; sends no message."""
         logits, labels, log_sum, count = ctx.saved_tensors
         values, local, here = _parts(logits, labels, ctx.mesh, ctx.vocabulary)
         out = (values - log_sum.unsqueeze(-1)).exp()
@@ -53,9 +53,9 @@ class CrossEntropyFunction(torch.autograd.Function):
 def _parts(
     logits: Tensor, labels: Tensor, mesh: Mesh, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat wide logits without those beyond the vocabulary; which of them the labels name; where.
+    """Return flat wide logits without padding words, the labels' local indices, and ``here``.
 
-    A label that another rank's logits hold names the first, and is not ``here``.
+    ``here``: whether this rank holds the label's logit; where it does not, the index is 0.
     """
     width = logits.shape[-1]
     values = logits.detach().reshape(-1, width)
@@ -76,13 +76,13 @@ def cross_entropy(
     vocabulary: int | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Mean cross entropy in nats over the samples of all rows, fp32 or wider.
+    """Return the mean cross entropy in nats over the samples of all rows, fp32 or wider.
 
     Args:
-        logits: (..., V / q), this rank's.
-        labels: (...), integers: those of this row's samples.
+        logits: (..., V / q), of this rank.
+        labels: (...), integers, of this row's samples.
         mesh: the ranks.
-        vocabulary: V before it was filled up to a multiple of q; None: it was not.
+        vocabulary: V before it was padded to a multiple of q; None: it was not.
         ignore_index: tokens with this label do not count.
     """
     size = mesh.q * logits.shape[-1] if vocabulary is None else vocabulary

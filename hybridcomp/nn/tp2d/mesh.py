@@ -1,4 +1,4 @@
-"""Mesh: q * q ranks with their rows and columns, and what travels between them."""
+"""Mesh of q * q ranks with their rows and columns, and the collectives along them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Direction
 from hybridcomp.session import process
 
-#: a line of the mesh that this rank is on: ``row`` has the ranks (i, 0) to (i, q - 1) of its i
+#: a line of the mesh through this rank: ``row`` of rank (i, j) has the ranks (i, 0) to (i, q - 1)
 Axis = Literal["row", "column"]
 
 
 @dataclass
 class Sent:
-    """A message under way; ``wait`` gives what it brings."""
+    """A broadcast under way; ``wait`` returns its tensor."""
 
     handle: Handle
     values: Tensor
 
     def wait(self) -> Tensor:
-        """Finish the message; the tensor that it filled in."""
+        """Wait for the broadcast and return the received tensor."""
         self.handle.wait()
         return self.values
 
@@ -43,22 +43,22 @@ class Mesh:
 
     Attributes:
         q: ranks on a side.
-        row, column: where this rank stands; its number in the mesh is ``row * q + column``.
+        row, column: coordinates of this rank; its number in the mesh is ``row * q + column``.
         group: all ranks of the mesh, in that order.
     """
 
     def __init__(self, q: int, channels: Callable[[], Channels | None] | None = None) -> None:
-        """Make the groups of all meshes; a collective over the job.
+        """Create the groups of all meshes; a collective over the job.
 
         Each ``q * q`` consecutive ranks are one mesh, so replicas have the same number modulo
         ``q * q``: the order of DeepSpeed's and megatron-core's tensor ranks.
 
         Args:
             q: ranks on a side of a mesh.
-            channels: gives what messages go through, None for native; without it the channels of
-                this process: those of a DeepSpeed engine, or of ``hybridcomp.install``.
+            channels: returns the channels of the messages, None for native ones; by default those
+                of this process: of a DeepSpeed engine, or of ``hybridcomp.install``.
 
-        Raises ConfigError where the ranks of the job are no multiple of ``q * q``.
+        Raises ConfigError where ``q * q`` does not divide the ranks of the job.
         """
         world_size = dist.get_world_size()
         if q < 1 or world_size % (q * q):
@@ -84,20 +84,20 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the mesh."""
+        """Number of this rank in the mesh."""
         return self.row * self.q + self.column
 
     def place(self, axis: Axis) -> int:
-        """Where this rank stands on its row (its column), or on its column (its row)."""
+        """Return this rank's position on its row (its column), or on its column (its row)."""
         return self.column if axis == "row" else self.row
 
     def channel(self) -> Channel | None:
-        """The channel of ``tp2d``; None without a block."""
+        """Return the channel ``tp2d``; None without a block."""
         channels = self._channels()
         return None if channels is None else channels["tp2d"]
 
     def part(self, whole: Tensor) -> Tensor:
-        """This row's part of a batch, (B, ...) to (B / q, ...), a view.
+        """Return this row's part of a batch, (B, ...) to (B / q, ...), a view.
 
         Raises ConfigError where the batch cannot be cut evenly.
         """
@@ -107,7 +107,7 @@ class Mesh:
         return whole.chunk(self.q)[self.row]
 
     def broadcast(self, values: Tensor, root: int, axis: Axis, kind: Direction) -> Sent:
-        """Send ``values`` (1-D, contiguous) of place ``root`` to its line; see ``Rooted``."""
+        """Broadcast ``values`` (1-D, contiguous) of place ``root`` to its line; see ``Rooted``."""
         channel = self.channel()
         if channel is None:
             known, meter = self._group(axis), Meter()
@@ -128,9 +128,9 @@ class Mesh:
         return channel.reduce(values, out, root, group, direction=kind)
 
     def gather(self, values: Tensor, axis: Axis, kind: Direction) -> Tensor:
-        """The ``values`` of all ranks of a line, stacked in front: (q, ...).
+        """All-gather the ``values`` of a line, stacked in front: (q, ...).
 
-        Exact: for vectors, statistics and losses, which are short.
+        Native and exact: for vectors, statistics and losses, which are short.
         """
         known, flat = self._group(axis), values.detach().contiguous().reshape(-1)
         out = flat.new_empty(self.q * flat.numel())
@@ -143,9 +143,9 @@ class Mesh:
         return out.view(self.q, *values.shape)
 
     def scatter_sum(self, values: Tensor, axis: Axis, kind: Direction) -> Tensor:
-        """Sum over a line what goes to this rank: ``values`` (q, n) to (n), in rank order.
+        """Reduce-scatter over a line: sum ``values`` (q, n) to (n) of this rank, in rank order.
 
-        Exact, as ``gather``: in fp32 or wider, of any floating dtype.
+        Native and exact, as ``gather``: adds in fp32 or wider, for any floating dtype.
         """
         wide = values.detach().to(torch.promote_types(values.dtype, torch.float32)).contiguous()
         out = torch.empty_like(wide)

@@ -1,6 +1,6 @@
-"""LayerNorm and RMSNorm over features that are cut over the ranks of a row.
+"""Compute LayerNorm and RMSNorm over features that are cut over the ranks of a row.
 
-A few numbers a token go along the row, in fp32: they stay native.
+A few numbers a token are sent along the row, in fp32 or wider, natively.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _moments(values: Tensor, mesh: Mesh, centred: bool) -> tuple[Tensor, Tensor]:
-    """Mean (zeros where not ``centred``) and mean square around it of whole rows, (..., 1) each.
+    """Return mean (0 unless ``centred``) and mean square around it of whole rows, (..., 1) each.
 
-    Deviations are from each rank's own mean first, which loses no digits to a large mean.
+    Each rank first takes deviations from its own mean, so that a large mean costs no digits.
     """
     if not centred:
         square = mesh.gather(values.square().mean(-1), "row", "activations").mean(0)
@@ -34,8 +34,7 @@ def _moments(values: Tensor, mesh: Mesh, centred: bool) -> tuple[Tensor, Tensor]
 
 
 class NormFunction(torch.autograd.Function):
-    """``(values - mean) / deviation * weight + bias``; saves this rank's values and two numbers a
-    token."""
+    """``(values - mean) / deviation * weight + bias``; saves values and two numbers a token."""
 
     @staticmethod
     def forward(
@@ -47,7 +46,7 @@ class NormFunction(torch.autograd.Function):
         eps: float,
         centred: bool,
     ) -> Tensor:
-        """(..., features / q) and vectors (features / q); ``centred``: with the mean taken out."""
+        """Normalize (..., features / q) with vectors (features / q); ``centred``: LayerNorm."""
         whole = _wide(values)
         mean, square = _moments(whole, mesh, centred)
         scale = (square + eps).rsqrt()
@@ -63,7 +62,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of values, weight and bias; of the vectors, what this rank's tokens add."""
+        """Return gradients of values, weight and bias; the vectors' from this rank's tokens."""
         values, weight, mean, scale = ctx.saved_tensors
         normed, grad = (_wide(values) - mean) * scale, _wide(grad)
         tokens = tuple(range(grad.dim() - 1))
@@ -86,6 +85,6 @@ def normed(
     eps: float,
     centred: bool,
 ) -> Tensor:
-    """LayerNorm (``centred``) or RMSNorm on the mesh; see ``NormFunction``."""
+    """Compute LayerNorm (``centred``) or RMSNorm on the mesh; see ``NormFunction``."""
     out: Tensor = NormFunction.apply(values, weight, bias, mesh, eps, centred)  # type: ignore[no-untyped-call]
     return out

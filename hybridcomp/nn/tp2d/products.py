@@ -1,7 +1,7 @@
-"""Products of matrices that are cut into q * q blocks, by SUMMA, with their gradients.
+"""Multiply matrices that are cut into q * q blocks, by SUMMA, with their gradients.
 
-Rank (i, j) holds block (i, j) of activations, rows first. Of a weight (outputs, inputs), as torch
-stores it, it holds outputs j and inputs i, so that C = A W^T is the form AB of the paper.
+Rank (i, j) holds block (i, j) of activations: samples i, features j. Of a weight (outputs, inputs),
+as torch stores it, it holds outputs j and inputs i, so that C = A W^T is the form AB of the paper.
 
 Source: Optimus, arXiv 2104.05343, section 3; van de Geijn and Watts, SUMMA (1997).
 """
@@ -17,33 +17,33 @@ from torch import Tensor
 from hybridcomp.nn.tp2d.lines import Blocks, Sums
 from hybridcomp.nn.tp2d.mesh import Mesh
 
-#: the product of two blocks
+#: product of two blocks
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def times_transposed(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right^T``."""
+    """Return ``left @ right^T``."""
     return left @ right.T
 
 
 def times(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right``."""
+    """Return ``left @ right``."""
     return left @ right
 
 
 def transposed_times(left: Tensor, right: Tensor) -> Tensor:
-    """``left^T @ right``."""
+    """Return ``left^T @ right``."""
     return left.T @ right
 
 
 def _multiplied(product: Product, left: Tensor, right: Tensor) -> Tensor:
-    """Without autocast, which may be on in either pass: the operands are cast once, before."""
+    """Multiply without autocast, which may be on in either pass: operands are cast before."""
     with torch.autocast(left.device.type, enabled=False):
         return product(left, right)
 
 
 def add_up(lefts: Blocks, rights: Blocks, product: Product) -> Tensor:
-    """Form AB: sum the products of what comes along the row with what comes along the column.
+    """Form AB: sum the products of the blocks broadcast along the row and along the column.
 
     16-bit products are added in fp32 and rounded once.
     """
@@ -59,7 +59,7 @@ def add_up(lefts: Blocks, rights: Blocks, product: Product) -> Tensor:
 
 
 def hand_out(rights: Blocks, own: Tensor, sums: Sums, product: Product) -> Tensor:
-    """Forms AB^T and A^T B: each block that comes makes an addend of the sum of its place."""
+    """Forms AB^T and A^T B: multiply each block and reduce the product to the block's place."""
     for place, block in enumerate(rights):
         part = _multiplied(product, own, block)
         sums.add(place, part)
@@ -71,11 +71,11 @@ def _flat(values: Tensor) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """``values @ weight^T`` on the mesh; saves this rank's blocks only, not those that came."""
+    """``values @ weight^T`` on the mesh; saves this rank's blocks only, none of other ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
-        """(..., inputs / q) and (outputs / q, inputs / q) to (..., outputs / q)."""
+        """Map (..., inputs / q) and (outputs / q, inputs / q) to (..., outputs / q)."""
         ctx.mesh = mesh
         ctx.save_for_backward(values, weight)
         rows = Blocks(mesh, "row", _flat(values), "activations")
@@ -85,7 +85,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Gradients of the values (form AB^T) and of the weight (form A^T B)."""
+        """Return gradients of the values (form AB^T) and of the weight (form A^T B)."""
         values, weight = ctx.saved_tensors
         mesh, own = ctx.mesh, _flat(grad).contiguous()
         of_values, of_weight = ctx.needs_input_grad[:2]
@@ -102,13 +102,13 @@ class LinearFunction(torch.autograd.Function):
 
 
 class ProjectFunction(torch.autograd.Function):
-    """``values @ table^T`` with the table of an embedding, whose rows are cut over the rows."""
+    """``values @ table^T`` with an embedding's table, whose words are cut over the mesh's rows."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
-        """(..., features / q) and (vocabulary / q, features / q) to (..., vocabulary / q).
+        """Map (..., features / q) and (vocabulary / q, features / q) to (..., vocabulary / q).
 
-        Form AB^T: what is reduced here are activations.
+        Form AB^T, which reduces activations here.
         """
         ctx.mesh = mesh
         ctx.save_for_backward(values, table)
@@ -119,7 +119,7 @@ class ProjectFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Gradients of the values (form AB) and of the table (form A^T B)."""
+        """Return gradients of the values (form AB) and of the table (form A^T B)."""
         values, table = ctx.saved_tensors
         mesh, own = ctx.mesh, _flat(grad)
         of_values, of_table = ctx.needs_input_grad[:2]
@@ -139,15 +139,15 @@ def _second_transposed_times_first(own: Tensor, block: Tensor) -> Tensor:
 
 
 class LookUpFunction(torch.autograd.Function):
-    """The rows of a table that tokens name: a product with a matrix of zeros and ones."""
+    """Rows of a table that tokens select: a product with a matrix of zeros and ones."""
 
     @staticmethod
     def forward(
         ctx: Any, tokens: Tensor, table: Tensor, mesh: Mesh, scales: Tensor | None
     ) -> Tensor:
-        """Tokens (...), equal along a row, and (vocabulary / q, features / q).
+        """Look up tokens (...), equal along a row, in the table (vocabulary / q, features / q).
 
-        ``scales`` (...): what the gradient of each token is multiplied with; None: 1.
+        ``scales`` (...): factor of each token's gradient; None: 1.
         """
         ctx.mesh, ctx.rows = mesh, table.shape[0]
         ctx.save_for_backward(tokens, scales)
@@ -160,12 +160,12 @@ class LookUpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
-        """The gradient of the table; form A^T B without a broadcast, as all have the tokens."""
+        """Return the table's gradient: form A^T B without a broadcast, as all have the tokens."""
         tokens, scales = ctx.saved_tensors
         own, flat = _flat(grad), tokens.reshape(-1)
         if scales is not None:
             scales = scales.reshape(-1, 1).to(own.dtype)
-            own = torch.where(scales > 0, own * scales, 0.0)  # what is padded may be NaN
+            own = torch.where(scales > 0, own * scales, 0.0)  # gradients of padding may be NaN
         sums, local = Sums(ctx.mesh, "column", "gradients"), flat.remainder(ctx.rows)
         for place in range(ctx.mesh.q):
             part = own.new_zeros(ctx.rows, own.shape[1])
@@ -175,33 +175,33 @@ class LookUpFunction(torch.autograd.Function):
 
 
 def _is_here(tokens: Tensor, place: int, rows: int) -> Tensor:
-    """Whether each of the flat ``tokens`` is in the rows of ``place``, (numel, 1).
+    """Return whether each of the flat ``tokens`` is in the rows of ``place``, (numel, 1).
 
-    A mask, and no list of those that are: a host would wait for a GPU to know how long that is.
+    A mask and not a list of such tokens, for whose length the host would have to wait for a GPU.
     """
     return ((tokens >= place * rows) & (tokens < (place + 1) * rows)).unsqueeze(1)
 
 
 class SpreadFunction(torch.autograd.Function):
-    """A vector whose parts lie on the ranks of a column, as all of them need it."""
+    """All-gather of a vector whose parts lie on the ranks of a column."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
-        """(n / q^2) to (n / q)."""
+        """Map (n / q^2) to (n / q)."""
         ctx.mesh = mesh
         return mesh.gather(part, "column", "weights").view(-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Sum over the column, each rank its part."""
+        """Reduce-scatter the gradient over the column."""
         mesh = ctx.mesh
         return mesh.scatter_sum(grad.reshape(mesh.q, -1), "column", "gradients"), None
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """``tensors`` in the dtype in which ``torch.autocast`` has products, where it is on.
+    """Cast ``tensors`` to the dtype of ``torch.autocast`` for products, where it is on.
 
-    As ``F.linear`` does, and by casts that autograd knows: gradients come back in the dtype of the
+    As ``F.linear`` does, by casts that autograd sees, so gradients have the dtype of the
     parameters. fp64 stays, as torch leaves it.
     """
     kind = tensors[0].device.type
@@ -212,26 +212,26 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def linear(values: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
-    """``F.linear`` on the mesh, without a bias; see ``LinearFunction``."""
+    """Compute ``F.linear`` on the mesh, without a bias; see ``LinearFunction``."""
     values, weight = _autocast(values, weight)
     out: Tensor = LinearFunction.apply(values, weight, mesh)  # type: ignore[no-untyped-call]
     return out
 
 
 def projected(values: Tensor, table: Tensor, mesh: Mesh) -> Tensor:
-    """Logits with the table of an embedding; see ``ProjectFunction``."""
+    """Compute logits by the table of an embedding; see ``ProjectFunction``."""
     values, table = _autocast(values, table)
     out: Tensor = ProjectFunction.apply(values, table, mesh)  # type: ignore[no-untyped-call]
     return out
 
 
 def looked_up(tokens: Tensor, table: Tensor, mesh: Mesh, scales: Tensor | None = None) -> Tensor:
-    """``F.embedding`` on the mesh; see ``LookUpFunction``."""
+    """Compute ``F.embedding`` on the mesh; see ``LookUpFunction``."""
     out: Tensor = LookUpFunction.apply(tokens, table, mesh, scales)  # type: ignore[no-untyped-call]
     return out
 
 
 def spread(part: Tensor, mesh: Mesh) -> Tensor:
-    """This column's part of a vector; see ``SpreadFunction``."""
+    """All-gather this column's part of a vector; see ``SpreadFunction``."""
     out: Tensor = SpreadFunction.apply(part, mesh)  # type: ignore[no-untyped-call]
     return out

@@ -1,6 +1,6 @@
-"""Whole models on a mesh: to and from the state of the plain model.
+"""Convert the state of whole models on a mesh to and from that of the plain model.
 
-Parameters that belong to no layer of this package are the same on all ranks, and stay as they are.
+Parameters that belong to no layer of this package are equal on all ranks and stay unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = Mapping[str, Tensor]
 
 
 def layouts_of(model: nn.Module) -> dict[str, Layout]:
-    """How the parameters of ``model`` that are cut are cut, by name."""
+    """Return the layouts of the cut parameters of ``model``, by name."""
     return {
         f"{path}.{name}" if path else name: layout
         for path, module in model.named_modules()
@@ -35,7 +35,7 @@ def layouts_of(model: nn.Module) -> dict[str, Layout]:
 def join_states(
     states: Sequence[State], layouts: Mapping[str, Layout], q: int
 ) -> dict[str, Tensor]:
-    """The state of the plain model of those of all q * q ranks, by their number in the mesh."""
+    """Join the states of all q * q ranks, ordered by mesh rank, to that of the plain model."""
     joined = {}
     for name, own in states[0].items():
         layout = layouts.get(name)
@@ -47,7 +47,7 @@ def join_states(
 def cut_state(
     plain: State, layouts: Mapping[str, Layout], q: int, row: int, column: int
 ) -> dict[str, Tensor]:
-    """The state of rank (``row``, ``column``) of that of the plain model."""
+    """Cut the state of the plain model to that of rank (``row``, ``column``)."""
     return {
         name: whole if name not in layouts else layouts[name].cut(whole, q, row, column)
         for name, whole in plain.items()
@@ -55,9 +55,9 @@ def cut_state(
 
 
 def gather_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor] | None:
-    """The state of the plain model, on the CPU of the first rank of ``mesh``; None elsewhere.
+    """Gather the state of the plain model on the CPU of the mesh's first rank; None elsewhere.
 
-    A collective over the mesh. One parameter at a time is whole on a device.
+    A collective over the mesh. Only one parameter at a time is whole on a device.
     """
     layouts, joined = layouts_of(model), {}
     for name, own in model.state_dict().items():
@@ -74,9 +74,9 @@ def gather_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor] | None:
 
 
 def load_state(model: nn.Module, mesh: Mesh, plain: State) -> Any:
-    """Take over the weights of the plain model; no message.
+    """Load this rank's part of the plain model's weights; sends no message.
 
-    Returns what ``load_state_dict`` does. Raises ConfigError where names or shapes are others.
+    Returns the result of ``load_state_dict``. Raises ConfigError where names or shapes differ.
     """
     own, layouts = model.state_dict(), layouts_of(model)
     if own.keys() != plain.keys():
