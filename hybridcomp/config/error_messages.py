@@ -16,8 +16,6 @@ from hybridcomp.foreign import one_line
 
 #: longest rendering of a value
 WIDTH = 60
-#: keys that are planned for a later version
-PLANNED_KEYS = ("offload",)
 
 _EXPECTED = {
     "bool_type": "expected true or false",
@@ -95,8 +93,6 @@ def _unknown_key(path: Sequence[str], root: type[BaseModel]) -> str:
         model = _model_in(model.model_fields[part].annotation) or model
     name = path[-1]
     known = [field.alias or key for key, field in model.model_fields.items()]
-    if name in PLANNED_KEYS:
-        return f"this version has no {name} yet; use one of the keys {', '.join(known)}"
     elsewhere = [
         key
         for key, field in root.model_fields.items()

@@ -29,6 +29,7 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"zer": "bf16", "dp": "bf16"}, "compression.zer", ("unknown key", "did you mean 'zero'")),
     ({"Min_Bytes": 1, "dp": "bf16"}, "compression.Min_Bytes", ("did you mean 'min_bytes'",)),
     ({"warp": 9, "dp": "bf16"}, "compression.warp", ("unknown key", "known keys are")),
+    ({"dp": {"codec": "bf16", "offload": True}}, "compression.dp.offload", ("unknown key",)),
     ({"bits": 4, "dp": "blockint"}, "compression.bits", ("belongs inside dp",)),
     ({"dp": None}, "compression.dp", ("found null", '"none"')),
     ({"dp": 4}, "compression.dp", ("found 4", "expected a codec name")),
