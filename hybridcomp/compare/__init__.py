@@ -1,18 +1,18 @@
-"""Finished runs held against a baseline: ``hybridcomp compare``.
+"""Compare finished runs with a baseline: ``hybridcomp compare``.
 
-runs        what is compared
+runs        data types: trainings, grouped into runs
 json_lines  trainings from logs in JSON lines and hybridcomp's ledger
-trainer_state  those of Hugging Face's Trainer, from the state that it saves
+trainer_state  trainings from the state that Hugging Face's Trainer saves
 wandb_files trainings from W&B's offline folders
-reading     which files, and whether they may be compared
-statistics  one axis for all, gaps and their intervals
+reading     finds the files of runs, and checks that they may be compared
+statistics  a common axis, gaps and their intervals
 report      tables, Markdown, JSON
 draw        the picture (extra ``plot``)
 chart       the run in W&B (extra ``wandb``)
-launch      training what is to be compared
+launch      trains the runs to compare
 command     the command line
 
-Needs no torch. matplotlib and W&B are imported when something is drawn or read with them.
+Needs no torch. matplotlib and W&B are imported only to draw a picture, and to read or log runs.
 """
 
 from __future__ import annotations

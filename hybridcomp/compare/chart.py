@@ -1,4 +1,4 @@
-"""A comparison as a run of its own in W&B, in the group of the runs that it compares."""
+"""Log a comparison as a separate run in W&B, in the group of the runs that it compares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POINTS = 400
 def log(
     result: Result, folder: Path, project: str, group: str, title: str, picture: Path | None
 ) -> str:
-    """Log charts, table and final figures; returns where the run is.
+    """Log charts, table and final figures; return the folder of the run.
 
     Without WANDB_MODE in the environment the run is written offline into ``folder/wandb``. Raises
     CompareError when W&B is not installed.
@@ -65,7 +65,7 @@ def log(
 
 
 def final_figures(result: Result) -> dict[str, float]:
-    """Keys of the summary: ``final/<label>/loss``, ``gap_percent`` and more, where known."""
+    """Return the summary: ``final/<label>/loss``, ``gap_percent`` and more, where known."""
     found: dict[str, float | None] = {}
     for number, (run, row) in enumerate(zip(result.runs, result.comparisons, strict=True)):
         name = f"final/{run.label}"

@@ -1,4 +1,4 @@
-"""Child processes that end with the one that started them, whatever they started themselves."""
+"""Run child processes as a group, and end the whole group with the process that started it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def run_logged(
     farewell: float = FAREWELL_S,
     look: Callable[[], object] | None = None,
 ) -> int:
-    """Run ``command`` as a process group of its own, and give its exit status.
+    """Run ``command`` as a new process group, and return its exit status.
 
     Where this process gets SIGINT or SIGTERM meanwhile, the group gets SIGTERM, then SIGKILL.
 
     Args:
         command: words.
-        output: the file that takes all that it prints.
+        output: file for its stdout and stderr; overwritten.
         environment: its variables, beside those of this process.
-        farewell: seconds between the two signals, for what has not ended.
+        farewell: most seconds between the two signals.
         look: called every ``WATCH_S`` seconds; where it raises, the group is ended.
     """
     with output.open("w") as log, _sigterm_raises():
@@ -55,7 +55,7 @@ def run_logged(
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
-    """Give the status of ``process``, None where it still runs after ``WATCH_S`` seconds."""
+    """Return the status of ``process``, None where it still runs after ``WATCH_S`` seconds."""
     try:
         return process.wait(WATCH_S)
     except subprocess.TimeoutExpired:
@@ -75,7 +75,7 @@ def end(process: subprocess.Popen[bytes], farewell: float = FAREWELL_S) -> None:
 
 
 def _lives(process: subprocess.Popen[bytes]) -> bool:
-    """Whether anything of the group is left; a launcher may end before its ranks do."""
+    """Return whether a process of the group is left; a launcher may end before its ranks do."""
     process.poll()  # else it stays as a zombie
     try:
         os.killpg(process.pid, 0)
@@ -91,7 +91,7 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Have SIGTERM end this process by an exception, which cleans up, for as long as this lasts."""
+    """Raise SystemExit on SIGTERM while the context is open, so that cleanups run."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""``hybridcomp compare``: what the command line says, and the order of things."""
+"""Run ``hybridcomp compare``: parse the command line, train, compare, draw and write."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NO_PICTURE = "no picture: it needs matplotlib: pip install 'hybridcomp[plot]'"
 
 @dataclass(frozen=True)
 class Wishes:
-    """How to compare."""
+    """Options of a comparison."""
 
     out: Path = Path("runs/comparison")
     last: int = 20  # points that the final loss averages
@@ -52,13 +52,13 @@ class Wishes:
     title: str = "Training loss with and without compressed communication"
     ledger: str = "ledger.jsonl"
     need_ledger: bool = False
-    wandb: str | None = None  # project; "none" for no chart; None: the runs' own or "hybridcomp"
+    wandb: str | None = None  # project; "none" for no chart; None: of runs, or "hybridcomp"
     group: str | None = None
     command: Sequence[str] = field(default_factory=tuple)  # for the report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments to ``parser``."""
     add = parser.add_argument
     add("runs", nargs="*", metavar="[LABEL=]RUN", help="baseline first")
     add("--out", type=Path, default=Wishes.out, metavar="FOLDER",
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, print the table, say where the rest is. Raises CompareError."""
+    """Compare, print the table and the paths of all files. Raises CompareError."""
     try:
         return _run(options)
     except OSError as error:  # of files that are read or written anywhere below
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def train(options: argparse.Namespace, wishes: Wishes) -> list[str]:
-    """Train what ``--launch`` asks for; the runs to compare. Raises CompareError, ConfigError."""
+    """Train the runs of ``--launch``; return them as words. Raises CompareError, ConfigError."""
     from hybridcomp.compare import launch
 
     if not options.runs or not options.candidate:
@@ -122,7 +122,7 @@ def train(options: argparse.Namespace, wishes: Wishes) -> list[str]:
 
 
 def wishes_of(options: argparse.Namespace) -> Wishes:
-    """What the command line asks for. Raises CompareError."""
+    """Read the options of the command line. Raises CompareError."""
     if options.last < 1 or options.smooth < 0:
         raise CompareError("--last: expected at least 1; --smooth: expected at least 0")
     return Wishes(
@@ -133,10 +133,10 @@ def wishes_of(options: argparse.Namespace) -> Wishes:
 
 
 def check_first(wishes: Wishes) -> None:
-    """Look for what is needed at the end, before anything is trained or printed.
+    """Check that report and chart can be written, before anything is trained or printed.
 
-    Makes ``wishes.out``. Raises CompareError where the report cannot be written there, or the chart
-    that was asked for cannot be made.
+    Makes ``wishes.out``. Raises CompareError where the folder cannot be written, or W&B is wanted
+    and not installed.
     """
     try:
         wishes.out.mkdir(parents=True, exist_ok=True)
@@ -150,10 +150,9 @@ def check_first(wishes: Wishes) -> None:
 
 
 def compare_runs(texts: Sequence[str], wishes: Wishes) -> Result:
-    """Read ``texts``, write everything under ``wishes.out``, print. Raises CompareError.
+    """Read the runs ``texts``, print, write under ``wishes.out``. Raises CompareError.
 
-    The report is written with or without a picture and a chart: what was trained is not lost for
-    want of either.
+    A picture or chart that fails does not keep the report from being written.
     """
     result = compared(texts, wishes)
     check_first(wishes)
@@ -170,7 +169,7 @@ def compare_runs(texts: Sequence[str], wishes: Wishes) -> Result:
 
 
 def _picture(result: Result, wishes: Wishes) -> Path | None:
-    """The picture; None where matplotlib is absent or fails, which is said."""
+    """Draw the picture; where matplotlib is absent or fails, print that and return None."""
     if find_spec("matplotlib") is None:
         print(NO_PICTURE, file=sys.stderr)
         return None
@@ -186,7 +185,7 @@ def _picture(result: Result, wishes: Wishes) -> Path | None:
 
 
 def compared(texts: Sequence[str], wishes: Wishes) -> Result:
-    """Read and compare; writes nothing. Raises CompareError."""
+    """Read and compare the runs; write nothing. Raises CompareError."""
     runs = read_runs(texts, wishes.ledger)
     missing = [found.label for found in runs[1:] if not found.ledger()]
     if wishes.need_ledger and missing:
@@ -210,7 +209,7 @@ def compared(texts: Sequence[str], wishes: Wishes) -> Result:
 
 
 def has_block(settings: Mapping[str, Any] | None) -> bool:
-    """Whether DeepSpeed settings ask for compression."""
+    """Return whether DeepSpeed settings have an enabled ``compression`` block."""
     block = (settings or {}).get("compression")
     return isinstance(block, Mapping) and block.get("enabled", True) is True
 
@@ -226,7 +225,7 @@ def _chart(result: Result, wishes: Wishes, picture: Path | None) -> None:
     group = wishes.group or next((t.group for t in trainings if t.group), "")
     try:
         place = chart.log(result, wishes.out, project, group, wishes.title, picture)
-    except Exception as error:  # a server, a key, a disk: the report stands without
+    except Exception as error:  # a server, a key, a disk: the report is written without
         print(f"no W&B chart: {one_line(f'{type(error).__name__}: {error}')}", file=sys.stderr)
         return
     print(f"W&B: {place}")

@@ -1,4 +1,4 @@
-"""A comparison as a picture: loss over tokens and wall clock, the gap to the baseline below."""
+"""Draw a comparison: loss over tokens and wall clock, the gap to the baseline below."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hybridcomp.compare.statistics import gap_curves, running_mean
 #: distinct for colour-blind readers too (Okabe and Ito); the baseline is grey and wide, so that it
 #: can be seen below a curve that covers it
 COLOURS = ("#9A9A9A", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-#: what the panel of gaps shows at the end of the run sets its scale: the start is all noise
+#: start of the part of a run that scales the panel of gaps: before it gaps are noise
 SETTLED = 1 / 3
-#: share of a run whose losses leave the scale of the loss above: the fall from the first loss
+#: share of a run, at its start, whose high losses may leave the panel at the top
 FALL = 0.05
 
 
 def draw(result: Result, path: Path, smooth: int, title: str) -> None:
-    """Write ``path`` as PNG. ``smooth``: points of the running mean, 0 for a twentieth of the run.
+    """Draw into the PNG ``path``. ``smooth``: points of the running mean, 0: 1/20 of the run.
 
     Raises CompareError when matplotlib is not installed.
     """
@@ -91,7 +91,7 @@ def _legend(result: Result, number: int) -> str:
 
 
 def _words(axes: Any, curves: Any, crowded: bool) -> None:
-    """The legend in a panel of its own; ``crowded``: a low one, so smaller the longer it is."""
+    """Draw the legend into a separate panel, smaller where it is long and the panel ``crowded``."""
     handles, labels = curves.get_legend_handles_labels()
     lines = sum(label.count("\n") + 1 for label in labels)
     two = crowded and lines > 17
@@ -106,7 +106,7 @@ def _words(axes: Any, curves: Any, crowded: bool) -> None:
 
 
 def _label(result: Result, tokens: Any, gaps: Any, window: int) -> None:
-    """Axes with units, and scales that show the end of the run."""
+    """Label the axes with units, and scale them to the end of the run."""
     from matplotlib import ticker
 
     seeds = len(result.runs[0].trainings)

@@ -1,4 +1,4 @@
-"""The ledger's table of a run from figures that stand between others in somebody's log."""
+"""Collect a run's ledger from figures that a log has among others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hybridcomp.session.metric_names import PREFIX, split_event
 def ledger_of(
     records: Iterable[Mapping[str, Any]], codecs: Mapping[str, str], prefix: str = PREFIX
 ) -> Rows:
-    """Totals over all reports; the error is their root mean square.
+    """Return totals over all reports; the error is the root mean square of theirs.
 
     ``records``: names and values, each a row of the log; ``codecs``: by dimension and direction
-    ("dp/forward"), as far as they are known; ``prefix``: what figures of the ledger begin with.
+    ("dp/forward"), as far as they are known; ``prefix``: of the names of the ledger's figures.
     """
     sums: dict[tuple[str, str], dict[str, list[float]]] = {}
     for values in records:

@@ -1,4 +1,4 @@
-"""Trainings from JSON lines: a log with header, steps and summary, and hybridcomp's ledger.
+"""Read trainings from JSON lines: a log with header, steps and summary, and hybridcomp's ledger.
 
 The log is what ``scripts/train_gpt.py --log`` and ``HYBRIDCOMP_RECORD`` write: ``{"run": {..}}``,
 then a record with ``step``, ``loss`` and more (``session/metric_names.py``) for each step, then
@@ -22,12 +22,12 @@ from hybridcomp.session.metric_names import LOSS, SPEED, TOKENS, VALID_LOSS
 LOG = "loss.jsonl"
 #: keys of an evaluation's loss; the last one counts
 EVALUATIONS = (VALID_LOSS, "eval_loss", "eval/loss", "validation_loss")
-#: what a record that closes a run of the Trainer holds
+#: key of the record that closes a run of the Trainer
 CLOSING = "train_runtime"
 
 
 def read_training(path: Path, ledger: str) -> Training:
-    """One log, with the file ``ledger`` beside it where there is one. Raises CompareError."""
+    """Read a log, and the file ``ledger`` beside it where there is one. Raises CompareError."""
     header: dict[str, Any] = {}
     valid_loss = None
     records = []
@@ -67,7 +67,7 @@ def read_training(path: Path, ledger: str) -> Training:
 
 
 def identity_of(header: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal to compare, of a log's header."""
+    """Return header parts that compared runs have to share. Raises ValueError for wrong types."""
     found = {key: header[key] for key in ("seed", "model") if header.get(key) is not None}
     if not isinstance(found.get("seed", 0), int):
         raise ValueError(f"its seed is {found['seed']!r}, and no whole number")
@@ -82,7 +82,7 @@ def identity_of(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_ledger(path: Path) -> Rows:
-    """The totals of a ledger. Raises CompareError when the file is cut off or another's."""
+    """Read a ledger's totals. Raises CompareError for files that are cut off or no ledger."""
     records = read_lines(path)
     if not records or "dimensions" not in records[-1]:
         raise CompareError(
@@ -105,7 +105,7 @@ def read_ledger(path: Path) -> Rows:
 
 
 def _check_figure(path: Path, name: str, value: object) -> None:
-    """Raise CompareError for a figure of a ledger that is none."""
+    """Raise CompareError for a figure of a ledger that is no number, or a codec without name."""
     optional = name in ("ratio", "error", "codec_ms") and value is None
     figures = ("raw_MB", "wire_MB", "ratio", "error", "codec_ms")
     if name in figures and not (optional or _is_number(value)):
@@ -119,14 +119,14 @@ def _is_number(value: object) -> bool:
 
 
 def _column(records: list[dict[str, Any]], name: str) -> Curve | None:
-    """The values of all records, None where one lacks it."""
+    """Return the value ``name`` of all records, None where one lacks it."""
     if not all(name in record for record in records):
         return None
     return np.array([record[name] for record in records], dtype=np.float64)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line. Raises CompareError."""
+    """Read the JSON objects of a file, one a line. Raises CompareError."""
     found: list[dict[str, Any]] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:

@@ -1,4 +1,4 @@
-"""Training what is to be compared: one launcher command, several blocks, several seeds."""
+"""Train the runs to compare: one launcher command, several blocks, several seeds."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from hybridcomp.foreign import one_line, parsed_json
 
 BASELINE = "baseline"
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
-#: of Hugging Face's Trainer; without a file behind it one of DeepSpeed, which takes no value
+#: Hugging Face's Trainer takes a file behind it; DeepSpeed has the same flag without a value
 TRAINER_FLAG = "--deepspeed"
 MODULE = "hybridcomp.run"
 #: lines of a failed training's output that are shown
 TAIL = 20
-#: name of the file with what a training prints
+#: name of the file with a training's stdout and stderr
 OUTPUT = "output.txt"
-#: of the end of a log that is looked at
+#: bytes at the end of a log to search for its last record
 LAST_NBYTES = 4096
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training: a process that is started once, and not again after it has finished."""
+    """One training: a process that is not started again after it has finished."""
 
     name: str  # for messages
     folder: Path
     command: Sequence[str]
-    #: what makes another job of it; kept in done.json
+    #: identify the job: a change starts it again; kept in done.json
     settings: Any
     environment: Mapping[str, str] = field(default_factory=dict)  # beside that of this process
 
     def run(self, watch: Callable[[float, Path], object] | None = None) -> float | None:
-        """Seconds that it took, None when it had finished before. Raises CompareError.
+        """Train; return the seconds, None when it had finished before. Raises CompareError.
 
-        ``watch`` is called every ``children.WATCH_S`` seconds with those that have passed and
-        the folder.
+        ``watch`` is called every ``children.WATCH_S`` seconds with the seconds so far and the
+        folder.
         """
         done = self.folder / "done.json"
         if self._has_finished(done):
@@ -76,7 +76,7 @@ class Job:
 
 
 def progress(folder: Path) -> str:
-    """What the log of a training says last, else what the script printed last; "" for nothing."""
+    """Return the last step in a training's log, else the script's last line; "" for nothing."""
     for name, shown in ((LOG, _step_in), (OUTPUT, one_line)):
         try:
             with (folder / name).open("rb") as file:
@@ -92,7 +92,7 @@ def progress(folder: Path) -> str:
 
 
 def _step_in(line: str) -> str:
-    """``step 20, loss 3.214`` of a record, "" for another line."""
+    """Format a record as ``step 20, loss 3.214``; "" for another line."""
     try:
         record = parsed_json(line)
         return f"step {int(record['step'])}, loss {float(record['loss']):.4g}"
@@ -101,7 +101,7 @@ def _step_in(line: str) -> str:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -109,24 +109,24 @@ def free_port() -> int:
 
 
 def ledger_in(block: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """``block`` with its ledger in the folder of the run."""
+    """Return ``block`` with its ledger in the folder of the run."""
     ledger = {**block.get("ledger", {}), "jsonl": str(folder / "ledger.jsonl")}
     return {**block, "ledger": ledger}
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What ``--launch`` is to train."""
+    """The trainings of ``--launch``: a command, blocks and seeds."""
 
     command: Sequence[str]
-    blocks: Mapping[str, dict[str, Any] | None]  # name -> block, the baseline first: None
+    blocks: Mapping[str, dict[str, Any] | None]  # name -> block; the baseline, None, comes first
     seeds: Sequence[int]
     out: Path
     project: str | None = None  # of W&B: switched on in the DeepSpeed file
     group: str = ""
 
     def jobs(self) -> list[Job]:
-        """Seed by seed, so that what is cut off has whole seeds. Raises CompareError."""
+        """List the jobs seed by seed, so that a cut launch has whole seeds. Raises CompareError."""
         if len(self.seeds) > 1 and not any("{seed}" in word for word in self.command):
             raise CompareError(
                 f"--seeds: found {len(self.seeds)} seeds and a command without {{seed}}; write "
@@ -135,11 +135,11 @@ class RunPlan:
         return [self.job(name, seed) for seed in self.seeds for name in self.blocks]
 
     def folder(self, name: str, seed: int) -> Path:
-        """Give the folder with the files of one training."""
+        """Return the folder with the files of one training."""
         return self.out / name / f"seed{seed}"
 
     def job(self, name: str, seed: int) -> Job:
-        """One training, with its files written. Raises CompareError."""
+        """Write the files of one training and return its job. Raises CompareError."""
         folder = self.folder(name, seed).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         block = self.blocks[name]
@@ -171,7 +171,7 @@ class RunPlan:
         return Job(f"{name} seed {seed}", folder, fill(command, values), done, environment)
 
     def _settings(self, source: Path, block: dict[str, Any] | None) -> dict[str, Any]:
-        """The DeepSpeed file with this block, or none, and W&B where that is asked for."""
+        """Read the DeepSpeed file, set or drop its block, and add W&B. Raises CompareError."""
         try:
             settings: dict[str, Any] = parsed_json(source.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -186,13 +186,13 @@ class RunPlan:
 
 
 def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """``command`` with its places filled in; a place in what is filled in stays as it is."""
+    """Fill ``values`` into the places of ``command``; places inside of values stay as they are."""
     places = re.compile("|".join(map(re.escape, values)) or "$^")
     return [places.sub(lambda found: values[found[0]], word) for word in command]
 
 
 def config_of(command: Sequence[str]) -> tuple[int, str, str] | None:
-    """``(position, what stands before it there, path)`` of the DeepSpeed file; None without."""
+    """Find the DeepSpeed file: ``(index of its word, prefix in that word, path)``, or None."""
     for number, word in enumerate(command):
         flag, equals, path = word.partition("=")
         if not equals:
@@ -205,9 +205,9 @@ def config_of(command: Sequence[str]) -> tuple[int, str, str] | None:
 
 
 def armed(command: Sequence[str]) -> list[str]:
-    """``command`` with ``hybridcomp.run`` between launcher and script. Raises CompareError.
+    """Insert ``hybridcomp.run`` between launcher and script. Raises CompareError.
 
-    A command that names the module itself is left as it is. Blocks have no effect without it.
+    A command that has the module already is unchanged. Without the module blocks have no effect.
     """
     words = list(command)
     if MODULE in words:
@@ -226,7 +226,7 @@ def armed(command: Sequence[str]) -> list[str]:
 
 
 def block_of(text: str) -> tuple[str, dict[str, Any]]:
-    """``(name, block)`` of ``PRESET``, ``NAME=PRESET``, ``NAME=FILE`` or ``NAME={..}``.
+    """Read ``(name, block)`` from ``PRESET``, ``NAME=PRESET``, ``NAME=FILE`` or ``NAME={..}``.
 
     Raises CompareError, ConfigError.
     """
@@ -256,7 +256,7 @@ def _say(text: str) -> None:
 
 
 def train(plan: RunPlan) -> list[str]:
-    """Train what is missing; the words that the comparison reads. Raises CompareError."""
+    """Train all unfinished runs; return ``NAME=FOLDER`` words to compare. Raises CompareError."""
     if shutil.which(plan.command[0]) is None:
         raise CompareError(f"{plan.command[0]}: no such command")
     jobs = plan.jobs()

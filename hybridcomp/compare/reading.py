@@ -1,4 +1,4 @@
-"""From the words of a command line to runs that may be compared."""
+"""Read the runs named on a command line, and check that they may be compared."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EXPECTED = (
     f"a log ({json_lines.LOG}; HYBRIDCOMP_RECORD=FILE writes one of any job), W&B's offline-run-* "
     f"or the Trainer's {trainer_state.FILE}, or the folder of one"
 )
-#: what reading a file raises that has the form of a log and holds something else
+#: exceptions of reading a file that has the form of a log and holds something else
 DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
 
 
 def read_runs(texts: Sequence[str], ledger: str) -> list[Run]:
-    """The runs of ``[LABEL=]PATHS`` words, baseline first. Raises CompareError."""
+    """Read the runs of ``[LABEL=]PATHS`` words, baseline first. Raises CompareError."""
     runs = [read_run(*split_label(text), ledger) for text in texts]
     labels = [run.label for run in runs]
     for label in labels:
@@ -35,7 +35,7 @@ def read_runs(texts: Sequence[str], ledger: str) -> list[Run]:
 
 
 def split_label(text: str) -> tuple[str, str]:
-    """``LABEL=PATHS`` or ``PATHS``, whose label is then the folder's or the file's name."""
+    """Split ``LABEL=PATHS``; without a label it is the folder's or the file's name."""
     label, equals, paths = text.partition("=")
     if equals:
         return label, paths
@@ -45,7 +45,7 @@ def split_label(text: str) -> tuple[str, str]:
 
 
 def read_run(label: str, paths: str, ledger: str) -> Run:
-    """The trainings at ``paths`` (files, folders and globs, with commas between).
+    """Read the trainings at ``paths`` (files, folders and globs, with commas between).
 
     A folder is a W&B offline run, or holds a log ``loss.jsonl`` or the Trainer's
     ``trainer_state.json``, or one such folder for each seed.
@@ -64,7 +64,7 @@ def read_run(label: str, paths: str, ledger: str) -> Run:
 
 
 def _split_paths(paths: str) -> list[Path]:
-    """What ``paths`` names; a comma may be part of a name. Raises CompareError."""
+    """Find the files and folders of ``paths``; names may have commas. Raises CompareError."""
     parts = paths.split(",")
     found = _in_fewest_names(parts)
     if found is None:
@@ -74,8 +74,10 @@ def _split_paths(paths: str) -> list[Path]:
 
 
 def _in_fewest_names(parts: list[str]) -> list[Path] | None:
-    """What ``parts`` name where the first name has as many of them as it can, so that
-    "4 bits, rotated" is one run beside a run "4 bits"; None where some name nothing."""
+    """Join ``parts`` to names, the first of as many parts as match, and return their matches.
+
+    "4 bits, rotated" is then one run, beside a run "4 bits". None where some part matches nothing.
+    """
     if not parts:
         return []
     for count in range(len(parts), 0, -1):
@@ -91,7 +93,7 @@ def _matches(text: str) -> list[Path]:
 
 
 def _places(path: Path) -> list[Path]:
-    """The logs and W&B folders that a path stands for."""
+    """Return the logs and W&B folders at a path. Raises CompareError where there are none."""
     if path.is_file():
         return [path]
     if (path / json_lines.LOG).is_file():
@@ -119,7 +121,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _read(path: Path, ledger: str) -> Training:
-    """One training. Raises CompareError, for every file that is no log too."""
+    """Read one training. Raises CompareError, also for files that are damaged or no log."""
     try:
         return _read_as_named(path, ledger)
     except CompareError:
@@ -140,7 +142,7 @@ def _read_as_named(path: Path, ledger: str) -> Training:
 
 
 def check_comparable(baseline: Run, run: Run) -> list[str]:
-    """What else differs, in words; raises CompareError for another model, data order or seed."""
+    """Say which settings differ; raise CompareError for another model, data order or seed."""
     notes: dict[str, None] = {}
     for own, other in zip(
         run.trainings, (baseline.trainings[i] for i in pair(baseline, run)), strict=True
@@ -163,7 +165,7 @@ def check_comparable(baseline: Run, run: Run) -> list[str]:
 
 
 def pair(baseline: Run, run: Run) -> list[int]:
-    """Pair each training of ``run`` with the baseline's of its seed, else of its place."""
+    """Return the baseline's index for each training, by seed or place. Raises CompareError."""
     if None in run.seeds or None in baseline.seeds:
         if len(run.seeds) != len(baseline.seeds):
             raise CompareError(
@@ -183,7 +185,7 @@ def pair(baseline: Run, run: Run) -> list[int]:
 def differences(
     own: Mapping[str, Any] | None, other: Mapping[str, Any] | None, prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys of settings that differ, what was found in each; none where one is unknown."""
+    """Return the dotted keys of settings that differ with both values; {} where one is None."""
     if own is None or other is None:
         return {}
     found: dict[str, tuple[Any, Any]] = {}

@@ -1,4 +1,4 @@
-"""A comparison as text, as Markdown and as JSON."""
+"""Format a comparison as text, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridcomp.compare.statistics import Aligned, Comparison
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that is drawn and written down."""
+    """A comparison: its runs, common axis, statistics and notes."""
 
     runs: Sequence[Run]
     aligned: Aligned
@@ -23,7 +23,7 @@ class Result:
 
 
 def table(result: Result) -> str:
-    """Losses and speeds, bytes, and notes, for a terminal."""
+    """Format losses and speeds, bytes, and notes for a terminal."""
     parts = [_aligned(losses(result))]
     moved = bytes_of(result.runs)
     if len(moved) > 1:
@@ -33,7 +33,7 @@ def table(result: Result) -> str:
 
 
 def markdown(result: Result, title: str, picture: str | None, command: str) -> str:
-    """The report."""
+    """Format the report in Markdown."""
     seeds = [str(seed) for seed in result.runs[0].seeds if seed is not None]
     end = f"{result.aligned.axis[-1]:,.0f} {result.aligned.unit}"
     those = f", seeds {', '.join(seeds)}" if seeds else ""
@@ -64,7 +64,7 @@ def markdown(result: Result, title: str, picture: str | None, command: str) -> s
 
 
 def as_json(result: Result) -> str:
-    """The same figures, for other programs."""
+    """Format the figures of the report as JSON, for other programs."""
     rows = [
         {
             **asdict(comparison),
@@ -82,7 +82,7 @@ def as_json(result: Result) -> str:
 
 
 def losses(result: Result) -> list[list[str]]:
-    """Head and one row for each run; columns that nobody has are left out."""
+    """Return head and one row for each run, without columns that no run has."""
     head = [
         "run", "seeds", f"loss (last {result.last})", "gap %", "gap %, same time", "valid loss",
         "valid gap %", "k tokens/s",
@@ -107,7 +107,7 @@ def losses(result: Result) -> list[list[str]]:
 
 
 def bytes_of(runs: Sequence[Run]) -> list[list[str]]:
-    """Head and one row for each run, dimension and direction."""
+    """Return head and one row for each run, dimension and direction."""
     rows = [["run", "dimension", "codec", "native MB", "sent MB", "ratio", "error", "codec s"]]
     for run in runs:
         for dimension, ways in run.ledger().items():
@@ -129,7 +129,7 @@ def bytes_of(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def with_interval(mean: float | None, interval: float | None) -> str:
-    """``+0.07 ± 0.15``; without an interval with one seed; ``-`` for nothing."""
+    """Format ``+0.07 ± 0.15``; without the interval of one seed; ``-`` for no mean."""
     if mean is None:
         return "-"
     return f"{mean:+.2f}" if interval is None else f"{mean:+.2f} ± {interval:.2f}"
@@ -140,13 +140,13 @@ def _optional(value: float | None, form: str) -> str:
 
 
 def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table in Markdown; the first row is its head. What cells hold is text, and no mark."""
+    """Format a Markdown table; the first row is its head. Marks in cells are escaped."""
     head, *body = (f"| {' | '.join(map(foreign.markdown, row))} |" for row in rows)
     return [head, f"|{'---|' * len(rows[0])}", *body]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns: the first to the left, numbers to the right, a rule below the head."""
+    """Align columns, text to the left and numbers to the right, with a rule below the head."""
     rows = [[foreign.one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     left = [all(not _number(row[column]) for row in rows[1:]) for column in range(len(rows[0]))]

@@ -1,4 +1,4 @@
-"""What is compared: trainings that have finished, grouped into ways of training."""
+"""Finished trainings, grouped into runs: one run for each way of training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Rows = dict[str, dict[str, dict[str, Any]]]
 WARM_UP = 3
 
 
-#: what is beyond has no mean and no gap
+#: larger losses have no mean and no gap
 LARGEST_LOSS = 1e30
 
 
 class CompareError(HybridcompError, ValueError):
-    """Runs that cannot be read or compared; the message names file, found and what to do."""
+    """Error of runs that cannot be read or compared; it names file, found and what to do."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Training:
     tokens: Curve | None  # trained on until then
     seconds: Curve | None  # since the first step began, of training alone
     speeds: Curve | None  # tokens a second
-    #: what must be equal to compare: {"seed": .., "data": {..}, "model": {..}}, as far as known
+    #: equal in compared runs: {"seed": .., "data": {..}, "model": {..}}, as far as known
     identity: Mapping[str, Any] = field(default_factory=dict)
     #: the DeepSpeed settings, as far as known
     settings: Mapping[str, Any] | None = None
@@ -67,7 +67,7 @@ class Run:
         return [training.seed for training in self.trainings]
 
     def speed(self) -> float | None:
-        """Median tokens a second over all seeds, without the first steps; None where unknown."""
+        """Return median tokens a second over all seeds, without warm-up; None where unknown."""
         found = [training.speeds for training in self.trainings if training.speeds is not None]
         if not found:
             return None
@@ -76,11 +76,11 @@ class Run:
         )
 
     def ledger(self) -> Rows:
-        """Totals of the first seed; the bytes of the others are the same for fixed-size codecs."""
+        """Return totals of the first seed; fixed-size codecs send the same bytes in all seeds."""
         return self.trainings[0].ledger
 
     def bits(self) -> str:
-        """What was compressed, how much: ``dp blockint(bits=4) 7.5x; zero ...``; "" without."""
+        """Name codecs and ratios: ``dp blockint(bits=4) 7.5x; zero ...``; "" for no codec."""
         parts = []
         for dimension, ways in self.ledger().items():
             for way, row in ways.items():
@@ -91,13 +91,13 @@ class Run:
 
 
 def short(codec: str) -> str:
-    """A codec's name for people: three digits, without the settings that hardly anybody changes."""
+    """Shorten a codec's name for people: three digits, without rarely changed settings."""
     kept = re.sub(r", (segment=\d+|mode=rel)(?=[,)])", "", codec)
     return re.sub(r"\d+\.\d{4,}(e-?\d+)?", lambda found: f"{float(found[0]):.3g}", kept)
 
 
 def check_curve(source: Path, steps: Curve, losses: Curve) -> None:
-    """Raises CompareError for a curve that is empty or not finite."""
+    """Raise CompareError for a curve that is empty or not finite, or whose steps do not rise."""
     if not len(steps):
         raise CompareError(
             f"{source}: holds no step with a loss; did the run fail before its first?"

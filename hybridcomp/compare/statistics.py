@@ -1,4 +1,4 @@
-"""Aligning runs by tokens and by wall clock, and what they differ by."""
+"""Align runs by tokens and by wall clock, and compute their gaps."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Comparison:
 def align(runs: Sequence[Run], last: int) -> Aligned:
     """Put runs on one axis: tokens where all know them, else optimizer steps.
 
-    The axis is that of the training with the fewest points, as far as all have got; others are
-    interpolated where theirs differ, which is said. Raises CompareError when too little is common.
+    The axis is that of the training with the fewest points, up to where the shortest one ends;
+    other losses are interpolated, and a note says so. Raises CompareError for too few such points.
     """
     trainings = [training for run in runs for training in run.trainings]
     unit = "tokens" if all(t.tokens is not None for t in trainings) else "steps"
@@ -101,7 +101,7 @@ def _clock(training: Training) -> Curve:
 
 
 def compare(runs: Sequence[Run], aligned: Aligned, last: int) -> list[Comparison]:
-    """Every run against the first, paired by seed. Raises CompareError for unpaired seeds."""
+    """Compare every run with the first, by seed. Raises CompareError for unpaired seeds."""
     return [_compare(runs, aligned, number, last) for number in range(len(runs))]
 
 
@@ -138,11 +138,11 @@ def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> C
 
 
 def noise(aligned: Aligned, number: int, order: Sequence[int], last: int) -> float | None:
-    """Half of the 95% interval that neighbouring steps alone give a gap, in percent.
+    """Return half of the 95% interval of a gap, in percent, from differences of neighbours.
 
-    Of the gaps of the ``last`` points their mean is the final gap. How far neighbours among them
-    differ says how far off that mean is by chance; a trend of both runs is in none of it. None
-    with fewer than three points.
+    The final gap is the mean of the gaps of the ``last`` points. Differences of neighbouring gaps
+    give the random error of that mean, without a trend that both runs share. None with fewer than
+    three points.
     """
     ends = aligned.losses[number][:, -last:], aligned.losses[0][order, -last:]
     if ends[0].shape[1] < 3 or not ends[1].all():
@@ -155,7 +155,7 @@ def noise(aligned: Aligned, number: int, order: Sequence[int], last: int) -> flo
 def caveats(
     runs: Sequence[Run], aligned: Aligned, comparisons: Sequence[Comparison], last: int
 ) -> list[str]:
-    """What a reader of the gaps has to know: too few steps, and one seed beside the noise."""
+    """Return notes on the gaps: too few steps, and a gap of one seed against the noise."""
     found = []
     points = len(aligned.axis)
     if points < ENOUGH * last:
@@ -177,10 +177,10 @@ def caveats(
 
 
 def clock_gaps(aligned: Aligned, number: int, order: Sequence[int], last: int) -> Curve | None:
-    """Gaps in percent at equal wall clock, of each seed: (seeds,).
+    """Return gaps in percent at equal wall clock, of each seed: (seeds,).
 
-    At the time when the faster run of a pair has reached the end of the axis the slower one is
-    still on its way; both losses are means of the ``last`` points before that.
+    Losses are taken when the faster run of a pair reaches the end of the axis; both are means of
+    the ``last`` points before that time. None without clocks.
     """
     if aligned.seconds is None:
         return None
@@ -201,7 +201,7 @@ def clock_gaps(aligned: Aligned, number: int, order: Sequence[int], last: int) -
 
 
 def running_mean(curves: Curve, window: int) -> Curve:
-    """Mean of the last ``window`` points of each row, of as many as there are at first."""
+    """Average the last ``window`` points of each row, at its start as many as there are."""
     sums = np.cumsum(curves, axis=1)
     sums[:, window:] = sums[:, window:] - sums[:, :-window]
     counts = np.minimum(np.arange(1, curves.shape[1] + 1), window)
@@ -209,14 +209,14 @@ def running_mean(curves: Curve, window: int) -> Curve:
 
 
 def gap_curves(runs: Sequence[Run], aligned: Aligned, number: int, window: int) -> Curve:
-    """Smoothed loss over the baseline's of the same seed, in percent: (seeds, points)."""
+    """Return gaps in percent of smoothed losses to the baseline's of the seed: (seeds, points)."""
     own = running_mean(aligned.losses[number], window)
     other = running_mean(aligned.losses[0][pair(runs[0], runs[number])], window)
     return np.asarray(100 * (own / other - 1))
 
 
 def half_width(values: Curve) -> float | None:
-    """Half of the 95% interval of the mean, by Student's t; None for one value."""
+    """Return half of the 95% interval of the mean, by Student's t; None for one value."""
     count = len(values)
     if count < 2:
         return None

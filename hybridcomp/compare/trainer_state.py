@@ -1,10 +1,10 @@
-"""Trainings of Hugging Face's Trainer, from the ``trainer_state.json`` that it saves.
+"""Read trainings of Hugging Face's Trainer from the ``trainer_state.json`` that it saves.
 
 Its ``log_history`` has a record every ``logging_steps`` optimizer steps, whose ``loss`` is the mean
 since the record before, others of evaluations (``eval_loss``), and one that closes the run. A
-resumed run carries on the history of the run before. With ``HybridcompCallback`` the ledger's
-figures stand in records of their own, which count where no file of the ledger lies beside it.
-Nothing tells the seed or the clock: for these the Trainer's W&B run is the better source.
+resumed run continues the history of the run before. With ``HybridcompCallback`` separate records
+hold the ledger's figures, which count where no file of the ledger is beside it. The file has
+neither seed nor clock: for these the Trainer's W&B run is the better source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOSS, EVALUATION, TOKENS = "loss", "eval_loss", "num_input_tokens_seen"
 
 
 def place_in(folder: Path) -> Path | None:
-    """The file of ``folder``, else that of its last checkpoint; None where there is neither."""
+    """Return the file of ``folder``, else that of its last checkpoint, else None."""
     if (folder / FILE).is_file():
         return folder / FILE
     found = {
@@ -39,7 +39,7 @@ def place_in(folder: Path) -> Path | None:
 
 
 def read_training(path: Path, ledger: str) -> Training:
-    """One run, with the file ``ledger`` beside it or beside its checkpoints.
+    """Read one run, with the file ``ledger`` beside it or beside its checkpoints.
 
     Raises CompareError.
     """
@@ -73,12 +73,12 @@ def read_training(path: Path, ledger: str) -> Training:
 
 
 def _owns(folder: Path, ledger: str) -> bool:
-    """Whether ``folder`` is one of this run, and has a ledger."""
+    """Return whether ``folder`` has the Trainer's file, or checkpoints with it, and a ledger."""
     own = (folder / FILE).is_file() or any(folder.glob(f"checkpoint-*/{FILE}"))
     return own and (folder / ledger).is_file()
 
 
 def _tokens(records: list[dict[str, Any]]) -> Curve | None:
-    """What was trained on until then, where the Trainer was asked to count it."""
+    """Return the tokens trained on at each record; None where the Trainer did not count them."""
     found = np.array([record.get(TOKENS, 0) for record in records], dtype=np.float64)
     return found if (np.diff(found, prepend=0.0) > 0).all() else None

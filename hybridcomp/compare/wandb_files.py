@@ -1,9 +1,9 @@
-"""Trainings from the folders that W&B writes without a network: ``wandb/offline-run-*``.
+"""Read trainings from the folders that W&B writes without a network: ``wandb/offline-run-*``.
 
-The records are parsed by W&B's own ``wandb_internal_pb2``. The file around them is a LevelDB log
+W&B's ``wandb_internal_pb2`` parses the records. The file around them is a LevelDB log
 (https://github.com/google/leveldb/blob/main/doc/log_format.md) with a header of seven bytes and
-zlib's CRC-32. W&B read it with ``wandb.sdk.internal.datastore`` until it moved to another language;
-newer releases have no Python reader, so the framing is taken apart here.
+zlib's CRC-32. Not every release of W&B has a Python reader of it
+(``wandb.sdk.internal.datastore``), so this module parses the framing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOSSES = (LOSS, "Train/Samples/train_loss", "train/lm_loss", "lm loss", "train/l
 VALID_LOSSES = (VALID_LOSS, "validation/lm_loss", "lm loss validation", "eval/loss")
 #: optimizer steps where W&B numbers the rows itself (Hugging Face's Trainer), and its tokens
 TRAINER_STEP, TRAINER_TOKENS = "train/global_step", "train/num_input_tokens_seen"
-#: in the configs of GPT-NeoX, Megatron-LM and the Trainer: what makes the model, what the data
+#: keys of model and data in the configs of GPT-NeoX, Megatron-LM and the Trainer
 MODEL_KEYS = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "intermediate_size",
     "num_query_groups", "num_kv_heads", "vocab_size", "padded_vocab_size", "num_experts",
@@ -52,7 +52,7 @@ BATCHES = ("train_batch_size", "global_batch_size")
 
 
 def read_training(folder: Path) -> Training:
-    """One offline run. Raises CompareError."""
+    """Read one offline run. Raises CompareError."""
     files = sorted(folder.glob("*.wandb"))
     if len(files) != 1:
         raise CompareError(f"{folder}: expected one file *.wandb, found {len(files)}")
@@ -65,12 +65,12 @@ def read_training(folder: Path) -> Training:
         )
     numbers = next(iter(rows.values()))
     counted = _series(history, TRAINER_STEP)
-    last = {counted.get(row, row): row for row in sorted(numbers)}  # a step that was done again
+    last = {counted.get(row, row): row for row in sorted(numbers)}  # of repeated steps the last
     at = [last[step] for step in sorted(last)]
     losses = np.array([numbers[step] for step in at], dtype=np.float64)
     header = config.get(CONFIG_RUN) or {}
     tokens = _tokens(history, config, at)
-    # the numbers of W&B's steps are what the trainer gave: samples in DeepSpeed's monitors
+    # W&B's step numbers come from the trainer: in DeepSpeed's monitors they are samples
     steps = np.arange(1, len(at) + 1) if TOKENS in _names(history) else np.array(sorted(last))
     seconds = _at(history, "_runtime", at)
     check_curve(folder, steps.astype(np.float64), losses)
@@ -91,7 +91,7 @@ def read_training(folder: Path) -> Training:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Any, dict[int, dict[str, Any]]]:
-    """``(config, W&B's record of the run, step -> logged values)`` of a ``.wandb`` file."""
+    """Read ``(config, W&B's record of the run, step -> logged values)``. Raises CompareError."""
     try:
         from wandb.proto import wandb_internal_pb2
     except ImportError:
@@ -117,7 +117,7 @@ def read(path: Path) -> tuple[dict[str, Any], Any, dict[int, dict[str, Any]]]:
 
 
 def payloads(path: Path) -> Iterator[bytes]:
-    """The records of a file; one that was cut off at its end is left out. Raises CompareError."""
+    """Yield the records of a file, without one that is cut off at its end. Raises CompareError."""
     data = path.read_bytes()
     if not data.startswith(HEADER):
         raise CompareError(f"{path}: expected a file of W&B, found {data[:7]!r}")
@@ -141,7 +141,7 @@ def payloads(path: Path) -> Iterator[bytes]:
 
 
 def identity_of(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal to compare: of our trainer's header, else of the trainer's own config."""
+    """Return what compared runs have to share, of hybridcomp's header, else of the config."""
     from hybridcomp.compare import json_lines
 
     if header:
@@ -153,7 +153,7 @@ def identity_of(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[st
 
 
 def _settings(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The DeepSpeed settings: of our trainer's header, else what the Trainer was given."""
+    """Return the DeepSpeed settings: of hybridcomp's header, else of the Trainer's config."""
     found = header.get("deepspeed", config.get("deepspeed"))
     return dict(found) if isinstance(found, Mapping) else None
 
@@ -180,7 +180,7 @@ def _series(history: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, fl
 
 
 def _at(history: Mapping[int, Mapping[str, Any]], name: str, at: list[int]) -> Curve | None:
-    """The figure at these steps, None where one lacks it."""
+    """Return the figure ``name`` at the steps ``at``, None where one lacks it."""
     if not all(name in history[step] for step in at):
         return None
     return np.array([history[step][name] for step in at], dtype=np.float64)
@@ -196,7 +196,7 @@ def _last(history: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> f
 def _tokens(
     history: Mapping[int, Mapping[str, Any]], config: Mapping[str, Any], at: list[int]
 ) -> Curve | None:
-    """Tokens as logged; else iterations times batch and length of the trainer's config."""
+    """Return tokens as logged; else iterations times batch and length of the trainer's config."""
     for name in (TOKENS, TRAINER_TOKENS):
         if (logged := _at(history, name, at)) is not None:
             return logged
@@ -210,7 +210,7 @@ def _tokens(
 def _elapsed(
     history: Mapping[int, Mapping[str, Any]], at: list[int], runtime: Curve | None
 ) -> Curve | None:
-    """Seconds of training: the steps' own, else W&B's clock from the first step on."""
+    """Return seconds of training: the logged ones, else W&B's clock since the first step."""
     own = _at(history, "seconds", at)
     if own is not None:
         return np.asarray(np.cumsum(own))

@@ -1,4 +1,4 @@
-"""``python -m hybridcomp.measure``, as a launcher starts it on every rank."""
+"""Run ``python -m hybridcomp.measure``, which a launcher starts on every rank."""
 
 from __future__ import annotations
 

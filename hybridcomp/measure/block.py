@@ -1,4 +1,4 @@
-"""The transformer block that is timed, and what it takes: FLOP, and bytes kept for backward.
+"""The transformer block that is timed, with its FLOP and its bytes kept for backward.
 
 Attention with causal mask and rotary positions, and a feed-forward layer of four times the width,
 each behind a norm and beside a residual connection. Shapes: B samples, T tokens, C width, H heads,
@@ -18,7 +18,7 @@ from hybridcomp.errors import ConfigError
 
 @dataclass(frozen=True)
 class BlockSize:
-    """A block and what goes through it."""
+    """Sizes of a block and of its input."""
 
     batch: int
     length: int
@@ -27,7 +27,7 @@ class BlockSize:
 
     @classmethod
     def parse(cls, text: str) -> BlockSize:
-        """``8x128x256`` or, with heads, ``8x128x256x4``. Raises ConfigError."""
+        """Parse ``8x128x256`` or, with heads, ``8x128x256x4``. Raises ConfigError."""
         try:
             batch, length, width, *heads = map(int, text.split("x"))
             (count,) = heads or [max(1, width // 32)]
@@ -40,22 +40,22 @@ class BlockSize:
 
     @property
     def parameters(self) -> int:
-        """Values of its matrices."""
+        """Parameters of the block's matrices."""
         return 12 * self.width**2
 
     @property
     def flops(self) -> float:
-        """FLOP of forward, as torch's FlopCounter has them: a masked product counts as a whole."""
+        """FLOP of forward, counted as torch's FlopCounter does: masked products in full."""
         tokens = self.batch * self.length
         return 24.0 * tokens * self.width**2 + 4.0 * tokens * self.length * self.width
 
     def told(self) -> str:
-        """For the note of a row."""
+        """Format the sizes for the note of a row."""
         return f"batch {self.batch}, length {self.length}, width {self.width}"
 
 
 class Block(nn.Module):
-    """(B, T, C) to (B, T, C)."""
+    """A transformer block: maps (B, T, C) to (B, T, C)."""
 
     cos: Tensor  # (T, D / 2) of every position and frequency, of the weights' dtype
     sin: Tensor
@@ -74,7 +74,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Attend, then feed forward."""
+        """Apply attention, then the feed-forward layer."""
         batch, length, width = hidden.shape
         qkv = self.qkv(self.norm1(hidden)).view(batch, length, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
@@ -85,16 +85,16 @@ class Block(nn.Module):
         return out
 
     def _rotated(self, values: Tensor) -> Tensor:
-        """Turn pairs of ``values`` (B, H, T, D) in fp32, as models do it."""
+        """Rotate pairs of ``values`` (B, H, T, D) in fp32, as models do."""
         one, two = values.float().chunk(2, dim=-1)
         cos, sin = self.cos, self.sin
         return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1).to(values.dtype)
 
 
 def kept_nbytes(block: nn.Module, hidden: Tensor) -> int:
-    """Bytes that backward of ``block(hidden)`` needs beside the parameters, each once."""
+    """Return the bytes of storages saved for backward of ``block(hidden)``, without parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    kept: dict[int, Tensor] = {}  # tensors are held, so that no address is used again
+    kept: dict[int, Tensor] = {}  # holds tensors, so that no address is reused
 
     def note(tensor: Tensor) -> Tensor:
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)

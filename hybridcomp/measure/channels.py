@@ -1,14 +1,14 @@
-"""Messages of tp, pp, ep and cp through the channels of their dimensions, as the seams send them.
+"""Time messages of tp, pp, ep and cp through the channels of their dimensions.
 
-What data parallel messages cost in an engine, its small trainings tell (``trainings``). The other
-dimensions need layers and stages that a measurement does not build; but their messages go through
-the same wrappers and channels here: choice, records, headers, waiting and all. Each is sent by
-torch.distributed alone, through a channel that leaves it native, and through channels with codecs,
-in turns: alone, and in all groups of the shape at once, as a dimension does it.
+Small trainings measure data parallel messages in an engine (``trainings``). The other dimensions
+need layers and stages that a measurement does not build; but their messages go through the same
+wrappers and channels here, with the choice of the codec, records, headers and waits. Each is sent
+by torch.distributed alone, through a channel that leaves it native, and through channels with
+codecs, in turns: alone, and in all groups of the shape at once, as in a training.
 
-tp  the sum behind a layer, and with sequence parallelism a gather and a reduce-scatter
-pp  an activation to the next stage and the gradient back, blocking, as DeepSpeed's pipeline
-ep  the all-to-all of experts; sequence parallelism of Ulysses (cp) takes the same way
+tp  the all-reduce behind a layer, and with sequence parallelism a gather and a reduce-scatter
+pp  an activation to the next stage and the gradient back, blocking, as in DeepSpeed's pipeline
+ep  the all-to-all of experts; sequence parallelism of Ulysses (cp) uses the same code
 cp  a hop of ring attention: both ranks of a pair send and receive
 """
 
@@ -44,16 +44,16 @@ from hybridcomp.plan.machines.rows import NATIVE, Carried, LeftOut, Operation
 from hybridcomp.policy import Direction
 
 Name = Literal["tp", "pp", "ep", "cp"]
-#: messages of each dimension; those from rank to rank in pairs alone
+#: messages of each dimension; sends only in groups of two ranks
 MESSAGES: tuple[tuple[Name, Operation], ...] = (
     ("tp", "all_reduce"), ("tp", "all_gather"), ("tp", "reduce_scatter"), ("pp", "send"),
     ("ep", "all_to_all"), ("cp", "send"),
 )  # fmt: skip
-#: values of the two messages: what a small model's activations have, or a large one's
+#: values of the two messages: as many as activations of a small model have, and of a large one
 NUMELS = {"cpu": (1 << 15, 1 << 20), "cuda": (1 << 15, 1 << 22)}
 #: the longer one is left out if all of its turns may take this many times the allowance
 PATIENCE = 6.0
-#: without a channel
+#: name of the run by torch.distributed, without a channel
 DIRECT = ""
 
 
@@ -74,13 +74,13 @@ class _Case:
 def channel_rows(
     team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: str
 ) -> tuple[list[Carried], list[LeftOut]]:
-    """The same rows on all ranks, and what was not timed; a collective over the job."""
+    """Time all messages; return equal rows on all ranks, and messages not timed; a collective."""
     codecs = {make_codec(name, **more).spec: (name, more) for name, more in CODECS}
     blocks: dict[str, tuple[str, Mapping[str, Any]]] = {NATIVE: (NATIVE, {}), **codecs}
     channels = {setting: channels_of(*block) for setting, block in blocks.items()}
     cases, rows = list(_cases(shapes, NUMELS[team.device.type])), []
     left_out: list[LeftOut] = []
-    timed: dict[tuple[object, ...], int] = {}  # values of the message that was
+    timed: dict[tuple[object, ...], int] = {}  # values of the message that was timed
     rates: dict[tuple[object, ...], float] = {}  # seconds a value of all turns
     for case, allowance in zip(cases, part.allowances(len(cases)), strict=True):
         if rates.get(case.kind, 0.0) * case.numel * (2 + LEAST) > PATIENCE * allowance:
@@ -108,12 +108,12 @@ def channel_rows(
                 beside="alone" if case.key.beside == "alone" else "groups",
             ))  # fmt: skip
     for one in channels.values():
-        one.close_step(False, team.device)  # headers that nobody has looked at yet
+        one.close_step(False, team.device)  # checks headers that are still pending
     return rows, left_out
 
 
 def _cases(shapes: list[Shape], numels: tuple[int, int]) -> Iterator[_Case]:
-    """Shorter messages first, as they tell how long the others take."""
+    """Yield shorter messages first, since their seconds predict those of longer ones."""
     for numel, (name, operation), shape in every(numels, MESSAGES, shapes):
         if operation == "send" and shape.ranks > 2:
             continue
@@ -135,7 +135,7 @@ def _divisible(numel: int, ranks: int) -> int:
 
 
 def channels_of(codec: str, settings: Mapping[str, Any]) -> Channels:
-    """The channels of an engine whose block gives all of these dimensions one codec."""
+    """Build the channels of a block that gives all of these dimensions one codec."""
     block: dict[str, Any] = {"min_bytes": 0, "ledger": {"sample_every": 0}}
     for name, _ in MESSAGES:
         block[name] = {"codec": codec, **settings}
@@ -150,9 +150,10 @@ def _values(case: _Case, dtype: torch.dtype, team: Team) -> Tensor:
 def in_turns(
     team: Team, clock: Clock, names: list[str], runs: Mapping[str, Run], allowance_s: float
 ) -> dict[str, Figure]:
-    """Seconds of every run, one after the other in rounds; a collective over the job.
+    """Time every run in turns, round by round; a collective over the job.
 
-    ``runs``: of this rank, by name; none where it only waits for others.
+    ``runs``: of this rank, by name; empty where it only waits for others. Returns the slowest
+    rank's seconds of one call, by name.
     """
     once = dict.fromkeys(names, 0.0)
     for name in [*names, *names]:
@@ -173,7 +174,7 @@ def in_turns(
 
 
 def runner(name: Name, key: Key, values: Tensor, channels: Channels | None, team: Team) -> Run:
-    """One message of a dimension through ``channels``; None: by torch.distributed alone."""
+    """Build a call that sends a message through ``channels``; None: by torch.distributed."""
     if name == "pp":
         return _there_and_back(key.shape, values, channels, team)
     if name == "cp":
@@ -182,7 +183,7 @@ def runner(name: Name, key: Key, values: Tensor, channels: Channels | None, team
 
 
 def _collective(name: Name, key: Key, values: Tensor, channels: Channels | None) -> Run:
-    """What layers call: upstream's function, or the wrapper that stands for it in a seam."""
+    """Build the call of a layer's collective: upstream's function, or the seam's wrapper of it."""
     group, out = key.shape.group, torch.zeros_like(values)
     part = values[: values.numel() // key.shape.ranks]
     own = torch.zeros_like(part)
@@ -211,7 +212,7 @@ def _collective(name: Name, key: Key, values: Tensor, channels: Channels | None)
 
 
 def _there_and_back(shape: Shape, values: Tensor, channels: Channels | None, team: Team) -> Run:
-    """An activation to the other rank of a pair, and a gradient back."""
+    """Build a call that sends an activation to the other rank of a pair, and a gradient back."""
     one, two = shape.own
     first, other = team.rank == one, two if team.rank == one else one
     out, group = torch.zeros_like(values), shape.group
@@ -245,7 +246,7 @@ def _there_and_back(shape: Shape, values: Tensor, channels: Channels | None, tea
 
 
 def _hop(shape: Shape, values: Tensor, channels: Channels | None, team: Team) -> Run:
-    """Keys and values to the next rank of a ring of two, while those of the other one come."""
+    """Build a hop of a ring of two: both ranks send keys and values and receive the other's."""
     out, group = torch.zeros_like(values), shape.group
     one, two = shape.own
     other = two if team.rank == one else one

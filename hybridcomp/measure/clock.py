@@ -1,4 +1,4 @@
-"""Timing a call: alone, or beside matrix products, on a host and on a GPU."""
+"""Time a call, alone or beside matrix products, on a host and on a GPU."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from hybridcomp.measure import throttle
 
 Run = Callable[[], object]
 cuda: Any = torch.cuda  # parts of it are untyped
-#: a call that is shorter is repeated inside one timing
+#: shorter calls are repeated inside one timing
 SHORT_S = 5e-4
 MOST_INNER = 20
 #: timings of a case
 LEAST, MOST = 3, 25
-#: how many periods a timing lasts where CPU time is given by the period
+#: periods that a timing lasts where CPU time is limited by the period
 PERIODS = 6
 
 
 class Clock(Protocol):
-    """Times calls on one device. period_s: in which it is given CPU time (``throttle``), or 0.0."""
+    """Times calls on one device. period_s: of a limit of its CPU time (``throttle``), or 0.0."""
 
     period_s: float
 
     def seconds(self, run: Run, times: int = 1) -> float:
-        """Seconds of one of ``times`` calls of ``run``, until the device has done them."""
+        """Return mean seconds a call of ``times`` calls of ``run``, until the device is done."""
         ...
 
     def beside(
         self, run: Run, product: Run, product_s: float, expected_s: float
     ) -> tuple[float, float]:
-        """Time ``run`` while ``product`` is computed over and over.
+        """Time ``run`` while ``product`` is computed repeatedly.
 
         Args:
             product_s: seconds of one product alone.
-            expected_s: about how long ``run`` takes.
+            expected_s: approximate seconds of ``run``.
 
-        Returns its seconds, and the share of the products of that time that were still computed.
+        Returns its seconds, and the speed of the products meanwhile, relative to products alone.
         """
         ...
 
 
 class HostClock:
-    """A CPU: calls return when they are done, products run in this thread, calls in another."""
+    """Clock of a CPU: calls return when done; products run in this thread, calls in another."""
 
     period_s = 0.0
 
@@ -75,7 +75,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """A GPU: events on its streams; calls run on one of their own beside products."""
+    """Clock of a GPU: events on streams; beside products, calls run on a separate stream."""
 
     period_s = 0.0
 
@@ -111,7 +111,7 @@ class DeviceClock:
         cuda.synchronize(self._device)
         seconds = float(start.elapsed_time(stop)) * 1e-3
         busy = float(start.elapsed_time(computed)) * 1e-3
-        # where products outlast the call, only what they took longer than alone was taken from them
+        # products that outlast the call lost only the seconds that they took longer than alone
         overlap = min(seconds, busy)
         left = 1 - (busy - count * product_s) / overlap if overlap else 1.0
         return seconds, min(1.0, max(0.0, left))
@@ -122,19 +122,20 @@ def _event() -> Any:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """Return the clock of a device."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """What runs inside belongs to ``device``."""
+    """Return a context in which ``device`` is the current GPU; for a CPU it does nothing."""
     return cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def samples(clock: Clock, run: Run, allowance_s: float) -> list[float]:
-    """Timings of ``run``, which no other rank takes part in, after one that does not count.
+    """Time ``run``, without other ranks, after a first call that does not count.
 
-    Under a limit of CPU time each lasts some periods of it, or as long as ``allowance_s`` allows.
+    Under a limit of CPU time each timing lasts some periods of it, or as long as ``allowance_s``
+    allows.
     """
     clock.seconds(run)
     once = max(clock.seconds(run), 1e-9)
@@ -147,7 +148,7 @@ def samples(clock: Clock, run: Run, allowance_s: float) -> list[float]:
 
 
 def times_over(clock: Clock, run: Run, seconds: float) -> int:
-    """How often ``run`` has to be called to last for ``seconds``, at least once."""
+    """Return how many calls of ``run`` last for ``seconds``, at least 1."""
     count = 1
     while (took := clock.seconds(run, count) * count) < seconds:
         # at most ten times as often: a few calls may all have been in one grant

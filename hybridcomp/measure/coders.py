@@ -1,6 +1,6 @@
-"""What a device codes and copies: every codec by dtype, alone and beside matrix products.
+"""Time codecs and copies of a device: every codec by dtype, alone and beside matrix products.
 
-The host of a GPU codes as well, where an optimizer works in its memory (``host_rows``).
+The host of a GPU codes as well where the optimizer is in its memory (``host_rows``).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hybridcomp.measure.team import Part, Team
 from hybridcomp.plan.machines.figures import Figure, median, summary
 from hybridcomp.plan.machines.rows import Beside, Coding, Copy, Direction
 
-#: values of one call; the first says what a call costs, whatever its length
+#: values of one call; the first gives the constant seconds of a call
 NUMELS = {"cpu": (1 << 12, 1 << 18, 1 << 21), "cuda": (1 << 12, 1 << 20, 1 << 24)}
 COPIES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 26)}
 DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
 #: of the hosts of GPUs: values of one call, and their dtypes: fp32 are master weights
 HOST_NUMELS, HOST_DTYPES = (1 << 16, 1 << 22), ("fp32", "bf16")
-#: rows and columns of the matrix product that runs beside
+#: rows and columns of the matrix product that runs beside a codec
 SIDE = {"cpu": 192, "cuda": 2048}
 
 
 def settings() -> list[Codec]:
-    """The codecs that are timed: those of the presets, and every other one as it is by default.
+    """Return the codecs to time: those of the presets, and every other one with its defaults.
 
-    Left out are codecs that are a way to reduce gradients and encode nothing.
+    Codecs that only reduce gradients, and encode nothing, are left out.
     """
     found: dict[str, Codec] = {}
     for name in PRESETS:
@@ -49,9 +49,9 @@ def settings() -> list[Codec]:
 
 
 def coding_rows(team: Team, clock: Clock, part: Part) -> list[Coding]:
-    """Rows of this rank; a collective over the job, as all begin every case together."""
+    """Time this rank's codecs; a collective over the job, as all begin every case together."""
     numels = NUMELS[team.device.type]
-    # the two shorter lengths say what a call and what a value costs beside products, too
+    # the two shorter lengths give the seconds of a call and of a value beside products, too
     work: list[tuple[int, Beside]] = [
         *((numel, "alone") for numel in numels), *((numel, "compute") for numel in numels[:2])
     ]  # fmt: skip
@@ -78,7 +78,7 @@ def coding_rows(team: Team, clock: Clock, part: Part) -> list[Coding]:
 
 
 def host_rows(team: Team, part: Part) -> list[Coding]:
-    """What this rank's host codes for copies, on the cores that those take; rows as above."""
+    """Time codecs on this rank's host, on the cores that copies use; a collective."""
     rows, clock = [], HostClock()
     cases = list(every(HOST_NUMELS, HOST_DTYPES, settings()))
     with fewer_threads():
@@ -91,7 +91,7 @@ def host_rows(team: Team, part: Part) -> list[Coding]:
 
 
 def product_beside(clock: Clock, device: torch.device) -> tuple[Run, float]:
-    """The matrix product that runs beside other work, and its seconds alone."""
+    """Build the matrix product that runs beside other work; return it and its seconds alone."""
     side = SIDE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     one, two = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -106,7 +106,7 @@ def product_beside(clock: Clock, device: torch.device) -> tuple[Run, float]:
 def _runs(
     codec: Codec, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Direction, Run]]:
-    """What is timed of a codec; nothing of one that does not take the dtype or the device."""
+    """Yield the calls of a codec to time; none where it cannot take the dtype or the device."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(numel, generator=generator).to(device, dtype)
     try:
@@ -123,7 +123,7 @@ def _runs(
 
 
 def copy_rows(team: Team, clock: Clock, part: Part) -> list[Copy]:
-    """Copies between this rank's device and pinned host memory; on a CPU inside its memory."""
+    """Time copies between this rank's device and pinned host memory; on a CPU inside memory."""
     rows: list[Copy] = []
     sizes = COPIES[team.device.type]
     pin = team.device.type == "cuda"
@@ -138,7 +138,7 @@ def copy_rows(team: Team, clock: Clock, part: Part) -> list[Copy]:
 
 
 def merged(figures: Sequence[Figure]) -> Figure:
-    """One figure of all ranks: the median of their medians, from the fastest to the slowest."""
+    """Merge figures of all ranks: the median of values, from the least low to the largest high."""
     return Figure(
         median([figure.value for figure in figures]),
         min(figure.low for figure in figures),

@@ -1,4 +1,4 @@
-"""The command line of ``hybridcomp measure``, the same under every launcher."""
+"""Run the command line of ``hybridcomp measure``, the same under every launcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_STARTED = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m hybridcomp.measure``; the exit status."""
+    """Run ``python -m hybridcomp.measure`` and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="hybridcomp.measure", description=HOW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and write the file; the exit status. Says how to start it where nobody did."""
+    """Measure, write the file, return the exit status. Without a launcher print how to start."""
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         print(HOW, end="")
         return NOT_STARTED
@@ -69,13 +69,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _looked_at(options: argparse.Namespace) -> list[BlockSize]:
-    """The blocks; what would be seen only behind the measurement is refused. Raises ConfigError."""
+    """Check all options before the measurement and return the blocks. Raises ConfigError."""
     if not 0 < options.seconds < math.inf:
         raise ConfigError("--seconds", options.seconds, "expected a number above 0")
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
         raise ConfigError("--ranks-per-node", options.ranks_per_node, "expected 1 or more")
     folder = options.out.absolute().parent
-    if os.environ["RANK"] == "0":  # which writes it
+    if os.environ["RANK"] == "0":  # rank 0 writes the file
         if options.out.is_dir():
             raise ConfigError("--out", str(options.out), "expected a file, and it is a folder")
         if not os.access(folder, os.W_OK):
@@ -84,16 +84,16 @@ def _looked_at(options: argparse.Namespace) -> list[BlockSize]:
 
 
 def _meet(device: torch.device) -> None:
-    """Start torch.distributed. Raises HybridcompError where the launcher did not say how."""
+    """Start torch.distributed. Raises HybridcompError where the environment is incomplete."""
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    except (ValueError, RuntimeError) as error:  # torch's own are RuntimeErrors
+    except (ValueError, RuntimeError) as error:  # torch's errors are RuntimeErrors
         said = str(error).partition("\n")[0]
         raise HybridcompError(f"the ranks cannot meet: {said}; start it by a launcher") from error
 
 
 def _device(options: argparse.Namespace) -> torch.device:
-    """This rank's device. Raises ConfigError where a GPU was asked for and there is none."""
+    """Return this rank's device. Raises ConfigError where a GPU is wanted and there is none."""
     has_gpu = torch.cuda.is_available()
     if options.device == "cuda" and not has_gpu:
         raise ConfigError("--device", "cuda", "torch sees no GPU; see `hybridcomp doctor`")

@@ -1,4 +1,4 @@
-"""What a device computes: matrix products, elementwise work, Adam steps, transformer blocks.
+"""Time kernels of a device: matrix products, elementwise work, Adam steps, transformer blocks.
 
 All ranks compute at the same time, as in a training, so that ranks that share cores or memory slow
 each other down here, too.
@@ -25,7 +25,7 @@ PATIENCE = 3.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed on one type of device."""
+    """Sizes to time on one type of device."""
 
     products: tuple[int, ...]  # rows, columns and depth
     blocks: tuple[BlockSize, ...]
@@ -56,7 +56,7 @@ HOST_PARAMETERS = (1 << 18, 1 << 23)
 
 @dataclass(frozen=True)
 class _Case:
-    """One row to be: ``prepare`` makes tensors and returns what is to be timed."""
+    """A row to measure: ``prepare`` makes tensors and returns the call to time."""
 
     kind: Kind
     dtype: str
@@ -71,12 +71,12 @@ class _Case:
 
 
 def trained_size(device: torch.device) -> BlockSize:
-    """The block of the small trainings, where nobody names one: some milliseconds each way."""
+    """Return the default block of the small trainings: some milliseconds each way."""
     return GPU.blocks[0] if device.type == "cuda" else CPU.blocks[3 * len(CPU.blocks) // 4]
 
 
 def dtypes_of(device: torch.device) -> dict[str, torch.dtype]:
-    """Dtypes that trainings have on ``device``."""
+    """Return the dtypes that trainings use on ``device``."""
     return {
         name: dtype for name, dtype in DTYPES.items() if name != "fp16" or device.type == "cuda"
     }
@@ -85,9 +85,9 @@ def dtypes_of(device: torch.device) -> dict[str, torch.dtype]:
 def kernel_rows(
     team: Team, clock: Clock, part: Part, blocks: Sequence[BlockSize] = ()
 ) -> list[Kernel]:
-    """Rows of this rank; a collective over the job, as all begin every case together.
+    """Time this rank's kernels; a collective over the job, as all begin every case together.
 
-    ``blocks``: instead of those that are timed by default.
+    ``blocks``: replace the default ones.
     """
     cases = list(_cases(team.device, blocks))
     rows = []
@@ -109,7 +109,7 @@ def kernel_rows(
 
 
 def _cases(device: torch.device, blocks: Sequence[BlockSize]) -> Iterator[_Case]:
-    """Every case; of each kind the small ones first, as they tell how long a larger one takes."""
+    """Yield every case, small ones of each kind first: their rates predict larger ones."""
     sizes = GPU if device.type == "cuda" else CPU
     for name, dtype in dtypes_of(device).items():
         for block in blocks or sizes.blocks:
@@ -157,7 +157,7 @@ def _adam(numel: int, device: torch.device) -> Callable[[], Run]:
 
 
 class _Prepared:
-    """A block with values to go through it."""
+    """Prepares the passes of a block over random values."""
 
     def __init__(self, size: BlockSize, device: torch.device, dtype: torch.dtype) -> None:
         self._size, self._device, self._dtype = size, device, dtype

@@ -1,8 +1,8 @@
-"""Collectives of torch.distributed: by group, by size, alone and with others at work.
+"""Time collectives of torch.distributed: by group, by size, alone and with others at work.
 
 Every case is timed by all ranks of its group, and the slowest of them counts. Sizes that are far
-apart come first, then those between them, and what would take longer than its share is left out:
-the planner goes on along a straight line.
+apart come first, then those between them; sizes that would take longer than their share are left
+out, and the planner extrapolates linearly.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from hybridcomp.measure.team import Part, Shape, Team
 from hybridcomp.plan.machines.figures import Curve, Figure, summary
 from hybridcomp.plan.machines.rows import Beside, Operation, Timing
 
-#: bytes of messages in the order in which they are timed; the first says what a message costs,
-#: whatever its length
+#: bytes of messages in the order in which they are timed; the first gives the constant seconds of a
+#: message
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 18, 1 << 22, 1 << 26, 1 << 28)
-#: those that are timed with others at work
+#: sizes that are timed with others at work
 BUSY_SIZES = (1 << 16, 1 << 20, 1 << 24)
 COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-#: a size that is never left out: of smaller ones alone, whose seconds are mostly latency and noise,
-#: nobody could tell what a byte takes
+#: a size that is never left out: seconds of smaller ones are mostly latency and noise, from which
+#: the bandwidth does not follow
 SURE = 1 << 20
 #: a larger one is left out if two calls and LEAST timings of it may take so often the allowance
 PATIENCE = 2.0
-#: what gradients and parameters travel by, in messages of up to this size, which no cache holds (a
-#: line through those that one holds is too flat); they are left out only if they may take more than
-#: this share of the whole measurement
+#: collectives of gradients and parameters: up to this size, which no cache holds (a line through
+#: sizes that fit into a cache is too flat), they are left out only if they may take more than this
+#: share of the whole measurement
 LONG: tuple[Operation, ...] = ("all_reduce", "all_gather")
 LONG_NBYTES, LONG_SHARE = 1 << 24, 0.1
-#: until the receiver of a message has said that it waits for it
+#: seconds until the receiver of a message is sure to wait for it
 WAIT_S = 2e-3
 #: torch 2.13 renames it and warns about the old name
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -46,7 +46,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class Key:
-    """Messages of one kind, of whatever size."""
+    """Messages of one operation, shape and load, of any size."""
 
     operation: Operation
     shape: Shape
@@ -54,14 +54,14 @@ class Key:
 
     @property
     def active(self) -> Callable[[Team], bool]:
-        """Whether a rank takes part."""
+        """A function that returns whether a rank takes part."""
         shape, alone = self.shape, self.beside == "alone"
         return lambda team: bool(shape.own) and (shape.first or not alone)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What a case took; the same on all ranks."""
+    """Seconds of a case, and the compute speed left beside it; the same on all ranks."""
 
     seconds: Figure
     left: Figure | None = None
@@ -70,7 +70,7 @@ class Timed:
 def link_rows(
     team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: torch.dtype
 ) -> list[Timing]:
-    """The same rows on all ranks; a collective over the job."""
+    """Time all cases; return equal rows on all ranks; a collective over the job."""
     keys, rows = _keys(shapes), []
     cases = [(size, key) for size in SIZES for key in keys if _wanted(size, key)]
     most = room_for(team.device) * NBYTES // 3
@@ -103,7 +103,7 @@ def link_rows(
 
 
 def _keys(shapes: list[Shape]) -> list[Key]:
-    """Everything that is timed; other groups and products only where there are any."""
+    """Return the keys to time; those beside other groups only where there are any."""
     found = []
     for shape in shapes:
         sends: tuple[Operation, ...] = ("send",) if shape.ranks == 2 else ()
@@ -116,7 +116,7 @@ def _keys(shapes: list[Shape]) -> list[Key]:
 
 
 def _patience(nbytes: int, key: Key, allowance_s: float, part: Part) -> float:
-    """Seconds that a case may take."""
+    """Return the seconds that a case may take."""
     own = PATIENCE * allowance_s
     if key.operation in LONG and key.beside != "compute" and nbytes <= LONG_NBYTES:
         return max(own, LONG_SHARE * part.whole_s)
@@ -133,7 +133,7 @@ def timed(
 ) -> Timed:  # fmt: skip
     """Time ``run`` on the ranks that have one, all at once; a collective over the job.
 
-    Every timing begins together, so that no rank waits in its own for one that comes late.
+    All ranks begin each timing together, so that no timing includes a wait for a late rank.
     """
     once = 0.0
     for _ in range(2):
@@ -161,7 +161,7 @@ def timed(
 
 
 def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Figure | None:
-    """Seconds until a send returns whose receiver has been waiting; a collective over the job.
+    """Time sends to a waiting receiver until the call returns; a collective over the job.
 
     None on GPUs, where a call returns at once and its stream waits for all of the message.
     """
@@ -177,7 +177,7 @@ def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Figure | 
         if team.rank == two:
             dist.recv(values, one, group=key.shape.group)
             continue
-        time.sleep(WAIT_S)  # its neighbour has asked by then
+        time.sleep(WAIT_S)  # the receiver waits by then
         start = time.perf_counter()
         dist.send(values, two, group=key.shape.group)
         seconds[index] = time.perf_counter() - start
@@ -185,9 +185,9 @@ def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Figure | 
 
 
 def runner(operation: Operation, shape: Shape, nbytes: int, dtype: torch.dtype, team: Team) -> Run:
-    """One call of ``operation`` on this rank's group; of a send there and back.
+    """Build one call of ``operation`` on this rank's group; a send goes there and back.
 
-    Messages hold zeros, whose sums stay what they are.
+    Messages hold zeros, so that repeated sums do not grow.
     """
     size, group = shape.ranks, shape.group
     numel = max(1, nbytes // dtype.itemsize // size) * size

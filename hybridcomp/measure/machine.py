@@ -1,4 +1,4 @@
-"""What a rank runs on, and with which versions: a measurement of another cluster is noticed."""
+"""Read a rank's memory and versions, by which a measurement of another cluster is noticed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ cuda: Any = torch.cuda  # parts of it are untyped
 
 
 def memory_nbytes(device: torch.device, ranks_on_node: int) -> int:
-    """Bytes that a rank has: of its GPU, or its share of the host's."""
+    """Return the bytes of a rank's GPU, or its share of the host's memory; 0: not known."""
     if device.type == "cuda":
         return int(cuda.get_device_properties(device).total_memory)
     try:
@@ -26,7 +26,7 @@ def memory_nbytes(device: torch.device, ranks_on_node: int) -> int:
 
 
 def made(team: Team, seconds: float, dtype: str) -> dict[str, str]:
-    """Versions and circumstances of a measurement, for the file."""
+    """Return versions and circumstances of a measurement, for the file."""
     found = {name: str(version) for name, version in versions().items() if version is not None}
     found["backend"] = dist.get_backend()
     found["nodes known by"] = team.nodes.source

@@ -1,7 +1,7 @@
-"""Encoded collectives of hybridcomp, from the call to the result: what the host does counts.
+"""Time encoded collectives of hybridcomp from the call to the result, the host's work included.
 
-Of coding and wire alone a planner cannot tell what a message costs: headers, buffers, sizes, and
-the Python of every call come on top. Messages of two sizes give that (``plan/overheads``).
+Beside coding and wire a message costs headers, buffers, sizes, and the Python of every call.
+Messages of two sizes give that overhead (``plan/machines/overheads``).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hybridcomp.measure.links import Key, timed
 from hybridcomp.measure.team import Part, Shape, Team
 from hybridcomp.plan.machines.rows import Encoded, LeftOut, Operation
 
-#: one of fixed and one of variable size, whose sizes have to be exchanged first
+#: one of fixed and one of variable size, which exchanges sizes first
 CODECS: tuple[tuple[str, dict[str, int]], ...] = (("blockint", {"bits": 8}), ("expcode", {}))
 #: values of the two messages
 NUMELS = (1 << 15, 1 << 20)
 #: the longer one is left out if two calls and LEAST timings of it may take this many times the
-#: allowance; what the shorter one takes is mostly no matter of its length
+#: allowance; the shorter one's seconds, mostly constant, overestimate it
 PATIENCE = 6.0
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
@@ -34,7 +34,7 @@ OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather
 def message_rows(
     team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: str
 ) -> tuple[list[Encoded], list[LeftOut]]:
-    """The same rows on all ranks, and what was not timed; a collective over the job."""
+    """Time all messages; return equal rows on all ranks, and messages not timed; a collective."""
     codecs = [make_codec(name, **settings) for name, settings in CODECS]
     cases = [
         (numel, codec, Key(operation, shape, "alone"))
@@ -69,7 +69,7 @@ def message_rows(
 
 
 def payload_nbytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
-    """Bytes of the payload of the values that messages here have; of whatever size it is."""
+    """Return the bytes of the payload of these messages' values, of fixed or variable size."""
     values = _values(numel, dtype, torch.device("cpu"))
     room = torch.zeros(codec.wire_nbytes(numel, dtype), dtype=torch.uint8)
     return codec.encode(values, room)
@@ -78,7 +78,7 @@ def payload_nbytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
 def runner(
     operation: Operation, codec: Codec, shape: Shape, numel: int, dtype: torch.dtype, team: Team
 ) -> Run:
-    """One call of an encoded collective on this rank's group; of a send there and back.
+    """Build one call of an encoded collective on this rank's group; a send goes there and back.
 
     Raises HybridcompError where the message cannot be cut for the group.
     """

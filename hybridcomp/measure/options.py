@@ -1,4 +1,4 @@
-"""The arguments of ``hybridcomp measure``, without torch, which takes seconds to import."""
+"""Arguments of ``hybridcomp measure``, without torch, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ One device alone, without links:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the command's arguments to ``parser``."""
     add = parser.add_argument
     add("--out", type=Path, default=Path("cluster.json"), metavar="FILE",
         help="written by rank 0 (cluster.json)")  # fmt: skip

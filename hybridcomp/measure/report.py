@@ -1,4 +1,4 @@
-"""A cluster in a few lines, for those who measured it and for ``hybridcomp doctor``."""
+"""Describe a cluster in a few lines, for the user and for ``hybridcomp doctor``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hybridcomp.plan.machines.rows import Operation
 OPERATIONS: tuple[Operation, ...] = (
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 )  # fmt: skip
-#: bytes that rates are stated for
+#: bytes of the message whose seconds are shown
 MESSAGE = 1 << 22
 
 
 def lines(cluster: Cluster) -> Iterator[str]:
-    """What is there, how fast it is, and how sure that is."""
+    """Yield lines with the ranks, and the speeds of devices, links, codecs and channels."""
     how = "described by hand" if cluster.by_hand else "measured"
     counts = Counter(rank.device for rank in cluster.ranks)
     devices = ", ".join(f"{count} x {device}" for device, count in counts.items())
@@ -66,20 +66,20 @@ def _rate(cluster: Cluster, operation: Operation, ranks: int, nodes: int) -> str
 
 
 def _reach(longest: int) -> str:
-    """What is said where a message of the stated size was left out; ``longest``: that was not."""
+    """Say that the stated size was not timed; "" where it was. ``longest``: bytes timed."""
     if longest >= MESSAGE:
         return ""
     return f" (from messages of up to {longest} bytes; longer ones would have taken too long)"
 
 
 def milliseconds(figure: Figure) -> str:
-    """The value and half its range."""
+    """Format a figure in milliseconds: the value and half its range."""
     half = (figure.high - figure.low) / 2
     return f"{1e3 * figure.value:.3g}±{1e3 * half:.2g}"
 
 
 def _channels(cluster: Cluster) -> Iterator[str]:
-    """The longest message of each dimension in the largest group, as the dimension sends it."""
+    """Yield a line for each dimension and operation: its longest message in the largest group."""
     kinds = dict.fromkeys((row.dimension, row.operation) for row in cluster.channels)
     for dimension, operation in kinds:
         rows = [r for r in cluster.channels if (r.dimension, r.operation) == (dimension, operation)]

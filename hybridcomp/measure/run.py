@@ -1,4 +1,4 @@
-"""One measurement: its parts one after the other, and the cluster that comes of it."""
+"""Run one measurement, its parts one after the other, and build the cluster."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hybridcomp.measure.trainings import training_rows
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.rows import Coding, Copy, Kernel, Rank
 
-#: shares of the time at whose end the parts are over
+#: shares of the time after which each part ends
 UNTIL = {
     "kernels": 0.12, "codecs": 0.24, "hosts": 0.26, "copies": 0.27, "messages": 0.34,
     "channels": 0.42, "links": 0.64, "trainings": 1.0,
 }  # fmt: skip
-#: of a block's value at least: its weight and its gradient, in fp32
+#: least bytes of a block's value: its weight and its gradient, in fp32
 BLOCK_NBYTES = 8.0
 Row = TypeVar("Row", Coding, Copy)
 
@@ -48,9 +48,9 @@ def measure(
     Args:
         device: of this rank.
         seconds: that it may take, roughly.
-        hierarchy: as in the block: how it is known which ranks share a node.
+        hierarchy: as in the block: how ranks are assigned to nodes.
         dtype: of the values of messages.
-        blocks: transformer blocks to time, those of the model that is to be trained; none: some.
+        blocks: transformer blocks to time, those of the model to train; none: default ones.
     """
     with on_device(device):
         team = Team(device, discover(hierarchy))
@@ -79,7 +79,7 @@ def measure(
 
 
 def _check_room(team: Team, blocks: Sequence[BlockSize]) -> None:
-    """Raise ConfigError, on all ranks, where one has not the memory for a block; a collective."""
+    """Raise ConfigError on all ranks where a block exceeds a rank's memory; a collective."""
     of_rank = team.nodes.of_rank
     own = memory_nbytes(team.device, of_rank.count(of_rank[team.rank]))
     for block in blocks:
@@ -90,7 +90,7 @@ def _check_room(team: Team, blocks: Sequence[BlockSize]) -> None:
 
 
 def _linked(team: Team, clock: Clock, budget: Budget, cluster: Cluster, dtype: str) -> Cluster:
-    """The cluster with what ranks send each other; a collective over the job."""
+    """Return the cluster with timings of messages and links; a collective over the job."""
     shapes = connected(shapes_of(team.nodes.of_rank), team)
     groups = ", ".join(shape.told() for shape in shapes)
     encoded, left_out = message_rows(
@@ -114,7 +114,7 @@ def _linked(team: Team, clock: Clock, budget: Budget, cluster: Cluster, dtype: s
 def _trained(
     team: Team, clock: Clock, budget: Budget, cluster: Cluster, blocks: Sequence[BlockSize]
 ) -> Cluster:
-    """The cluster with small trainings, and with what their block took beside them."""
+    """Return the cluster with small trainings, and the timings of their block beside them."""
     part = budget.part(UNTIL["trainings"], "small trainings by the engine")
     size = blocks[0] if blocks else trained_size(team.device)
     memory = cluster.ranks[team.rank].nbytes
@@ -134,7 +134,7 @@ def _case(row: Kernel) -> tuple[object, ...]:
 def _gathered(
     team: Team, kernels: Sequence[Kernel], codecs: Sequence[Coding], copies: Sequence[Copy]
 ) -> Cluster:
-    """The ranks and what their devices do, from all ranks; a collective over the job."""
+    """Gather the rows of all ranks' devices into a cluster; a collective over the job."""
     of_rank = team.nodes.of_rank
     node = of_rank[team.rank]
     own = Rank(
@@ -151,12 +151,12 @@ def _gathered(
 
 
 def _all_ranks(team: Team, own: Sequence[Coding]) -> list[Coding]:
-    """The rows of all ranks; a collective over the job."""
+    """Gather and merge the rows of all ranks; a collective over the job."""
     return _merged(row for rows in team.gather(tuple(own)) for row in rows)
 
 
 def _largest(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """The largest matrix product of every dtype."""
+    """Return the largest matrix product of every dtype."""
     found: dict[str, Kernel] = {}
     for row in kernels:
         if row.kind == "product" and (row.dtype not in found or row.size > found[row.dtype].size):
@@ -165,7 +165,7 @@ def _largest(kernels: Iterable[Kernel]) -> list[Kernel]:
 
 
 def _merged(rows: Iterable[Row]) -> list[Row]:
-    """One row for each case that any rank has, with the figure of all ranks that have it."""
+    """Merge the rows of each case that any rank has, over all ranks that have it."""
     cases: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         key = tuple(value for name, value in vars(row).items() if name != "seconds")

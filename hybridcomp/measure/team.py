@@ -1,4 +1,4 @@
-"""The ranks that measure: they agree on every figure, so that all of them do the same things."""
+"""The ranks that measure; they agree on every figure, so that all of them time the same cases."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from hybridcomp.collectives.topology import Nodes
 from hybridcomp.log import say
 
 Ranks = tuple[int, ...]
-#: sizes of groups that are measured beside pairs; the planner's ring model knows the others
+#: most shapes of groups to measure beside pairs; the planner's ring model gives the others
 MOST_SHAPES = 6
 
 
 @dataclass(frozen=True)
 class Team:
-    """All ranks of the job, this one's device, and who is on which node."""
+    """All ranks of the job: this rank's device, and the nodes of all ranks."""
 
     device: torch.device
     nodes: Nodes
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Number of this rank."""
         return dist.get_rank()
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of ranks of the job."""
         return dist.get_world_size()
 
     def most(self, values: Sequence[float]) -> list[float]:
-        """The largest of all ranks, one by one; a collective, and so a barrier, too."""
+        """Return the elementwise maximum over all ranks; a collective, and so a barrier, too."""
         found = torch.tensor(list(values), dtype=torch.float64, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return [float(value) for value in found.tolist()]
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
+        """Wait for all ranks."""
         self.most([0.0])
 
     def gather(self, own: Any) -> list[Any]:
-        """What every rank has, by rank; on all ranks."""
+        """Gather ``own`` of every rank, by rank, on all ranks; a collective."""
         found: list[Any] = [None] * self.world_size
         if self.world_size == 1:
             return [own]
@@ -67,21 +67,21 @@ class Shape:
 
     @property
     def first(self) -> bool:
-        """Whether this rank is in the group that is timed alone."""
+        """True where this rank is in the first group, which is timed alone."""
         return self.own == self.groups[0]
 
     def told(self) -> str:
-        """In words."""
+        """Describe the shape in words."""
         place = "inside a node" if self.nodes == 1 else f"on {self.nodes} nodes"
         return f"{self.ranks} ranks {place}"
 
 
 def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[Shape]:
-    """The shapes that occur where these ranks are cut into tensor, pipeline and data parallelism.
+    """Return the shapes that tensor, pipeline and data parallelism of these ranks can have.
 
     ``nodes``: of every rank. Pairs inside a node and between nodes come first, then the whole job,
-    then groups whose size divides it, of neighbours and of ranks far apart, until there are
-    ``most`` beside the pairs.
+    then groups whose size divides it, of neighbours and of ranks far apart, up to ``most`` beside
+    the pairs.
     """
     world = len(nodes)
     found: dict[tuple[int, int], Shape] = {}
@@ -102,7 +102,7 @@ def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[Shape]:
 
 
 def _pairs(nodes: Sequence[int], *, across: bool) -> list[Ranks]:
-    """Disjoint pairs of ranks on one node, or of equal places on neighbouring nodes."""
+    """Return disjoint pairs of ranks on one node, or at equal places of neighbouring nodes."""
     rows: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         rows.setdefault(node, []).append(rank)
@@ -118,7 +118,7 @@ def _pairs(nodes: Sequence[int], *, across: bool) -> list[Ranks]:
 
 
 def _strided(world: int, size: int, stride: int) -> list[Ranks]:
-    """Groups of ``size`` ranks that are ``stride`` apart, of all ranks."""
+    """Split all ranks into groups of ``size`` ranks that are ``stride`` apart."""
     block = size * stride
     return [
         tuple(range(start + offset, start + block, stride))
@@ -128,9 +128,9 @@ def _strided(world: int, size: int, stride: int) -> list[Ranks]:
 
 
 def connected(shapes: Sequence[Shape], team: Team) -> list[Shape]:
-    """The shapes with a process group of this rank each; a collective over each of them.
+    """Return the shapes, each with this rank's process group; a collective over each of them.
 
-    A rank makes its own group only: all groups of a large job would take minutes.
+    A rank creates only the groups that it is in: all groups of a large job would take minutes.
     """
     found = []
     for shape in shapes:
@@ -144,25 +144,25 @@ def connected(shapes: Sequence[Shape], team: Team) -> list[Shape]:
 
 
 class Budget:
-    """The seconds that a measurement may take, the same on all ranks, and what is told of them."""
+    """Seconds that a measurement may take, the same on all ranks; prints the start of each part."""
 
     def __init__(self, seconds: float, team: Team) -> None:
         self.seconds, self.team = seconds, team
         self._start = time.monotonic()
 
     def spent(self) -> float:
-        """Seconds since the start, of the slowest rank; a collective."""
+        """Return the seconds since the start, of the slowest rank; a collective."""
         return self.team.most([time.monotonic() - self._start])[0]
 
     def part(self, until: float, told: str) -> Part:
-        """A part that may last until the share ``until`` of all seconds; a collective."""
+        """Start a part that may last until the share ``until`` of all seconds; a collective."""
         spent = self.spent()
         say(f"{spent:5.1f} s of {self.seconds:g}: {told}")
         return Part(self, max(0.0, until * self.seconds - spent) + spent)
 
 
 class Part:
-    """A part of a measurement: cases that share what time is left."""
+    """A part of a measurement, whose cases share its remaining time."""
 
     def __init__(self, budget: Budget, stop: float) -> None:
         self._budget, self._stop = budget, stop
@@ -173,10 +173,10 @@ class Part:
         return self._budget.seconds
 
     def allowances(self, count: int) -> Iterator[float]:
-        """The seconds of each of ``count`` cases, never none; a collective for each."""
+        """Yield the seconds of each of ``count`` cases, at least 0; a collective for each."""
         for left in range(count, 0, -1):
             yield self.each(left)
 
     def each(self, left: int) -> float:
-        """The seconds of one of ``left`` cases that are still to come; a collective."""
+        """Return the seconds of the next of ``left`` cases; a collective."""
         return max(0.0, self._stop - self._budget.spent()) / max(1, left)

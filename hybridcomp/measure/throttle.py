@@ -1,9 +1,9 @@
-"""Whether this process is given CPU time by the period, as containers with a limit are.
+"""Find the period of this process's limit of CPU time, as containers have one.
 
-The kernel grants such a control group so many microseconds of its cores in every period (100 ms
-where nobody says otherwise), and stops it for the rest once they are spent. A call that is shorter
-than a grant then takes either what it takes alone or a pause more, and neither is what it takes in
-a training: only calls over several periods tell.
+The kernel grants such a control group so many microseconds of its cores in every period (100 ms by
+default), and stops it for the rest of the period once they are spent. A call shorter than a grant
+then takes either its plain time or a pause more, and neither is its time in a training: only calls
+over several periods measure that.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def period_s(groups: Path = GROUPS, own: Path = OWN) -> float:
-    """The longest period in seconds of a limit that this process is under; 0.0 where there is none.
+    """Return the longest period in seconds of the process's limits of CPU time; 0.0 without any.
 
-    groups: where control groups are mounted, of either version. own: which ones are this process's.
+    groups: where control groups are mounted, of either version. own: lists this process's groups.
     """
     try:
         lines = own.read_text().splitlines()
@@ -37,7 +37,7 @@ def period_s(groups: Path = GROUPS, own: Path = OWN) -> float:
 
 
 def _upwards(path: str, roots: list[Path]) -> Iterator[Path]:
-    """The folder of a group and of all groups that it is in, under each root that exists.
+    """Yield the existing folders of a group and of all groups that contain it, under each root.
 
     Inside a container the path may be that of the host, of which only the root is mounted.
     """
@@ -47,7 +47,7 @@ def _upwards(path: str, roots: list[Path]) -> Iterator[Path]:
 
 
 def _period_us(folder: Path) -> float:
-    """The period of a group's limit; 0.0 where it has none."""
+    """Return the period of a group's limit in microseconds; 0.0 where it has none."""
     for read in (_first_version, _second_version):
         try:
             quota, period = read(folder)

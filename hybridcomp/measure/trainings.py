@@ -1,9 +1,9 @@
-"""Small trainings by the engine itself: what a step takes beside its layers and its messages.
+"""Time small trainings by the engine, for its overhead beside layers and messages.
 
 DeepSpeed's engine runs some blocks, with every rank as a replica: at ZeRO 0, 1 and 2, native, with
-a codec, and with error feedback, each through hybridcomp's own patches and channels. The trainings
-take turns, and so do the blocks alone: a machine's speed changes by the second, and what follows
-from two figures (``plan/cost/host``) must not hang on when each was taken.
+a codec, and with error feedback, each through hybridcomp's patches and channels. The trainings take
+turns, and so do the blocks alone: a machine's speed changes by the second, and differences of two
+timings (``plan/cost/host``) must not depend on when each was taken.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from hybridcomp.plan.machines.rows import Kernel, Training
 
 ENGINE = "deepspeed"
 ZERO_STAGES = (0, 1, 2)
-#: blocks of the native models: two numbers of them tell what grows with the parameters
+#: blocks of the native models: two numbers of them show which seconds grow with the parameters
 FEW, MANY = 1, 3
-#: of compression: a codec alone, and the preset, with error feedback
+#: blocks of compression: a codec alone, and the preset, with error feedback
 EIGHT = {"codec": "blockint", "bits": 8}
 STYLES: tuple[Mapping[str, Any], ...] = (
     {"dp": EIGHT, "zero": EIGHT},
     {"preset": "recommended", "when": "always"},
 )
-#: micro-batches of a step: a first one, which finds no gradients, one like all others, and the last
+#: micro-batches of a step: the first, with no gradients to add to, one like all others, the last
 MICRO_BATCHES = 3
-#: steps of every training: the first do not count, rounds end when the time is over
+#: steps of every training: warm-up steps do not count, rounds end when the time is over
 WARM, LEAST, MOST = 1, 4, 40
 #: share of a device's memory that all models together may take, and bytes of a value in training
 SHARE, VALUE_NBYTES = 0.25, 28
-#: timings of a block in every round; of those that last some periods of a limit of CPU time
+#: timings of a block in every round; fewer where each lasts some periods of a limit of CPU time
 BLOCK_TIMES, LONG_TIMES = 3, 1
 
 
 @dataclass
 class _Job:
-    """One small training: its engine, and what its steps took on this rank."""
+    """One small training: its engine, and the seconds of its steps on this rank."""
 
     zero_stage: int
     block: Mapping[str, Any]
     blocks: int
     engine: Any
     values: Tensor
-    #: of each step, from its beginning to the end of every micro-batch
+    #: seconds of each step, from its beginning to the end of every micro-batch
     steps: list[tuple[float, ...]] = field(default_factory=list)
 
     def step(self) -> None:
-        """Run one optimizer step, as a training loop does it."""
+        """Run one optimizer step, as a training loop does, and append its seconds to ``steps``."""
         begin, ends, losses = time.perf_counter(), [], []
         for number in range(MICRO_BATCHES):
-            # as behind an embedding: the first block has to pass a gradient on, too
+            # as behind an embedding: the first block computes a gradient of its input, too
             loss = self.engine(self.values.detach().requires_grad_()).float().square().mean()
             self.engine.backward(loss)
             self.engine.step()
@@ -82,10 +82,11 @@ class _Job:
 def training_rows(
     team: Team, clock: Clock, part: Part, size: BlockSize, memory_nbytes: int
 ) -> tuple[list[Training], list[Kernel]]:
-    """Trainings of blocks of ``size``, the same on all ranks, and this rank's figures of a block.
+    """Time trainings of blocks of ``size``, and in turns with them one block alone.
 
-    A collective over the job. Nothing where a rank has no DeepSpeed, or too little memory; that is
-    said. The figures of the block were taken in turns with the trainings.
+    Returns rows of the trainings, the same on all ranks, and this rank's rows of the block. A
+    collective over the job. Returns nothing, and prints why, where a rank has no DeepSpeed or too
+    little memory.
     """
     parameters = sum(one.numel() for one in Block(size).parameters())
     trainings: list[tuple[int, Mapping[str, Any], int]] = [
@@ -115,7 +116,7 @@ def training_rows(
 
 @contextlib.contextmanager
 def _installed() -> Iterator[None]:
-    """hybridcomp's patches for as long as trainings run, without what each of them would say."""
+    """Install hybridcomp's patches while trainings run, and raise log levels to WARNING."""
     loggers = [logging.getLogger(name) for name in ("DeepSpeed", "hybridcomp")]
     levels = [logger.level for logger in loggers]
     hybridcomp.install()
@@ -130,12 +131,12 @@ def _installed() -> Iterator[None]:
 
 
 def _acting(style: Mapping[str, Any], zero_stage: int) -> Mapping[str, Any]:
-    """Without ZeRO no parameters are gathered, and a block that says how is refused."""
+    """Return ``style`` without ``zero`` at stage 0, where a block with it is refused."""
     return {name: one for name, one in style.items() if name != "zero" or zero_stage}
 
 
 def _rounds(team: Team, clock: Clock, part: Part, jobs: list[_Job], alone: Alone) -> None:
-    """Let every training make a step and the block alone some passes, until the time is over."""
+    """Run rounds, a step of each training and some passes of the block, until time is over."""
     for number in range(WARM + MOST):
         for job in jobs if number % 2 == 0 else reversed(jobs):
             team.barrier()
@@ -172,7 +173,7 @@ def _started(
 
 
 class Alone:
-    """The block by itself, forward and backward, as ``kernels`` times it."""
+    """The block alone, forward and backward, as ``kernels`` times it."""
 
     def __init__(self, size: BlockSize, device: torch.device, dtype: torch.dtype) -> None:
         self._size = size
@@ -188,7 +189,7 @@ class Alone:
         self._counts: list[int] = []
 
     def time(self, clock: Clock) -> float:
-        """Time both directions some times; seconds of one pass forward and backward, on average."""
+        """Time both directions some times; return mean seconds of forward and backward together."""
         least = PERIODS * clock.period_s
         if not self._counts:
             self._counts = [times_over(clock, run, least) if least else 1 for run in self._runs]
@@ -199,7 +200,7 @@ class Alone:
         return sum(sum(seconds[-times:]) for seconds in self._seconds) / times
 
     def rows(self, rank: int, dtype: str) -> list[Kernel]:
-        """Both directions as rows."""
+        """Return the rows of both directions."""
         told, (ahead, behind) = self._size.told(), map(summary, self._seconds)
         return [
             Kernel(rank, "block_forward", dtype, self._size.flops, ahead, told),
@@ -208,7 +209,7 @@ class Alone:
 
 
 def _row(team: Team, job: _Job, size: BlockSize, parameters: int, dtype: str) -> Training:
-    """The row of a training; a collective."""
+    """Return the row of a training, with the slowest rank's seconds; a collective."""
     first, middle, ends = (team.most(own) for own in zip(*job.steps[WARM:], strict=True))
     micro = [end - begin for begin, end in zip(first, middle, strict=True)]
     last = [end - begin for begin, end in zip(middle, ends, strict=True)]

@@ -1,18 +1,18 @@
-"""The planner: which layout, which recomputation and which codecs a job should have on a cluster.
+"""Plan a job: choose its layout, its recomputation and its codecs for a cluster.
 
-Its words, what is asked and answered:
+The request and its answer:
 
 request  batch, limits, and the answer of a search
 layout   parallel degrees, cuts, recomputation
 choices  the codec of every dimension and direction
 plan     an answer with its prediction, and plan.json
 
-Its folders, each above the one before it:
+Folders, from the lowest layer to the highest:
 
 algorithms  exact searches over chains, graphs and choices; they know no tensor and no training
-machines    what ranks, links, codecs and kernels take, and the file that says so
-models      what is trained: closed forms of decoders, any module traced
-cost        what a step of a placed layout takes, in seconds and in memory
-search      which layouts there are, which fit, and which is fastest
+machines    speeds of ranks, links, codecs and kernels, and ``cluster.json``, which holds them
+models      the model to train: closed forms of decoders, and traces of any other module
+cost        seconds and memory of one step of a layout placed on a cluster
+search      enumerates layouts, drops those that do not fit, and ranks the others by speed
 answer      ``hybridcomp plan``: the table, the picture, the files, a trial and a check
 """

@@ -1,7 +1,7 @@
-"""What travels how: a codec's setting for each dimension and direction, out of a budget of error.
+"""Choose a codec and its setting for each dimension and direction, within an error budget.
 
-A choice is what the block writes for one direction of one dimension, so that a plan's choices and
-its block are the same thing.
+A choice holds the setting as the block writes it for one direction of one dimension, so that a
+plan's choices and its block are the same thing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Key = tuple[Dimension, Direction]
 
 
 def ways_of(dimension: Dimension) -> tuple[Direction, ...]:
-    """The directions, or kinds, of a dimension's messages that can have a choice of their own."""
+    """Return the directions, or kinds, of a dimension's messages that each have a choice."""
     return directions_of(dimension)[: 1 if dimension in ONE_WAY else None]
 
 
-#: every place that can have a choice of its own
+#: every (dimension, direction) that has its separate choice
 KEYS: tuple[Key, ...] = tuple((name, way) for name in DIMENSIONS for way in ways_of(name))
 #: keys that belong to a dimension, not to its codec
 OWN = ("error_feedback", "delta")
@@ -47,7 +47,7 @@ class Choice:
 
     @classmethod
     def of(cls, written: Mapping[str, Any] | str) -> Choice:
-        """The choice that a block's object, or a bare name of a codec, stands for."""
+        """Read a choice from an object of the block, or from a bare name of a codec."""
         items = {"codec": written} if isinstance(written, str) else dict(written)
         own = {name: bool(items.pop(name, False)) for name in OWN}
         if items.get("codec") == "none":
@@ -56,12 +56,12 @@ class Choice:
 
     @property
     def native(self) -> bool:
-        """Whether nothing is encoded."""
+        """True where messages are sent natively, without a codec."""
         return not self.setting
 
     @property
     def written(self) -> dict[str, Any]:
-        """What the block writes; ``{"codec": "none"}`` for native."""
+        """The object that the block writes for this choice; ``{"codec": "none"}`` for native."""
         own = {name: True for name in OWN if getattr(self, name)}
         return {**dict(self.setting), **own} if self.setting else {"codec": "none"}
 
@@ -71,11 +71,11 @@ class Choice:
         return _codec(self.setting)
 
     def bits(self, dtype: torch.dtype) -> float:
-        """Bits that a value takes on the wire, scales included; typical ones where they vary."""
+        """Return bits a value on the wire, scales included; typical ones where they vary."""
         return _bits(self, dtype)
 
     def __str__(self) -> str:
-        """``native``, ``expcode``, ``blockint(bits=4) feedback``."""
+        """Format as ``native``, ``expcode`` or ``blockint(bits=4) feedback``."""
         if self.codec is None:
             return "native"
         words = [self.codec.spec, "feedback" * self.error_feedback, "delta" * self.delta]
@@ -104,7 +104,7 @@ def _bits(choice: Choice, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of a job; what is not named is native.
+    """The choices of a job; directions that are not named are native.
 
     items: ``(dimension, direction), choice`` pairs, sorted, without native ones.
     """
@@ -113,12 +113,12 @@ class Choices:
     _found: dict[Key, Choice] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
-        """Keep a table beside the items."""
+        """Index the items by (dimension, direction)."""
         object.__setattr__(self, "_found", dict(self.items))
 
     @classmethod
     def of(cls, choices: Mapping[Key, Choice]) -> Choices:
-        """From a table. Raises HybridcompError for a key that no block has."""
+        """Build from a table. Raises HybridcompError for a key that no block has."""
         for key in choices:
             if key not in KEYS:
                 raise HybridcompError(f"choices: {key} is no dimension and direction of a block")
@@ -127,7 +127,7 @@ class Choices:
 
     @classmethod
     def of_block(cls, block: Mapping[str, Any]) -> Choices:
-        """What a ``"compression"`` block chooses, preset included. Raises ConfigError."""
+        """Read the choices of a ``"compression"`` block, preset included. Raises ConfigError."""
         from hybridcomp.config import CompressionConfig
 
         config = CompressionConfig.parse(dict(block))
@@ -141,19 +141,19 @@ class Choices:
         return cls.of(found)
 
     def __getitem__(self, key: Key) -> Choice:
-        """The choice of a place, native where none was made."""
+        """Return the choice of a (dimension, direction), native where none was made."""
         return self._found.get(key, NATIVE)
 
     def __iter__(self) -> Iterator[tuple[Key, Choice]]:
-        """The places that are not native."""
+        """Iterate over ``(key, choice)`` of everything that is not native."""
         return iter(self.items)
 
     def changed(self, key: Key, choice: Choice) -> Choices:
-        """These choices with one more, or another one."""
+        """Return these choices with ``key`` set to ``choice``."""
         return Choices.of({**self._found, key: choice})
 
     def block(self, *, hierarchy: bool = True) -> dict[str, Any]:
-        """The ``"compression"`` block: directions where they differ, or ``none`` for all."""
+        """Return the ``"compression"`` block, by direction where those differ; else preset none."""
         found: dict[str, Any] = {}
         for name in dict.fromkeys(name for (name, _), _ in self.items):
             ways = ways_of(name)

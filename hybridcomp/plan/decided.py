@@ -1,4 +1,4 @@
-"""What the user has decided of a layout (``--fix``), and whether its fields can have that."""
+"""Check the fields of a layout that the user has fixed (``--fix``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(name: str, value: Any) -> None:
 
 
 def _unfit(name: str, value: Any) -> str:
-    """What the field ``name`` takes, where ``value`` is none of it; else nothing."""
+    """Return the values that the field ``name`` takes, in words; "" where ``value`` is one."""
     if name in DEGREES:
         return "" if _is_whole(value) and value >= 1 else "a whole number of 1 or more"
     if name in SWITCHES:

@@ -1,4 +1,4 @@
-"""What an engine can run of a layout: recomputation as it is asked for, and layers of our own.
+"""Tell which recomputation an engine can run, and which cuts only hybridcomp.nn has.
 
 Megatron recomputes the first layers of every chunk (``--recompute-method block``), as many in each,
 or all of them in segments of one length (``uniform``). GPT-NeoX cuts the modules of a stage into
@@ -14,7 +14,7 @@ from hybridcomp.plan.layout import Layout
 
 #: cuts of a model that exist in hybridcomp.nn alone, and the field of a layout that says so
 OWN_CUTS = {"ring": "context_way", "tp2d": "mesh", "slices": "slices"}
-#: why recomputation of a layout is none of its engine's
+#: why an engine cannot recompute the segments of a layout
 RECOMPUTE_REASONS = {
     "megatron": "Megatron recomputes the first layers of every chunk, as many in each, or all in "
     "segments of one length",
@@ -29,7 +29,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 def block_chunks(layout: Layout, blocks: range) -> list[tuple[int, ...]]:
-    """The blocks of every chunk, in the order of the model; ``blocks``: which layers are some."""
+    """Return the blocks of each chunk, in the order of the model; ``blocks``: layers to count."""
     chunks = {
         stage + place * layout.stages: tuple(layer for layer in chunk if layer in blocks)
         for stage in range(layout.stages) for place, chunk in enumerate(layout.chunks(stage))
@@ -38,10 +38,10 @@ def block_chunks(layout: Layout, blocks: range) -> list[tuple[int, ...]]:
 
 
 def recomputations(engine: str, layout: Layout, blocks: range) -> Iterator[Segments]:
-    """What ``engine`` can recompute of a layout whose cuts are known, beside nothing.
+    """Yield each non-empty set of segments that ``engine`` can recompute; cuts must be known.
 
-    ``blocks``: which layers of the model are blocks. For DeepSpeed, whose scripts may recompute any
-    layer, this yields nothing.
+    ``blocks``: the layers of the model that are blocks. For DeepSpeed, whose scripts may recompute
+    any layer, this yields nothing.
     """
     chunks = block_chunks(layout, blocks)
     most = max(map(len, chunks), default=0)
@@ -60,12 +60,12 @@ def recomputations(engine: str, layout: Layout, blocks: range) -> Iterator[Segme
 
 
 def first_blocks(chunks: Sequence[Sequence[int]], count: int) -> Segments:
-    """The first ``count`` blocks of every chunk, each for itself."""
+    """Return the first ``count`` blocks of every chunk, each as one segment."""
     return tuple(sorted((block, block + 1) for chunk in chunks for block in chunk[:count]))
 
 
 def interval_segments(chunks: Sequence[Sequence[int]], length: int) -> Segments:
-    """What GPT-NeoX recomputes with ``checkpoint_num_layers`` of ``length``.
+    """Return the segments GPT-NeoX recomputes with ``checkpoint_num_layers`` of ``length``.
 
     The groups are those of DeepSpeed's ``PipelineModule``, which begin anew on every stage.
     """
@@ -82,7 +82,7 @@ def interval_segments(chunks: Sequence[Sequence[int]], length: int) -> Segments:
 
 
 def can_recompute(engine: str, layout: Layout, blocks: range) -> bool:
-    """Whether ``engine`` recomputes exactly what ``layout`` says; ``blocks`` as above."""
+    """Return whether ``engine`` can recompute exactly the segments of ``layout``."""
     if not layout.recompute:
         return True
     if engine == "deepspeed":

@@ -1,4 +1,4 @@
-"""How the ranks of a job stand to each other: the parallel degrees and what each stage holds.
+"""Arrange a job's ranks: its parallel degrees, its groups, and the layers of each stage.
 
 Ranks are numbered as Megatron and DeepSpeed's ``PipeModelDataParallelTopology`` do it: tensor
 innermost, then context, then data, pipeline outermost. Expert parallelism lies inside the data
@@ -15,14 +15,14 @@ from typing import Any, Literal, get_args
 from hybridcomp.errors import HybridcompError
 from hybridcomp.foreign import one_line
 
-#: groups of ranks that a layout has
+#: the process groups of a layout
 Group = Literal["tensor", "row", "column", "context", "data", "expert", "pipeline", "replicas"]
-#: what carries context parallelism: DeepSpeed's Ulysses (all-to-all), or a ring (sends), which is
-#: Megatron's way and that of hybridcomp.nn
+#: context parallelism: DeepSpeed's Ulysses (all-to-all), or a ring (sends), as Megatron and
+#: hybridcomp.nn have it
 ContextWay = Literal["ulysses", "ring"]
 #: keys of the written form that follow from the fields
 DERIVED = ("world_size", "pipeline")
-#: fields that the first plans did not have: written where they say something
+#: fields that plans of earlier versions lack: written only where they differ from their defaults
 LATER = ("mesh", "slices")
 
 
@@ -34,7 +34,7 @@ class Layout:
     stages, virtual: pipeline stages, and chunks of the model that each of them holds.
     cuts: layers of every chunk in the order of the model (``stages * virtual`` numbers); a rank of
         stage s holds chunks s, s + stages, ...
-    data: replicas of the model, each with its own samples. expert: of them, over how many the
+    data: replicas of the model, each with other samples. expert: number of replicas over which the
         experts of a layer are spread. context: ranks that cut each sample.
     zero_stage: 0 to 3; of Megatron's distributed optimizer 1.
     micro_batch: samples of one forward pass of a replica. accumulation: such passes in a step.
@@ -67,7 +67,7 @@ class Layout:
     slices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse degrees below 1 and what contradicts itself."""
+        """Refuse degrees below 1 and fields that contradict each other."""
         degrees = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
                    "accumulation", "mesh")  # fmt: skip
         for name in degrees:
@@ -100,17 +100,17 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Of the whole job."""
+        """Ranks of the whole job."""
         return self.ranks_per_stage * self.stages
 
     @property
     def innermost(self) -> int:
-        """Ranks that cut each layer: they are numbered one after the other."""
+        """Ranks that cut each layer; their numbers are consecutive."""
         return self.tensor * self.mesh**2
 
     @property
     def ranks_per_stage(self) -> int:
-        """Of one pipeline stage; its ranks are numbered one after the other."""
+        """Ranks of one pipeline stage; their numbers are consecutive."""
         return self.innermost * self.context * self.data
 
     @property
@@ -120,23 +120,23 @@ class Layout:
 
     @property
     def slice_count(self) -> int:
-        """Slices of a sequence that pass through the pipeline one by one; 1: it is whole."""
+        """Slices of a sequence that pass through the pipeline one by one; 1: it is not sliced."""
         return max(1, len(self.slices))
 
     @property
     def samples(self) -> int:
-        """Of one optimizer step."""
+        """Samples of one optimizer step, of all replicas."""
         return self.data * self.micro_batch * self.accumulation
 
     def size(self, group: Group) -> int:
-        """Ranks of one group. ``replicas``: those that hold the same weights (data x context)."""
+        """Return ranks of a group. ``replicas``: those with the same weights (data x context)."""
         sizes = {"tensor": self.tensor, "row": self.mesh, "column": self.mesh,
                  "context": self.context, "data": self.data, "expert": self.expert,
                  "pipeline": self.stages, "replicas": self.data * self.context}  # fmt: skip
         return sizes[group]
 
     def stride(self, group: Group) -> int:
-        """The distance of neighbours of a group in the numbering of the ranks."""
+        """Return the difference between the numbers of two neighbours of a group."""
         cut = self.innermost
         inner = {"tensor": 1, "row": 1, "column": self.mesh, "context": cut, "replicas": cut,
                  "data": cut * self.context, "expert": cut * self.context,
@@ -144,13 +144,13 @@ class Layout:
         return inner[group]
 
     def members(self, group: Group, rank: int) -> tuple[int, ...]:
-        """The ranks of the group that ``rank`` is in, ascending."""
+        """Return the ranks of the group that ``rank`` is in, ascending."""
         stride, size = self.stride(group), self.size(group)
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + stride * size, stride))
 
     def chunks(self, stage: int) -> list[tuple[int, ...]]:
-        """The layers that ``stage`` holds, for each of its virtual stages."""
+        """Return the layers that ``stage`` holds, for each of its virtual stages."""
         if self.nodes:
             return [self.nodes[stage]]
         stops, total = [], 0
@@ -166,11 +166,11 @@ class Layout:
         return frozenset(layer for start, stop in self.recompute for layer in range(start, stop))
 
     def replace(self, **changes: Any) -> Layout:
-        """This layout with some fields changed."""
+        """Return this layout with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON knows them, and the facts that a job is asked for (``DERIVED``)."""
+        """Return all fields as JSON types, and those that follow from them (``DERIVED``)."""
         found = {"world_size": self.ranks, "pipeline": self.stages, **dataclasses.asdict(self)}
         found["cuts"] = list(self.cuts)
         found["nodes"] = [list(stage) for stage in self.nodes]
@@ -183,7 +183,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
-        """The layout that ``to_json`` wrote. Raises HybridcompError for keys it does not know."""
+        """Read a layout that ``to_json`` wrote. Raises HybridcompError for unknown keys."""
         known = {field.name for field in dataclasses.fields(cls)}
         data = {name: value for name, value in data.items() if name not in DERIVED}
         if unknown := sorted(set(data) - known):
@@ -200,7 +200,7 @@ class Layout:
         return cls(**values)
 
     def __str__(self) -> str:
-        """What differs from one plain rank, in a few words: ``tp2 pp4 dp3 zero1 mb1x8``."""
+        """Name the degrees above 1 and the switches: ``tp2 pp4 dp3 zero1 mb1x8``."""
         words = [
             f"tp{self.tensor}{'s' if self.sequence else ''}" if self.tensor > 1 else "",
             f"mesh{self.mesh}x{self.mesh}" if self.mesh > 1 else "",
@@ -220,6 +220,6 @@ class Layout:
 
 
 def even_cuts(layers: int, chunks: int) -> tuple[int, ...]:
-    """``layers`` over ``chunks`` as evenly as can be, the larger ones first."""
+    """Cut ``layers`` into ``chunks`` as evenly as can be, the larger ones first."""
     base, rest = divmod(layers, chunks)
     return tuple(base + (index < rest) for index in range(chunks))

@@ -1,4 +1,4 @@
-"""What the planner answers: a layout, choices, the block for them, and what a step would cost."""
+"""Plans: a layout, its choices and their block, with the predicted cost of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.foreign import one_line, parsed_json
 from hybridcomp.plan.choices import Choice, Choices, Key
 from hybridcomp.plan.layout import Layout
 
-#: what memory of a rank goes to
+#: kinds of a rank's memory
 MEMORY_KINDS = (
     "weights", "gradients", "optimizer", "gathered", "activations", "residuals", "references",
     "payloads", "keys", "host",
@@ -25,7 +25,7 @@ MEMORY_KINDS = (
 
 @dataclass(frozen=True)
 class Span:
-    """One task of the predicted step: what it is, on which resource, from when to when (s)."""
+    """One task of the predicted step: its name, its resource, its start and end (s)."""
 
     name: str
     resource: str
@@ -35,16 +35,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one optimizer step would cost.
+    """Predicted seconds, memory and bytes of one optimizer step.
 
     seconds, low, high: of a step, with the interval that the measurements' spread gives.
     tokens_per_second: of the whole job. compute_seconds, bubble_seconds, codec_seconds: of the
-    busiest rank's device: what it computes, what it waits for its pipeline, what it encodes.
+    busiest rank's device: computing, waiting for the pipeline, encoding and decoding.
     memory: bytes by kind (``MEMORY_KINDS``) of the rank that needs most; ``host`` is not on the
     device. memory_by_stage: device bytes of a rank of every stage.
-    nbytes, native_nbytes: by dimension, what the rank that sends most sends in a step, encoded and
-    as it would be natively. exposed, hidden: seconds of its messages by dimension that lengthen the
-    step, and that lie behind compute.
+    nbytes, native_nbytes: bytes by dimension that the rank with the most traffic sends in a step,
+    encoded, and natively. exposed, hidden: seconds of messages by dimension that lengthen the step,
+    and that compute hides.
     job_nbytes, job_native_nbytes, job_codec_seconds: by dimension, of all ranks together, as the
     ledger counts them (``wire_MB``, ``raw_MB``, codec seconds).
     between_nbytes, between_native_nbytes: of ``nbytes`` and ``native_nbytes`` what goes to other
@@ -74,11 +74,11 @@ class Prediction:
 
     @property
     def device_nbytes(self) -> float:
-        """Bytes that the fullest rank needs on its device."""
+        """Bytes of device memory that the fullest rank needs."""
         return sum(value for kind, value in self.memory.items() if kind != "host")
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON knows them."""
+        """Return all fields as JSON types."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         found["memory_by_stage"] = list(self.memory_by_stage)
         found["spans"] = [asdict(span) for span in self.spans]
@@ -125,14 +125,14 @@ class Plan:
 
     @property
     def repeated(self) -> range:
-        """The layers that are blocks; where nothing says so all but the first and the last."""
+        """The layers that are blocks; without ``blocks``, all but the first and the last layer."""
         return range(*(self.blocks or (1, sum(self.layout.cuts) - 1)))
 
     @property
     def block(self) -> dict[str, Any]:
-        """The ``"compression"`` block that the choices stand for.
+        """The ``"compression"`` block of the choices.
 
-        Sums of encoded gradients stay on the device, which their memory was counted for.
+        Sums of encoded gradients stay on the device, as the memory estimate assumes.
         """
         found = self.choices.block(hierarchy=self.layout.hierarchy)
         encoded = not self.choices["offload", "backward"].native
@@ -141,7 +141,7 @@ class Plan:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The plan with its block; read by ``from_json`` and by the preset ``planned``."""
+        """Return the plan with its block; ``from_json`` and the preset ``planned`` read it."""
         return {
             FORMAT: VERSION,
             **{name: getattr(self, name) for name in _NAMES},
@@ -155,7 +155,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """What ``to_json`` wrote. Raises HybridcompError for another version or a missing key."""
+        """Read a plan of ``to_json``. Raises HybridcompError for other versions, missing keys."""
         if not isinstance(data, Mapping):
             raise HybridcompError(
                 f"plan: {type(data).__name__}; expected what hybridcomp plan wrote"

@@ -1,4 +1,4 @@
-"""What the planner is asked, and the form of its answer."""
+"""The planner's request (batch, limits) and the form of its answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 
 
-#: samples of a step and tokens of a sample: of more no search comes to an end
+#: most samples of a step and tokens of a sample: a search over more does not end
 MOST = 1 << 24
 
 
@@ -41,15 +41,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may be.
+    """Limits of the search: the engine, its options, and the fields that are fixed.
 
-    engine: who runs it; the space is what that engine can do. dtype: of weights and messages.
+    engine: the one that runs the plan; only its layouts are searched. dtype: of weights, messages.
     fixed: fields of ``Layout`` that the user has decided, for example ``{"tensor": 2}``.
     memory_share: of a device's memory that a plan may fill; the rest is for the allocator.
     optimizer_nbytes: of a parameter's optimizer states and master weight; None: of Adam.
     bucket_numel: values of one bucket of gradients or parameters (``reduce_bucket_size``).
-    own: cuts that exist in hybridcomp.nn alone and that the script can build, out of "ring", "tp2d"
-    and "slices"; what ``fixed`` decides of them counts as well.
+    own: cuts that only hybridcomp.nn has and that the script can build, out of "ring", "tp2d" and
+    "slices"; those that ``fixed`` names count as well.
     ranks: how many to use; None: all of the cluster. most_micro_batch: samples, at most.
     recompute, offload: whether the search may switch them on.
     keep: plans that are returned.
@@ -69,7 +69,7 @@ class Limits:
     keep: int = 10
 
     def __post_init__(self) -> None:
-        """Refuse what names nothing. Raises ConfigError."""
+        """Refuse unknown names and values out of range. Raises ConfigError."""
         for name, value in self.fixed.items():
             decided.check(name, value)
         for name, least in (("ranks", 1), ("most_micro_batch", 1), ("keep", 1)):
@@ -85,19 +85,19 @@ class Limits:
             raise ConfigError("memory_share", self.memory_share, "expected above 0, at most 1")
 
     def owns(self, name: str) -> bool:
-        """Whether the cut ``name`` of ``OWN_CUTS`` may be proposed: only under DeepSpeed."""
+        """Return whether the search may propose the cut ``name`` of ``OWN_CUTS`` (DeepSpeed)."""
         return self.engine == "deepspeed" and (name in self.own or OWN_CUTS[name] in self.fixed)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of weights and messages."""
+        """Dtype of weights and messages."""
         return DTYPES[self.dtype]
 
     @property
     def states_nbytes(self) -> float:
-        """Optimizer states of one parameter: Adam's two moments, and a master copy beside 16 bits.
+        """Bytes of optimizer states a parameter.
 
-        Both in fp32.
+        By default Adam's two moments and, for 16-bit weights, a master copy, all in fp32.
         """
         if self.optimizer_nbytes is not None:
             return self.optimizer_nbytes
@@ -106,7 +106,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The plan that comes nearest to being feasible: what it would need, and what there is.
+    """The plan that comes nearest to being feasible, with what it needs and what there is.
 
     what: "memory" or "ranks". needed, available: bytes of a device, or ranks.
     """

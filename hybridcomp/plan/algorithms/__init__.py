@@ -4,7 +4,7 @@ They know no tensor, no network and no engine:
 
 cuts       stages of a chain of layers on unequal devices, by dynamic programming over intervals
 ideals     stages of a model that is no chain, by dynamic programming over ideals
-recompute  which layers to recompute under a memory limit, by dynamic programming on the chain
+recompute  layers to recompute under a memory limit, by dynamic programming on the chain
 frontier   Pareto frontiers of pairs, for the three above
 slices     where to slice a sequence for a pipeline, as TeraPipe does
 timeline   an event simulation of one step

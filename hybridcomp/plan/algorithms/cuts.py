@@ -1,4 +1,4 @@
-"""Where to cut a chain of layers into pipeline stages, on devices that may differ.
+"""Cut a chain of layers into pipeline stages, on devices that may differ.
 
 One step of 1F1B with M micro-batches takes ``sum of the stages + (M - 1) * slowest stage``. Plain
 balance, as in PipeDream (Narayanan et al. 2019), minimizes only the slowest; with few micro-batches
@@ -23,9 +23,9 @@ class Layer:
 
     seconds: forward and backward of one micro-batch on a device of speed 1.
     nbytes: parameters, gradients and optimizer state, and residuals that belong to them.
-    activation_nbytes: what one micro-batch in flight keeps here.
-    send_seconds, receive_seconds: if the chain is cut behind, what the messages across the cut take
-        of the stage before it, and of the one behind it.
+    activation_nbytes: kept here by one micro-batch in flight.
+    send_seconds, receive_seconds: if the chain is cut behind this layer, time that the messages
+        across the cut take of the stage before it, and of the stage behind it.
     """
 
     seconds: float
@@ -53,7 +53,7 @@ class Cuts:
     total: float  # seconds of one micro-batch through all stages
 
     def step_seconds(self, micro_batches: int) -> float:
-        """Seconds of a 1F1B step."""
+        """Return the seconds of a 1F1B step."""
         return self.total + (micro_batches - 1) * self.slowest
 
 
@@ -81,7 +81,7 @@ def stage_cuts(
     *,
     any_order: bool = True,
 ) -> Cuts | None:
-    """The fastest cut of ``layers`` into one stage a device, each of at least one layer.
+    """Find the fastest cut of ``layers`` into one stage a device, each of at least one layer.
 
     Args:
         devices: one a stage.
@@ -134,7 +134,7 @@ def _next(
     used: tuple[int, ...],
     stage: int,
 ) -> Iterator[tuple[int, Device, tuple[int, ...]]]:
-    """The devices that may take the next stage: (index, device, devices used then)."""
+    """Yield the devices that may take the next stage: (index, device, devices used then)."""
     if not kinds:
         yield stage, devices[stage], used
     for index, kind in enumerate(kinds):
@@ -150,7 +150,7 @@ def _stage_costs(
     device: Device,
     in_flight: int,
 ) -> Iterator[tuple[int, float]]:
-    """``(stop, seconds)`` of every stage that begins at ``first`` and fits into ``device``."""
+    """Yield ``(stop, seconds)`` of each stage that begins at ``first`` and fits ``device``."""
     last = len(layers) - stages_left
     for stop in range(first + 1 if stages_left else len(layers), last + 1):
         if stop <= first:

@@ -1,4 +1,4 @@
-"""Pareto frontiers of pairs, with the way that led to each point."""
+"""Pareto frontiers of pairs of costs, with the choices that led to each point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Point(Generic[T]):
 
 
 def frontier(points: Iterable[Point[T]]) -> list[Point[T]]:
-    """The points that no other point beats in both costs, by rising first cost.
+    """Return the points that no other point beats in both costs, by rising first cost.
 
     Of points with equal costs the one that comes first is kept.
     """
@@ -31,7 +31,7 @@ def frontier(points: Iterable[Point[T]]) -> list[Point[T]]:
 
 
 def link(choices: Linked | None) -> Iterator[int]:
-    """The values of a linked list of choices, oldest first."""
+    """Return the values of a linked list of choices, oldest first."""
     values = []
     while choices is not None:
         values.append(choices.value)

@@ -1,4 +1,4 @@
-"""Stages of a model that is no chain: encoder-decoders, several towers.
+"""Cut a model that is no chain into stages: encoder-decoders, several towers.
 
 After Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators" (NeurIPS
 2020): stages that follow each other are differences of nested ideals (sets of nodes that hold all
@@ -22,8 +22,8 @@ MOST_IDEALS = 20_000
 class Node:
     """One layer or block of a graph.
 
-    seconds: of one micro-batch on a device of speed 1. nbytes: what it keeps on its device.
-    inputs: indices of the nodes whose outputs it reads, all smaller than its own.
+    seconds: of one micro-batch on a device of speed 1. nbytes: that the node keeps on its device.
+    inputs: indices of the nodes whose outputs it reads, all smaller than its index.
     send_seconds: to move its output to a later stage; once, however many nodes there read it.
     """
 
@@ -42,7 +42,7 @@ class Split:
 
 
 def graph_split(nodes: Sequence[Node], devices: Sequence[Device]) -> Split | None:
-    """The split of ``nodes`` over ``devices``, in that order, whose slowest stage is fastest.
+    """Split ``nodes`` over ``devices``, in that order, so that the slowest stage is fastest.
 
     A stage may be empty. Returns None where nothing fits into the devices' memory.
     Raises HybridcompError on a graph that is not in topological order, or with too many ideals.
@@ -69,7 +69,7 @@ def graph_split(nodes: Sequence[Node], devices: Sequence[Device]) -> Split | Non
 
 
 def _ideals(nodes: Sequence[Node]) -> set[int]:
-    """All ideals, as bit masks. Raises HybridcompError where they are too many."""
+    """Return all ideals, as bit masks. Raises HybridcompError where they are too many."""
     needs = [sum(1 << source for source in set(node.inputs)) for node in nodes]
     found, fresh = {0}, [0]
     while fresh:
@@ -93,7 +93,7 @@ def _grown(
     states: dict[int, tuple[float, int]],
     device: Device,
 ) -> dict[int, tuple[float, int]]:
-    """One stage more, on ``device``: what each ideal then costs, and from which it comes."""
+    """Add a stage on ``device``; return each ideal's slowest stage and the ideal before it."""
     grown: dict[int, tuple[float, int]] = {}
     for before, (slowest, _) in states.items():
         for ideal in ideals:
@@ -111,7 +111,7 @@ def _grown(
 def _stage_seconds(
     nodes: Sequence[Node], before: int, members: int, device: Device
 ) -> float | None:
-    """Seconds of a stage of ``members`` behind the ideal ``before``; None where it does not fit."""
+    """Return seconds of the stage ``members`` behind the ideal ``before``; None: too large."""
     inside = _members(members)
     if sum(nodes[index].nbytes for index in inside) > device.nbytes:
         return None

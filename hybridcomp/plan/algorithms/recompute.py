@@ -1,4 +1,4 @@
-"""Which layers to recompute in backward, so that a chain fits into memory in the least extra time.
+"""Choose the layers to recompute in backward, so that a chain fits into memory in the least time.
 
 A chain is cut into segments. A segment either keeps all that its layers' backward needs, or only
 the input of its first layer, and then runs forward once more when backward reaches it (Chen et al.
@@ -19,7 +19,7 @@ from hybridcomp.plan.algorithms.frontier import Linked, Point, frontier, link
 class Stored:
     """One layer: seconds of its forward, bytes that its backward needs, bytes of its input alone.
 
-    work_nbytes: what its backward takes for itself while it runs.
+    work_nbytes: workspace of its backward, allocated while that runs.
     """
 
     forward_seconds: float
@@ -38,9 +38,9 @@ class Recomputation:
 
 
 def cheapest_recomputation(layers: Sequence[Stored], nbytes: float) -> Recomputation | None:
-    """The recomputation of ``layers`` with the fewest seconds that stays within ``nbytes``.
+    """Find the recomputation of ``layers`` with the fewest extra seconds within ``nbytes``.
 
-    Returns None where not even the leanest one fits.
+    Returns None where none fits.
     """
     # choices: 2 * stop + recomputed, for every segment in order; kept ones have one layer
     states: list[list[Point[Linked | None]]] = [[Point(0.0, 0.0, None)]]
@@ -74,7 +74,7 @@ def cheapest_recomputation(layers: Sequence[Stored], nbytes: float) -> Recomputa
 
 
 def peak_nbytes(layers: Sequence[Stored], segments: Sequence[tuple[int, int]]) -> float:
-    """The highest memory of forward and backward where ``segments`` are recomputed."""
+    """Return the peak bytes of forward and backward where ``segments`` are recomputed."""
     starts = dict(segments)
     kept, peak, position = 0.0, 0.0, 0
     while position < len(layers):
@@ -92,9 +92,9 @@ def peak_nbytes(layers: Sequence[Stored], segments: Sequence[tuple[int, int]]) -
 
 
 def _segment_nbytes(layers: Sequence[Stored], start: int, stop: int) -> float:
-    """What a recomputed segment takes at most, in backward: all of it, and one layer at work.
+    """Return the peak bytes of a recomputed segment in backward: its layers, one at work.
 
-    Backward frees a layer before it goes on, so the worst is at some layer: those before it are
+    Backward frees a layer before it goes on, so the peak is at some layer: those before it are
     still kept.
     """
     kept, peak = 0.0, 0.0

@@ -1,13 +1,13 @@
-"""Where to slice a sequence along its tokens, so that a pipeline works on several slices at once.
+"""Slice a sequence along its tokens, so that a pipeline works on several slices at once.
 
-TeraPipe (Li et al., ICML 2021): with batch 1 a pipeline of S stages stands still for all but one
-stage. Cut into K slices, stage s works on slice k while stage s + 1 works on slice k - 1, and one
+TeraPipe (Li et al., ICML 2021): with batch 1 only one of the S stages of a pipeline works at a
+time. Cut into K slices, stage s works on slice k while stage s + 1 works on slice k - 1, and one
 pass takes ``sum of the slices + (S - 1) * slowest slice``. Later slices attend to all the tokens
 before them, so equal lengths are not equal times. Where a stage waits for a message before it can
 begin, as the later ones do until the first slices reach them, the slice takes its ``hop`` longer.
 For every possible slowest slice the dynamic program finds the smallest sum; slowest slices are
-tried by rising time, until even the smallest sum of all cannot win any more. Exact for the times
-that it is given.
+tried by rising time, until even the smallest sum of all cannot win any more. The result is exact
+for the times passed in.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: seconds of a stage for the granules [start, stop), whose keys and values before start are there
+#: seconds of a stage for the granules [start, stop), with keys and values of those before start
 SliceSeconds = Callable[[int, int], float]
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Slices in order, in granules: slice k ends where ``stops[k]`` says."""
+    """Slices in order, in granules: slice k ends behind ``stops[k]`` granules."""
 
     stops: tuple[int, ...]
     slowest: float  # seconds of the slowest slice on one stage, with its hop
     total: float  # seconds of all slices on one stage
 
     def seconds(self, stages: int) -> float:
-        """Seconds of one pass through ``stages`` stages."""
+        """Return the seconds of one pass through ``stages`` stages."""
         return self.total + (stages - 1) * self.slowest
 
     def lengths(self, granule: int) -> tuple[int, ...]:
-        """Tokens of each slice, for granules of ``granule`` tokens."""
+        """Return the tokens of each slice, for granules of ``granule`` tokens."""
         return tuple(granule * (stop - start) for start, stop in pairwise((0, *self.stops)))
 
 
 def no_hop(start: int, stop: int) -> float:
-    """The hop of messages that take no time."""
+    """Return 0.0: the hop of messages that take no time."""
     return 0.0
 
 
 def token_slices(
     granules: int, stages: int, seconds: SliceSeconds, hop: SliceSeconds = no_hop
 ) -> Slices:
-    """The slices with which one pass through ``stages`` equal stages is fastest.
+    """Find the slices with which one pass through ``stages`` equal stages is fastest.
 
     Args:
-        granules: into which the sequence is cut at most, at least 1.
+        granules: the most slices of the sequence, at least 1.
         stages: of the pipeline, at least 1.
-        seconds: of one slice on a stage, which can then begin with the next one. Slices of no
-            granule are never asked for.
-        hop: what it takes beyond that until the next stage has its message.
+        seconds: of one slice on a stage, which can then begin with the next one. It is never called
+            for slices of no granule.
+        hop: seconds beyond that until the next stage has its message.
 
     Raises ValueError where there is nothing to slice.
     """
@@ -70,7 +70,7 @@ def token_slices(
     best = unbound
     for slowest in sorted({value for row in full for value in row}):
         if unbound.total + (stages - 1) * slowest >= best.seconds(stages):
-            break  # what is left is slower in its slowest slice, and no sum is smaller
+            break  # those that follow have a slower slowest slice, and no sum is smaller
         found = _fewest_seconds(cost, full, slowest)
         if found is not None and found.seconds(stages) < best.seconds(stages):
             best = found
@@ -80,14 +80,14 @@ def token_slices(
 def uniform_slices(
     granules: int, count: int, seconds: SliceSeconds, hop: SliceSeconds = no_hop
 ) -> Slices:
-    """``count`` slices as equal as granules allow, for comparison. Raises ValueError."""
+    """Cut ``count`` slices as equal as granules allow, for comparison. Raises ValueError."""
     if not 1 <= count <= granules:
         raise ValueError(f"found {count} slices of {granules} granules; expected 1 to {granules}")
     return timed_slices([granules * (k + 1) // count for k in range(count)], seconds, hop)
 
 
 def timed_slices(stops: Sequence[int], seconds: SliceSeconds, hop: SliceSeconds = no_hop) -> Slices:
-    """The slices that end behind the granules ``stops``, with what they take."""
+    """Return the slices that end behind the granules ``stops``, with their times."""
     cuts = list(pairwise((0, *stops)))
     times = [seconds(*cut) for cut in cuts]
     slowest = max(time + hop(*cut) for time, cut in zip(times, cuts, strict=True))
@@ -97,7 +97,7 @@ def timed_slices(stops: Sequence[int], seconds: SliceSeconds, hop: SliceSeconds 
 def _fewest_seconds(
     cost: Sequence[Sequence[float]], full: Sequence[Sequence[float]], slowest: float
 ) -> Slices | None:
-    """The smallest sum of ``cost`` with nothing above ``slowest`` in ``full``; None: none is so."""
+    """Find the slices of least total ``cost``, none above ``slowest`` in ``full``; else None."""
     sums, starts = [0.0], [0]
     for row, whole in zip(cost, full, strict=True):
         best, at = float("inf"), -1

@@ -1,4 +1,4 @@
-"""An event simulation of one training step: tasks with resources, durations and dependencies.
+"""Simulate the events of one training step: tasks with resources, durations and dependencies.
 
 A resource (a device's compute, a link, the bus to the host) does one task at a time, in the order
 in which they become ready, ties by the smaller name: the order of FlexFlow's simulator (Jia et al.
@@ -16,7 +16,7 @@ from hybridcomp.errors import HybridcompError
 
 @dataclass(frozen=True)
 class Task:
-    """Something that takes ``seconds`` of ``resource`` once all tasks of ``after`` have ended."""
+    """Work that takes ``seconds`` of ``resource`` once all tasks of ``after`` have ended."""
 
     resource: str
     seconds: float
@@ -25,7 +25,7 @@ class Task:
 
 @dataclass
 class Timeline:
-    """When every task begins and ends, in seconds from the start of the step."""
+    """Start and end of every task, in seconds from the start of the step."""
 
     tasks: dict[int, Task]
     #: by task, in the order in which they are begun
@@ -34,16 +34,16 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """When the last task ends; 0.0 without tasks."""
+        """Seconds at which the last task ends; 0.0 without tasks."""
         return max(self.end.values(), default=0.0)
 
     def busy(self, resource: str) -> float:
-        """Seconds that ``resource`` works."""
+        """Return the seconds that ``resource`` works."""
         return sum(task.seconds for task in self.tasks.values() if task.resource == resource)
 
 
 def simulate(tasks: Mapping[int, Task]) -> Timeline:
-    """The timeline of ``tasks``, by name.
+    """Simulate ``tasks``, by name, and return their timeline.
 
     Raises HybridcompError where a task waits for one that is not there, or in a circle.
     """

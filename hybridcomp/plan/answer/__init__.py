@@ -1,6 +1,6 @@
-"""What a person gets out of the planner: table, reasons, pictures, files, trials and checks.
+"""Print, draw and write the planner's answer, try its plans, and check finished runs.
 
-report   the ranked table, and why the first plan beats the second
+report   the ranked table, and the reasons why the first plan beats the second
 picture  speed against bits, memory, and the timeline of the best plan
 files    plan.json, the engine's configuration and the launcher's command
 trial    --try: the best plans for some steps each, on the machines

@@ -1,4 +1,4 @@
-"""``hybridcomp plan``: what the command line says.
+"""Arguments of ``hybridcomp plan``.
 
 Imports nothing of the planner, which needs torch: help and completion come at once.
 """
@@ -37,7 +37,7 @@ CLUSTER = Path("cluster.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments to ``parser``."""
     add = parser.add_argument
     add("model", nargs="?", help="config.json, YAML, Megatron's arguments, or package:callable")
     add(
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The planner's own words, and the command behind ``--``."""
+    """Split ``words`` into the planner's arguments and the command behind ``--``."""
     found = list(words)
     if "--" not in found:
         return found, []

@@ -1,4 +1,4 @@
-"""The user's own configuration of an engine, over which a plan writes what it decides."""
+"""Read the user's configuration of an engine, whose settings a plan then overrides."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hybridcomp.foreign import parsed_yaml
 from hybridcomp.rules.neox import EXTRA
 
 Base = Mapping[str, Any]
-#: parts of it that plans write into
+#: sections that plans write into
 SECTIONS = ("zero_optimization", "bf16", "fp16", BLOCK, EXTRA)
 
 
 def base_of(path: Path | None, engine: str) -> Base:
-    """The user's own configuration. Raises ConfigError where it is none for ``engine``."""
+    """Read the user's configuration. Raises ConfigError where ``engine`` cannot take it."""
     if path is None:
         return {}
     if engine == "megatron":
@@ -35,7 +35,7 @@ def base_of(path: Path | None, engine: str) -> Base:
 
 
 def _sectioned(base: Base) -> Base:
-    """``base``, whose parts that plans write into are objects. Raises ConfigError."""
+    """Return ``base`` if the sections that plans write into are objects; else raise ConfigError."""
     own = base.get(EXTRA)
     for name, part in (
         *((name, base.get(name)) for name in SECTIONS),

@@ -1,4 +1,4 @@
-"""``--check``: a finished run against what its plan predicted, by dimension."""
+"""Compare a finished run with its plan's prediction, by dimension (``--check``)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hybridcomp.plan.answer.trial import LEDGER, LOG, seconds_a_step
 from hybridcomp.plan.plan import Plan
 from hybridcomp.policy import DIMENSIONS
 
-#: a step that is further off than this, and outside of its interval, is called a miss
+#: a step whose relative error is above this, and which is outside of its interval, is a miss
 STEP_MISS = 0.12
-#: bytes follow from shapes: a run that sends others is not the planned one
+#: bytes follow from shapes: a run that sends other numbers of them is not the planned one
 NBYTES_MISS = 0.02
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure of a run beside the plan's."""
+    """One measured figure of a run and the plan's prediction of it."""
 
     what: str
     measured: float
@@ -39,7 +39,7 @@ class Compared:
 
     @property
     def held(self) -> bool:
-        """Whether the prediction was right within its limit, or its own interval."""
+        """True where the measured figure is within the limit, or within the predicted interval."""
         if self.low <= self.measured <= self.high:
             return True
         return self.measured == self.predicted or abs(self.miss) <= self.limit
@@ -55,7 +55,7 @@ class Compared:
 
 
 def check(plan: Plan, run: Path) -> list[Compared]:
-    """The figures of ``run``, a folder with its log and ledger, beside the plan's.
+    """Compare the figures of ``run``, a folder with its log and ledger, with the plan's.
 
     Raises CompareError where there is no finished run, or one of another size.
     """
@@ -84,7 +84,7 @@ def check(plan: Plan, run: Path) -> list[Compared]:
 
 
 def _steps(ledger: Path) -> int:
-    """Steps that the totals of a ledger cover. Raises CompareError."""
+    """Return the number of steps that the totals of a ledger cover. Raises CompareError."""
     records: list[dict[str, Any]] = json_lines.read_lines(ledger)
     steps = records[-1].get("step") if records else None
     if not isinstance(steps, int) or steps < 1:
@@ -93,7 +93,7 @@ def _steps(ledger: Path) -> int:
 
 
 def told(found: list[Compared]) -> Iterator[str]:
-    """What is printed: every figure, then whether the plan held."""
+    """Yield the lines to print: every figure, then the verdict."""
     yield from map(str, found)
     missed = [one.what for one in found if not one.held]
     if missed:

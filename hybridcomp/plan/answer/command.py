@@ -1,4 +1,4 @@
-"""``hybridcomp plan``: the order of things, behind what ``arguments`` takes."""
+"""Run ``hybridcomp plan``: search, print, write files, try and draw; or check a run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def unpriced(found: Found, options: argparse.Namespace) -> str:
-    """The codecs that no plan has, because nothing says what they cost."""
+    """Name the codecs that no plan uses, because the cluster's file has no figures for them."""
     return (
         f"{options.cluster} says nothing about {', '.join(found.unpriced)}: no plan has these "
         'codecs; run `hybridcomp measure` again, or write them into its "codecs"'
@@ -84,7 +84,7 @@ def unpriced(found: Found, options: argparse.Namespace) -> str:
 
 
 def without_effect(options: argparse.Namespace, cluster: Cluster) -> Iterator[str]:
-    """Options that change nothing about these plans, a sentence each."""
+    """Yield a sentence for each option that changes nothing about these plans."""
     if options.offload and options.engine != "deepspeed":
         yield f"--offload has no effect: plans of {options.engine} have no optimizer on the host"
     elif options.offload and cluster.on_cpu:
@@ -94,7 +94,7 @@ def without_effect(options: argparse.Namespace, cluster: Cluster) -> Iterator[st
 
 
 def _look(options: argparse.Namespace) -> None:
-    """Refuse what would be seen only behind the search. Raises ConfigError."""
+    """Refuse wrong options before the search, which takes long. Raises ConfigError."""
     from hybridcomp.plan.answer.trial import NO_COMMAND
 
     if options.tries < 0:
@@ -108,7 +108,7 @@ def _look(options: argparse.Namespace) -> None:
 
 
 def dtype_of(wanted: str | None, cluster: Cluster) -> str:
-    """The dtype to plan in: what is asked for, else the first that ``cluster`` has figures for.
+    """Return the dtype to plan in: ``wanted``, else the first that ``cluster`` has figures for.
 
     Raises ConfigError where it has none.
     """
@@ -141,7 +141,7 @@ def _search(options: argparse.Namespace, model: Model, cluster: Cluster) -> Foun
 
 
 def _tried(options: argparse.Namespace, found: Found, cluster: Cluster, base: Base) -> Plan:
-    """The fastest of the best plans, on the machines."""
+    """Run the best plans on the machines and return the fastest."""
     from hybridcomp.plan.answer.trial import tried
 
     plans = found.plans[: options.tries]
@@ -163,7 +163,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _draw(options: argparse.Namespace, found: Found, cluster: Cluster) -> None:
-    """The picture, where matplotlib is there; a plan is none the worse without."""
+    """Draw the picture; without matplotlib print a line instead, since the plan is complete."""
     from hybridcomp.plan.answer.picture import draw
 
     known = [rank.nbytes for rank in cluster.ranks if rank.nbytes]
@@ -178,7 +178,7 @@ def _draw(options: argparse.Namespace, found: Found, cluster: Cluster) -> None:
 
 
 def infeasible(found: Found) -> str:
-    """Why there is no plan, and what the nearest one would need, in one sentence."""
+    """Say in one sentence why there is no plan, and what the nearest one would need."""
     if found.nearest is None:
         return f"no plan: {found.reason}"
     return f"no plan: {found.reason}; {_nearest(found.nearest)}"
@@ -196,7 +196,7 @@ def _nearest(nearest: Nearest) -> str:
 
 
 def own_cuts(names: str, command: Sequence[str]) -> tuple[str, ...]:
-    """Cuts of hybridcomp.nn that the script knows: those named, and those its command asks for."""
+    """Return cuts of hybridcomp.nn that the script builds: named, or in its command's places."""
     text = " ".join(command)
     asked = {"tp2d": "{mesh}", "slices": "{slices}"}
     named = [name.strip() for name in names.split(",") if name.strip()]
@@ -204,7 +204,7 @@ def own_cuts(names: str, command: Sequence[str]) -> tuple[str, ...]:
 
 
 def budget_of(text: str) -> Budget:
-    """The budget of a name, or of JSON. Raises ConfigError."""
+    """Read a budget from a name, or from JSON. Raises ConfigError."""
     if not text.lstrip().startswith("{"):
         return Budget.parse(text)
     try:
@@ -215,7 +215,7 @@ def budget_of(text: str) -> Budget:
 
 
 def fixed_of(texts: list[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` words as fields of a layout. Raises ConfigError."""
+    """Parse ``NAME=VALUE`` words into fields of a layout. Raises ConfigError."""
     fixed: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

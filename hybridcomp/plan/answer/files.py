@@ -1,4 +1,4 @@
-"""What starts a plan: the configuration of its engine, and the launcher's command.
+"""Write the files that start a plan: its engine's configuration and the launcher's command.
 
 ``deepspeed``  ``ds_config.json``: batch, ZeRO stage, dtype, offload and the block, over the user's
                own file where one is given (its optimizer and schedule stay).
@@ -37,9 +37,9 @@ from hybridcomp.rules.neox import EXTRA
 PLAN_FILE, START_FILE = "plan.json", "start.sh"
 CONFIGS = {"deepspeed": "ds_config.json", "megatron": "megatron_args.txt", "neox": "neox.yml"}
 BLOCK_FILE = "compression.json"
-#: of a launcher, where nobody looks for a free one: torch's own default
+#: port of a launcher where no free one is searched for: torch's default
 PORT = "29500"
-#: what stands where the user has not said what to start
+#: placeholder where the user has not named the script to start
 SCRIPT = "SCRIPT"
 
 
@@ -51,12 +51,12 @@ def write(
     command: Sequence[str] = (),
     ledger: Path | None = None,
 ) -> list[Path]:
-    """Write everything that starts ``plan`` into ``folder``; the files written.
+    """Write everything that starts ``plan`` into ``folder``; return the files written.
 
     Args:
-        base: the user's own configuration of the engine; what the plan decides is replaced.
-        command: the user's own command with places to fill in (``filled``); empty: a general one.
-        ledger: where the run writes its ledger; None: as the user's own block says.
+        base: the user's configuration of the engine; the plan's settings replace those in it.
+        command: the user's command with places to fill in (``filled``); empty: a general one.
+        ledger: where the run writes its ledger; None: as the user's block says.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = (folder / PLAN_FILE).resolve()
@@ -74,7 +74,7 @@ def write(
     words = general(plan, cluster, folder)
     if command:
         words = filled(command, plan, cluster, folder)
-    # a name is whatever stands in somebody's config.json: a line feed in it would end the comment
+    # a name comes from somebody's config.json: a line feed in it would end the comment
     name = foreign.one_line(plan.model)
     start.write_text(
         f"#!/bin/sh\n# {plan.layout}, planned for {name}\nexec {words}\n",
@@ -85,7 +85,7 @@ def write(
 
 
 def _engines_file(plan: Plan, block: Mapping[str, Any], base: Base) -> str:
-    """The text of ``CONFIGS``. Raises ConfigError where ``base`` holds what it cannot."""
+    """Return the engine's file (``CONFIGS``). Raises ConfigError where it cannot hold ``base``."""
     try:
         if plan.engine == "deepspeed":
             return foreign.json_document(ds_config(plan, block, base))
@@ -98,13 +98,13 @@ def _engines_file(plan: Plan, block: Mapping[str, Any], base: Base) -> str:
 
 
 def _kept(base: Base) -> dict[str, Any]:
-    """Of the user's own block, what no plan decides."""
+    """Return the keys of the user's block that no plan decides."""
     own = base.get(BLOCK) or base.get(EXTRA, {}).get(BLOCK) or {}
     return {key: own[key] for key in ("ledger", "on_unsupported", "start_step") if key in own}
 
 
 def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any]:
-    """The DeepSpeed file: ``base`` with what the plan decides."""
+    """Return the DeepSpeed file: ``base`` with the plan's settings."""
     layout = plan.layout
     zero = {**base.get("zero_optimization", {}), "stage": layout.zero_stage}
     zero.pop("offload_optimizer", None)
@@ -123,9 +123,9 @@ def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any
 
 
 def neox_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any]:
-    """The GPT-NeoX file, as JSON, which is YAML: ``base`` with what the plan decides.
+    """Return the GPT-NeoX file, as JSON, which is YAML: ``base`` with the plan's settings.
 
-    Raises HybridcompError where GPT-NeoX cannot recompute what the plan asks for.
+    Raises HybridcompError where GPT-NeoX cannot recompute the plan's segments.
     """
     layout = plan.layout
     extra = {**base.get(EXTRA, {}), BLOCK: dict(block)}
@@ -178,7 +178,7 @@ def megatron_arguments(plan: Plan) -> list[str]:
 
 
 def _interval(plan: Plan) -> int:
-    """GPT-NeoX's ``checkpoint_num_layers``. Raises HybridcompError where none does as planned."""
+    """Return GPT-NeoX's ``checkpoint_num_layers``. Raises HybridcompError where none fits."""
     asked, chunks = tuple(sorted(plan.layout.recompute)), block_chunks(plan.layout, plan.repeated)
     for length in range(1, max(map(len, chunks)) + 1):
         if asked == interval_segments(chunks, length):
@@ -187,18 +187,18 @@ def _interval(plan: Plan) -> int:
 
 
 def _cannot(plan: Plan) -> HybridcompError:
-    """An engine that does not recompute what the plan asks for."""
+    """Return the error of an engine that cannot recompute the plan's segments."""
     asked, reason = list(plan.layout.recompute), RECOMPUTE_REASONS[plan.engine]
     return HybridcompError(f"recompute {asked}: {reason}; fix recompute so, or plan again")
 
 
 def blocks(plan: Plan) -> tuple[int, ...]:
-    """Blocks of each chunk: of its layers those that a script counts, no ends of a decoder."""
+    """Return the number of blocks of each chunk, without embedding and head of a decoder."""
     return tuple(map(len, block_chunks(plan.layout, plan.repeated))) if plan.layout.cuts else ()
 
 
 def recomputed_blocks(plan: Plan) -> list[str]:
-    """Blocks that run forward a second time, counted from 0: ``3``, or ``3-5`` as one segment."""
+    """Return the recomputed blocks, counted from 0: ``3``, or ``3-5`` for one segment."""
     first, found = plan.repeated.start, []
     for start, stop in sorted(plan.layout.recompute):
         inside = [layer - first for layer in range(start, stop) if layer in plan.repeated]
@@ -208,16 +208,16 @@ def recomputed_blocks(plan: Plan) -> list[str]:
 
 
 def _stages_of(plan: Plan) -> str:
-    """Uneven chunks as Megatron's layout string writes them: ``Ettt|tttt|ttL``."""
+    """Write uneven chunks as Megatron's layout string: ``Ettt|tttt|ttL``."""
     parts = ["t" * count for count in blocks(plan)]
     parts[0], parts[-1] = "E" + parts[0], parts[-1] + "L"
     return "|".join(parts)
 
 
 def _recomputed(plan: Plan) -> list[str]:
-    """Megatron recomputes a number of layers at the head of every chunk, or segments of all.
+    """Return Megatron's options of recomputation: first blocks of each chunk, or all in segments.
 
-    Raises HybridcompError where the plan asks for others.
+    Raises HybridcompError where the plan has other segments.
     """
     layout = plan.layout
     asked, chunks = tuple(sorted(layout.recompute)), block_chunks(layout, plan.repeated)
@@ -231,7 +231,7 @@ def _recomputed(plan: Plan) -> list[str]:
 
 
 def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
-    """The command that starts ``plan`` with a script that the user fills in."""
+    """Return the command that starts ``plan``, with a place for the user's script."""
     config = shlex.quote(str((folder / CONFIGS[plan.engine]).resolve()))
     nodes, per_node = cluster.nodes, min(cluster.ranks_per_node, plan.layout.ranks)
     if plan.engine == "neox":
@@ -247,9 +247,9 @@ def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
 
 
 def left_to_script(plan: Plan, command: Sequence[str]) -> str:
-    """What neither the engine's file nor ``command`` decides, in a sentence; "" for nothing.
+    """Name settings that neither the engine's file nor ``command`` holds; "" for none.
 
-    DeepSpeed's file holds no degree but ZeRO's, and no layer to recompute: the script has to.
+    DeepSpeed's file holds no parallel degree and no layer to recompute: the script sets these.
     """
     if plan.engine != "deepspeed":
         return ""
@@ -270,7 +270,7 @@ def left_to_script(plan: Plan, command: Sequence[str]) -> str:
 
 
 def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
-    """What a user's command may leave to the plan, by its name between braces."""
+    """Map each place of a user's command, a name in braces, to the plan's value."""
     layout = plan.layout
     names = ("tensor", "stages", "virtual", "data", "context", "expert", "zero_stage",
              "micro_batch", "accumulation", "mesh", "context_way")  # fmt: skip
@@ -290,13 +290,13 @@ def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
 
 
 def filled(command: Sequence[str], plan: Plan, cluster: Cluster, folder: Path) -> str:
-    """``command`` for this plan, ``{tensor}``, ``{config}`` and so on filled in (``places``)."""
+    """Fill ``{tensor}``, ``{config}`` and the other ``places`` of ``command`` in for ``plan``."""
     values = {**places(plan, cluster, folder), "{folder}": str(folder.resolve()), "{port}": PORT}
     return foreign.shell_words(fill(command, values))
 
 
 def unknown_places(plan: Plan, command: Sequence[str], cluster: Cluster) -> str:
-    """What looks like a place in ``command`` and is none, in a sentence; "" for nothing."""
+    """Name words in braces in ``command`` that are no place, in a sentence; "" for none."""
     known = [*places(plan, cluster, Path()), "{folder}", "{port}"]
     found = dict.fromkeys(re.findall(r"\{[a-z_]+\}", " ".join(command)))
     left = [place for place in found if place not in known]

@@ -1,4 +1,4 @@
-"""The answer as a picture: speed against bytes, memory against the limit, the best plan's step."""
+"""Draw the answer: speed against bytes, memory against the limit, the best plan's step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Span
 #: distinct for colour-blind readers too (Okabe and Ito)
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000",
            "#F0E442")  # fmt: skip
-#: rows of the timeline that can still be read
+#: most rows of the timeline; more could not be read
 ROWS = 24
 #: inches
 WIDTH, HEIGHT = 12.0, 9.0
 
 
 def draw(plans: Sequence[Plan], limit: float, path: Path, title: str) -> None:
-    """Write ``path`` as PNG. ``limit``: bytes that a plan may take of a device, 0 for not known.
+    """Draw ``plans`` into the PNG ``path``. ``limit``: bytes of a device to fill, 0 if unknown.
 
     Raises HybridcompError when matplotlib is not installed.
     """
@@ -49,13 +49,13 @@ def draw(plans: Sequence[Plan], limit: float, path: Path, title: str) -> None:
 
 
 def share(plan: Plan) -> float:
-    """Bytes that a plan sends, over those that the same layout sends natively."""
+    """Return the bytes that a plan sends over those that the same layout sends natively."""
     native = sum(plan.prediction.native_nbytes.values())
     return sum(plan.prediction.nbytes.values()) / native if native else 1.0
 
 
 def _speed(axes: Any, plans: Sequence[Plan]) -> None:
-    """Tokens a second, with the interval, against what is left of native's bytes."""
+    """Plot tokens a second, with their interval, against the share of native bytes sent."""
     layouts = list(dict.fromkeys(str(plan.layout) for plan in plans))
     for number, plan in enumerate(plans):
         told, x = plan.prediction, 100 * share(plan)
@@ -76,7 +76,7 @@ def _speed(axes: Any, plans: Sequence[Plan]) -> None:
 
 
 def _memory(axes: Any, plans: Sequence[Plan], limit: float) -> None:
-    """Device memory of the fullest rank by kind, and the limit."""
+    """Plot device memory of the fullest rank by kind, and the limit."""
     below = [0.0] * len(plans)
     numbers = list(range(1, len(plans) + 1))
     kinds = [kind for kind in MEMORY_KINDS if kind != "host"]
@@ -96,7 +96,7 @@ def _memory(axes: Any, plans: Sequence[Plan], limit: float) -> None:
 
 
 def _timeline(axes: Any, plan: Plan) -> None:
-    """The predicted step of the best plan: a row for each resource, a colour for each work."""
+    """Plot the predicted step of the best plan: a row a resource, a colour a kind of task."""
     spans = plan.prediction.spans
     if not spans:
         axes.text(0.5, 0.5, "no timeline", ha="center")
@@ -121,5 +121,5 @@ def _timeline(axes: Any, plan: Plan) -> None:
 
 
 def _kind(span: Span) -> str:
-    """A task's name without its numbers: ``forward 3`` and ``F3`` are of one colour each."""
+    """Return a task's name without its number: ``forward`` of ``forward 3``, ``F`` of ``F3``."""
     return span.name.split(" ")[0].rstrip("0123456789") or span.name

@@ -1,4 +1,4 @@
-"""The ranked table of plans, and in a sentence each why the first one beats the second."""
+"""Print the ranked table of plans, and sentences that say why the first beats the second."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hybridcomp.policy import DIMENSIONS
 
 #: two plans whose steps are nearer than this share are called equally fast
 SAME = 0.005
-#: what a plan has to win of a step before a part of it is named as a reason
+#: smallest share of a step that a part of it has to differ by to be named as a reason
 TOLD = 0.01
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people: three digits and a unit of 1000."""
+    """Format bytes for people: three digits and a unit of 1000."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.3g} {unit}"
@@ -25,14 +25,14 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people."""
+    """Format seconds for people."""
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-6 else "0 ms"
 
 
 def codecs(plan: Plan) -> str:
-    """What is encoded, in a few words: ``dp blockint(bits=4) feedback, pp ...``."""
+    """Name the encoded dimensions and their codecs: ``dp blockint(bits=4) feedback; pp ...``."""
     parts = []
     for name in DIMENSIONS:
         ways = {way: plan.choices[name, way] for way in ways_of(name)}
@@ -49,10 +49,10 @@ HEAD = ("", "step", "interval", "tokens/s", "memory a rank", "sent a step", "beh
 
 
 def table(plans: Sequence[Plan]) -> list[str]:
-    """A Markdown table, one row a plan, the fastest first.
+    """Format a Markdown table, one row a plan, the fastest first.
 
-    Memory and bytes are of the rank that has most; "behind compute" is the share of the seconds of
-    messages that does not lengthen the step.
+    Memory and bytes are those of the rank with the most; "behind compute" is the share of the
+    seconds of messages that does not lengthen the step.
     """
     lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
     for number, plan in enumerate(plans, 1):
@@ -85,10 +85,9 @@ def _hidden(plan: Plan) -> str:
 
 
 def reasons(first: Plan, second: Plan) -> list[str]:
-    """Why ``first`` beats ``second``, a sentence for each part of the step that differs.
+    """Say why ``first`` beats ``second``, a sentence for each part of the step that differs.
 
-    The largest part comes first. What costs the first plan more than the second stands in sentences
-    of its own, because it is the price.
+    The largest difference comes first, also where it is the second plan's gain.
     """
     mine, theirs = first.prediction, second.prediction
     gain = theirs.seconds / mine.seconds - 1
@@ -107,7 +106,7 @@ def reasons(first: Plan, second: Plan) -> list[str]:
 
 
 def _parts(first: Plan, second: Plan) -> Iterator[tuple[float, str]]:
-    """Seconds that the first plan wins by a part of the step (negative: loses), and the words."""
+    """Yield the seconds that ``first`` wins (negative: loses) by a part of the step, in words."""
     mine, theirs = first.prediction, second.prediction
     for name in DIMENSIONS:
         own, other = mine.exposed.get(name, 0.0), theirs.exposed.get(name, 0.0)
@@ -135,7 +134,7 @@ def _parts(first: Plan, second: Plan) -> Iterator[tuple[float, str]]:
 
 
 def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """Memory by kind, and bytes by dimension beside what native sends, of one plan."""
+    """Yield lines with a plan's memory by kind, and its bytes by dimension, encoded and native."""
     told = plan.prediction
     kinds = [f"{kind} {size(told.memory[kind])}" for kind in MEMORY_KINDS if told.memory.get(kind)]
     known = [rank.nbytes for rank in cluster.ranks if rank.nbytes]
@@ -158,7 +157,7 @@ def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
 
 
 def _between(told: Prediction, name: str) -> str:
-    """Of the bytes of a dimension, those that slow links carry; "" where none does."""
+    """Format the bytes of a dimension that go between nodes; "" where none do."""
     native = told.between_native_nbytes.get(name, 0.0)
     if not native:
         return ""
@@ -167,7 +166,7 @@ def _between(told: Prediction, name: str) -> str:
 
 
 def answer(found: Found, cluster: Cluster) -> Iterator[str]:
-    """All that is printed: the table, the reasons, the details of the best, how it was searched."""
+    """Yield all lines to print: table, reasons, details of the best plan, counts of the search."""
     yield from table(found.plans)
     yield ""
     if len(found.plans) > 1:

@@ -1,4 +1,4 @@
-"""``--try``: the best plans run for some steps each on the machines, and the fastest is kept."""
+"""Run the best plans for some steps each on the machines, and keep the fastest (``--try``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridcomp.plan.answer.base import Base
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
 
-#: what a command has to take from the plan where plans differ in it; any of them will do
+#: places of a command, one of which it needs where the plans differ in that field
 DECIDED = {
     "tensor": ("{tensor}",),
     "stages": ("{stages}",),
@@ -36,7 +36,7 @@ LOG, LEDGER = "loss.jsonl", "ledger.jsonl"
 
 @dataclass(frozen=True)
 class Tried:
-    """One plan that ran: its median seconds a step, and where its files are."""
+    """One plan that ran: its median seconds a step, and the folder of its files."""
 
     plan: Plan
     folder: Path
@@ -44,12 +44,12 @@ class Tried:
 
     @property
     def miss(self) -> float:
-        """How much longer a step took than predicted, as a share of the prediction."""
+        """The measured step over the predicted one, minus 1."""
         return self.seconds / self.plan.prediction.seconds - 1
 
 
 def check_command(command: Sequence[str], plans: Sequence[Plan]) -> None:
-    """Raise ConfigError where the plans differ in what ``command`` does not take from them."""
+    """Raise ConfigError where the plans differ in a field that ``command`` has no place for."""
     if not command:
         raise ConfigError("--try", "no command", NO_COMMAND)
     text = " ".join(command)
@@ -70,7 +70,7 @@ def check_command(command: Sequence[str], plans: Sequence[Plan]) -> None:
 
 
 def _matters(plan: Plan, name: str) -> bool:
-    """One stage is cut nowhere, whatever its layers are called, and one rank shares no sequence."""
+    """Return whether a field changes the run: cuts need 2 stages, a context way 2 context ranks."""
     needed = {"cuts": plan.layout.stages, "context_way": plan.layout.context}
     return needed.get(name, 2) > 1
 
@@ -83,10 +83,10 @@ def tried(
     base: Base,
     say: Callable[[str], object] = print,
 ) -> list[Tried]:
-    """Run ``command`` for each plan, one after the other; the fastest first.
+    """Run ``command`` for each plan, one after the other; return them, the fastest first.
 
-    What has run before is not run again. Raises CompareError where none of them ran, ConfigError
-    for a command that cannot run these plans.
+    Plans that have run before are not run again. Raises CompareError where none of them ran,
+    ConfigError for a command that cannot run these plans.
     """
     check_command(command, plans)
     found: list[Tried] = []
@@ -109,7 +109,7 @@ def tried(
 
 
 def _run(plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, base: Base) -> float:
-    """Median seconds a step of one training. Raises CompareError."""
+    """Run one training and return its median seconds a step. Raises CompareError."""
     files.write(plan, cluster, folder, base, command, folder / LEDGER)
     values = files.places(plan, cluster, folder)
     words = fill(command, {**values, "{folder}": str(folder), "{port}": str(free_port())})
@@ -125,7 +125,7 @@ def _run(plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, bas
 
 
 def seconds_a_step(log: Path, plan: Plan) -> float:
-    """Median seconds a step of a finished run, the first ones left out. Raises CompareError."""
+    """Return median seconds a step of a finished run, without warm-up. Raises CompareError."""
     tokens = plan.layout.samples * plan.length
     speeds = read_runs([f"run={log}"], LEDGER)[0].trainings[0].speeds
     if speeds is None or len(speeds) <= WARM_UP:

@@ -1,4 +1,4 @@
-"""A job that knows what its engine costs: the small trainings of the cluster, priced as a plan."""
+"""Calibrate a job's engine overhead: price the cluster's small trainings, compare with measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.plan.request import Batch, Limits
 
 
 def calibrated(job: Job) -> Job:
-    """``job`` with what its engine's small trainings say; as it is where there were none."""
+    """Return ``job`` with overheads of its engine's small trainings; unchanged without any."""
     rows = [row for row in job.cluster.trainings if row.engine == job.limits.engine]
     if not rows:
         return job
@@ -23,7 +23,7 @@ def calibrated(job: Job) -> Job:
 
 
 def _taken(cluster: Cluster, row: Training) -> Taken:
-    """What a small training should take by layers and messages alone, with nothing hidden."""
+    """Price a small training by layers and messages alone, with nothing hidden by compute."""
     values = float(row.blocks * row.parameters)
     limits = Limits(dtype=row.dtype, engine="deepspeed", bucket_numel=values)
     data = cluster.world_size

@@ -1,8 +1,8 @@
-"""Copies between device and host where the optimizer's states lie on the host (ZeRO-Offload).
+"""Price copies between device and host where optimizer states are on the host (ZeRO-Offload).
 
 Gradients go to the host (``backward``), updated parameters come back (``forward``). The bytes are
 those that the ledger counts (``patches.ds.offload12``, ``offload3``). Natively DeepSpeed waits for
-each copy; encoded gradients land behind the last backward pass, where the device is no CPU.
+each copy; encoded gradients are decoded behind the last backward pass, unless the device is a CPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MOST_NUMEL = 16 * 960 * 1024
 class Copying:
     """Values that cross the bus of one rank: a message whose two ends are a device and its host.
 
-    numel: values. nbytes, back_nbytes: what upstream moves for them natively, that way and the
-    other way, on average over the ranks. busiest: both of the rank that moves most, for which the
-    others wait; None: the same. ranks: the ends, as ``policy`` counts them.
+    numel: values. nbytes, back_nbytes: bytes that upstream moves for them natively, in this
+    direction and in the other, on average over the ranks. busiest: both of the rank that moves
+    most, for which the others wait; None: the same. ranks: the two ends, as ``policy`` counts them.
     """
 
     direction: Literal["to_host", "to_device"]
@@ -39,9 +39,9 @@ class Copying:
 
 
 class Whole(NamedTuple):
-    """Values of the parameters of which a rank owns a part, over those that it owns.
+    """Values of the parameters that a rank owns any part of, over the values that it owns.
 
-    mean: over the ranks. most: of the rank that has most.
+    mean: over the ranks. most: of the rank with the most.
     """
 
     mean: float = 1.0
@@ -51,12 +51,12 @@ class Whole(NamedTuple):
 def copyings(
     layout: Layout, values: float, width: int, messages: float, whole: Whole
 ) -> tuple[Copying, Copying]:
-    """One of ``messages`` gradients to the host, and one of as many parameters back.
+    """Return one of ``messages`` copies of gradients to the host and one of parameters back.
 
     Args:
-        values: that this rank's optimizer steps on.
+        values: that this rank's optimizer updates.
         width: bytes of a value on the device.
-        whole: of the parameters that it has a part of.
+        whole: sizes of the parameters that the rank owns a part of (``whole_of``).
     """
     one = values / messages
     mean, most = (
@@ -73,13 +73,13 @@ def copyings(
 def gradient_nbytes(
     zero_stage: int, width: int, micro_batches: int, whole: float = 1.0
 ) -> tuple[float, float]:
-    """Bytes of a gradient that DeepSpeed moves in a step, to the host and back to the device.
+    """Return bytes a gradient value that DeepSpeed copies in a step, to the host and back.
 
     It keeps sums of micro-batches on the host: each fetches the sum so far and sends the new one,
     at stage 3 the first one, too. At the end comes the sum in fp32. Stage 1 reduces once a step,
-    and has that alone. At stage 2 sums are those of whole parameters, whatever part of them a rank
-    owns (``async_accumulate_grad_in_cpu_via_gpu``), and ``whole`` is how many values these have for
-    each that it owns (``whole_of``).
+    and copies only that sum. At stage 2 sums are those of all parameters that a rank owns a part of
+    (``async_accumulate_grad_in_cpu_via_gpu``), and ``whole`` is the number of their values for each
+    value that the rank owns (``whole_of``).
 
     A value of tests/training's model in bf16, whose largest parameter two ranks share (``whole``
     1.51), both ways together; the ledger of real trainings has the same to the digits shown::
@@ -97,9 +97,9 @@ def gradient_nbytes(
 
 
 def whole_of(groups: Iterable[tuple[tuple[float, ...], int]]) -> Whole:
-    """How much larger parameters are than the parts of them that a rank owns at ZeRO 1 and 2.
+    """Return the ratio of parameters to the parts of them that a rank owns at ZeRO 1 and 2.
 
-    DeepSpeed lays the parameters of an optimizer's group one behind the other and cuts the row into
+    DeepSpeed concatenates the parameters of an optimizer's group and cuts the flat tensor into
     equal parts; a parameter on a cut belongs to the ranks on both sides.
 
     Args:
@@ -118,10 +118,10 @@ def whole_of(groups: Iterable[tuple[tuple[float, ...], int]]) -> Whole:
 
 @lru_cache(maxsize=256)
 def _held(sizes: tuple[float, ...], ranks: int) -> tuple[float, ...]:
-    """Values of the parameters of which each rank owns a part."""
+    """Return, for each rank, the values of all parameters that it owns a part of."""
     part, found, start = sum(sizes) / ranks, [0.0] * ranks, 0.0
     for size in sizes:
-        # sums are not exact: what lies on a cut by their last digits does not cross it
+        # sums are not exact: a parameter that crosses a cut by their last digits only does not
         first = min(ranks - 1, int(start / part + 1e-9))
         start += size
         last = max(first, min(ranks, math.ceil(start / part - 1e-9)) - 1)

@@ -1,11 +1,11 @@
-"""What an engine's step costs beside layers and messages, from its own small trainings.
+"""Estimate an engine's overhead beside layers and messages, from its small trainings.
 
 ``hybridcomp measure`` had the engine train a few blocks. The same step is priced here by the same
-model as a plan, and what it took longer is the engine's: its hooks and copies for every value, its
-Python for every micro-batch and step, and what codecs cost in the engine beyond themselves. Of the
-native trainings two sizes tell what grows with the parameters; of the others, whose difference to
-native is work on values, one does. Where a training was faster than its price, messages were hidden
-behind compute, and the share of that is what ``overlap`` means.
+model as a plan, and the difference is the engine's overhead: its hooks and copies for every value,
+its Python for every micro-batch and step, and the cost of codecs in the engine beyond the codecs
+themselves. Native trainings of two sizes show which part grows with the parameters; of the others,
+whose difference to native is work on values, one size is enough. Where a training was faster than
+its price, messages were hidden behind compute, and ``overlap`` is the hidden share of compute.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.machines.rows import Training
 from hybridcomp.plan.models.model import Layer, Shape
 
-#: what gradients are: as they are, encoded, encoded with error feedback
+#: gradients: native, encoded, encoded with error feedback
 Style = Literal["native", "plain", "feedback"]
 
 
 class Line(NamedTuple):
-    """Seconds: of each time, and of each parameter value on top."""
+    """Seconds of an event: a constant, and an addition for each parameter value."""
 
     each: float = 0.0
     per_value: float = 0.0
 
     def at(self, values: float) -> float:
-        """The seconds of so many values."""
+        """Return the seconds for ``values`` parameter values."""
         return self.each + self.per_value * values
 
     def times(self, factor: float) -> Line:
-        """So many times the seconds."""
+        """Return both multiplied by ``factor``."""
         return Line(factor * self.each, factor * self.per_value)
 
 
 class Host(NamedTuple):
-    """What comes on top of a micro-batch, and once a step; the share of compute that hides."""
+    """Overhead of each micro-batch and of each step; the share of compute that hides messages."""
 
     micro: Line = Line()
     step: Line = Line()
     overlap: float = 0.0
 
     def times(self, factor: float) -> Host:
-        """So many times the seconds; what hides behind compute stays the same share of it."""
+        """Return the seconds multiplied by ``factor``; the overlap stays the same share."""
         return Host(self.micro.times(factor), self.step.times(factor), self.overlap)
 
 
@@ -67,36 +67,36 @@ class Blocks:
 
     @property
     def depth(self) -> int:
-        """Blocks of the chain."""
+        """Number of blocks of the chain."""
         return self.row.blocks
 
     @property
     def parameters(self) -> float:
-        """Of all blocks."""
+        """Parameters of all blocks."""
         return float(self.row.blocks * self.row.parameters)
 
     @property
     def repeated(self) -> range:
-        """All of them."""
+        """The layers that are blocks: all of them."""
         return range(self.row.blocks)
 
     def layers(self, shape: Shape) -> tuple[Layer, ...]:
-        """Equal blocks, of which nothing is kept: nobody asks a small training for memory."""
+        """Return equal blocks without bytes: the memory of a small training is never estimated."""
         row, one = self.row, float(self.row.parameters)
         block = Layer("block", "block", row.flops, 2 * row.flops, 0.0, one, 0.0, 0.0, 0.0, 0.0, 0.0)
         return (block,) * row.blocks
 
     def shared(self, shape: Shape) -> float:
-        """Nothing."""
+        """Return 0.0: no stage shares weights with another one."""
         return 0.0
 
     def refuses(self, shape: Shape) -> str | None:
-        """Nothing."""
+        """Return None: every shape can be built."""
         return None
 
 
 class Taken(NamedTuple):
-    """A training, and what its price says: of a micro-batch, of the last one, of its compute."""
+    """A training and its predicted seconds: of a micro-batch, of the last one, of its compute."""
 
     row: Training
     micro: float
@@ -105,7 +105,7 @@ class Taken(NamedTuple):
 
 
 def style_of(choices: Choices) -> Style:
-    """The style of what travels between replicas."""
+    """Return the style of the gradients that the replicas reduce."""
     choice = choices["dp", "forward"]
     if choice.native:
         return "native"
@@ -113,12 +113,12 @@ def style_of(choices: Choices) -> Style:
 
 
 def choices_of(row: Training) -> Choices:
-    """What the block of a training chooses; nothing where it has none."""
+    """Return the choices of a training's block; native ones where it has none."""
     return Choices.of_block(dict(row.block)) if row.block else Choices()
 
 
 def hosts_of(taken: Iterable[Taken]) -> dict[tuple[int, Style], Host]:
-    """What the trainings of each ZeRO stage and style say."""
+    """Fit the overhead of each ZeRO stage and style to its trainings."""
     groups: dict[tuple[int, Style], list[Taken]] = {}
     for one in _evened(taken):
         style = style_of(choices_of(one.row))
@@ -130,10 +130,10 @@ def hosts_of(taken: Iterable[Taken]) -> dict[tuple[int, Style], Host]:
 
 
 def _evened(taken: Iterable[Taken]) -> list[Taken]:
-    """The trainings, whose micro-batches without messages are the same whatever the style is.
+    """Average the seconds of micro-batches without messages over all styles below ZeRO 2.
 
-    Below ZeRO 2 nothing travels before the last micro-batch: those of all styles are timings of one
-    thing, and their mean is nearer to it than each.
+    Below ZeRO 2 nothing is sent before the last micro-batch: all styles time the same work there,
+    and their mean has a smaller error than each.
     """
     every = list(taken)
     groups: dict[tuple[int, int], list[Figure]] = {}
@@ -148,7 +148,7 @@ def _evened(taken: Iterable[Taken]) -> list[Taken]:
 
 
 def least(hosts: Iterable[Host]) -> Host:
-    """One that is at most as slow as each of ``hosts`` (at least one)."""
+    """Return a lower bound of the overhead of all ``hosts`` (at least one)."""
     known = list(hosts)
     micro, step = ([getattr(one, name) for one in known] for name in ("micro", "step"))
     return Host(
@@ -159,7 +159,10 @@ def least(hosts: Iterable[Host]) -> Host:
 
 
 def nearest(hosts: Hosts, zero_stage: int, style: Style) -> Host:
-    """Of the stage and style, or of what is most like them: other stages before other styles."""
+    """Return the overhead of a ZeRO stage and style, or of the nearest stage of that style.
+
+    Another style stands in only where the style has no training. Without hosts it is zero.
+    """
     if not hosts:
         return Host()
     return hosts[min(hosts, key=lambda key: (key[1] != style, abs(key[0] - zero_stage), key[0]))]
@@ -178,13 +181,13 @@ def _host(taken: Sequence[Taken], native: Host) -> Host:
 
 
 def _line(values: Sequence[float], seconds: Sequence[float], each: float) -> Line:
-    """The line through two sizes; through one with what there is ``each`` time. Never below 0."""
+    """Fit a line >= 0 to the smallest and the largest size; one size: with constant ``each``."""
     low, high = (pick(range(len(values)), key=lambda i: values[i]) for pick in (min, max))
     if values[low] < values[high]:
         slope = (seconds[high] - seconds[low]) / (values[high] - values[low])
         slope = max(0.0, slope)
         middle = sum(seconds) / len(seconds) - slope * sum(values) / len(values)
-        if middle < 0.0 < slope:  # all of it grows with the values
+        if middle < 0.0 < slope:  # no constant: all seconds grow with the values
             return Line(0.0, max(0.0, seconds[high] / values[high]))
         return Line(max(0.0, middle), slope)
     return Line(each, max(0.0, seconds[high] - each) / values[high])

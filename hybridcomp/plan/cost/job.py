@@ -1,4 +1,4 @@
-"""A model on a cluster: what its layers take on each rank, and what a layout sends."""
+"""A model on a cluster: seconds of its layers on each rank, and the messages of a layout."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from hybridcomp.plan.models.model import Layer, Messages, Model, Shape
 from hybridcomp.plan.request import Batch, Limits
 from hybridcomp.policy import Dimension, Direction
 
-#: of keys and values the share that another rank computes with under a causal mask, and of which
-#: it has gradients for their owner: a half of those from before its own, on average over the ranks
+#: mean share of another rank's keys and values that a rank decodes, and has gradients of, under a
+#: causal mask: half of an earlier rank's, all of a later rank's
 SEEN = 0.75
 #: calls of a codec for keys and values, in halves, and for gradients of both
 KEYS_PARTS, GRADIENTS_PARTS = 4, 2
-#: what sequence parallelism makes of a sum
+#: collectives that replace an all-reduce under sequence parallelism
 GATHER_AND_SCATTER: tuple[Operation, Operation] = ("all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
 class Item:
-    """Messages of one kind: what they are, their dtype, and how many of them there are.
+    """Equal messages of a dimension and direction: one of them, their dtype and their number.
 
     fixed: they stay native whatever is chosen.
     """
@@ -48,7 +48,7 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What shall be trained where. Everything that a search asks twice is remembered here.
+    """A model to train on a cluster. Caches the prices and seconds that a search needs again.
 
     overlap: share of a step's compute behind which gradients and parameters travel, where the
     cluster has no trainings that say it. hosts: what the engine's step costs beside layers and
@@ -72,38 +72,38 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Dtype of weights and activations."""
         return self.limits.torch_dtype
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """In which gradients are reduced: Megatron's main gradients are fp32."""
+        """Dtype in which gradients are reduced: Megatron's main gradients are fp32."""
         return torch.float32 if self.limits.engine == "megatron" else self.dtype
 
     def can_price(self, dimension: Dimension, choice: Choice) -> bool:
-        """Whether the cluster says how fast ``choice`` encodes and decodes its messages."""
+        """Return whether the cluster has coding speeds for ``choice`` on ``dimension``."""
         dtype = self.gradient_dtype if dimension == "dp" else self.dtype
         return self.prices.knows(choice, dtype, copied=dimension == "offload")
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the devices are CPUs."""
+        """True where the devices are CPUs."""
         return self.cluster.on_cpu
 
     @cached_property
     def capacity(self) -> float:
-        """Bytes that a rank may fill; without limit where nobody knows its memory."""
+        """Bytes that a rank may fill; infinite where no rank's memory is known."""
         sizes = [rank.nbytes for rank in self.cluster.ranks if rank.nbytes]
         return self.limits.memory_share * min(sizes) if sizes else float("inf")
 
     @property
     def cluster_name(self) -> str:
-        """For people: how many of what."""
+        """Description of the cluster for people: ranks, devices, nodes."""
         devices = dict.fromkeys(rank.device for rank in self.cluster.ranks)
         return f"{self.cluster.world_size} x {', '.join(devices)} on {self.cluster.nodes} nodes"
 
     def shape(self, layout: Layout) -> Shape:
-        """What one rank of ``layout`` sees of a micro-batch."""
+        """Return the shape of the part of a micro-batch that one rank of ``layout`` computes."""
         return Shape(
             layout.micro_batch, self.batch.length, self.dtype.itemsize, layout.tensor,
             layout.sequence, layout.context, layout.expert, layout.mesh,
@@ -111,16 +111,16 @@ class Job:
         )  # fmt: skip
 
     def layers(self, layout: Layout) -> tuple[Layer, ...]:
-        """The model's layers on one rank of ``layout``."""
+        """Return the model's layers as one rank of ``layout`` holds them."""
         return self.model.layers(self.shape(layout))
 
     def meets(self, layout: Layout) -> bool:
-        """Whether ``layout`` is a pipeline of DeepSpeed's own engine, which GPT-NeoX has, too."""
+        """Return whether DeepSpeed's pipeline engine, also GPT-NeoX's, runs ``layout``."""
         plain = layout.stages > 1 and layout.virtual == 1 and not layout.slices
         return plain and self.limits.engine != "megatron"
 
     def sharded(self, layout: Layout) -> bool:
-        """Whether the replicas share the optimizer's states.
+        """Return whether the optimizer's states are sharded over the replicas.
 
         DeepSpeed's pipelines do so at ZeRO 0 as well in bf16 (``BF16_Optimizer``).
         """
@@ -128,13 +128,13 @@ class Job:
         return layout.zero_stage >= 1 or (pipe and self.limits.engine != "megatron")
 
     def slowest_rank(self, layout: Layout, stage: int) -> int:
-        """The rank of ``stage`` that computes slowest: all wait for it."""
+        """Return the rank of ``stage`` that computes slowest: all wait for it."""
         first = stage * layout.ranks_per_stage
         return min(range(first, first + layout.ranks_per_stage),
                    key=lambda rank: (self.cluster.speeds[rank], rank))  # fmt: skip
 
     def compute(self, layer: Layer, rank: int) -> tuple[Figure, Figure]:
-        """Seconds of forward and of backward of one layer on ``rank``."""
+        """Return the seconds of forward and of backward of one layer on ``rank``."""
         key = layer.kind, layer.flops, layer.backward_flops, layer.moved_nbytes, rank
         if key not in self._seconds:
             self._seconds[key] = self._compute(layer, rank)
@@ -155,16 +155,16 @@ class Job:
         return one.plus(moved), two.plus(moved)
 
     def _elementwise(self, nbytes: float, rank: int) -> Figure:
-        """What reading and writing takes; nothing where nobody measured or wrote it down."""
+        """Return the seconds to read and write ``nbytes``; zero where they are not known."""
         try:
             return self.cluster.kernel("elementwise", self.limits.dtype, nbytes, rank)
         except HybridcompError:
             return NOTHING
 
     def adam(self, values: float, rank: int, on_host: bool = False) -> Figure:
-        """Seconds of the optimizer for so many values; nothing where nobody knows them.
+        """Return the seconds of the optimizer for ``values``, estimated where not measured.
 
-        on_host: that of the host where its figures are known, else that of the device.
+        on_host: Adam on the host where its speed is known, else on the device.
         """
         kinds: tuple[Kind, ...] = ("host_adam", "adam") if on_host else ("adam",)
         for kind in kinds:
@@ -173,9 +173,9 @@ class Job:
         return self._elementwise(28 * values, rank)
 
     def host(self, layout: Layout, rank: int, choices: Choices | None) -> Host:
-        """What the engine costs ``rank`` beside its layers and its messages.
+        """Return the engine's overhead on ``rank`` beside layers and messages.
 
-        choices: None for a bound, which no choices can beat: the least of all styles.
+        choices: None for a lower bound over all choices: the least of all styles.
         """
         if not self.hosts:
             return Host(overlap=self.overlap)
@@ -184,19 +184,19 @@ class Job:
         styles: tuple[Style, ...] = ("native", "plain", "feedback")
         if choices is not None:
             styles = ("native",) if alone else (style_of(choices),)
-        # the figures are those of the slowest rank, for which all others waited
+        # the overheads are those of the slowest rank, for which all others waited
         share = min(self.cluster.speeds) / self.cluster.speeds[rank]
         return least(nearest(self.hosts, stage, style).times(share) for style in styles)
 
     def nodes(self, layout: Layout, group: Group, stage: int = 0) -> int:
-        """How many nodes a group of ``stage`` spans."""
+        """Return the number of nodes that a group of ``stage`` spans."""
         first = stage * layout.ranks_per_stage
         return self.cluster.nodes_of(layout.members(group, first))
 
     def layer_items(
         self, layout: Layout, stage: int, messages: Messages, way: Direction
     ) -> Iterator[Item]:
-        """The messages of one layer in one pass of one micro-batch."""
+        """Yield the messages of one layer in one pass of one micro-batch."""
         sizes = layout.tensor, self.nodes(layout, "tensor", stage)
         for numel in messages.tensor:
             if layout.sequence:
@@ -223,11 +223,11 @@ class Job:
     def _ring_items(
         self, layout: Layout, stage: int, keys: tuple[float, ...], way: Direction
     ) -> Iterator[Item]:
-        """Keys and values go around in both passes; their gradients straight to their owner.
+        """Yield the messages of ring attention: keys and values in both passes, then gradients.
 
-        A hop is one message of both. Their owner encodes them once, in the forward pass, and keeps
-        the bytes; the others hand on what came, and decode what they see of it in each pass.
-        Gradients are encoded for every owner, who adds them up.
+        A hop is one message of keys and values. Their owner encodes them once, in the forward pass,
+        and keeps the payload; the other ranks forward the payload, and decode in each pass the part
+        that the mask lets them see. Gradients are encoded for every owner, who adds them up.
         """
         if not keys:
             return
@@ -244,9 +244,9 @@ class Job:
             yield Item(("cp", "backward"), call, self.dtype, hops)
 
     def sends(self, layout: Layout, stage: int, values: float, way: Direction) -> list[Item]:
-        """What goes from ``stage`` to its neighbour behind one micro-batch.
+        """Return the messages from ``stage`` to its neighbour behind one micro-batch.
 
-        DeepSpeed's tensor ranks send a part each, and the receivers gather the parts.
+        DeepSpeed's tensor ranks send a part each, and the receivers all-gather the parts.
         """
         if layout.stages == 1:
             return []
@@ -264,7 +264,7 @@ class Job:
         return found
 
     def gradient_items(self, layout: Layout, stage: int, values: float, group: Group) -> list[Item]:
-        """One reduction of ``values`` gradients over ``group``, in the engine's buckets."""
+        """Return one reduction of ``values`` gradients over ``group``, in the engine's buckets."""
         ranks, nodes = layout.size(group), self.nodes(layout, group, stage)
         buckets = max(1, math.ceil(values / self.limits.bucket_numel))
         operation: Operation = "all_reduce"
@@ -277,8 +277,8 @@ class Job:
         return [Item(("dp", "forward"), call, self.gradient_dtype, buckets)]
 
     def copy_items(self, layout: Layout, values: float, layers: int, whole: Whole) -> list[Item]:
-        """Gradients of ``values`` to the host and parameters back, about as many as ``layers``."""
-        # at stage 3 a rank has a part of every layer, else layers of its own
+        """Return copies of ``values`` gradients to the host and of parameters back."""
+        # at stage 3 a rank has a part of every layer, else whole layers
         shards = 1 if layout.zero_stage == 3 else layout.size("replicas")
         count = max(1.0, layers / shards)
         there, back = copyings(layout, values, self.dtype.itemsize, count, whole)
@@ -288,7 +288,7 @@ class Job:
         ]
 
     def gather_items(self, layout: Layout, stage: int, values: float, group: Group) -> list[Item]:
-        """One gather of ``values`` parameters over ``group``."""
+        """Return one all-gather of ``values`` parameters over ``group``, in buckets."""
         ranks, nodes = layout.size(group), self.nodes(layout, group, stage)
         buckets = max(1, math.ceil(values / self.limits.bucket_numel))
         call = Call("all_gather", values / buckets, ranks, nodes, None, layout.hierarchy)

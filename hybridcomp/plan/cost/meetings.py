@@ -1,13 +1,14 @@
-"""Pipelines whose stages meet for every message: DeepSpeed's ``PipelineEngine``, GPT-NeoX's too.
+"""Simulate pipelines with blocking messages: DeepSpeed's ``PipelineEngine``, GPT-NeoX's too.
 
 ``TrainSchedule`` gives each stage a list of sends, receives and passes that it does one after the
-other, and ``p2p.send`` and ``p2p.recv`` are blocking. Two things follow that no other engine has:
+other, and ``p2p.send`` and ``p2p.recv`` block. Two things follow that no other engine has:
 
-* an activation leaves behind the receive of the gradient that the next pass needs, not behind the
-  pass that made it: both ways of a pair of stages come one after the other, and nothing hides them;
-* a message travels when both ends are there (gloo writes nothing before the other side has asked,
-  NCCL's kernels wait for each other). The receiver goes on when all of it has arrived, the sender
-  when the last byte is in a buffer of its system, which is measured (``Timing.returned``).
+* a stage sends an activation after it has received the gradient that its next pass needs, not right
+  after the pass that made it: the two directions between a pair of stages are serialized, and
+  nothing hides them;
+* a message is transferred once both ends have called (gloo writes nothing before the receiver has
+  asked, NCCL's kernels wait for each other). The receiver returns when all bytes have arrived, the
+  sender when the last byte is in a buffer of its system, which is measured (``Timing.returned``).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from hybridcomp.plan.layout import Layout
 
 
 class Move(NamedTuple):
-    """What a stage does next: a pass, or its part in a message.
+    """One instruction of a stage: a pass, or its part in a message.
 
-    pass_: the pass itself, or the one whose result the message is.
+    pass_: the pass itself, or the pass whose result the message carries.
     """
 
     what: Literal["pass", "send", "receive"]
@@ -33,7 +34,7 @@ class Move(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The result of a pass on its way from ``sender`` to a neighbour."""
+    """The result of a pass, sent by the stage ``sender`` to a neighbour."""
 
     sender: int
     pass_: Op
@@ -41,7 +42,7 @@ class Message(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def moves(stage: int, stages: int, micro_batches: int) -> tuple[Move, ...]:
-    """What ``stage`` does in a step, as ``TrainSchedule.steps`` has it."""
+    """Return the instructions of ``stage`` in a step, in the order of ``TrainSchedule.steps``."""
     return tuple(_moves(stage, stages, micro_batches))
 
 
@@ -68,28 +69,28 @@ def _goes_on(own: Op, stage: int, stages: int) -> bool:
 
 
 def _is_next_slot(before: Op, own: Op, stage: int, stages: int) -> bool:
-    """Whether a backward pass stands right behind a forward one in the engine's table of slots.
+    """Return whether a backward pass is in the slot right behind a forward one.
 
     Forward passes of a stage have the slots ``stage + 2 k``, backward passes ``2 stages - 1 - stage
-    + 2 k``; what was computed is sent in the next slot, even where that one has no pass.
+    + 2 k``; a result is sent in the next slot, even where that one has no pass.
     """
     return not before.backward and before.micro_batch == own.micro_batch + stages - 1 - stage
 
 
 def message_of(move: Move, stage: int) -> Message:
-    """The message of a send or a receive of ``stage``."""
+    """Return the message of a send or a receive of ``stage``."""
     if move.what == "send":
         return Message(stage, move.pass_)
     return Message(stage + 1 if move.pass_.backward else stage - 1, move.pass_)
 
 
 def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int) -> float:
-    """Seconds of a step of ``micro_batches``: the timeline of ``tasks_of`` as a recurrence."""
+    """Return the seconds of a step: the timeline of ``tasks_of`` as a recurrence."""
     stages = layout.stages
     rows = [moves(stage, stages, micro_batches) for stage in range(stages)]
     places, ready = [0] * stages, [0.0] * stages
-    here: dict[tuple[str, Message], float] = {}  # since when an end of a message is there
-    links: dict[tuple[int, bool], float] = {}  # until when a link is busy
+    here: dict[tuple[str, Message], float] = {}  # when each end of a message has called
+    links: dict[tuple[int, bool], float] = {}  # when each link becomes free
     left = sum(map(len, rows))
     while left:
         for stage in range(stages):
@@ -125,7 +126,7 @@ def _took(own: StageTimes, pass_: Op) -> Durations:
 
 
 def _reduced(own: StageTimes) -> float:
-    """Seconds of the link in the reductions of a step that its last pass does not hide."""
+    """Return the link seconds of a step's reductions that the last pass does not hide."""
     _, wire, hidden = own.behind(own.backward[0], False, True)
     return wire - hidden
 
@@ -133,10 +134,10 @@ def _reduced(own: StageTimes) -> float:
 def tasks_of(
     layout: Layout, times: tuple[StageTimes, ...], micro_batches: int
 ) -> tuple[dict[int, Task], dict[int, Name]]:
-    """The tasks of a step of ``micro_batches`` and their names; numbers do not depend on seconds.
+    """Return the tasks of a step and their names; numbers do not depend on seconds.
 
-    A message is two tasks that begin together: its way on the link, and the part of that which its
-    sender waits for.
+    A message is two tasks that begin together: the transfer on the link, and the part of it that
+    its sender waits for.
     """
     stages = layout.stages
     rows = [moves(stage, stages, micro_batches) for stage in range(stages)]
@@ -146,7 +147,7 @@ def tasks_of(
             for what in ("send", "wait") if move.what == "send" else (move.what,):
                 if what != "receive":
                     numbers[what, stage, move.pass_] = len(numbers)
-    # before a pass and before each end of a message: what its stage does first
+    # the tasks of the stage that a pass, or an end of a message, waits for
     before: dict[tuple[str, int, Op], tuple[int, ...]] = {}
     last: list[tuple[int, ...]] = []
     for stage, row in enumerate(rows):
@@ -186,7 +187,7 @@ def _put_end(
     tasks: dict[int, Task], names: dict[int, Name], stage: int, own: StageTimes,
     after: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """The reduction, the optimizer and the gather, one after the other."""
+    """Add the reduction, the optimizer and the gather, in series, to ``tasks`` and ``names``."""
     for what, resource, seconds in (
         ("reduce", "replicas", _reduced(own)), ("code", "stage", own.reduce.coding),
         ("adam", "stage", own.optimizer), ("gather", "replicas", own.gather.link),

@@ -1,8 +1,8 @@
-"""What a rank needs: weights, gradients, optimizer, activations, and what compression keeps.
+"""Estimate a rank's memory: weights, gradients, optimizer, activations, and codec buffers.
 
-All bytes are those at the rank's worst moment: some layer's backward pass, or the optimizer's step.
-Where gradients are allocated as backward makes them (one micro-batch, no buckets), those of
-layers that come later in backward are not there yet.
+All bytes are those at the rank's peak: some layer's backward pass, or the optimizer's step. Where
+gradients are allocated as backward makes them (one micro-batch, no buckets), those of layers that
+come later in backward are not allocated yet.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ FP32 = 4.0
 
 @dataclass(frozen=True)
 class Moment:
-    """The worst moment of backward: activations then, and gradients that are there by then."""
+    """The peak of backward: bytes of activations, and of gradients allocated by then."""
 
     activations: float
     gradients: float
 
 
 def memory_of(job: Job, work: Work, stage: int, choices: Choices) -> dict[str, float]:
-    """Bytes of a rank of ``stage`` by kind (``plan.MEMORY_KINDS``)."""
+    """Return the bytes of a rank of ``stage`` by kind (``plan.MEMORY_KINDS``)."""
     layout, own = work.layout, work.stages[stage]
     found = states(job, layout, own)
     kept = _kept(job, layout, own)
@@ -50,9 +50,9 @@ def memory_of(job: Job, work: Work, stage: int, choices: Choices) -> dict[str, f
 
 
 def states(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
-    """Weights, gradients and optimizer states, and what of them lies on the host."""
+    """Return the bytes of weights, gradients and optimizer states, and those on the host."""
     width, values = job.dtype.itemsize, stage.dense + stage.experts
-    # experts are sharded over their own replicas only
+    # experts are sharded only over the replicas of these experts
     replicas = layout.size("replicas")
     share = (stage.dense + stage.experts * layout.expert) / replicas
     own = share if job.sharded(layout) else values
@@ -69,14 +69,14 @@ def states(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
 
 
 def _kept(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
-    """Buffers of upstream that only some stages of ZeRO have; they count as payloads do."""
+    """Return the bytes of the gathered parameters that DeepSpeed keeps at ZeRO 3."""
     if layout.zero_stage == 3:
         return {"gathered": job.dtype.itemsize * min(stage.dense + stage.experts, LIVE)}
     return {}
 
 
 def kept_by_codecs(job: Job, layout: Layout, stage: Stage, choices: Choices) -> dict[str, float]:
-    """Residuals of error feedback, references of deltas, buffers of payloads, keys of a ring."""
+    """Return the bytes of residuals, references of deltas, payload buffers and keys of a ring."""
     values = stage.dense + stage.experts
     found = {"residuals": 0.0, "references": 0.0, "keys": _sealed(job, layout, stage, choices)}
     gradients, parameters = choices["dp", "forward"], choices["zero", "forward"]
@@ -102,9 +102,9 @@ def kept_by_codecs(job: Job, layout: Layout, stage: Stage, choices: Choices) -> 
 
 
 def _sealed(job: Job, layout: Layout, stage: Stage, choices: Choices) -> float:
-    """Encoded keys and values that their owner keeps for the backward pass of a ring.
+    """Return the bytes of encoded keys and values that their owner keeps for a ring's backward.
 
-    Native ones are there anyway; layers that run forward twice encode theirs again.
+    Native ones count as activations; layers that run forward twice encode theirs again.
     """
     choice = choices["cp", "forward"]
     if choice.native or layout.context == 1 or layout.context_way != "ring":
@@ -122,7 +122,7 @@ def _sealed(job: Job, layout: Layout, stage: Stage, choices: Choices) -> float:
 
 
 def _grows(job: Job, layout: Layout) -> bool:
-    """Whether gradients are allocated one by one as backward makes them."""
+    """Return whether gradients are allocated one by one as backward makes them."""
     return (
         job.limits.engine != "megatron" and layout.accumulation == 1 and layout.stages == 1
         and layout.zero_stage == 0
@@ -130,7 +130,7 @@ def _grows(job: Job, layout: Layout) -> bool:
 
 
 def _moment(job: Job, layout: Layout, stage: int, own: Stage) -> Moment:
-    """The worst moment of the backward pass of the last micro-batch in flight."""
+    """Return the peak of the backward pass while all other micro-batches are in flight."""
     flying = in_flight(
         stage, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
     )
@@ -144,7 +144,7 @@ def _moment(job: Job, layout: Layout, stage: int, own: Stage) -> Moment:
 
 
 def local_segments(layout: Layout, stage: Stage) -> list[tuple[int, int]]:
-    """The recomputed segments, by places in the stage's own layers."""
+    """Return the recomputed segments, as indices into the stage's layers."""
     place = {number: index for index, (number, _) in enumerate(stage.layers)}
     found = []
     for start, stop in layout.recompute:
@@ -160,7 +160,7 @@ def local_segments(layout: Layout, stage: Stage) -> list[tuple[int, int]]:
 
 
 def _kept_nbytes(layers: Sequence[Layer], segments: Sequence[tuple[int, int]]) -> float:
-    """What one micro-batch keeps between forward and backward."""
+    """Return the bytes that one micro-batch keeps between forward and backward."""
     starts, kept, position = dict(segments), 0.0, 0
     while position < len(layers):
         kept += layers[position].input_nbytes if position in starts else (
@@ -172,7 +172,7 @@ def _kept_nbytes(layers: Sequence[Layer], segments: Sequence[tuple[int, int]]) -
 def worst_moment(
     layers: Sequence[Layer], segments: Sequence[tuple[int, int]], width: int, *, grows: bool
 ) -> Moment:
-    """The worst moment of one backward pass. grows: gradients are allocated as it goes."""
+    """Return the peak of one backward pass. grows: gradients are allocated as it goes."""
     total = width * sum(layer.parameters + layer.expert_parameters for layer in layers)
     starts, kept, done, position = dict(segments), 0.0, 0.0, 0
     worst = Moment(0.0, 0.0)
@@ -194,5 +194,5 @@ def worst_moment(
 
 
 def device_nbytes(memory: Mapping[str, float]) -> float:
-    """All that is not on the host."""
+    """Return the bytes of all kinds that are on the device."""
     return sum(value for kind, value in memory.items() if kind != "host")

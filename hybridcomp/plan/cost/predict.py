@@ -1,4 +1,4 @@
-"""The prediction of a placed layout with its choices, for people and for ``plan.json``."""
+"""Predict a step of a placed layout with its choices, for people and for ``plan.json``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.policy import DIMENSIONS, Dimension
 
 
 def plan_of(job: Job, work: Work, choices: Choices, budget: str) -> Plan:
-    """The plan with its prediction."""
+    """Build the plan of a layout and its choices, with its prediction."""
     return Plan(
         work.layout, choices, predicted(job, work, choices), job.model.name,
         job.cluster_name, budget, job.batch.length, job.limits.dtype, job.limits.engine,
@@ -26,7 +26,7 @@ def plan_of(job: Job, work: Work, choices: Choices, budget: str) -> Plan:
 
 
 def predicted(job: Job, work: Work, choices: Choices) -> Prediction:
-    """What a step would cost."""
+    """Predict seconds, memory and bytes of a step."""
     step = simulated(job, work, choices)
     sent = [_messages(job, work, stage, choices) for stage in work.stages]
     names = [name for name in DIMENSIONS if any(name in one for one in sent)]
@@ -77,7 +77,7 @@ def _compute(work: Work, stage: Stage) -> float:
 
 
 def _messages(job: Job, work: Work, stage: Stage, choices: Choices) -> dict[Dimension, Price]:
-    """What a rank of ``stage`` sends in a step, by dimension."""
+    """Price the messages that a rank of ``stage`` sends in a step, by dimension."""
     found: dict[Dimension, Price] = {}
     count = work.layout.passes
     passes = [items for one in (*stage.forward, *stage.backward)

@@ -1,9 +1,9 @@
-"""What one message costs: bytes on the wire, seconds of the link, and seconds in its codec.
+"""Price one message: bytes on the wire, seconds of the link, and seconds of its codec.
 
-Native messages cost what the cluster says. Encoded ones are the collectives of
-``hybridcomp.collectives``: their coding, the messages that carry the payloads, and what a call
-costs beside them. Over several nodes with several ranks on each, ``dp`` and ``zero`` go in two
-levels (``collectives.hierarchical``): native inside a node, encoded between nodes.
+Native messages take the seconds that the cluster measured. Encoded ones are the collectives of
+``hybridcomp.collectives``: their coding, the messages that carry the payloads, and the overhead of
+a call. Over several nodes with several ranks on each, ``dp`` and ``zero`` go in two levels
+(``collectives.hierarchical``): native inside a node, encoded between nodes.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from hybridcomp.plan.machines.rows import Direction, Operation
 from hybridcomp.policy import Dimension
 
 NOTHING = Figure(0.0, 0.0, 0.0)
-#: messages of fewer bytes stay native: the block's own default of ``min_bytes``
+#: messages of fewer bytes stay native: the block's default of ``min_bytes``
 MIN_BYTES = 65536
-#: what a sender and a receiver do
+#: directions of a codec on the sender and on the receiver
 CODING: tuple[Direction, Direction] = ("encode", "decode")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
 class Price:
-    """One message, or several together, of one rank.
+    """Cost of one message, or of several together, on one rank.
 
     coding: seconds of the device in encoding and decoding, calls included. wire: seconds of the
-    link between nodes, or of the link inside one. inside: seconds of native messages inside the
-    node that belong to it; of a copy to or from the host, those of the bus and of the host's codec.
-    nbytes, native_nbytes: that this rank sends to others, as it is sent and
-    as native would have been. between_nbytes, between_native_nbytes: of these, what goes to ranks
-    of other nodes.
+    link between nodes. inside: seconds of the link inside a node, and of its native messages that
+    go with an encoded one; of a copy to or from the host, those of the bus and of the host's codec.
+    nbytes, native_nbytes: bytes that this rank sends to others, as sent, and as native messages
+    would be. between_nbytes, between_native_nbytes: the part of both that goes to other nodes.
     """
 
     coding: Figure = NOTHING
@@ -59,7 +58,7 @@ class Price:
     between_native_nbytes: float = 0.0
 
     def plus(self, other: Price) -> Price:
-        """Both together."""
+        """Return the sum of both prices."""
         return Price(
             self.coding.plus(other.coding), self.wire.plus(other.wire),
             self.inside.plus(other.inside), self.nbytes + other.nbytes,
@@ -69,7 +68,7 @@ class Price:
         )  # fmt: skip
 
     def times(self, count: float) -> Price:
-        """So many of it."""
+        """Return the price of ``count`` such messages."""
         return Price(
             self.coding.times(count), self.wire.times(count), self.inside.times(count),
             count * self.nbytes, count * self.native_nbytes,
@@ -78,7 +77,7 @@ class Price:
 
     @property
     def seconds(self) -> Figure:
-        """All of it, one after the other."""
+        """Seconds of coding, wire and messages inside the node, in series."""
         return self.coding.plus(self.wire).plus(self.inside)
 
 
@@ -86,7 +85,7 @@ FREE = Price()
 
 
 class Coded(NamedTuple):
-    """Calls of a codec for a message, on average; each has this share of the message's values."""
+    """Average calls of a codec a message; each codes this share of the message's values."""
 
     direction: Direction
     calls: float
@@ -95,12 +94,12 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A message as upstream hands it over.
+    """A collective or a send as the engine calls it.
 
-    operation: upstream's. encoded_as: what hybridcomp makes of it (a bucket of which every rank
-    keeps its part is only scattered). numel: values, counted as ``rows`` does. ranks, nodes: of its
-    group. two_levels: whether ``hierarchy`` applies. coded: what a rank codes for it, where that is
-    not what its collective codes.
+    operation: the engine's. encoded_as: the collective that replaces it where it is encoded (a
+    bucket of which every rank keeps only its part is reduce-scattered). numel: values, counted as
+    in ``rows``. ranks, nodes: of its group. two_levels: whether ``hierarchy`` applies. coded: calls
+    of the codec, where they are not those of its collective.
     """
 
     operation: Operation
@@ -123,9 +122,9 @@ class Prices:
         self, call: Call | Copying, choice: Choice, dtype: torch.dtype,
         dimension: Dimension | None = None,
     ) -> Price:  # fmt: skip
-        """What one rank spends on ``call``. Raises HybridcompError where a figure is missing.
+        """Price ``call`` on one rank. Raises HybridcompError where a measurement is missing.
 
-        ``dimension``: whose channel it goes through; None: only the collective counts.
+        ``dimension``: the one whose channel sends it; None: only the collective counts.
         """
         key = call, choice, dtype, dimension
         if key not in self._known:
@@ -136,9 +135,9 @@ class Prices:
         return self._known[key]
 
     def knows(self, choice: Choice, dtype: torch.dtype, copied: bool = False) -> bool:
-        """Whether there are figures for the codec of ``choice``.
+        """Return whether the codec of ``choice`` has measured speeds.
 
-        ``copied``: for copies between device and host too, where any codec of the host has some.
+        ``copied``: on the host too, for copies, where the host's codecs were measured at all.
         """
         if choice.codec is None:
             return True
@@ -166,13 +165,13 @@ class Prices:
         return self._encoded(call, choice, dtype, native, dimension)
 
     def _channel(self, call: Call, dimension: str) -> Price:
-        """What a channel takes for a message that stays native."""
+        """Price the overhead of a channel for a message that stays native."""
         busy = self._busy(call.ranks)
         more = self.cluster.channel_seconds(call.operation, call.ranks, call.nodes, dimension, busy)
         return Price(wire=more) if call.nodes > 1 else Price(inside=more)
 
     def _busy(self, ranks: int) -> bool:
-        """Whether there are other groups beside one of ``ranks``."""
+        """Return whether there are other groups beside one of ``ranks``."""
         return self.cluster.world_size > ranks
 
     def _native(self, call: Call, operation: Operation, dtype: torch.dtype, native: float) -> Price:
@@ -192,7 +191,7 @@ class Prices:
     def _encoded(
         self, call: Call, choice: Choice, dtype: torch.dtype, native: float, dimension: str = ""
     ) -> Price:
-        """Steps: (1) its coding, (2) its payloads, (3) what a call costs, (4) its bytes."""
+        """Price an encoded message: (1) coding, (2) payloads, (3) overhead of a call, (4) bytes."""
         codec, operation = choice.codec, call.encoded_as or call.operation
         assert codec is not None
         payload = call.numel * choice.bits(dtype) / 8
@@ -230,7 +229,7 @@ class Prices:
         )  # fmt: skip
 
     def _copied(self, call: Copying, choice: Choice, dtype: torch.dtype) -> Price:
-        """A copy between device and host; what upstream fetches for it counts natively."""
+        """Price a copy between device and host; native bytes include sums that upstream fetches."""
         cluster, codec = self.cluster, choice.codec
         native = call.nbytes + call.back_nbytes
         to_host = call.direction == "to_host"
@@ -241,7 +240,7 @@ class Prices:
                 bus = bus.plus(cluster.copy("to_device", back))
             return Price(inside=bus, nbytes=native, native_nbytes=native)
         payload, name = call.numel * choice.bits(dtype) / 8, NAMES[dtype]
-        # master weights are encoded as they are, in fp32, where sizes are fixed
+        # master weights are encoded from fp32, without a cast, where payload sizes are fixed
         own = "fp32" if codec.fixed_size and not (to_host or codec.lossless) else name
         sender, receiver = CODING
         mine, others = (sender, receiver) if to_host else (receiver, sender)
@@ -251,7 +250,7 @@ class Prices:
         return Price(device, inside=bus.plus(host), nbytes=payload, native_nbytes=native)
 
     def _two_levels(self, call: Call, choice: Choice, dtype: torch.dtype, native: float) -> Price:
-        """Native inside a node, encoded between nodes, where each rank has its stretch."""
+        """Price a two-level message: native inside a node, encoded stretches between nodes."""
         local = round(call.ranks / call.nodes)
         operation = call.encoded_as or call.operation
         stretch = Call(operation, call.numel / local, call.nodes, call.nodes)
@@ -276,19 +275,19 @@ class Prices:
 
 @functools.lru_cache(maxsize=4096)
 def _timed(codec: Codec, dtype: torch.dtype) -> str:
-    """The setting whose figures say what ``codec`` takes: a bound is kept by another codec."""
+    """Return the setting whose speed is that of ``codec``: an error bound runs another codec."""
     return codec.hops(1, 2, result=dtype)[0].spec if codec.bounded else codec.spec
 
 
 def _crossing(call: Call, dtype: torch.dtype) -> float:
-    """Bytes that a rank sends to other nodes where ``call`` stays native."""
+    """Return the bytes that a rank sends to other nodes where ``call`` stays native."""
     nbytes = call.numel * dtype.itemsize
     return rings.crossing_nbytes(call.operation, nbytes, call.ranks, call.nodes)
 
 
 @functools.lru_cache(maxsize=65536)
 def native_nbytes(operation: Operation, numel: float, dtype: torch.dtype, ranks: int) -> float:
-    """Bytes that one rank sends to others, as the ledger counts what native would have sent."""
+    """Return the bytes one rank sends to others natively, counted as the ledger's ``raw_MB``."""
     whole = round(numel)
     if operation == "all_reduce":
         return float(all_reduce_nbytes(whole, dtype, ranks))

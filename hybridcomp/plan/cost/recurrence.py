@@ -1,7 +1,7 @@
-"""How long a step takes, without its timeline: the same tasks as in ``step``, as a recurrence.
+"""Compute the seconds of a step without its timeline: the tasks of ``step`` as a recurrence.
 
 Every stage does its passes in a fixed order, so that their ends follow from each other; a test
-holds the result against the event simulation. A search asks this some thousand times.
+compares the result with the event simulation. A search calls this some thousand times.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hybridcomp.plan.layout import Layout
 
 
 def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int) -> float:
-    """Seconds of a step of ``micro_batches``."""
+    """Return the seconds of a step of ``micro_batches``."""
     if meet(times):
         return meetings.step_seconds(layout, times, micro_batches)
     stages = layout.stages
@@ -37,7 +37,7 @@ def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: i
                 last = place == len(ops) - 1
                 if last or (op.backward and op.chunk == 0 and own.reduces):
                     ready[stage], ends[op] = _reduced(own, op, begin, last, links[stage])
-                elif slices > 1:  # what is sent is posted, one behind the other
+                elif slices > 1:  # sends are posted, and the link does one after the other
                     ready[stage] = begin + took.busy
                     ends[op] = links[stage] = max(links[stage], ready[stage]) + took.sent
                 else:
@@ -49,7 +49,7 @@ def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: i
 
 
 def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> float | None:
-    """When the neighbour has sent what ``op`` needs; None where it has not been made yet."""
+    """Return when the neighbour has sent the input of ``op``; None where that is not made yet."""
     step, chunk = (1, op.chunk + 1) if op.backward else (-1, op.chunk - 1)
     if 0 <= stage + step < layout.stages:
         return sent[stage + step].get(op)
@@ -60,9 +60,9 @@ def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> 
 
 
 def _reduced(own: StageTimes, op: Op, begin: float, last: bool, link: float) -> tuple[float, float]:
-    """A pass with reductions behind it: when the stage goes on, and what it sends has been sent.
+    """Return when a pass with reductions behind it frees its stage, and when its send has ended.
 
-    ``link``: when what was posted before has been sent.
+    ``link``: when the sends posted before have ended.
     """
     took = (own.backward if op.backward else own.forward)[op.chunk]
     reduced, wire, behind = own.behind(took, op.backward and op.chunk == 0, last)

@@ -1,4 +1,4 @@
-"""In which order a stage does its forward and backward passes: 1F1B, plain or interleaved.
+"""Order the forward and backward passes of a stage: 1F1B, plain or interleaved.
 
 Plain 1F1B is PipeDream-flush (Narayanan et al. 2021, section 2.2), as DeepSpeed's ``TrainSchedule``
 and Megatron do it; interleaved stages follow Megatron's ``forward_backward_pipelining_with_
@@ -21,9 +21,9 @@ class Op(NamedTuple):
 
 
 class Name(NamedTuple):
-    """What a task of a step is.
+    """Name of a task of a step: its kind, stage, chunk and micro-batch.
 
-    "forward", "backward", "send", "wait" (of a sender), "reduce", "code", "to_host", "adam",
+    what: "forward", "backward", "send", "wait" (of a sender), "reduce", "code", "to_host", "adam",
     "to_device" or "gather".
     """
 
@@ -37,9 +37,10 @@ class Name(NamedTuple):
 def order(
     stage: int, stages: int, virtual: int, micro_batches: int, slices: int = 1
 ) -> tuple[Op, ...]:
-    """What ``stage`` does, first to last.
+    """Return the passes of ``stage``, first to last.
 
-    ``slices``: of every micro-batch, in a pipeline over token slices, whose passes count on.
+    ``slices``: of every micro-batch, in a pipeline over token slices; ``Op.micro_batch`` then
+    counts the slices of all micro-batches.
     """
     if slices > 1:
         return tuple(_sliced(micro_batches, slices))
@@ -57,14 +58,14 @@ def order(
 
 
 def _sliced(micro_batches: int, slices: int) -> Iterator[Op]:
-    """All slices of a micro-batch forward, then backward from the last one on (``nn.slices``)."""
+    """Yield a micro-batch's slices forward, then backward from the last one (``nn.slices``)."""
     for start in range(0, micro_batches * slices, slices):
         yield from (Op(False, 0, start + index) for index in range(slices))
         yield from (Op(True, 0, start + index) for index in reversed(range(slices)))
 
 
 def _passes(stages: int, virtual: int, micro_batches: int, backward: bool) -> Iterator[Op]:
-    """The passes of one direction: each chunk takes ``stages`` micro-batches in turn."""
+    """Yield the passes of one direction: each chunk takes ``stages`` micro-batches in turn."""
     if virtual == 1:
         yield from (Op(backward, 0, index) for index in range(micro_batches))
         return
@@ -76,7 +77,7 @@ def _passes(stages: int, virtual: int, micro_batches: int, backward: bool) -> It
 
 @lru_cache(maxsize=4096)
 def in_flight(stage: int, stages: int, virtual: int, micro_batches: int, slices: int = 1) -> int:
-    """Chunk passes whose activations a stage keeps at most."""
+    """Return the most chunk passes whose activations a stage keeps at once."""
     kept = most = 0
     for op in order(stage, stages, virtual, min(micro_batches, 2 * stages), slices):
         kept += -1 if op.backward else 1

@@ -1,11 +1,11 @@
-"""One step of a layout as a timeline: compute, codecs and links of every stage.
+"""Simulate one step of a layout as a timeline: compute, codecs and links of every stage.
 
-A pass of a micro-batch is one task of its stage's device, with what it waits for inside (sums of
-tensor parallelism, codecs); what goes to the next stage is a task of the link that leads there, and
-the stage goes on when it has been sent. That is Megatron's way; DeepSpeed's stages meet
-(``meetings``). Gradients travel behind the last backward pass, of which ``overlap`` hides a part;
-then the optimizer, then the gather of parameters. What goes to other stages does not wait for what
-goes to replicas.
+A pass of a micro-batch is one task of its stage's device, which includes the messages it waits for
+(sums of tensor parallelism) and codecs; a send to the next stage is a task of the link to it, and
+the stage goes on when it has been sent, as in Megatron; DeepSpeed's sends and receives block
+(``meetings``). Gradients are reduced behind the last backward pass, of which ``overlap`` hides a
+part; then come the optimizer and the gather of parameters. Messages to other stages do not wait for
+messages to replicas.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ MOST_PASSES = 800
 
 
 class _Builder:
-    """Makes the tasks of a step. Their numbers do not depend on seconds, so that steps of the same
-    layout can be compared task by task.
+    """Builds the tasks of a step.
+
+    Their numbers do not depend on seconds, so that steps of one layout compare task by task.
     """
 
     def __init__(self, work: Work, times: tuple[StageTimes, ...], micro_batches: int) -> None:
@@ -42,12 +43,12 @@ class _Builder:
             for stage in range(layout.stages)
         ]
         passes = [(stage, op) for stage, ops in enumerate(self._orders) for op in ops]
-        #: the task that says that a pass has been made and sent
+        #: the task whose end is the end of a pass and of its send
         self._sent = {key: 2 * index + 1 for index, key in enumerate(passes)}
         self._fresh = 2 * len(passes)
 
     def build(self) -> None:
-        """Make all tasks."""
+        """Build all tasks."""
         for stage, ops in enumerate(self._orders):
             before: tuple[int, ...] = ()
             for op in ops:
@@ -62,7 +63,7 @@ class _Builder:
         return number
 
     def _pass(self, stage: int, op: Op, before: tuple[int, ...], last: bool) -> tuple[int, ...]:
-        """One pass, what it sends, and the reductions behind it; returns what comes before more."""
+        """Add a pass, its send and its reductions; return the tasks that the next pass awaits."""
         own, sent = self.times[stage], self._sent[stage, op]
         device, link = f"stage {stage}", f"link {stage}"
         took = (own.backward if op.backward else own.forward)[op.chunk]
@@ -82,7 +83,7 @@ class _Builder:
         return (coded,)
 
     def _source(self, stage: int, op: Op) -> tuple[int, ...]:
-        """The pass of a neighbour that this one needs."""
+        """Return the task that sends the input of a pass; empty for the first chunk's input."""
         stages, virtual = self.layout.stages, self.layout.virtual
         step, chunk = (1, op.chunk + 1) if op.backward else (-1, op.chunk - 1)
         if 0 <= stage + step < stages:
@@ -93,7 +94,7 @@ class _Builder:
         return ()
 
     def _end(self, stage: int, before: tuple[int, ...]) -> None:
-        """The optimizer and the gather of its parameters."""
+        """Add the optimizer, its copies to and from the host, and the gather of parameters."""
         own = self.times[stage]
         bus = f"bus {stage}"
         if self.copies:
@@ -117,7 +118,7 @@ class Step:
 def tasks_of(
     work: Work, times: tuple[StageTimes, ...], micro_batches: int
 ) -> tuple[dict[int, Task], dict[int, Name]]:
-    """The tasks of a step of ``micro_batches``, and their names."""
+    """Return the tasks of a step of ``micro_batches``, and their names."""
     if meet(times):
         return meetings.tasks_of(work.layout, times, micro_batches)
     builder = _Builder(work, times, micro_batches)
@@ -126,7 +127,7 @@ def tasks_of(
 
 
 def sample(layout: Layout) -> tuple[int, int]:
-    """How many micro-batches are simulated, and in how many more the rest is extrapolated.
+    """Return micro-batches to simulate, and how many more to simulate for the slope of the rest.
 
     1F1B is steady in between: every ``stages`` micro-batches more take the same time. The second
     number is 0 where the whole step is simulated. With slices every micro-batch takes the same.
@@ -141,7 +142,7 @@ def sample(layout: Layout) -> tuple[int, int]:
 
 
 def seconds_of(layout: Layout, times: tuple[StageTimes, ...]) -> float:
-    """Seconds of a whole step."""
+    """Return the seconds of a whole step, extrapolated where it is long."""
     some, more = sample(layout)
     first = step_seconds(layout, times, some)
     if not more:
@@ -151,12 +152,12 @@ def seconds_of(layout: Layout, times: tuple[StageTimes, ...]) -> float:
 
 
 def step_of(job: Job, work: Work, choices: Choices, view: View = VIEW) -> float:
-    """Seconds of a step as ``view`` looks at it."""
+    """Return the seconds of a step with the numbers and dimensions that ``view`` selects."""
     return seconds_of(work.layout, stage_times(job, work, choices, view))
 
 
 def simulated(job: Job, work: Work, choices: Choices, view: View = VIEW) -> Step:
-    """The step with its timeline; of a long one the timeline shows fewer micro-batches."""
+    """Simulate the step with its timeline, which shows fewer micro-batches of a long step."""
     times = stage_times(job, work, choices, view)
     tasks, names = tasks_of(work, times, sample(work.layout)[0])
     return Step(seconds_of(work.layout, times), simulate(tasks), names)

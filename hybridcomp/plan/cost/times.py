@@ -1,4 +1,4 @@
-"""Seconds of every part of a stage, and the bound that follows from them."""
+"""Compute the seconds of every part of a stage, and a lower bound of the step from them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from hybridcomp.plan.cost.prices import Call, Price
 from hybridcomp.plan.cost.work import Items, Stage, Wish, Work, lands_behind, price
 from hybridcomp.plan.machines.figures import Figure
 
-#: which number of a figure counts
+#: index into a ``Figure``: its value, its low end, its high end
 VALUE, LOW, HIGH = 0, 1, 2
 
 
 class Seconds(NamedTuple):
-    """Of some messages: the device in codecs, and links."""
+    """Seconds of some messages: of the device in codecs, and of links."""
 
     coding: float
     link: float
 
     @property
     def both(self) -> float:
-        """One after the other."""
+        """Seconds of coding and link in series."""
         return self.coding + self.link
 
 
 @dataclass(frozen=True)
 class View:
-    """How a step is looked at: with which number of every figure, and without which dimensions."""
+    """Numbers of a step to use: ``pick`` indexes every figure, ``without`` drops dimensions."""
 
     pick: int = VALUE
     without: frozenset[str] = frozenset()
 
     def of(self, figure: Figure) -> float:
-        """The number that counts."""
+        """Return the picked number of ``figure``."""
         return float(figure[self.pick])
 
 
@@ -43,7 +43,7 @@ VIEW = View()
 
 
 def seconds(job: Job, items: Items, choices: Choices | Wish, view: View) -> Seconds:
-    """What ``items`` take."""
+    """Add up the seconds of ``items``, without the dimensions that ``view`` drops."""
     coding = link = 0.0
     for item in items:
         if item.key[0] in view.without:
@@ -55,10 +55,11 @@ def seconds(job: Job, items: Items, choices: Choices | Wish, view: View) -> Seco
 
 
 class Durations(NamedTuple):
-    """Of a chunk's pass: what its device is busy or waits with, and what it sends.
+    """Seconds of a chunk's pass: compute with the messages it waits for, and the send behind it.
 
-    compute: of ``busy`` the device's own work. Decoding what was sent counts for the sender.
-    returned: of ``sent``, until a stage goes on that meets its neighbour for it (``meetings``).
+    busy: of the device, waits and codecs included; the sender's also counts the receiver's decode.
+    compute: the part of ``busy`` that computes layers. returned: the part of ``sent`` until a
+    blocking send returns (``meetings``).
     """
 
     busy: float
@@ -69,12 +70,12 @@ class Durations(NamedTuple):
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one stage: passes by virtual stage, what follows each of them, and the end.
+    """Seconds of one stage: passes by virtual stage, messages behind them, and the step's end.
 
-    hidden_micro, hidden_step: compute behind which messages of a micro-batch, or of the step, hide.
+    hidden_micro, hidden_step: compute that can hide messages of a micro-batch, or of the step.
     landed, uploaded: copies to the host before the optimizer, and of parameters back.
-    reduces: whether something travels behind every micro-batch. meets: whether stages meet for the
-    messages between them (``meetings``).
+    reduces: whether messages follow every micro-batch. meets: whether messages between stages block
+    both of them (``meetings``).
     """
 
     forward: tuple[Durations, ...]
@@ -92,13 +93,13 @@ class StageTimes:
 
     @property
     def optimizer(self) -> float:
-        """The optimizer's step with the copies around it."""
+        """Seconds of the optimizer's step with the copies around it."""
         return self.landed + self.adam + self.uploaded
 
     def behind(self, took: Durations, ends: bool, last: bool) -> tuple[list[Seconds], float, float]:
-        """Reductions behind a pass, their seconds on the wire, and how many of these hide in it.
+        """Return reductions behind a pass, their link seconds, and how many of these it hides.
 
-        ends: it is the end of a micro-batch's backward. last: it is the end of the step's.
+        ends: the pass ends a micro-batch's backward. last: it is the last pass of the step.
         """
         reduced = [self.micro] if ends and self.reduces else []
         hidden = self.hidden_micro
@@ -112,7 +113,7 @@ class StageTimes:
 def stage_times(
     job: Job, work: Work, choices: Choices | Wish, view: View = VIEW
 ) -> tuple[StageTimes, ...]:
-    """What every stage takes for its parts."""
+    """Return the seconds of the parts of every stage."""
     return tuple(_times(job, work, stage, choices, view) for stage in work.stages)
 
 
@@ -152,7 +153,7 @@ def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: Vi
 def _copied(
     job: Job, stage: Stage, way: str, choices: Choices | Wish, view: View, compute: float
 ) -> float:
-    """Seconds of copies between device and host that ``compute`` of the last pass does not hide."""
+    """Return seconds of copies to or from the host that the last pass's ``compute`` cannot hide."""
     total = 0.0
     for item in stage.copies:
         if item.key[1] != way:
@@ -163,7 +164,7 @@ def _copied(
 
 
 def _returned(job: Job, sent: Items, choices: Choices | Wish) -> float:
-    """Of the seconds of a message to a neighbour, the share until its sender goes on."""
+    """Return the share of a message's seconds until its blocking send returns."""
     shares = [
         job.cluster.returned(price(job, item, choices).nbytes / item.count, item.call.nodes)
         for item in sent if isinstance(item.call, Call) and item.call.operation == "send"
@@ -172,12 +173,12 @@ def _returned(job: Job, sent: Items, choices: Choices | Wish) -> float:
 
 
 def meet(times: tuple[StageTimes, ...]) -> bool:
-    """Whether the stages of a pipeline meet for their messages."""
+    """Return whether the messages between the stages of a pipeline block both ends."""
     return all(own.meets for own in times)
 
 
 def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
-    """No step with these times is faster: the way to a stage, what it does, and the way back."""
+    """Bound a step's seconds from below: first input of a stage, its passes, its last gradient."""
     if meet(times):
         return _least_meeting(work.layout.passes, times)
     best = there = back = 0.0
@@ -186,12 +187,12 @@ def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
     for own, end in zip(times, ends, strict=True):
         first = own.backward[0]
         rest = sum(one.busy + one.sent for one in (*own.forward, *own.backward)) - first.sent
-        if work.layout.slices:  # they travel while the stage goes on
+        if work.layout.slices:  # sends overlap with the next pass
             busy = count * sum(one.busy for one in (*own.forward, *own.backward))
             best = max(best, there + busy + max(end, back + ends[0]))
             there, back = there + own.forward[0].busy + own.forward[0].sent, back + first.busy
             continue
-        # what goes to a neighbour and what goes to replicas go at the same time
+        # messages to a neighbour and to replicas overlap
         left = max(0.0, own.micro.link - min(own.hidden_micro, first.compute))
         steady = count * rest + (count - 1) * (max(first.sent, left) + own.micro.coding)
         last = own.micro.link + own.reduce.link
@@ -203,12 +204,12 @@ def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
 
 
 def _end_seconds(own: StageTimes) -> float:
-    """What a stage does behind its last pass and the reductions on the link."""
+    """Return the seconds of a stage behind its last pass and the link of its reductions."""
     return own.micro.coding + own.reduce.coding + own.optimizer + own.gather.both
 
 
 def _least_meeting(count: int, times: tuple[StageTimes, ...]) -> float:
-    """The same where stages meet: a receive takes as long as the message travels."""
+    """Bound a step with blocking messages: a receive takes as long as the transfer."""
     best = there = back = into = 0.0
     ends = [max(0.0, own.reduce.link - own.hidden_step) + _end_seconds(own) for own in times]
     for stage, own in enumerate(times):

@@ -1,4 +1,4 @@
-"""What every stage of a layout does in one step: seconds of compute, and the messages around it.
+"""List the compute and the messages of every stage of a layout in one step.
 
 Nothing here depends on the choices: a search prices the same messages with one choice after the
 other.
@@ -27,9 +27,9 @@ LIVE = 1e9
 
 @dataclass(frozen=True)
 class Pass:
-    """One direction of one chunk and one micro-batch.
+    """A forward or backward pass of one chunk over one micro-batch.
 
-    compute: seconds. items: messages that compute waits for. sent: what goes to the next stage.
+    compute: seconds. items: messages that compute waits for. sent: messages to the next stage.
     """
 
     compute: Figure
@@ -39,12 +39,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of a stage does, the slowest of them.
+    """Compute and messages of the slowest rank of a stage.
 
     forward, backward: by virtual stage. micro: reductions and gathers of every micro-batch (ZeRO 2
     and 3). reduce, gather: once a step. adam: seconds. dense, experts: parameters of this rank.
-    layers: those of the stage, in the order of the model. copies: between device and host, once a
-    step.
+    layers: of the stage, by virtual stage, with their numbers in the model. copies: between device
+    and host, once a step.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class Work:
 
 
 def work_of(job: Job, layout: Layout) -> Work:
-    """The stages of ``layout``, whose cuts are known."""
+    """Build the stages of ``layout``, whose cuts must be known."""
     layers = job.layers(layout)
     return Work(layout, tuple(_stage(job, layout, index, layers) for index in range(layout.stages)))
 
@@ -101,7 +101,7 @@ def _ahead(
     job: Job, layout: Layout, stage: int, rank: int, layers: Sequence[Layer],
     chunk: Sequence[int], number: int,
 ) -> Pass:  # fmt: skip
-    """The forward pass of one chunk."""
+    """Build the forward pass of one chunk."""
     items: list[Item] = []
     for one in chunk:
         items += job.layer_items(layout, stage, layers[one].forward, "forward")
@@ -116,7 +116,7 @@ def _behind(
     job: Job, layout: Layout, stage: int, rank: int, layers: Sequence[Layer],
     chunk: Sequence[int], number: int,
 ) -> Pass:  # fmt: skip
-    """The backward pass of one chunk; what is recomputed runs forward first, sums included."""
+    """Build the backward pass of one chunk; recomputed layers add forward and its messages."""
     items: list[Item] = []
     compute = Figure.total(job.compute(layers[one], rank)[1] for one in chunk)
     for one in chunk:
@@ -131,10 +131,10 @@ def _behind(
 
 
 def crossing(layout: Layout, layers: Sequence[Layer], number: int) -> float:
-    """Values that go from chunk ``number`` to the one behind it.
+    """Return the values that chunk ``number`` sends to the chunk behind it.
 
-    Of a chain the last output; of a graph every output that a later stage reads, since stages
-    talk to their neighbours alone.
+    Of a chain it is the last output; of a graph every output that a later stage reads, since stages
+    send to their neighbours only.
     """
     if not layout.nodes:
         return layers[sum(layout.cuts[: number + 1]) - 1].output
@@ -145,7 +145,7 @@ def crossing(layout: Layout, layers: Sequence[Layer], number: int) -> float:
 
 
 def _with_step(job: Job, layout: Layout, index: int, stage: Stage) -> Stage:
-    """The stage with what its gradients and parameters cost in a step."""
+    """Return ``stage`` with the reductions, gathers, optimizer and copies of a step."""
     dense, experts = stage.dense, stage.experts
     reduce = job.gradient_items(layout, index, dense, "replicas")
     gather = job.gather_items(layout, index, dense, "replicas")
@@ -167,7 +167,7 @@ def _with_step(job: Job, layout: Layout, index: int, stage: Stage) -> Stage:
     micro: list[Item] = []
     if layout.zero_stage == 3:
         per_layer = max(1.0, len(stage.layers) / max(1, len(gather)))
-        # what fits into the live parameters is not gathered again for backward
+        # parameters that fit into the live ones are not gathered again for backward
         times = 1 if dense + experts <= LIVE else 2
         micro = reduce + [_in_parts(item, per_layer) for item in gather for _ in range(times)]
         reduce, gather = [], []
@@ -185,13 +185,13 @@ def _with_step(job: Job, layout: Layout, index: int, stage: Stage) -> Stage:
 
 
 def _whole(job: Job, layout: Layout, stage: Stage) -> Whole:
-    """What a rank has of parameters that it shares: all of them in one group of the optimizer."""
+    """Return sizes of parameters a rank owns parts of, all in one group of the optimizer."""
     if layout.zero_stage != 2 or layout.accumulation == 1:
         return Whole()
     layers = [layer for _, layer in stage.layers]
     tensors = [layer.tensors or (layer.parameters,) for layer in layers]
     if layout.stages == 1 and job.model.shared(job.shape(layout)):
-        tensors[-1] = tuple(sorted(tensors[-1])[:-1])  # the embedding's, which counts there
+        tensors[-1] = tuple(sorted(tensors[-1])[:-1])  # the head's weight is the embedding's
     experts = (layer.expert_tensors or (layer.expert_parameters,) for layer in layers)
     replicas = layout.size("replicas")
     return whole_of((
@@ -201,13 +201,13 @@ def _whole(job: Job, layout: Layout, stage: Stage) -> Whole:
 
 
 def _in_parts(item: Item, parts: float) -> Item:
-    """ZeRO 3 gathers layer by layer."""
+    """Split a gather into ``parts`` equal messages, as ZeRO 3 gathers layer by layer."""
     call = replace(item.call, numel=item.call.numel * item.count / parts)
     return replace(item, call=call, count=parts)
 
 
 def merged(items: Iterable[Item]) -> Items:
-    """Equal messages as one item that counts them."""
+    """Merge equal messages into one item with their count."""
     counts: dict[Item, float] = {}
     for item in items:
         one = replace(item, count=1.0)
@@ -216,7 +216,7 @@ def merged(items: Iterable[Item]) -> Items:
 
 
 def priced(job: Job, items: Items, choices: Choices) -> Price:
-    """What all of ``items`` cost with these choices."""
+    """Add up the prices of ``items`` with these choices."""
     found = FREE
     for item in items:
         found = found.plus(price(job, item, choices))
@@ -224,14 +224,14 @@ def priced(job: Job, items: Items, choices: Choices) -> Price:
 
 
 class Wish(Protocol):
-    """Choices that no budget has: what bounds are made of."""
+    """Prices from which lower bounds are made, such as the cheapest of a budget's choices."""
 
     def price(self, job: Job, item: Item) -> Price:
-        """What one item costs, all of its messages."""
+        """Price all messages of one item."""
 
 
 def price(job: Job, item: Item, choices: Choices | Wish) -> Price:
-    """What one item costs, all of its messages."""
+    """Price all messages of one item."""
     if not isinstance(choices, Choices):
         return choices.price(job, item)
     choice = NATIVE if item.fixed else choices[item.key]
@@ -240,7 +240,7 @@ def price(job: Job, item: Item, choices: Choices | Wish) -> Price:
 
 
 def lands_behind(job: Job, item: Item, choices: Choices | Wish) -> bool:
-    """Whether a copy goes on behind a pass: encoded gradients do, which no CPU copies."""
+    """Return whether a copy overlaps with the last pass: encoded gradients, but not on a CPU."""
     encoded = not isinstance(choices, Choices) or not choices[item.key].native
     return encoded and item.key == ("offload", "backward") and not job.on_cpu
 
@@ -248,7 +248,7 @@ def lands_behind(job: Job, item: Item, choices: Choices | Wish) -> bool:
 def by_dimension(
     job: Job, items: Items, choices: Choices, count: float = 1.0
 ) -> dict[Dimension, Price]:
-    """The prices of ``items``, times ``count``, by dimension."""
+    """Price ``items``, times ``count``, by dimension."""
     found: dict[Dimension, Price] = {}
     for item in items:
         name = item.key[0]

@@ -1,9 +1,8 @@
 """A cluster as a planner sees it: ranks, links, codecs and kernels, each figure with its spread.
 
 ``hybridcomp measure`` writes one on the real machines, or somebody describes one by hand
-(``cluster_file``). Where a size was not measured, a straight line through its neighbours says what
-it takes; where a group was not measured, the ring model of ``rings`` does, corrected by the groups
-that were.
+(``cluster_file``). Sizes that were not measured are interpolated linearly; groups that were not
+measured follow the ring model of ``rings``, corrected by the groups that were.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from hybridcomp.plan.machines.speeds import dtypes_of, speeds_of
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines and what they can do.
+    """Ranks of a cluster with the seconds of their links, codecs, copies, kernels and trainings.
 
     encoded, channels: messages of collectives alone, and through the channels of their dimensions.
     host_codecs: codecs on the hosts of GPUs, with the cores that copies between device and host
-    use; of CPUs ``codecs`` are those. left_out: messages of both kinds that were not timed.
+    use; on CPUs ``codecs`` stands for them. left_out: messages of both kinds that were not timed.
     made: versions and back end that it was measured with.
     """
 
@@ -64,66 +63,66 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the cluster."""
+        """Number of ranks of the cluster."""
         return len(self.ranks)
 
     @cached_property
     def nodes(self) -> int:
-        """Nodes of the cluster."""
+        """Number of nodes of the cluster."""
         return len({rank.node for rank in self.ranks})
 
     @cached_property
     def ranks_per_node(self) -> int:
-        """Ranks of the largest node."""
+        """Number of ranks of the largest node."""
         of_node = [rank.node for rank in self.ranks]
         return max(map(of_node.count, set(of_node)))
 
     @cached_property
     def on_cpu(self) -> bool:
-        """Whether the devices are CPUs, whose memory is that of their host."""
+        """True where the devices are CPUs, whose memory is that of their host."""
         name, _, threads = self.ranks[0].device.lower().rpartition(",")
         return "cpu" in name + threads or "thread" in threads
 
     @cached_property
     def dtypes(self) -> frozenset[str]:
-        """The dtypes in which it is known how fast every rank multiplies matrices."""
+        """Dtypes in which the speed of matrix products is known of every rank."""
         return dtypes_of(self.ranks, self.kernels)
 
     @property
     def codes_on_host(self) -> bool:
-        """Whether it is known how fast hosts encode and decode."""
+        """True where the speed of encoding and decoding on hosts is known."""
         return self.on_cpu or bool(self.host_codecs)
 
     def nodes_of(self, ranks: Iterable[int]) -> int:
-        """How many nodes a group of these ranks spans."""
+        """Return the number of nodes that a group of these ranks spans."""
         return len({self.ranks[rank].node for rank in ranks})
 
     def seconds(
         self, operation: Operation, nbytes: float, ranks: int, nodes: int,
         busy: bool = False, computing: bool = False,
     ) -> Figure:  # fmt: skip
-        """Seconds of one native collective, as ``Links.seconds`` has them."""
+        """Return the seconds of one native collective (``Links.seconds``)."""
         return self._links.seconds(operation, nbytes, ranks, nodes, busy, computing)
 
     def compute_left(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
-        """The share of its speed at which a rank computes meanwhile (``Links.compute_left``)."""
+        """Return a rank's compute speed during a message, as a share (``Links.compute_left``)."""
         return self._links.compute_left(operation, nbytes, ranks, nodes)
 
     def returned(self, nbytes: float, nodes: int) -> float:
-        """Of the seconds of a send, the share until its sender goes on (``Links.returned``)."""
+        """Return the share of a send's seconds until the call returns (``Links.returned``)."""
         return self._links.returned(nbytes, nodes)
 
     def coding(
         self, setting: str, dtype: str, numel: float, direction: Direction, busy: bool = False,
         on_host: bool = False,
     ) -> Figure:  # fmt: skip
-        """Seconds in which a device codes ``numel`` values of ``dtype`` in one call.
+        """Return the seconds in which a device codes ``numel`` values of ``dtype`` in one call.
 
         Args:
             setting: a codec's ``spec``, such as ``blockint(bits=4)``; where only other settings of
                 the same codec were measured, the slowest of them stands for it.
-            busy: beside a matrix product.
-            on_host: the host of the device codes, not the device.
+            busy: a matrix product runs at the same time.
+            on_host: the device's host runs the codec, not the device.
 
         Raises HybridcompError where the codec was not measured at all.
         """
@@ -141,7 +140,7 @@ class Cluster:
         self, operation: Operation, setting: str, dtype: str, numel: float, nbytes: float,
         ranks: int, nodes: int, busy: bool = False, computing: bool = False,
     ) -> tuple[Figure, Figure]:  # fmt: skip
-        """Seconds of the coding and of the wire of one encoded collective, without overhead."""
+        """Return seconds of coding and of wire of one encoded collective, without overhead."""
         shape = rings.encoded_shape(operation, ranks)
         coding = Figure.total(
             self.coding(setting, dtype, share * numel, direction, computing)
@@ -157,25 +156,25 @@ class Cluster:
         self, operation: Operation, ranks: int, nodes: int, setting: str = "",
         dimension: str = "", busy: bool = False,
     ) -> Overhead:  # fmt: skip
-        """What an encoded message costs beside coding and wire, by the group most like this one.
+        """Return the overhead of an encoded message beside coding and wire, of the nearest group.
 
         Args:
-            setting: of the codec; those whose payloads vary in size cost an exchange of sizes.
-            dimension: whose channel it goes through, where those were timed; else the collective.
+            setting: of the codec; those whose payloads vary in size also exchange the sizes.
+            dimension: the one whose channel sends it, if timed; else the collective counts.
             busy: all other groups of this shape send at the same time.
 
-        Nothing where no such message was timed.
+        The overhead is zero where no such message was timed.
         """
         return self._costs.of(operation, ranks, nodes, setting, dimension, busy)
 
     def channel_seconds(
         self, operation: Operation, ranks: int, nodes: int, dimension: str, busy: bool = False
     ) -> Figure:
-        """What the channel of ``dimension`` takes for a message that it leaves native."""
+        """Return the seconds that a channel adds to a message that it leaves native."""
         return self._costs.native(operation, ranks, nodes, dimension, busy)
 
     def copy(self, direction: Literal["to_host", "to_device"], nbytes: float) -> Figure:
-        """Seconds of a copy between device and host. Raises HybridcompError where none is known."""
+        """Return seconds of a copy between device and host. Raises HybridcompError if not known."""
         rows = [(row.nbytes, row.seconds) for row in self.copies if row.direction == direction]
         if not rows:
             raise HybridcompError(
@@ -185,10 +184,10 @@ class Cluster:
         return Curve.through(rows).at(nbytes)
 
     def kernel(self, kind: Kind, dtype: str, size: float, rank: int = 0) -> Figure:
-        """Seconds that ``rank`` takes for a kernel of ``size`` (see ``Kernel``).
+        """Return the seconds of a kernel of ``size`` on ``rank`` (see ``Kernel``).
 
-        Where blocks were not measured the matrix products stand for them, and where those were not
-        the rank's FLOP/s. Raises HybridcompError where nothing is known.
+        Matrix products stand for blocks that were not measured, and the rank's FLOP/s for products
+        that were not. Raises HybridcompError where nothing is known.
         """
         if not size:
             return NOTHING
@@ -208,14 +207,14 @@ class Cluster:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """How fast every rank computes, of the fastest (1.0): by its blocks, else its FLOP/s."""
+        """Compute speed of every rank relative to the fastest (1.0): by blocks, else FLOP/s."""
         return speeds_of(self.ranks, self.kernels)
 
     @property
     def machines(self) -> tuple[tuple[int, str], ...]:
-        """Node and device of every rank, for a job that asks whether it runs there.
+        """Node and device of every rank, for a job to check that it runs on this cluster.
 
-        Nothing of a cluster that was described; a node of -1 where the user said who shares one.
+        Empty for a described cluster; node -1 where the user's ``hierarchy`` set the nodes.
         """
         if self.by_hand:
             return ()
@@ -269,7 +268,7 @@ def _coded(rows: Iterable[Coding]) -> dict[tuple[Any, ...], Curve]:
 def _coding(
     table: Mapping[tuple[Any, ...], Curve], setting: str, dtype: str, direction: Direction
 ) -> dict[tuple[str, Beside], Curve]:
-    """Curves by setting and what runs beside: of the setting, else of others of its codec."""
+    """Find curves by setting and ``beside``: of the setting, else of others of its codec."""
     name = setting.partition("(")[0]
     for wanted in (direction, "decode"):
         for exact in (True, False):

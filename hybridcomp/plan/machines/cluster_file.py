@@ -1,4 +1,4 @@
-"""The file of a cluster: reading, writing, its schema, and the form that people write by hand.
+"""Read, check and write the file of a cluster, measured or described by hand.
 
 A measured file has ``"kind": "measured"`` and a row for everything that was timed. A description
 has ``"kind": "described"`` and a few figures, as data sheets have them (``Description``);
@@ -21,22 +21,22 @@ from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.described import Description
 from hybridcomp.plan.machines.figures import Figure
 
-#: of the file; another version is refused
+#: version of the file; other versions are refused
 VERSION = 1
 MEASURED, DESCRIBED = "measured", "described"
-#: where `hybridcomp measure` writes and who needs a cluster looks, in the working folder
+#: file that `hybridcomp measure` writes and the planner reads by default, in the working folder
 DEFAULT = Path("cluster.json")
 AGAIN = "write it with `hybridcomp measure`, or describe the cluster as docs/planning.md shows"
-#: what pydantic says in the words of Python
+#: replacements for messages of pydantic that use terms of Python
 SAID = {"unexpected_keyword_argument": "there is no such field"}
 _MEASURED: TypeAdapter[Cluster] = TypeAdapter(Cluster)
 _DESCRIBED: TypeAdapter[Description] = TypeAdapter(Description)
 
 
 def read(path: str | Path) -> Cluster:
-    """The cluster of a file, measured or described.
+    """Read the cluster of a file, measured or described.
 
-    Raises ConfigError, one sentence that names the place, where it cannot be used.
+    Raises ConfigError, one sentence that names the key, where the file cannot be used.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def read(path: str | Path) -> Cluster:
 
 
 def parse(found: object, name: str = "cluster") -> Cluster:
-    """The cluster of parsed JSON; ``name`` stands in errors. Raises ConfigError."""
+    """Check parsed JSON and build its cluster; errors show ``name``. Raises ConfigError."""
     if not isinstance(found, dict):
         raise ConfigError(name, type(found).__name__, f"expected an object; {AGAIN}")
     rest = dict(found)
@@ -80,7 +80,7 @@ def parse(found: object, name: str = "cluster") -> Cluster:
 
 
 def _check_rates(cluster: Cluster, name: str) -> None:
-    """Raise ConfigError for a rank that computes nothing: it would need forever."""
+    """Raise ConfigError for a rank with 0 FLOP/s, whose seconds would be infinite."""
     for number, rank in enumerate(cluster.ranks):
         for dtype, rate in rank.flops.items():
             if not rate.value > 0:
@@ -102,13 +102,13 @@ def write(cluster: Cluster, path: str | Path) -> None:
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
-    """What ``parse`` reads, of JSON's types; figures have five digits."""
+    """Convert to the JSON that ``parse`` reads; figures have five digits."""
     rows = {key: _plain(value) for key, value in asdict(cluster).items()}
     return {"version": VERSION, "kind": MEASURED, **rows}
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of both forms."""
+    """Return the JSON schema of both forms."""
     parts = []
     for kind, adapter in ((MEASURED, _MEASURED), (DESCRIBED, _DESCRIBED)):
         found = adapter.json_schema(ref_template=f"#/$defs/{kind}/{{model}}")
@@ -125,7 +125,7 @@ def schema() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's types, figures with five digits, and no fields that say nothing."""
+    """Convert to JSON types: figures with five digits, without empty fields."""
     if isinstance(value, Figure):
         digits = [float(f"{one:.5g}") for one in value[:3]]
         return [*digits, True] if value.assumed else digits
@@ -135,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 def _told(error: ValidationError, name: str) -> ConfigError:
-    """The first thing that is wrong, as a sentence."""
+    """Turn the first error of pydantic into a ConfigError, one sentence."""
     first = error.errors()[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     where = f"{name}: {path[1:]}" if path else name

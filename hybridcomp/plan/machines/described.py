@@ -1,4 +1,4 @@
-"""A cluster described by hand: the few figures that data sheets have, all of them assumed."""
+"""Clusters described by hand: the few figures that data sheets have, all of them assumed."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from hybridcomp.plan.machines.rows import (
     Timing,
 )
 
-#: no device and no link is beyond these, and seconds and rates of them stay finite
+#: bounds that no device or link exceeds, so that seconds and rates stay finite
 Above = Annotated[float, Field(ge=1e-12, le=1e15, allow_inf_nan=False)]
 NotBelow = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-#: ranks of a cluster: of more no search comes to an end
+#: most ranks of a cluster: a search over more does not end
 MOST_RANKS = 1 << 16
 Whole = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-#: two sizes that stand for every other one: assumed figures lie on straight lines
+#: two sizes are enough for every other one: assumed figures lie on straight lines
 SMALL, LARGE = 1, 1 << 28
-#: that an Adam step reads and writes, for each value
+#: bytes that an Adam step reads and writes for each value
 ADAM_NBYTES = 28.0
 DIRECTIONS: tuple[Direction, ...] = ("encode", "decode", "decode_add")
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link: seconds to the first byte, and bytes after that.
+    """A link: its latency and its bandwidth.
 
     gbytes_per_second (1e9): inside a node, of one rank to another; between nodes, of a whole node,
         which its ranks share.
@@ -49,7 +49,7 @@ class Link:
     latency_us: NotBelow = 10.0
 
     def timings(self, nodes: int, spread: float) -> list[Timing]:
-        """Two sends that say what every send takes."""
+        """Return the rows of two sends, which fix latency and bandwidth of every send."""
         return [
             Timing(
                 "send", 2, nodes, nbytes,
@@ -64,7 +64,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """A codec: 1e9 bytes of native values a second, and what a call costs beside them."""
+    """Speed of a codec: 1e9 bytes of native values a second, and microseconds of each call."""
 
     __pydantic_config__ = STRICT
 
@@ -73,7 +73,7 @@ class CodecSpeed:
     decode_gbytes_per_second: Above | None = None
 
     def codings(self, setting: str, spread: float) -> list[Coding]:
-        """Rows for the widths of values that a training has."""
+        """Return the rows of this codec for every dtype and direction."""
         rows = []
         for dtype, width in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
             for direction in DIRECTIONS:
@@ -89,21 +89,21 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class Description:
-    """What somebody knows of a cluster that nobody measured.
+    """Description of a cluster that was not measured.
 
     Attributes:
-        nodes, ranks_per_node: how many there are; rank r is on node ``r // ranks_per_node``.
-        device: what the ranks compute with.
+        nodes, ranks_per_node: numbers of both; rank r is on node ``r // ranks_per_node``.
+        device: name of the ranks' devices.
         memory_gb: of a rank (1e9 bytes).
-        tflops: what a rank reaches in a transformer's matrix products (1e12 FLOP/s), by dtype.
+        tflops: speed of a rank in a transformer's matrix products (1e12 FLOP/s), by dtype.
         inside, between: links inside and between nodes.
         memory_gbytes_per_second: of the device's memory, for everything that is no matrix product.
         speeds: ranks that are slower than the others, such as ``{"3": 0.5}``.
         codecs: by name or setting, such as ``blockint`` or ``blockint(bits=4)``.
-        host: copies between device and host. host_codecs: as ``codecs``, of what the hosts of GPUs
-            code. host_memory_gbytes_per_second: of the hosts' memory, for an optimizer that works
-            there; without it the host's optimizer is taken to be as fast as the device's.
-        spread: how far off every figure may be, as a share of it.
+        host: copies between device and host. host_codecs: as ``codecs``, on the hosts of GPUs.
+            host_memory_gbytes_per_second: of the hosts' memory, for an optimizer on the host;
+            without it the host's optimizer is taken to be as fast as the device's.
+        spread: relative error of every figure, at most.
     """
 
     __pydantic_config__ = STRICT
@@ -124,7 +124,7 @@ class Description:
     spread: Share = 0.1
 
     def __post_init__(self) -> None:
-        """Raise ValueError where fields do not fit together."""
+        """Raise ValueError where fields contradict each other."""
         count = self.nodes * self.ranks_per_node
         if count > MOST_RANKS:
             raise ValueError(f"{count} ranks; a plan is for {MOST_RANKS} at most")
@@ -137,7 +137,7 @@ class Description:
             raise ValueError(f'"speeds" names rank {strange[0]}; there are {count} ranks')
 
     def cluster(self) -> Cluster:
-        """The cluster, with every figure marked as assumed."""
+        """Build the cluster, with every figure marked as assumed."""
         ranks, kernels = [], []
         for index in range(self.nodes * self.ranks_per_node):
             speed = self.speeds.get(index, 1.0)
@@ -161,7 +161,7 @@ class Description:
         )  # fmt: skip
 
     def _kernels(self, rank: int, speed: float) -> list[Kernel]:
-        """Elementwise work, and Adam steps."""
+        """Return the rows of elementwise operations and of Adam steps of ``rank``."""
         kinds: list[tuple[Kind, float]] = []  # seconds of a byte, or of a value
         if self.memory_gbytes_per_second is not None:
             per_byte = 1 / (1e9 * speed * self.memory_gbytes_per_second)

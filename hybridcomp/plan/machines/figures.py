@@ -13,16 +13,16 @@ Key = TypeVar("Key")
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-#: no figure of a machine is beyond: sums and quotients stay finite
+#: largest figure of a machine, so that sums and quotients stay finite
 LARGEST = 1e30
 
 
 class Figure(NamedTuple):
     """A measured or assumed number, with the range in which half of the measurements lie.
 
-    value: the median, in the unit that whoever holds the figure states.
-    low, high: the quartiles; of a figure that was never measured, what is thought possible.
-    assumed: nobody measured it: somebody wrote it down, or it follows from such a figure.
+    value: the median, in the unit that the field with this figure states.
+    low, high: the quartiles; of a figure that was not measured, the range thought possible.
+    assumed: it was not measured, but written down, or it follows from such a figure.
     """
 
     value: Number
@@ -32,22 +32,22 @@ class Figure(NamedTuple):
 
     @classmethod
     def exact(cls, value: float, *, assumed: bool = False, spread: float = 0.0) -> Figure:
-        """``value``, give or take the share ``spread`` of it."""
+        """Return ``value``, with a range of the share ``spread`` of it on both sides."""
         return cls(value, value * (1 - spread), value * (1 + spread), assumed)
 
     def plus(self, other: Figure) -> Figure:
-        """The sum; its range is that of parts that are slow, or fast, at the same time."""
+        """Return the sum; its ends are the sums of both low and of both high ends."""
         return Figure(
             self.value + other.value, self.low + other.low, self.high + other.high,
             self.assumed or other.assumed,
         )  # fmt: skip
 
     def times(self, factor: float) -> Figure:
-        """The product with a number of at least 0."""
+        """Return the product with a factor of at least 0."""
         return Figure(self.value * factor, self.low * factor, self.high * factor, self.assumed)
 
     def minus(self, other: Figure) -> Figure:
-        """What is left of it without ``other``, never below 0, with the range of this figure."""
+        """Return the difference, at least 0, with the width of this figure's range."""
         left = max(0.0, self.value - other.value)
         return Figure(
             left, max(0.0, left - (self.value - self.low)), left + (self.high - self.value),
@@ -55,7 +55,7 @@ class Figure(NamedTuple):
         )  # fmt: skip
 
     def inverse(self, size: float) -> Figure:
-        """``size`` over this rate: seconds of a work at so much a second, above 0."""
+        """Return ``size`` over this rate (above 0, units a second), in seconds."""
         return Figure(
             size / self.value, size / self.high, size / self.low if self.low else size / self.value,
             self.assumed,
@@ -63,7 +63,7 @@ class Figure(NamedTuple):
 
     @classmethod
     def total(cls, figures: Iterable[Figure]) -> Figure:
-        """The sum of all of them; 0 of none."""
+        """Return the sum of all ``figures``; 0 of none."""
         found = cls(0.0, 0.0, 0.0)
         for figure in figures:
             found = found.plus(figure)
@@ -86,9 +86,9 @@ Stored = Annotated[Figure, AfterValidator(_ordered)]
 class Curve:
     """Seconds against a size: straight lines (latency and bandwidth) between measured points.
 
-    Below the first point the line of the first two goes on, above the last one that of the last
-    two, or of all where those two are equal. No line falls: a larger message that happened to be
-    faster counts as equally fast.
+    The line of the first two points continues below the first; above the last continues that of the
+    last two, or, where it does not rise, the slope over all points. No line falls beyond the
+    points: a larger message that happened to be faster counts as equally fast.
     """
 
     sizes: tuple[float, ...]
@@ -96,12 +96,12 @@ class Curve:
 
     @classmethod
     def through(cls, points: Iterable[tuple[float, Figure]]) -> Curve:
-        """The curve through ``(size, seconds)``; of equal sizes the last one counts."""
+        """Build the curve through ``(size, seconds)``; of equal sizes the last one counts."""
         by_size = dict(sorted(points))
         return cls(tuple(by_size), tuple(by_size.values()))
 
     def at(self, size: float) -> Figure:
-        """The figure at ``size``."""
+        """Interpolate or extrapolate the figure at ``size``."""
         sizes = self.sizes
         if len(sizes) == 1:
             # with one point the size is all that is known: no latency, all bandwidth
@@ -118,13 +118,13 @@ class Curve:
         return Figure(value, min(ends[1], value), max(ends[2], value), assumed)
 
     def _slope(self) -> float:
-        """Seconds a unit over all sizes, where those of the last two points are but noise."""
+        """Return seconds a unit over all sizes, for a last segment whose slope is noise."""
         rise = self.points[-1].value - self.points[0].value
         return max(0.0, rise / (self.sizes[-1] - self.sizes[0]))
 
 
 def curves(rows: Iterable[tuple[Key, float, Figure]]) -> dict[Key, Curve]:
-    """Curves by key, from rows of key, size and seconds."""
+    """Build curves by key, from rows of key, size and seconds."""
     points: dict[Key, list[tuple[float, Figure]]] = {}
     for key, size, seconds in rows:
         points.setdefault(key, []).append((float(size), seconds))
@@ -132,25 +132,25 @@ def curves(rows: Iterable[tuple[Key, float, Figure]]) -> dict[Key, Curve]:
 
 
 def _line(start: float, stop: float, share: float) -> float:
-    """The line from ``start`` (share 0) to ``stop`` (share 1), nowhere falling nor negative."""
+    """Return the line from ``start`` (share 0) to ``stop`` (1), at least 0, outside not falling."""
     rise = max(0.0, stop - start)
     if share < 0 and not rise:
         return start
-    # between the points the measured values stand, even where the larger one was faster
+    # between the points the measured values count, even where the larger one was faster
     slope = stop - start if 0 <= share <= 1 else rise
     origin = start if share <= 1 else stop - rise
     return max(0.0, origin + share * slope)
 
 
 def median(values: Sequence[float]) -> float:
-    """The median of at least one value."""
+    """Return the median of at least one value."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def summary(values: Sequence[float]) -> Figure:
-    """Median and quartiles of measured values (at least one), nearest ranks."""
+    """Return median and quartiles of measured values (at least one), nearest ranks."""
     ordered = sorted(values)
     last = len(ordered) - 1
     value = median(ordered)

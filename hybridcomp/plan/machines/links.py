@@ -1,7 +1,7 @@
-"""Native collectives of a cluster: measured sizes and groups, and what follows for the others.
+"""Look up the seconds of a cluster's native collectives, by operation, size and group.
 
-Where a size was not measured, a straight line through its neighbours says what it takes; where a
-group was not measured, the ring model of ``rings`` does, corrected by the groups that were.
+Sizes that were not measured are interpolated linearly; groups that were not measured follow the
+ring model of ``rings``, corrected by the groups that were.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOTHING = Figure(0.0, 0.0, 0.0)
 
 
 class Links:
-    """What messages take. ``ranks_per_node``: of the largest node."""
+    """Seconds of native messages. ``ranks_per_node``: of the largest node."""
 
     def __init__(self, rows: Sequence[Timing], ranks_per_node: int) -> None:
         self._rows, self._ranks_per_node = rows, ranks_per_node
@@ -37,11 +37,11 @@ class Links:
         self, operation: Operation, nbytes: float, ranks: int, nodes: int,
         busy: bool = False, computing: bool = False,
     ) -> Figure:  # fmt: skip
-        """Seconds of one native collective of ``ranks`` ranks that span ``nodes`` nodes.
+        """Return the seconds of one native collective of ``ranks`` ranks on ``nodes`` nodes.
 
         Args:
             busy: all other groups of this shape send at the same time.
-            computing: they do, and the ranks compute beside it.
+            computing: they do, and the ranks compute at the same time.
 
         Raises HybridcompError where neither this nor a send over such links is known.
         """
@@ -60,9 +60,9 @@ class Links:
         return found.times(self._correction(operation, nbytes, ranks, nodes))
 
     def compute_left(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
-        """The share of its speed at which a rank computes while such a message is under way.
+        """Return the share of its speed at which a rank computes during such a message.
 
-        Of the measured message that is most like it; 1 where none was.
+        It is that of the most similar message that was measured; 1 without any.
         """
         rows = {
             (row.ranks, row.nodes, row.nbytes): row.compute_left.value for row in self._rows
@@ -75,7 +75,7 @@ class Links:
         return sizes[min(sizes, key=lambda size: abs(size - nbytes))]
 
     def returned(self, nbytes: float, nodes: int) -> float:
-        """The share of a send's seconds after which its sender goes on; 1 where nobody timed it.
+        """Return the share of a send's seconds after which its call returns; 1 if not timed.
 
         A small message is in the buffers of the sender's system long before it has arrived.
         """
@@ -84,7 +84,7 @@ class Links:
         return min(1.0, known.at(nbytes).value / whole) if known is not None and whole else 1.0
 
     def _sharing(self, ranks: int, nodes: int) -> float:
-        """How many groups of this shape share the link of a node."""
+        """Return how many groups of this shape share the link of a node."""
         return max(1.0, self._ranks_per_node * nodes / ranks) if nodes > 1 else 1.0
 
     def _ring(
@@ -105,7 +105,7 @@ class Links:
         return rings.ring(operation, nbytes, ranks, nodes, sends[1], sends[2], sharing)
 
     def _correction(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
-        """How much longer than the ring model the most similar group took that was measured."""
+        """Return measured seconds over the ring model's, of the most similar measured group."""
         known = {
             (key[1], key[2]): curve for key, curve in self._curves.items()
             if key[0] == operation and key[3] == "alone" and (key[2] > 1) == (nodes > 1)

@@ -1,4 +1,4 @@
-"""What the file of a cluster does not say, and what a plan takes in its place."""
+"""Name the measurements that a cluster's file lacks, and the substitutes that a plan uses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ AGAIN = "run `hybridcomp measure` again"
 
 
 def missing(cluster: Cluster, offload: bool = True, engine: str = "deepspeed") -> Iterator[str]:
-    """What is not in the file, and what stands for it, in a sentence each.
+    """Yield a sentence for each missing measurement, with its substitute.
 
     Args:
         offload: whether copies between device and host matter.
-        engine: whose small trainings matter.
+        engine: the one whose small trainings matter.
     """
     yield from _of_messages(cluster)
     yield from _of_devices(cluster, engine)
@@ -77,13 +77,13 @@ def _of_hosts(cluster: Cluster) -> Iterator[str]:
 
 
 def _steps_on_host(cluster: Cluster) -> bool:
-    """Whether it is known how fast the optimizer steps on the host of every rank."""
+    """Return whether the optimizer's speed on the host is known for every rank."""
     known = {row.rank for row in cluster.kernels if (row.kind, row.dtype) == ("host_adam", "fp32")}
     return cluster.on_cpu or len(known) == cluster.world_size
 
 
 def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
-    """Messages whose longer size was left out, a sentence for each size."""
+    """Yield a sentence for each longer size of messages that was not timed."""
     sizes: dict[tuple[int, int, str, float], list[LeftOut]] = {}
     for row in rows:
         sizes.setdefault((row.numel, row.timed, row.dtype, row.factor), []).append(row)
@@ -101,7 +101,7 @@ def _left_out(rows: Sequence[LeftOut]) -> Iterator[str]:
 
 
 def _named(row: LeftOut) -> str:
-    """The message without its group: ``tp all_reduce``, ``all_reduce by expcode()``."""
+    """Name a message without its group: ``tp all_reduce``, ``all_reduce by expcode()``."""
     codec = f" by {row.setting}" if row.setting else ""
     return f"{row.dimension} {row.operation}{codec}".strip()
 

@@ -1,10 +1,10 @@
-"""What an encoded message costs beside coding and wire: the host's work for each message.
+"""Estimate the overhead of an encoded message beside coding and wire: the host's work for it.
 
-Messages of two sizes were timed from the call to the decoded result. The smaller one says how many
-seconds come on top of its coding and its wire, the larger one what factor the two need: below 1
-where segments overlap, above it where coding and wire disturb each other. Where they went through
-the channels of their dimensions (``Carried``), what a channel does is in them; of those that a
-channel left native, what it took longer than torch.distributed is all that it costs.
+Messages of two sizes were timed from the call to the decoded result. The smaller one gives the
+seconds on top of its coding and its wire, the larger one a factor on both: below 1 where segments
+overlap, above 1 where coding and wire slow each other down. Timings through the channels of the
+dimensions (``Carried``) include the channel's work; for messages that a channel left native, the
+overhead is the time beyond that of torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Kind = TypeVar("Kind", bound=Hashable)
 Row = TypeVar("Row", Encoded, Carried)
 #: ranks and nodes of a group
 Size = tuple[int, int]
-#: dimensions whose messages of an operation take the way of another one's
+#: dimensions whose messages of an operation go through the same code as another's
 SAME_WAY: Mapping[tuple[str, Operation], str] = {("cp", "all_to_all"): "ep"}
-#: dimension, operation, whether payloads have a fixed size, whether other groups send as well
+#: dimension, operation, fixed size of payloads or not, other groups sending as well or not
 Channel = tuple[str, Operation, bool, bool]
 
 
@@ -35,12 +35,12 @@ class Overhead(NamedTuple):
 
 
 class MessageCosts:
-    """What messages cost beside coding and wire, by dimension where channels were timed.
+    """Overheads of messages beside coding and wire, by dimension where channels were timed.
 
     Args:
         encoded, carried: messages of collectives alone, and through channels.
-        parts: seconds of coding and wire of one.
-        fixed_size: of the payloads of a setting.
+        parts: returns the seconds of coding and wire of a message.
+        fixed_size: returns whether payloads of a setting have a fixed size.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class MessageCosts:
         self, operation: Operation, ranks: int, nodes: int, setting: str, dimension: str = "",
         busy: bool = False,
     ) -> Overhead:  # fmt: skip
-        """Of an encoded message, by the group most like its own; arguments as ``Cluster.overhead``.
+        """Return an encoded message's overhead, of the most similar group timed.
 
-        Nothing where no such message was timed.
+        Arguments as ``Cluster.overhead``. It is zero where no such message was timed.
         """
         fixed = self._fixed_size(setting)
         kinds = [(operation, fixed), (operation, True)]
@@ -79,14 +79,14 @@ class MessageCosts:
     def native(
         self, operation: Operation, ranks: int, nodes: int, dimension: str, busy: bool
     ) -> Figure:
-        """Of a message that a channel leaves native; nothing where none was timed."""
+        """Return the seconds a channel adds to a message it leaves native; 0 if none was timed."""
         keys = _channels(dimension, operation, True, busy)
         known = next(filter(None, map(self._native.get, keys)), None)
         return known[closest(known, ranks, nodes)] if known else NOTHING
 
 
 def _channels(dimension: str, operation: Operation, fixed: bool, busy: bool) -> list[Channel]:
-    """Where to look for a message, the most similar ones first."""
+    """Return the keys to look up for a message, the most similar ones first."""
     name = SAME_WAY.get((dimension, operation), dimension)
     return [
         (name, operation, size, others)
@@ -97,12 +97,12 @@ def _channels(dimension: str, operation: Operation, fixed: bool, busy: bool) -> 
 def overheads(
     rows: Iterable[Row], parts: Callable[[Row], float], kind: Callable[[Row], Kind]
 ) -> dict[Kind, dict[Size, Overhead]]:
-    """By ``kind``, and by group.
+    """Fit the overheads of ``rows`` by ``kind`` and by group.
 
     Args:
-        parts: seconds of coding and wire of a message.
-        kind: what messages have in common that cost alike: their operation, and whether payloads
-            have a fixed size; others take an exchange of sizes.
+        parts: returns the seconds of coding and wire of a message.
+        kind: returns the key of messages that are fitted together: their operation, and whether
+            payloads have a fixed size; others also exchange the sizes.
     """
     return {
         key: {size: _overhead(own, parts) for size, own in sizes.items()}
@@ -113,10 +113,10 @@ def overheads(
 def left_native(
     rows: Iterable[Carried], kind: Callable[[Carried], Kind]
 ) -> dict[Kind, dict[Size, Figure]]:
-    """Seconds of channels for messages that they leave native, by ``kind`` and by group.
+    """Return the seconds that channels add to native messages, by ``kind`` and by group.
 
-    The least of messages of any length: a channel does the same for every one, and what differs
-    more than that differs from turn to turn.
+    It is the least over messages of any length: a channel does the same work for each, and larger
+    differences are noise between turns.
     """
     return {
         key: {size: min(map(_more, own)) for size, own in sizes.items()}
@@ -139,7 +139,7 @@ def _more(row: Carried) -> Figure:
 
 
 def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
-    """Of the lines ``seconds = host + factor * parts`` through two sizes of each setting."""
+    """Fit ``seconds = host + factor * parts`` to two sizes of each setting; return the medians."""
     hosts: list[Figure] = []
     factors: list[float] = []
     by_setting: dict[tuple[str, str], list[Row]] = {}
@@ -151,7 +151,7 @@ def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
         rise = large.seconds.value - small.seconds.value
         factor = rise / (more - known) if more > known and rise > 0 else 1.0
         host = small.seconds.value - factor * known
-        if host < 0:  # all of it grows with the message
+        if host < 0:  # no constant: all seconds grow with the message
             host, factor = 0.0, large.seconds.value / more if more else 1.0
         below, above = (abs(small.seconds.value - end) for end in small.seconds[1:3])
         hosts.append(Figure(host, max(0.0, host - below), host + above))
@@ -161,7 +161,7 @@ def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
 
 
 def closest(known: Collection[Size], ranks: int, nodes: int) -> Size:
-    """The group (ranks, nodes) of ``known`` most like another: first whether it crosses nodes."""
+    """Return the most similar (ranks, nodes) of ``known``; whether both cross nodes comes first."""
 
     def distance(group: Size) -> tuple[bool, float]:
         size = abs(math.log(group[0] / ranks)) + abs(math.log(group[1] / nodes))

@@ -1,9 +1,9 @@
-"""Closed forms: what a collective takes if all that is known is what a send takes.
+"""Closed forms of a collective's seconds, from the seconds of a send.
 
-Rings as NCCL's and gloo's: an all-reduce of n ranks goes in 2 (n - 1) steps, a gather or a
-reduce-scatter in n - 1, each with 1/n of the bytes; in an all-to-all a rank sends 1/n to every
-other one. A ring over several nodes is as slow as the links between them. Thakur, Rabenseifner and
-Gropp 2005, section 4.
+Rings as NCCL's and gloo's: an all-reduce of n ranks takes 2 (n - 1) steps, a gather or a
+reduce-scatter n - 1, each with 1/n of the bytes; in an all-to-all a rank sends 1/n to every other
+one. A ring over several nodes is as slow as the links between them. Thakur, Rabenseifner and Gropp
+2005, section 4.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def ring(
     operation: Operation, nbytes: float, ranks: int, nodes: int, inside: Send | None,
     between: Send | None, sharing: float = 1.0,
 ) -> Figure:  # fmt: skip
-    """Seconds of one collective of ``ranks`` ranks on ``nodes`` nodes.
+    """Return the seconds of one collective of ``ranks`` ranks on ``nodes`` nodes.
 
     Args:
         inside: a send inside a node; None only where ``nodes == ranks``.
@@ -41,14 +41,14 @@ def ring(
     if nodes == 1:
         return link(part).times(ranks - 1)
     local = ranks / nodes
-    # everything that a node's ranks send to other nodes leaves through the node's one link
+    # all bytes that a node's ranks send to other nodes leave through the node's one link
     crossing = link(share * local * part).times(ranks - local)
     within = inside(part).times(local - 1) if inside is not None and local > 1 else None
     return crossing if within is None or within.value < crossing.value else within
 
 
 def crossing_nbytes(operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
-    """Bytes that a rank of such a collective sends to other nodes, as the mean of all ranks.
+    """Return the bytes that a rank sends to other nodes, as the mean of all ranks.
 
     A ring leaves each node over one link; an all-to-all sends every rank of another node its part.
     """
@@ -64,18 +64,18 @@ def crossing_nbytes(operation: Operation, nbytes: float, ranks: int, nodes: int)
 
 @dataclass(frozen=True)
 class Shape:
-    """What an encoded collective does, as shares of its values and of its payload's bytes."""
+    """Codec calls of an encoded collective, as shares of its values, and messages, as of bytes."""
 
     coded: tuple[tuple[Direction, float], ...]
     sent: tuple[tuple[Operation, float], ...]
 
 
 def encoded_shape(operation: Operation, ranks: int) -> Shape:
-    """What one rank codes, and the messages that carry the payloads.
+    """Return the codec calls of one rank, and the messages that carry the payloads.
 
-    Shares of the message's values and of the payload that all of them would have: an all-reduce
-    between two ranks swaps whole payloads, which is an all-to-all of twice the bytes; of more ranks
-    it is an all-to-all of chunks and a gather of their sums (``collectives``).
+    Shares refer to the message's values and to the payload of all of them: an all-reduce between
+    two ranks swaps whole payloads, which is an all-to-all of twice the bytes; of more ranks it is
+    an all-to-all of chunks and a gather of their sums (``collectives``).
     """
     others = (ranks - 1) / ranks
     if operation == "send":

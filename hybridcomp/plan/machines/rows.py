@@ -1,9 +1,9 @@
-"""The rows of a description of a cluster: what was timed, and what it took.
+"""Rows of a cluster's file: each names an operation that was timed, and its seconds.
 
-Bytes of a message are those of upstream's tensor: of an all-reduce what each rank has, of a gather
-what all have together afterwards, of a reduce-scatter what each rank brings, of an all-to-all what
-each rank sends and keeps, of a send the message. A group is known by its ranks and by the nodes
-that it spans: 4 ranks on 2 nodes are two on each.
+Bytes of a message are those of upstream's tensor: of an all-reduce each rank's input, of a gather
+the output, of a reduce-scatter each rank's input, of an all-to-all each rank's input, the part that
+it keeps included, of a send the message. A group is identified by its ranks and by the nodes that
+it spans: 4 ranks on 2 nodes are two on each.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pydantic import ConfigDict, Field
 from hybridcomp.plan.machines.figures import Stored
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-#: what else happens while something is timed: nothing; all other groups of that shape send as well;
-#: they do, and every rank computes matrix products. A codec: alone, or beside a matrix product
+#: load during a timing: none; all other groups of that shape send as well; they do, and every rank
+#: computes matrix products. A codec: alone, or beside a matrix product
 Beside = Literal["alone", "groups", "compute"]
 Direction = Literal["encode", "decode", "decode_add"]
 Kind = Literal[
@@ -28,7 +28,7 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 #: the setting of messages without a codec
 NATIVE = "none"
-#: of every row of the file: an unknown key is an error
+#: pydantic's setting of every row of the file: an unknown key is an error
 STRICT = ConfigDict(extra="forbid")
 
 
@@ -53,7 +53,7 @@ class Timing:
 
     compute_left: with ``beside`` "compute", the share of the matrix products that a rank still
         computes in that time.
-    returned: of a send whose receiver waited for it, the seconds until the sender went on.
+    returned: of a send whose receiver waited for it, the seconds until the sender's call returned.
     """
 
     __pydantic_config__ = STRICT
@@ -98,12 +98,12 @@ class Encoded(Sent):
 class Carried(Sent):
     """A message through the channel of its dimension.
 
-    What a channel takes beside codec and wire (its choice, its records, headers, the order of its
-    calls) is in these seconds.
+    Its seconds include the channel's work beside codec and wire: the choice of the codec, records,
+    headers, the order of its calls.
 
-    setting: ``NATIVE`` where the channel left the message to upstream. direct: the same message by
-    torch.distributed alone, in turns with it. beside: alone, or as the dimension sends, in all
-    groups of that shape at once.
+    setting: ``NATIVE`` where the channel left the message to upstream. direct: seconds of the same
+    message by torch.distributed alone, timed in turns with it. beside: alone, or as the dimension
+    sends, in all groups of that shape at once.
     """
 
     dimension: Literal["tp", "pp", "ep", "cp"]
@@ -115,9 +115,9 @@ class Carried(Sent):
 class LeftOut:
     """A message of two sizes whose longer one was not timed: its turns would have taken too long.
 
-    dimension: whose channel it goes through; empty: of none, a collective alone. setting: of its
-    codec; empty: of every one. numel: values of the longer message. timed: of the one that was.
-    factor: that coding and wire of longer messages are taken to need, which two sizes would tell.
+    dimension: the one whose channel sends it; empty: a collective without channel. setting: of its
+    codec; empty: of every codec. numel: values of the longer message. timed: of the shorter one.
+    factor: assumed for coding and wire of longer messages, as it takes two sizes to measure it.
     """
 
     __pydantic_config__ = STRICT
@@ -138,7 +138,7 @@ class LeftOut:
 class Coding:
     """Seconds in which a device encodes, decodes or decodes and adds ``numel`` values.
 
-    fixed_size: whether payloads have a size that all ranks know, so that none has to be exchanged.
+    fixed_size: whether all ranks know the size of payloads, so that they need not exchange sizes.
     """
 
     __pydantic_config__ = STRICT
@@ -165,13 +165,13 @@ class Copy:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Seconds that a rank's device computes.
+    """Seconds of a kernel on a rank's device.
 
     kind and size: a matrix ``product`` or a transformer block (``block_forward``,
         ``block_backward``) of so many FLOP; an ``elementwise`` operation that reads and writes so
         many bytes; an ``adam`` step on so many values, or one in the memory of a GPU's host
         (``host_adam``).
-    kept_nbytes: of a block, what stays in memory between forward and backward.
+    kept_nbytes: of a block, bytes that stay in memory between forward and backward.
     """
 
     __pydantic_config__ = STRICT
@@ -187,12 +187,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Training:
-    """Seconds of an engine's own steps on a small model whose replicas are all ranks.
+    """Seconds of an engine's steps on a small model that every rank replicates.
 
-    What the host does for a step, a micro-batch and a bucket, and how the engine's work and the
-    messages get in each other's way, is in these seconds and in no other row.
+    Only these seconds include the host's work for a step, a micro-batch and a bucket, and the
+    slowdown of compute and messages by each other.
 
-    block: of compression, as the file of the engine has it; empty: the engine alone. blocks: of
+    block: of compression, as in the engine's configuration; empty: the engine alone. blocks: of
         the model, each ``flops`` of forward for a micro-batch of ``samples`` samples of ``length``
         tokens, and ``parameters`` values.
     micro, last: of a micro-batch that is followed by another one, and of the last one, the

@@ -1,4 +1,4 @@
-"""How fast ranks compute, beside each other."""
+"""Compare the compute speeds of the ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hybridcomp.plan.machines.rows import Kernel, Rank
 
 
 def speeds_of(ranks: Sequence[Rank], kernels: Sequence[Kernel]) -> tuple[float, ...]:
-    """The speed of every rank, of the fastest (1.0).
+    """Return the speed of every rank relative to the fastest (1.0).
 
-    By transformer blocks that several ranks ran, else by matrix products, else by FLOP/s; the
-    median over what was compared. A rank about which nothing is known counts as the fastest.
+    It is the median over transformer blocks, else over matrix products, else over FLOP/s. A rank
+    without any measurement counts as the fastest.
     """
     for kinds in (("block_forward", "block_backward"), ("product",)):
         times = _times(kernels, kinds)
@@ -27,7 +27,7 @@ def speeds_of(ranks: Sequence[Rank], kernels: Sequence[Kernel]) -> tuple[float, 
 
 
 def dtypes_of(ranks: Sequence[Rank], kernels: Sequence[Kernel]) -> frozenset[str]:
-    """The dtypes of matrix products, or of blocks, that every rank has a figure for."""
+    """Return the dtypes of matrix products, or of blocks, that every rank has a figure for."""
     known = [set(rank.flops) for rank in ranks]
     for row in kernels:
         if row.kind in ("product", "block_forward") and row.rank < len(known):
@@ -36,7 +36,7 @@ def dtypes_of(ranks: Sequence[Rank], kernels: Sequence[Kernel]) -> frozenset[str
 
 
 def _times(kernels: Sequence[Kernel], kinds: tuple[str, ...]) -> list[dict[int, float]]:
-    """Seconds by rank of each kernel that was timed."""
+    """Return the seconds by rank of each kernel that was timed."""
     found: dict[tuple[str, str, float], dict[int, float]] = {}
     for row in kernels:
         if row.kind in kinds and row.seconds.value:

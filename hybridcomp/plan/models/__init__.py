@@ -1,8 +1,8 @@
-"""What is trained: a chain or graph of layers with their work and their bytes, never allocated.
+"""Models to train: chains or graphs of layers with their FLOPs and bytes, never allocated.
 
-model        the words; ``reading``: any of the forms below, by what the user gives
+model        the data types; ``reading``: reads any of the forms below
 decoder      closed forms of dense and MoE decoders
 huggingface  ``config.json``; ``neox``: GPT-NeoX's YAML; ``arguments``: Megatron's, train_gpt.py's
 traced       any module, by ``package:callable``
-torch_tools  the one place that touches torch's private tools
+torch_tools  the one module that uses torch's private tools
 """

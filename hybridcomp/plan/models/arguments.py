@@ -1,4 +1,4 @@
-"""Decoders from command lines: Megatron's arguments, and those of ``scripts/train_gpt.py``."""
+"""Read decoders from command lines: Megatron's arguments, and ``scripts/train_gpt.py``'s."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hybridcomp.plan.models.decoder import Decoder
 from hybridcomp.plan.models.huggingface import given, head_width, key_heads, number
 from hybridcomp.plan.models.sizes import padded
 
-#: Megatron's own default of --make-vocab-size-divisible-by
+#: Megatron's default of --make-vocab-size-divisible-by
 MULTIPLE = 128
 
 
 def parsed(arguments: str | Sequence[str]) -> dict[str, str | bool]:
-    """Options by name, ``_`` for ``-``; flags are True. Words without an option are left out."""
+    """Parse options by name, ``_`` for ``-``; flags are True. Other words are left out."""
     words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
     found: dict[str, str | bool] = {}
     last: str | None = None
@@ -32,7 +32,7 @@ def parsed(arguments: str | Sequence[str]) -> dict[str, str | bool]:
 
 
 def numbers(options: dict[str, str | bool]) -> dict[str, int]:
-    """The options that are whole numbers."""
+    """Return the options whose values are whole numbers."""
     return {
         name: int(value)
         for name, value in options.items()
@@ -41,7 +41,7 @@ def numbers(options: dict[str, str | bool]) -> dict[str, int]:
 
 
 def megatron(arguments: str | Sequence[str]) -> Decoder:
-    """The decoder of Megatron's arguments. Raises ConfigError."""
+    """Read a decoder from Megatron's arguments. Raises ConfigError."""
     options = parsed(arguments)
     sizes, name = numbers(options), "Megatron arguments"
     hidden = number(sizes, name, "hidden_size")
@@ -79,7 +79,7 @@ def megatron(arguments: str | Sequence[str]) -> Decoder:
 
 
 def train_gpt(arguments: str | Sequence[str]) -> Decoder:
-    """The example model of ``scripts/train_gpt.py``; needs ``--vocabulary`` beside its options.
+    """Read the model of ``scripts/train_gpt.py``; needs ``--vocabulary`` beside its options.
 
     Raises ConfigError. The vocabulary of a run is the largest token of its data, plus one.
     """
@@ -103,7 +103,7 @@ def train_gpt(arguments: str | Sequence[str]) -> Decoder:
 
 
 def of_line(arguments: str | Sequence[str]) -> Decoder:
-    """Either of the two, by the options that only one of them has. Raises ConfigError."""
+    """Read either of the two, told apart by options that only one has. Raises ConfigError."""
     options = parsed(arguments)
     if "num_layers" in options:
         return megatron(arguments)

@@ -1,4 +1,4 @@
-"""Decoders: how they may be cut, and the chain of their layers."""
+"""Decoders as chains of layers, with the cuts that their sizes allow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Decoder(Sizes):
 
     @property
     def depth(self) -> int:
-        """Embedding, blocks, and the final norm with the output."""
+        """Number of layers: embedding, blocks, and the final norm with the output."""
         return self.blocks + 2
 
     @property
@@ -26,18 +26,18 @@ class Decoder(Sizes):
 
     @property
     def is_chain(self) -> bool:
-        """Always."""
+        """True: a decoder's layers form a chain."""
         return True
 
     @cached_property
     def parameters(self) -> float:
-        """Of the whole model; a tied weight counts once."""
+        """Parameters of the whole model; a tied weight counts once."""
         whole = self.layers(Shape(1, 1))
         total = sum(layer.parameters + layer.expert_parameters for layer in whole)
         return total - self.shared(Shape(1, 1))
 
     def refuses(self, shape: Shape) -> str | None:
-        """Why the model cannot be cut so; None where it can."""
+        """Say why the model cannot be cut into ``shape``; None where it can."""
         if self.heads % shape.tensor or (self.kv_heads % shape.tensor and
                                          shape.tensor % self.kv_heads):  # fmt: skip
             return (
@@ -63,7 +63,7 @@ class Decoder(Sizes):
         return None
 
     def _refuses_mesh(self, shape: Shape) -> str | None:
-        """Why a mesh of this side cannot cut the layers."""
+        """Say why a mesh of this side cannot cut the layers; None where it can."""
         q = shape.mesh
         if self.experts or self.parallel:
             return "a mesh cuts neither experts nor parallel attention"
@@ -73,5 +73,5 @@ class Decoder(Sizes):
         return f"mesh {q} does not divide {wrong[0]}" if wrong else None
 
     def layers(self, shape: Shape) -> tuple[Layer, ...]:
-        """The chain: embedding, blocks, head."""
+        """Return the chain: embedding, blocks, head."""
         return decoder_layers.layers(self, shape)

@@ -1,4 +1,4 @@
-"""Closed forms for decoders: parameters, FLOPs, activation bytes and messages of every layer.
+"""Compute parameters, FLOPs, activation bytes and messages of a decoder's layers.
 
 FLOPs are counted as torch's ``FlopCounterMode`` counts them: two a multiplication, attention as if
 nothing were masked. Activations are those that torch's autograd keeps with a fused attention
@@ -19,7 +19,7 @@ ATTENTION_BACKWARD = 2.5
 
 @lru_cache(maxsize=512)
 def layers(model: Sizes, shape: Shape) -> tuple[Layer, ...]:
-    """The chain: embedding, blocks, head."""
+    """Return the chain: embedding, blocks, head."""
     dense, sparse = _block(model, shape, False), None
     if model.experts:
         sparse = _block(model, shape, True)
@@ -29,14 +29,14 @@ def layers(model: Sizes, shape: Shape) -> tuple[Layer, ...]:
 
 
 def _stream(model: Sizes, shape: Shape) -> float:
-    """Values of the residual stream that a rank holds."""
+    """Return the values of the residual stream that a rank holds."""
     return shape.tokens * model.hidden / (shape.tensor if shape.sequence else shape.mesh)
 
 
 def _norm_kept(model: Sizes, shape: Shape) -> float:
-    """Bytes that a norm keeps: its input, in fp32 where it is composed, and its statistics.
+    """Return bytes that a norm keeps: its input, in fp32 where it is composed, and statistics.
 
-    The output is kept by whoever reads it.
+    The output counts for the layer that reads it.
     """
     stream = _stream(model, shape)
     rows = stream / model.hidden
@@ -48,9 +48,9 @@ def _norm_kept(model: Sizes, shape: Shape) -> float:
 
 
 def _attention(model: Sizes, shape: Shape) -> tuple[float, float, float, float, float]:
-    """Of attention: weights that tensor cuts, those that are whole, FLOPs of both passes, kept.
+    """Return attention's cut and whole weights, FLOPs of forward and of backward, kept bytes.
 
-    Kept, in bytes: normed input, q, k and v, output, and the log-sum-exp of each row in fp32.
+    Kept are normed input, q, k and v, output, and the log-sum-exp of each row in fp32.
     """
     n, t, q = shape.tokens, shape.cut, shape.mesh
     wide = model.query + 2 * max(model.keys, t * model.head_width if t > model.kv_heads else 0)
@@ -67,10 +67,10 @@ def _attention(model: Sizes, shape: Shape) -> tuple[float, float, float, float, 
 
 
 def _looked_at(model: Sizes, shape: Shape) -> float:
-    """Bytes that a slice keeps of the tokens before it: their keys and values, and its mask."""
+    """Return bytes that a slice keeps of earlier tokens: their keys and values, and its mask."""
     if shape.slices == 1:
         return 0.0
-    seen = (shape.slices + 1) / 2  # slices, its own included, on average
+    seen = (shape.slices + 1) / 2  # slices, the current one included, on average
     mask = (shape.length / shape.slices) ** 2 * seen * (shape.width + 1)
     return 2 * shape.width * shape.tokens * model.keys / shape.cut * seen + mask
 
@@ -78,9 +78,9 @@ def _looked_at(model: Sizes, shape: Shape) -> float:
 def _mlp(
     model: Sizes, shape: Shape, width: float, tokens: float
 ) -> tuple[float, float, float, float]:
-    """Of a feed-forward layer: weights cut by tensor, weights that are whole, FLOPs forward, kept.
+    """Return a feed-forward layer's cut weights, whole weights, FLOPs of forward, kept bytes.
 
-    Kept, in bytes: input and output of the activation, both factors where it is gated.
+    Kept are input and output of the activation, both factors where it is gated.
     """
     t, q = shape.cut, shape.mesh
     matrices = 3 if model.gated else 2
@@ -132,13 +132,13 @@ def _block(model: Sizes, shape: Shape, sparse: bool) -> Layer:
 
 
 def _block_work(model: Sizes, shape: Shape) -> float:
-    """Bytes of the gradients that backward of the widest part holds beside what was kept."""
+    """Return bytes of the gradients that backward of the widest part holds beside kept ones."""
     widest = max(2 * model.intermediate, model.query + 2 * model.keys) / shape.cut
     return shape.width * (shape.tokens * widest + 2 * _stream(model, shape))
 
 
 def _messages(model: Sizes, shape: Shape, sparse: bool) -> tuple[Messages, Messages]:
-    """Forward and backward: sums behind attention and MLP, and before both in backward."""
+    """Return messages of forward and backward: sums behind attention and MLP, then before both."""
     if shape.mesh > 1:
         between = [model.intermediate] * (2 if model.gated else 1)
         return mesh.block(shape, model.hidden, model.query, model.keys, between)
@@ -177,18 +177,18 @@ def _embedding(model: Sizes, shape: Shape) -> Layer:
 
 
 def _table(model: Sizes, shape: Shape) -> float:
-    """Values of a rank's part of the vocabulary's weights; a mesh fills the vocabulary up."""
+    """Return values of a rank's part of the vocabulary's weights; a mesh pads the vocabulary."""
     words = padded(model.vocabulary, shape.mesh) if shape.mesh > 1 else model.vocabulary
     return words * model.hidden / (shape.cut * shape.mesh)
 
 
 def _head(model: Sizes, shape: Shape) -> Layer:
-    """The final norm, the output and the loss, whose logarithms are kept in fp32."""
+    """Return the final norm, the output and the loss, whose logarithms are kept in fp32."""
     stream = _stream(model, shape)
     logits = shape.tokens * model.vocabulary / shape.cut
     flops = 2 * logits * model.hidden
     kept = _norm_kept(model, shape) + shape.width * stream + 4 * logits + 8 * shape.tokens
-    # at the worst: the gradient of the loss and of its logarithms in fp32, and the logits
+    # at the peak: the gradient of the loss and of its logarithms in fp32, and the logits
     held = shape.width * logits if model.held_logits else 0.0
     sums = (shape.tokens * model.hidden,) if shape.tensor > 1 else ()
     table, norm = _table(model, shape), model.norm_parameters / shape.mesh**2

@@ -1,4 +1,4 @@
-"""Decoders from Hugging Face's ``config.json``."""
+"""Read decoders from Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hybridcomp.plan.models.decoder import Decoder
 #: families whose layers are those of ``Decoder``
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 GPT_LIKE = ("gpt2", "gpt_neox")
-#: layers of a model, and any other size of it: of more no search comes to an end
+#: most layers of a model, and the largest other size of it: a search over more does not end
 MOST_LAYERS, MOST = 10_000, 1 << 40
 
 
 def decoder(config: Mapping[str, Any], name: str) -> Decoder:
-    """The decoder of a parsed ``config.json``. Raises ConfigError in one sentence."""
+    """Read the decoder of a parsed ``config.json``. Raises ConfigError in one sentence."""
     family = config.get("model_type")
     if family in LLAMA_LIKE:
         return _llama(config, name)
@@ -30,7 +30,7 @@ def decoder(config: Mapping[str, Any], name: str) -> Decoder:
 
 
 def number(config: Mapping[str, Any], name: str, *keys: str) -> int:
-    """The first of ``keys`` that stands in ``config``, a whole number. Raises ConfigError."""
+    """Return the first number among ``keys`` of ``config``, a whole one. Raises ConfigError."""
     for key in keys:
         found = config.get(key)
         if isinstance(found, int | float) and not isinstance(found, bool) and found > 0:
@@ -45,26 +45,26 @@ def number(config: Mapping[str, Any], name: str, *keys: str) -> int:
 
 
 def given(config: Mapping[str, Any], name: str, key: str, default: int) -> int:
-    """The whole number at ``key``, or ``default`` where it says nothing. Raises ConfigError."""
+    """Return the whole number at ``key``, or ``default`` without one. Raises ConfigError."""
     return number(config, name, key) if config.get(key) else default
 
 
 def head_width(hidden: int, heads: int, where: str) -> int:
-    """Of heads that share the hidden width evenly. Raises ConfigError."""
+    """Return the width of a head, ``hidden / heads``. Raises ConfigError for a remainder."""
     if hidden % heads:
         raise ConfigError(where, heads, f"expected a divisor of the hidden width {hidden}")
     return hidden // heads
 
 
 def key_heads(found: int, heads: int, where: str) -> int:
-    """Heads of keys, each for as many of queries. Raises ConfigError."""
+    """Return ``found`` heads of keys if they divide those of queries; else raise ConfigError."""
     if heads % found:
         raise ConfigError(where, found, f"expected a divisor of the {heads} heads of queries")
     return found
 
 
 def _llama(config: Mapping[str, Any], name: str) -> Decoder:
-    """Llama, Mistral, Qwen and their mixtures: RMSNorm, rotary positions, SwiGLU."""
+    """Read Llama, Mistral, Qwen and their mixtures: RMSNorm, rotary positions, SwiGLU."""
     family = config["model_type"]
     heads = number(config, name, "num_attention_heads")
     hidden = number(config, name, "hidden_size")
@@ -109,7 +109,7 @@ def _llama(config: Mapping[str, Any], name: str) -> Decoder:
 
 
 def _gpt(config: Mapping[str, Any], name: str) -> Decoder:
-    """GPT-2 and GPT-NeoX: LayerNorm, GELU, biases everywhere."""
+    """Read GPT-2 and GPT-NeoX: LayerNorm, GELU, biases everywhere."""
     neox = config["model_type"] == "gpt_neox"
     hidden = number(config, name, "hidden_size", "n_embd")
     heads = number(config, name, "num_attention_heads", "n_head")

@@ -1,8 +1,8 @@
-"""What layers on a mesh send (``hybridcomp.nn.tp2d``): blocks of every product, both ways.
+"""List the messages of layers on a mesh (``hybridcomp.nn.tp2d``): blocks of every product.
 
-Every rank hands its block of the left factor to its row and that of the right one to its column;
-what a backward pass makes is summed along the same lines. Numbers of values are those of this
-rank's block, which goes to each of the other ranks of its line once.
+Every rank sends its block of the left factor along its row and that of the right one along its
+column; gradients of a backward pass are summed along the same lines. Numbers of values are those of
+this rank's block, which it sends to each of the other ranks of its line once.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from hybridcomp.plan.models.model import Block, Messages, Shape
 
 
 def product(shape: Shape, inputs: float, outputs: float) -> Messages:
-    """Of a linear layer, its forward pass."""
+    """Return the messages of a linear layer's forward pass."""
     values, weight = _blocks(shape, inputs, outputs)
     return Messages(mesh=(Block("activations", "row", values), Block("weights", "column", weight)))
 
 
 def gradients(shape: Shape, inputs: float, outputs: float) -> Messages:
-    """Of a linear layer, its backward pass: both blocks again, and the sums of both gradients."""
+    """Return a linear layer's messages in backward: both blocks again, sums of both gradients."""
     values, weight = _blocks(shape, inputs, outputs)
     sums = Block("gradients", "row", values), Block("gradients", "column", weight)
     return Messages(mesh=(*product(shape, inputs, outputs).mesh, *sums))
@@ -32,7 +32,7 @@ def _blocks(shape: Shape, inputs: float, outputs: float) -> tuple[float, float]:
 def block(
     shape: Shape, hidden: float, query: float, keys: float, between: Sequence[float]
 ) -> tuple[Messages, Messages]:
-    """Forward and backward of a transformer's block; ``between``: widths of the MLP's inputs."""
+    """Return a block's messages, both passes; ``between``: widths of the MLP's first products."""
     sizes = [(hidden, query + 2 * keys), (query, hidden), *((hidden, width) for width in between),
              (between[0], hidden)]  # fmt: skip
     return (
@@ -42,7 +42,7 @@ def block(
 
 
 def look_up(table: float) -> tuple[Messages, Messages]:
-    """Forward and backward of an embedding: every rank knows the tokens of its row already."""
+    """Return an embedding's messages, both passes: each rank has the tokens of its row already."""
     return (
         Messages(mesh=(Block("weights", "column", table),)),
         Messages(mesh=(Block("gradients", "column", table),)),
@@ -50,7 +50,7 @@ def look_up(table: float) -> tuple[Messages, Messages]:
 
 
 def output(shape: Shape, hidden: float, words: float, tied: bool) -> tuple[Messages, Messages]:
-    """Forward and backward of the output: a linear layer, or the embedding's table once more."""
+    """Return the output's messages, both passes: a linear layer, or the tied embedding's table."""
     if not tied:
         return product(shape, hidden, words), gradients(shape, hidden, words)
     logits, table = shape.tokens * words / shape.mesh, hidden * words / shape.mesh**2

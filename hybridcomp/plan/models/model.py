@@ -1,4 +1,4 @@
-"""A model as the planner sees it: a chain (or graph) of layers with their work and their bytes.
+"""A model as the planner sees it: a chain (or graph) of layers with their FLOPs and bytes.
 
 Nothing is ever allocated: decoders have closed forms (``models.decoder``), every other module is
 traced with tensors that have no storage (``models.traced``).
@@ -17,11 +17,11 @@ Kind = Literal["embedding", "block", "head", "module"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What one rank of a stage sees of one micro-batch.
+    """Sizes of one micro-batch, and the degrees that cut it for one rank of a stage.
 
     micro_batch: samples. length: tokens of a whole sample. width: bytes of a value. tensor,
     sequence, context, expert, mesh: the degrees of the layout that cut it. slices: of the tokens,
-        of which a pass sees one; all are taken as equally long. ring: how context ranks share keys.
+        one a pass; all are taken as equally long. ring: context ranks send keys around a ring.
     """
 
     micro_batch: int
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def tokens(self) -> float:
-        """Of this rank in one pass, before tensor parallelism; rows of a mesh cut the samples."""
+        """Tokens of this rank in one pass, before tensor cuts; rows of a mesh cut the samples."""
         return self.micro_batch * self.length / (self.context * self.mesh * self.slices)
 
     @property
@@ -48,9 +48,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Block:
-    """One block that goes along a line of a mesh: to every other rank of it, or from each.
+    """One block sent along a line of a mesh: to every other rank of it, or from each.
 
-    kind: of ``tp2d``. line: ``"row"`` or ``"column"``. numel: values of this rank's block.
+    kind: the direction of ``tp2d``. line: ``"row"`` or ``"column"``. numel: values of this rank's
+    block.
     """
 
     kind: Direction
@@ -60,11 +61,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Messages:
-    """Values that one rank hands to collectives for one layer and one micro-batch, one direction.
+    """Values of the collectives of one rank for one layer, one micro-batch and one direction.
 
-    tensor: of every message that tensor ranks sum (or, with sequence parallelism, gather and
-    scatter). context: of all-to-all. ring: of the keys of this rank, and of its values, where they
-    go around a ring instead. expert: of all-to-all. mesh: of products on a mesh.
+    tensor: of every message that tensor ranks all-reduce (or, with sequence parallelism, gather and
+    scatter). context: of all-to-all. ring: of this rank's keys, and of its values, where they are
+    sent around a ring instead. expert: of all-to-all. mesh: blocks of products on a mesh.
     """
 
     tensor: tuple[float, ...] = ()
@@ -79,12 +80,12 @@ class Layer:
     """One layer on one rank, for one micro-batch.
 
     flops: forward, of matrix products and attention. backward_flops: of its backward pass.
-    moved_nbytes: what it reads and writes in forward beside matrix products (elementwise).
-    parameters: values that every replica holds on this rank; expert_parameters: values of experts,
-    which ``expert`` ranks share. kept_nbytes: what backward needs, its input included.
-    input_nbytes: its input alone. work_nbytes: what it takes at its worst moment beside that.
-    output: values of its output on this rank. tensors, expert_tensors: values of every one of its
-    parameters, in their order; empty where nobody knows them.
+    moved_nbytes: read and written in forward by elementwise operations. parameters: values that
+    every replica holds on this rank; expert_parameters: values of experts, which are spread over
+    ``expert`` ranks. kept_nbytes: kept for backward, the input included. input_nbytes: its input
+    alone. work_nbytes: workspace at the peak, beside the kept bytes. output: values of its output
+    on this rank. tensors, expert_tensors: values of each of its parameters, in their order; empty
+    where not known.
     """
 
     name: str
@@ -100,44 +101,44 @@ class Layer:
     output: float
     forward: Messages = Messages()
     backward: Messages = Messages()
-    inputs: tuple[int, ...] = ()  # of a model that is no chain: layers whose output it reads
+    inputs: tuple[int, ...] = ()  # layers whose output it reads, in a model that is no chain
     tensors: tuple[float, ...] = ()
     expert_tensors: tuple[float, ...] = ()
 
 
 class Model(Protocol):
-    """What the search asks of a model."""
+    """Interface of a model for the search."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the model, for people."""
 
     @property
     def depth(self) -> int:
-        """Layers of the chain: embedding, blocks and head."""
+        """Number of layers: of a decoder embedding, blocks and head."""
 
     @property
     def parameters(self) -> float:
-        """Of the whole model."""
+        """Parameters of the whole model."""
 
     @property
     def is_chain(self) -> bool:
-        """Whether every layer reads the one before it alone."""
+        """True where every layer reads only the output of the layer before it."""
 
     @property
     def repeated(self) -> range:
-        """Which of its layers are blocks: those that a script counts, without what is around."""
+        """The layers that are blocks, without embedding and head."""
 
     def layers(self, shape: Shape) -> tuple[Layer, ...]:
-        """The layers as one rank sees them."""
+        """Return the layers as one rank holds them."""
 
     def shared(self, shape: Shape) -> float:
-        """Values on a rank that the first and the last layer share (tied embeddings)."""
+        """Return values on a rank that the first and the last layer share (tied embeddings)."""
 
     def refuses(self, shape: Shape) -> str | None:
-        """Why the model cannot be cut so; None where it can."""
+        """Say why the model cannot be cut into ``shape``; None where it can."""
 
 
 def flops_of(layers: Sequence[Layer]) -> float:
-    """Forward and backward of one micro-batch on one rank."""
+    """Return the FLOPs of forward and backward of one micro-batch on one rank."""
     return sum(layer.flops + layer.backward_flops for layer in layers)

@@ -1,4 +1,4 @@
-"""Decoders from GPT-NeoX's YAML files."""
+"""Read decoders from GPT-NeoX's YAML files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hybridcomp.plan.models.decoder import Decoder
 from hybridcomp.plan.models.huggingface import given, head_width, key_heads, number
 from hybridcomp.plan.models.sizes import padded
 
-#: tokens of GPT-NeoX's own tokenizer, which the files do not state
+#: vocabulary of GPT-NeoX's default tokenizer, which the files do not state
 TOKENS = 50277
 
 
 def read(path: Path) -> Decoder:
-    """The decoder of a file. Raises ConfigError, OSError."""
+    """Read the decoder of a file. Raises ConfigError, OSError."""
     try:
         found = parsed_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -28,7 +28,7 @@ def read(path: Path) -> Decoder:
 
 
 def decoder(config: Mapping[str, Any], name: str) -> Decoder:
-    """The decoder of a parsed file; ``-`` and ``_`` in its keys are one. Raises ConfigError."""
+    """Read the decoder of a parsed file; keys may have ``-`` or ``_``. Raises ConfigError."""
     keys = {str(key).replace("-", "_"): value for key, value in config.items()}
     hidden = number(keys, name, "hidden_size")
     heads = number(keys, name, "num_attention_heads")

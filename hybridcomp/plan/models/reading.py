@@ -1,4 +1,4 @@
-"""What users have, to a model: a file, a command line, or the name of something that builds it."""
+"""Read a model from a file, from a command line, or by the name of a callable that builds it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridcomp.plan.models.traced import named
 
 
 def read_model(source: str | Path | Sequence[str]) -> Model:
-    """The model that ``source`` describes.
+    """Read the model that ``source`` describes.
 
     A folder or file of Hugging Face (``config.json``), a GPT-NeoX YAML file, Megatron's or
     ``train_gpt.py``'s arguments (a list, or one line of a shell), or ``package:callable``. Raises

@@ -1,4 +1,4 @@
-"""Sizes of a decoder: what config.json and its like say of one."""
+"""Sizes of a decoder, as config.json and similar files state them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hybridcomp.plan.models.model import Shape
 class Sizes:
     """Sizes of a decoder.
 
-    hidden, blocks, heads, kv_heads, head_width, intermediate, vocabulary: as config.json has them.
+    hidden, blocks, heads, kv_heads, head_width, intermediate, vocabulary: as in config.json.
     gated: SwiGLU or alike. norm: a LayerNorm has a bias. qkv_bias, out_bias, mlp_bias: of the
     linear layers. tied: one weight for embedding and output. positions: learned ones, 0: rotary.
     parallel: attention and MLP read the same residual stream (GPT-J, GPT-NeoX).
-    experts, per_token: of a mixture; dense_blocks: how many blocks have none; expert_intermediate,
-    shared_intermediate: width of an expert, of what every token passes.
-    rotary_copies: rotating keeps the fused qkv beside q and k. composed_norm: torch's RMSNorm where
-    it has no kernel of its own (CPUs), which computes in fp32 and keeps two more copies.
-    attention_copies: how often the output of attention is kept.
+    experts, per_token: of a mixture; dense_blocks: number of first blocks without experts;
+    expert_intermediate, shared_intermediate: width of an expert, of the shared expert.
+    rotary_copies: autograd keeps the fused qkv beside the rotated q and k. composed_norm: torch's
+    RMSNorm without a fused kernel (CPUs), which computes in fp32 and keeps two more copies.
+    attention_copies: copies of the output of attention that are kept.
     held_logits: the training loop holds the logits while backward runs.
     head_norms: queries and keys are normed head by head (Qwen 3).
     """
@@ -60,23 +60,23 @@ class Sizes:
 
     @property
     def keys(self) -> int:
-        """Values of a token's keys, and as many of its values."""
+        """Numbers in a token's keys, and in its values."""
         return self.kv_heads * self.head_width
 
     @property
     def norm_parameters(self) -> int:
-        """Of one norm."""
+        """Parameters of one norm."""
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
     def shared(self, shape: Shape) -> float:
-        """Values on a rank that embedding and output share."""
+        """Return the values on a rank that embedding and output share."""
         return self.vocabulary * self.hidden / (shape.cut * shape.mesh) if self.tied else 0.0
 
     def is_sparse(self, block: int) -> bool:
-        """Whether block ``block`` has experts."""
+        """Return whether block ``block`` has experts."""
         return self.experts > 0 and block >= self.dense_blocks
 
 
 def padded(vocabulary: int, multiple: int) -> int:
-    """The vocabulary, filled up to a multiple, as Megatron does it."""
+    """Round the vocabulary up to a multiple, as Megatron does."""
     return multiple * math.ceil(vocabulary / multiple)

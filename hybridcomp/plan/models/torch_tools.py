@@ -1,7 +1,7 @@
-"""The one place that touches torch's private tools: fake tensors, the counter of FLOPs, MemTracker.
+"""Trace modules with torch's private tools: fake tensors, the counter of FLOPs, MemTracker.
 
-They live in ``torch._subclasses``, ``torch.utils.flop_counter`` and ``torch.distributed._tools``
-and may move; where one of them does, this file alone says so.
+They are in ``torch._subclasses``, ``torch.utils.flop_counter`` and ``torch.distributed._tools`` and
+may move; then only this file has to change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _missing(what: str, error: Exception) -> HybridcompError:
 
 
 def fake_mode() -> Any:
-    """A context in which tensors have shapes and devices and no storage. Raises HybridcompError."""
+    """Return a context whose tensors have a shape and no storage. Raises HybridcompError."""
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError as error:
@@ -34,7 +34,7 @@ def fake_mode() -> Any:
 
 
 def flop_counter() -> Any:
-    """A context that counts FLOPs, CPU attention included. Raises HybridcompError."""
+    """Return a context that counts FLOPs, CPU attention included. Raises HybridcompError."""
     try:
         from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
     except ImportError as error:
@@ -59,7 +59,7 @@ def flop_counter() -> Any:
 def peak_nbytes(
     module: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object]
 ) -> int:
-    """The highest memory of ``step`` as torch's MemTracker counts it; fake or real tensors.
+    """Return the peak bytes of ``step``, counted by torch's MemTracker; fake or real tensors.
 
     Counts weights, gradients, optimizer states, activations and everything temporary, in bytes over
     all devices. Raises HybridcompError.
@@ -78,11 +78,11 @@ def peak_nbytes(
 
 @dataclass
 class Traced:
-    """What was seen of one unit: a submodule that stays whole.
+    """Trace of one unit: a submodule that stays whole.
 
-    flops, backward_flops: of the pass. kept_nbytes: storages that autograd kept
-    for it, weights apart; widest_nbytes: the largest of them. output: values. input_nbytes.
-    inputs: units whose outputs it reads. tensors: values of every one of its parameters.
+    flops, backward_flops: of the two passes. kept_nbytes: storages that autograd kept for it,
+    without weights; widest_nbytes: the largest of them. output: values. inputs: units whose outputs
+    it reads. tensors: values of every one of its parameters.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Traced:
 
     @property
     def parameters(self) -> int:
-        """Values of all of them."""
+        """Values of all parameters of the unit."""
         return sum(self.tensors)
 
 
@@ -109,13 +109,13 @@ class _Watch:
     traced: list[Traced] = field(default_factory=list)
     weights: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
-    # kept alive: a storage or a node that goes would give its number to another one
+    # references that keep storages and nodes alive: a freed one's address would be reused
     alive: list[Any] = field(default_factory=list)
     current: int | None = None
     producer: dict[Any, int] = field(default_factory=dict)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd keeps, for the unit that runs."""
+        """Add a tensor that autograd saves to the kept bytes of the running unit; return it."""
         storage = tensor.untyped_storage()
         if self.current is not None and storage._cdata not in self.weights | self.kept:
             self.kept.add(storage._cdata)
@@ -129,10 +129,10 @@ class _Watch:
 def trace(
     units: Sequence[tuple[str, nn.Module]], run: Callable[[], Any], owner: nn.Module
 ) -> list[Traced]:
-    """Watch one forward and backward pass ``run`` of ``owner``, unit by unit.
+    """Trace one forward and backward pass of ``owner``, unit by unit.
 
-    ``run`` makes the forward pass and returns its outputs; the backward pass of their sum is made
-    here. To be called inside ``fake_mode()``. Parameters that no unit has count for the first one.
+    ``run`` runs the forward pass and returns its outputs; this function runs the backward pass of
+    their sum. Call it inside ``fake_mode()``. Parameters outside of all units count for the first.
     """
     watch = _Watch(list(units))
     own: set[int] = set()
@@ -162,7 +162,7 @@ def trace(
 
 
 def _hooks(watch: _Watch, index: int, unit: nn.Module, counter: Any) -> Iterator[Any]:
-    """Hooks before and behind ``unit``: who made its inputs, and what it costs."""
+    """Register and yield the hooks of ``unit``, which record its inputs, FLOPs and outputs."""
     started: list[float] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -188,7 +188,7 @@ def _hooks(watch: _Watch, index: int, unit: nn.Module, counter: Any) -> Iterator
 
 
 def _makers(nodes: Sequence[Any], producer: dict[Any, int]) -> set[int]:
-    """The units whose outputs lie nearest behind ``nodes`` in autograd's graph."""
+    """Return the units whose outputs are the nearest ancestors of ``nodes`` in autograd's graph."""
     found: set[int] = set()
     waiting, seen = [node for node in nodes if node is not None], set()
     while waiting:
@@ -204,7 +204,7 @@ def _makers(nodes: Sequence[Any], producer: dict[Any, int]) -> set[int]:
 
 
 def _share_backward(traced: list[Traced], forward: float, backward: float) -> None:
-    """Give every unit its share of the backward pass: as its share of the forward pass."""
+    """Split the FLOPs of backward over the units in proportion to their FLOPs of forward."""
     for unit in traced:
         unit.backward_flops = unit.flops * backward / forward if forward else 0.0
 

@@ -1,8 +1,8 @@
-"""Any ``nn.Module``: traced without storage, and scaled to the micro-batch that is asked for.
+"""Trace any ``nn.Module`` without storage, and scale the trace to other micro-batches.
 
-The module is cut where a person would cut it: at the members of its ``ModuleList``s and
-``Sequential``s, and at whatever stands beside these. A module whose units read more than the one
-before (encoder-decoder, several towers) is a graph, and is split by ``ideals``.
+The units of the module are the members of its ``ModuleList``s and ``Sequential``s, and the
+submodules beside these. A module whose units read more than the unit before (encoder-decoder,
+several towers) is a graph, and is split by ``ideals``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.models.model import Layer, Shape
 from hybridcomp.plan.models.torch_tools import Traced, fake_mode, trace
 
-#: makes the inputs of one micro-batch: (samples, tokens of a sample) to the module's arguments
+#: builds the module's arguments of one micro-batch from (samples, tokens of a sample)
 Inputs = Callable[[int, int], Sequence[Any]]
 WIDTHS = {2: torch.bfloat16, 4: torch.float32}
 
 
 def tokens(samples: int, length: int) -> Sequence[Any]:
-    """The inputs of a language model: tokens (samples, length), all zero."""
+    """Return the inputs of a language model: one int64 tensor (samples, length) of zeros."""
     return (torch.zeros(samples, length, dtype=torch.int64),)
 
 
 @dataclass
 class TracedModel:
-    """A module that ``make`` builds, seen through its trace.
+    """A ``Model`` from the trace of a module.
 
     make: builds the module; called where tensors have no storage. inputs: of one micro-batch.
     """
@@ -42,7 +42,7 @@ class TracedModel:
     _seen: dict[tuple[int, int, int], list[Traced]] = field(default_factory=dict, repr=False)
 
     def traced(self, samples: int, length: int, width: int = 4) -> list[Traced]:
-        """The trace of one micro-batch. Raises HybridcompError where it cannot be made."""
+        """Trace one micro-batch, once. Raises HybridcompError where the module cannot be traced."""
         key = samples, length, width
         if key not in self._seen:
             self._seen[key] = self._trace(*key)
@@ -74,12 +74,12 @@ class TracedModel:
 
     @property
     def depth(self) -> int:
-        """Units of the module."""
+        """Number of units of the module."""
         return len(self._any())
 
     @property
     def repeated(self) -> range:
-        """The members of its longest list of layers; all units where it has none."""
+        """The members of the longest list of layers; all units where there is no list."""
         runs: list[tuple[str, int, int]] = []
         for index, unit in enumerate(self._any()):
             name, _, number = unit.name.rpartition(".")
@@ -94,27 +94,27 @@ class TracedModel:
 
     @property
     def parameters(self) -> float:
-        """Of the whole module."""
+        """Parameters of the whole module."""
         return sum(unit.parameters for unit in self._any())
 
     @property
     def is_chain(self) -> bool:
-        """Whether every unit reads the one before it alone."""
+        """True where every unit reads only the output of the unit before it."""
         return all(set(unit.inputs) <= {index - 1} for index, unit in enumerate(self._any()))
 
     def shared(self, shape: Shape) -> float:
-        """Nothing: a weight counts for the first unit that has it."""
+        """Return 0.0: a shared weight counts for the first unit that has it."""
         return 0.0
 
     def refuses(self, shape: Shape) -> str | None:
-        """Why the model cannot be cut so: nobody knows how its layers would be."""
+        """Say why the model cannot be cut into ``shape``: traced layers cannot be cut; or None."""
         for name in ("tensor", "context", "expert", "mesh", "slices"):
             if getattr(shape, name) > 1:
                 return f"{name} {getattr(shape, name)}: only models of known layers are cut so"
         return None
 
     def layers(self, shape: Shape) -> tuple[Layer, ...]:
-        """The units, for any micro-batch: what two traces say, on a straight line."""
+        """Return the units for any micro-batch, extrapolated from traces of 1 and 2 samples."""
         one, two = (self.traced(n, shape.length, shape.width) for n in (1, 2))
         return tuple(
             _layer(a, b, index, shape) for index, (a, b) in enumerate(zip(one, two, strict=True))
@@ -125,7 +125,7 @@ class TracedModel:
 
 
 def _said(error: Exception) -> str:
-    """The first line of what an error says."""
+    """Return the type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
@@ -145,7 +145,7 @@ def _layer(one: Traced, two: Traced, index: int, shape: Shape) -> Layer:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give every parameter ``dtype``; ``Module.to`` cannot, with tensors that have no storage."""
+    """Cast every parameter to ``dtype``; ``Module.to`` cannot cast tensors without storage."""
     cast: dict[int, nn.Parameter] = {}
     for inner in module.modules():
         for name, parameter in inner.named_parameters(recurse=False):
@@ -155,7 +155,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def units(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The submodules that stay whole, in the order in which they were registered."""
+    """Yield the submodules that stay whole, in the order in which they were registered."""
     if isinstance(module, nn.ModuleList | nn.Sequential) or _has_list(module):
         for child_name, child in module.named_children():
             yield from units(child, f"{name}.{child_name}".lstrip("."))
@@ -164,22 +164,22 @@ def units(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has_list(module: nn.Module) -> bool:
-    """Whether a list of layers lies somewhere inside."""
+    """Return whether ``module`` contains a list of two layers or more."""
     return any(isinstance(inner, nn.ModuleList) and len(inner) > 1 for inner in module.modules())
 
 
 def named(path: str) -> TracedModel:
-    """The model that ``package:callable`` builds. Raises HybridcompError.
+    """Import ``package:callable`` and trace the model that it builds. Raises HybridcompError.
 
-    The callable takes nothing and returns a module, whose input are tokens, or a module and a
-    callable that makes its inputs from the number of samples and the length.
+    The callable takes nothing and returns a module, whose inputs are tokens, or a module and a
+    callable that builds its inputs from the number of samples and the length.
     """
     package, _, name = path.partition(":")
     try:
         found = importlib.import_module(package)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:  # importing runs whatever stands in the module
+    except Exception as error:  # importing runs the user's module
         raise HybridcompError(
             f"{path}: {_said(error)}; expected package:callable that can be imported from here"
         ) from error

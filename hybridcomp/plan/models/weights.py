@@ -1,7 +1,7 @@
-"""The tensors that a decoder's weights are: how many values each has on one rank, in their order.
+"""List the weight tensors of a decoder: values of each on one rank, in their order.
 
-Matrices as most models have them, queries, keys and values apart; norms and biases are one tensor,
-as they are small. Of a model that fuses some, a tensor is larger.
+Queries, keys and values are separate matrices, as in most models; norms and biases are one tensor,
+as they are small. A model that fuses some has larger tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hybridcomp.plan.models.sizes import Sizes
 
 
 def block(model: Sizes, shape: Shape, feed_forward: int, parameters: float) -> tuple[float, ...]:
-    """Of a block, whose feed-forward layer (0: none that every replica has) is so wide."""
+    """Return the tensors of a block whose dense feed-forward layer has this width (0: none)."""
     cut = shape.cut * shape.mesh
     keys = max(model.keys, shape.cut * model.head_width if shape.cut > model.kv_heads else 0)
     widths = [model.query, keys, keys, model.query]
@@ -20,7 +20,7 @@ def block(model: Sizes, shape: Shape, feed_forward: int, parameters: float) -> t
 
 
 def feed_forwards(model: Sizes, shape: Shape, width: int, count: float) -> tuple[float, ...]:
-    """The matrices of ``count`` feed-forward layers, or experts."""
+    """Return the matrices of ``count`` feed-forward layers, or experts."""
     if not width:
         return ()
     one = model.hidden * width / (shape.cut * shape.mesh)
@@ -30,11 +30,11 @@ def feed_forwards(model: Sizes, shape: Shape, width: int, count: float) -> tuple
 def experts(
     model: Sizes, shape: Shape, width: int, count: float, parameters: float
 ) -> tuple[float, ...]:
-    """Of the experts of a block that a rank holds."""
+    """Return the tensors of a block's experts on one rank."""
     return _with_rest(feed_forwards(model, shape, width, count), parameters)
 
 
 def _with_rest(matrices: tuple[float, ...], parameters: float) -> tuple[float, ...]:
-    """With what is left of all ``parameters``, if anything is."""
+    """Append one tensor with those of ``parameters`` that no matrix holds, if there are any."""
     rest = parameters - sum(matrices)
     return (*matrices, rest) if rest > 0.5 else matrices

@@ -1,4 +1,4 @@
-"""The error that a plan may make: which settings each dimension may have."""
+"""Budgets of error: the codec settings that a plan may use on each dimension."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.plan.choices import NATIVE, Choice, Key
 from hybridcomp.policy import DIMENSIONS, Dimension
 
-#: what nothing loses, beside native
+#: lossless settings, beside native
 LOSSLESS = (Choice.of("expcode"),)
-#: lossless on what changed: twice the saving of a lossless codec on weights (docs/deltas.md)
+#: lossless on deltas: twice the saving of a lossless codec on weights (docs/deltas.md)
 LOSSLESS_DELTA = (Choice.of({"codec": "mpc", "delta": True}),)
-#: as the preset ``recommended``: 4 bits where error feedback or a delta gives back what is left out
+#: as the preset ``recommended``: 4 bits where error feedback or a delta corrects the error
 BITS_8 = (Choice.of({"codec": "blockint", "bits": 8}),)
 BITS_4_FEEDBACK = (Choice.of({"codec": "blockint", "bits": 4, "error_feedback": True}),)
 BITS_4_DELTA = (Choice.of({"codec": "blockint", "bits": 4, "delta": True}),)
-#: ``dp`` bounds above this one are given error feedback (configs/README.md)
+#: ``dp`` bounds above this one get error feedback (configs/README.md)
 FEEDBACK_FROM = 0.005
 NAMES = ("recommended", "lossless", "native")
 
@@ -30,11 +30,11 @@ Allowed = float | str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Budget:
-    """What each dimension may lose.
+    """The choices that each dimension may use.
 
     allowed: the choices of every dimension beside native, in order; the same for both directions.
-    name: how the user said it. insisted: dimensions with a bound or settings of their own, for
-    which nothing else may be taken.
+    name: as the user wrote it. insisted: dimensions with an error bound or explicit settings, for
+    which no other codec may stand in.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Budget:
         """
         if isinstance(written, str):
             table: Mapping[str, Allowed] = dict.fromkeys(DIMENSIONS, written)
-            if written == "recommended":  # whose preset leaves the bus to the host alone
+            if written == "recommended":  # whose preset sends offload copies natively
                 table = {**table, "offload": "lossless"}
             label = written
         else:
@@ -67,15 +67,15 @@ class Budget:
         return cls(label, tuple(found), frozenset(own))
 
     def options(self, key: Key, zero_stage: int = 1) -> tuple[Choice, ...]:
-        """Native, and what the budget allows at ``key``; deltas only where ZeRO keeps weights."""
+        """Return native and the choices allowed at ``key``; deltas only below ZeRO 3."""
         choices = dict(self.allowed).get(key[0], ())
         fitting = [choice for choice in choices if not (choice.delta and zero_stage == 3)]
         return (NATIVE, *fitting)
 
     def priced(self, is_known: Callable[[Dimension, Choice], bool]) -> tuple[Budget, list[str]]:
-        """This budget without the choices whose cost nobody knows, and the names of their codecs.
+        """Return this budget without choices of unknown cost, and the names of their codecs.
 
-        Raises ConfigError where a dimension with settings of its own has none left.
+        Raises ConfigError where an insisted dimension would lose all its choices.
         """
         left: list[tuple[Dimension, tuple[Choice, ...]]] = []
         dropped: list[str] = []
@@ -93,13 +93,13 @@ class Budget:
         return replace(self, allowed=tuple(left)), sorted(set(dropped))
 
     def to_json(self) -> dict[str, Any]:
-        """The name and the allowed settings."""
+        """Return the name and the allowed settings as JSON types."""
         allowed = {name: [choice.written for choice in some] for name, some in self.allowed}
         return {"name": self.name, "allowed": allowed}
 
 
 def _family(choice: Choice) -> str:
-    """The codec that somebody has to measure to know what ``choice`` takes."""
+    """Return the name of the codec whose measurement gives the cost of ``choice``."""
     codec = choice.codec
     if isinstance(codec, Bounded):
         return "radix" if codec.family == AUTO else codec.family
@@ -111,7 +111,7 @@ def _short(value: Allowed) -> str:
 
 
 def _allowed(dimension: Dimension, value: Allowed) -> tuple[Choice, ...]:
-    """The choices beside native. Raises ConfigError."""
+    """Read a dimension's choices beside native. Raises ConfigError."""
     if isinstance(value, str):
         if value not in NAMES:
             raise ConfigError(
@@ -140,16 +140,16 @@ def _named(dimension: Dimension, name: str) -> tuple[Choice, ...]:
 
 
 def _bounded(dimension: Dimension, bound: float) -> tuple[Choice, ...]:
-    """Within ``bound``: the fewest bits, and a fixed size where one keeps it."""
+    """Return the choices within ``bound``: the fewest bits, and a fixed size where possible."""
     feedback = {"error_feedback": True} if dimension == "dp" and bound > FEEDBACK_FROM else {}
     found = [_usable(dimension, {"error_bound": bound, **feedback})]
-    with contextlib.suppress(ConfigError):  # below what its 8 bits keep the first choice stays
+    with contextlib.suppress(ConfigError):  # 8 bits cannot keep the bound: only the first choice
         found.append(_usable(dimension, {"codec": "blockint", "error_bound": bound, **feedback}))
     return tuple(found)
 
 
 def _usable(dimension: Dimension, setting: Mapping[str, Any]) -> Choice:
-    """A setting, tried in a block. Raises ConfigError with what the block says of it."""
+    """Check a setting by parsing it in a block. Raises the block's ConfigError."""
     from hybridcomp.config import CompressionConfig
 
     CompressionConfig.parse({dimension: dict(setting)})

@@ -1,4 +1,4 @@
-"""Which choices suit a placed layout best: what each costs, what fits, what a step takes."""
+"""Find the fastest choices of a placed layout that fit into memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridcomp.plan.cost.work import Items, Stage, Work, lands_behind, price
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.search.budget import Budget
 
-#: by stage and kind of message, what an option takes; and bytes that it keeps
+#: seconds of an option by stage (serial, coding, link), then the bytes that it keeps
 Costs = tuple[float, ...]
 #: combinations of choices that are simulated for one layout
 MOST = 64
@@ -24,15 +24,15 @@ MOST = 64
 
 @dataclass(frozen=True)
 class Ideal:
-    """A wish: of every message the fastest coding and the fastest wire that any option has.
+    """Prices with the fastest coding and the fastest wire of any option, for every message.
 
-    No choices are faster, which is what bounds need.
+    No choices are faster, so that these prices give lower bounds.
     """
 
     options: tuple[tuple[Key, tuple[Choice, ...]], ...]
 
     def price(self, job: Job, item: Item) -> Price:
-        """The best of every part."""
+        """Price an item with the least of each part over its options."""
         table = dict(self.options)
         found = [
             job.prices.of(item.call, choice, item.dtype, item.key[0])
@@ -48,7 +48,7 @@ class Ideal:
 
 @dataclass(frozen=True)
 class Best:
-    """The best choices of a layout, what a step takes with them, and how many were simulated."""
+    """The best choices of a layout, the seconds of a step, and the combinations tried so far."""
 
     seconds: float
     choices: Choices
@@ -57,7 +57,7 @@ class Best:
 
 @dataclass(eq=False)
 class Evaluator:
-    """Judges choices for placed layouts."""
+    """Evaluates and ranks choices for placed layouts."""
 
     job: Job
     budget: Budget
@@ -65,7 +65,7 @@ class Evaluator:
     _bases: dict[Layout, list[float]] = field(default_factory=dict)
 
     def ideal(self, zero_stage: int) -> Ideal:
-        """The wish of this budget."""
+        """Return the lower-bound prices of this budget at a ZeRO stage."""
         if zero_stage not in self._ideals:
             keys = [key for name, _ in self.budget.allowed for key in _keys_of(name)]
             options = ((key, options_of(self.job, self.budget, key, zero_stage)) for key in keys)
@@ -73,20 +73,20 @@ class Evaluator:
         return self._ideals[zero_stage]
 
     def bound(self, work: Work) -> float:
-        """Seconds that no choices of the budget can beat."""
+        """Return a lower bound of a step's seconds over all choices of the budget."""
         ideal = self.ideal(work.layout.zero_stage)
         return least_seconds(work, stage_times(self.job, work, ideal))
 
     def seconds(self, work: Work, choices: Choices) -> float:
-        """Of a step."""
+        """Return the seconds of a step with ``choices``."""
         return seconds_of(work.layout, stage_times(self.job, work, choices))
 
     def fits(self, work: Work, choices: Choices) -> bool:
-        """Whether every rank has room for the choices' residuals, references and payloads."""
+        """Return whether every rank has memory for residuals, references and payloads, too."""
         return self.need(work, choices) <= self.job.capacity
 
     def need(self, work: Work, choices: Choices) -> float:
-        """Bytes of the fullest rank's device."""
+        """Return the device bytes of the fullest rank."""
         if work.layout not in self._bases:
             self._bases[work.layout] = [
                 device_nbytes(memory_of(self.job, work, stage, Choices()))
@@ -98,10 +98,10 @@ class Evaluator:
         )
 
     def best(self, work: Work, most: int = MOST) -> Best | None:
-        """The fastest choices that fit; None where none does.
+        """Find the fastest choices that fit; None where none do.
 
-        Of equal ones that which comes first in the budget stands, native before all. Where memory
-        leaves more than ``most`` combinations to choose from, the most promising are looked at.
+        Of equally fast ones the first in the budget wins, native before all. At most ``most``
+        combinations that fit are tried, in the order of their summed seconds.
         """
         table = self.options(work)
         combinations = [
@@ -127,10 +127,10 @@ class Evaluator:
         return best
 
     def options(self, work: Work) -> dict[Key, tuple[tuple[float, Choice], ...]]:
-        """The options of every key that sends something, without those that another one beats.
+        """Return the options of every key with messages, without those that another one beats.
 
-        One beats another where it takes no longer on any stage, in no part, and keeps no more.
-        With each stands what it takes on all stages together.
+        One beats another where no part of any stage takes longer with it, and it keeps no more
+        bytes. Each option comes with its seconds summed over all stages.
         """
         keys = dict.fromkeys(
             item.key for stage in work.stages for items in _all(stage) for item in items
@@ -150,13 +150,13 @@ class Evaluator:
         return found
 
     def _costs(self, work: Work, key: Key, choice: Choice, roomy: bool) -> Costs:
-        """What ``choice`` takes on every stage; last the bytes that it keeps, if they matter."""
+        """Return seconds of ``choice`` by stage, and last the bytes it keeps (0 if ``roomy``)."""
         choices = Choices.of({key: choice})
         costs: list[float] = []
         kept = 0.0
         for stage in work.stages:
             serial = coding = link = 0.0
-            # what is sent is not all that its stage waits for
+            # a stage does not wait for its posted sends alone
             sent = (one.sent for one in (*stage.forward, *stage.backward))
             apart = work.layout.slices or self.job.meets(work.layout)
             posted = tuple(sent) if apart else ()
@@ -168,7 +168,7 @@ class Evaluator:
                     if item.key != key or item.fixed:
                         continue
                     one = price(self.job, item, choices)
-                    # of its link a part may be hidden
+                    # compute may hide a part of the link
                     if behind or lands_behind(self.job, item, choices):
                         coding += count * one.coding.value
                         link += count * (one.wire.value + one.inside.value)
@@ -181,7 +181,7 @@ class Evaluator:
         return (*costs, kept)
 
     def _roomy(self, work: Work, keys: Sequence[Key]) -> bool:
-        """Whether bytes do not matter: what keeps most fits on every dimension at once."""
+        """Return whether memory rules out no choices: the largest buffers fit all at once."""
         zero_stage = work.layout.zero_stage
         most: dict[str, float] = {}
         for key in keys:
@@ -194,7 +194,7 @@ class Evaluator:
 
 
 def options_of(job: Job, budget: Budget, key: Key, zero_stage: int) -> tuple[Choice, ...]:
-    """What the budget allows at ``key``; copies stay native where no host's codecs are known."""
+    """Return the budget's options at ``key``; only native copies where host codecs are unknown."""
     found = budget.options(key, zero_stage)
     return found[:1] if key[0] == "offload" and not job.cluster.codes_on_host else found
 
@@ -214,5 +214,5 @@ def _all(stage: Stage) -> Iterator[Items]:
 
 
 def _beats(one: Costs, other: Costs) -> bool:
-    """Whether ``one`` is nowhere worse; sums of the same parts differ in the last digits."""
+    """Return whether ``one`` is nowhere worse, up to rounding of sums in the last digits."""
     return all(a <= b * (1 + 1e-12) for a, b in zip(one, other, strict=True))

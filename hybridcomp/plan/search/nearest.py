@@ -1,4 +1,4 @@
-"""The answer where nothing is feasible: why, and what the nearest plan would need."""
+"""Answer a search where nothing is feasible: the reason, and the needs of the nearest plan."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hybridcomp.plan.request import Found, Nearest
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.space import world
 
-#: why a layout has no plan although engine and model allow it
+#: reason of a layout that engine and model allow, and that has no plan
 NO_ROOM = "the memory of a rank is too small"
 
 
 def nothing(job: Job, placer: Placer, every: list[Layout], found: Found) -> Found:
-    """``found`` with a reason in one sentence, and the nearest plan."""
-    if not every or NO_ROOM not in found.refused:  # memory is not what stands in the way
+    """Return ``found`` without plans, with a reason in one sentence, and the nearest plan."""
+    if not every or NO_ROOM not in found.refused:  # the reason is not memory
         reasons = Counter(found.refused).most_common(1)
         decided = ", ".join(f"{name}={value}" for name, value in job.limits.fixed.items())
         why = reasons[0][0] if reasons else f"none has {decided}, as was decided"

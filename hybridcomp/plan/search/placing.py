@@ -1,4 +1,4 @@
-"""Cuts and recomputation of a layout: the model's layers on its stages, within their memory."""
+"""Place a layout: cut the model's layers into stages and recompute some, to fit into memory."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from hybridcomp.policy import DIRECTIONS
 
 @dataclass(frozen=True)
 class Reserve:
-    """Bytes that are kept free: of a parameter, for what codecs keep, and of a rank."""
+    """Bytes a parameter to keep free for residuals of codecs."""
 
     of_parameter: float = 0.0
 
 
 @dataclass(eq=False)
 class Placer:
-    """Places layouts; equal questions are answered once."""
+    """Places layouts, with a cache of cuts and of recomputed segments."""
 
     job: Job
-    #: layouts that cannot be placed whatever memory there is, and why
+    #: layouts that cannot be placed with any memory, and the reasons
     unable: dict[Layout, str] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], cuts.Cuts | None] = field(default_factory=dict)
     _segments: dict[tuple[object, ...], tuple[tuple[int, int], ...] | None] = field(
@@ -43,12 +43,12 @@ class Placer:
     )
 
     def places(self, layout: Layout, feedback: bool) -> Iterator[Work]:
-        """Cut and recomputed forms of ``layout`` that fit, without what codecs keep.
+        """Yield cut and recomputed forms of ``layout`` that fit without buffers of codecs.
 
-        feedback: whether one more is made that leaves room for residuals.
+        feedback: also yield forms that leave room for residuals.
         """
         seen: set[Layout] = set()
-        free = self._cut(layout, None, False)  # as if memory were endless
+        free = self._cut(layout, None, False)  # without a limit of memory
         for reserve in (Reserve(), Reserve(FP32)) if feedback else (Reserve(),):
             if free is not None and not self.job.limits.fixed.get("recompute"):
                 work = work_of(self.job, free)
@@ -67,13 +67,13 @@ class Placer:
         return self.job.limits.recompute and not layout.slices
 
     def cut(self, layout: Layout) -> Layout:
-        """``layout`` with the fastest cuts that there are if memory is endless."""
+        """Return ``layout`` with the fastest cuts without a limit of memory."""
         found = self._cut(layout, None, False)
-        assert found is not None  # endless memory, and no more stages than layers
+        assert found is not None  # no limit of memory, and no more stages than layers
         return found
 
     def least_nbytes(self, layout: Layout) -> float:
-        """What the fullest rank needs if everything is recomputed and cuts are even."""
+        """Return the fullest rank's bytes with even cuts and, if allowed, all blocks recomputed."""
         depth = self.job.model.depth
         blocks = self.job.model.repeated if self._may_recompute(layout) else range(0)
         per_layer = tuple((n, n + 1) for n in blocks)
@@ -86,7 +86,7 @@ class Placer:
         )
 
     def _place(self, layout: Layout, reserve: Reserve, lean: bool) -> Work | None:
-        """The best cuts with everything kept, or (lean) with what has to be recomputed."""
+        """Find the best cuts with all activations kept, or (lean) with recomputation as needed."""
         cut = self._cut(layout, reserve, lean)
         if cut is None:
             return None
@@ -115,14 +115,14 @@ class Placer:
         return device_nbytes(memory_of(self.job, work, stage, Choices())) + more
 
     def _cut(self, layout: Layout, reserve: Reserve | None, lean: bool) -> Layout | None:
-        """The layout with its cuts, without a reserve those of endless memory; None: none fits."""
+        """Return the layout with its cuts; None where none fit. No reserve: no limit of memory."""
         depth = self.job.model.depth
         if given := self.job.limits.fixed.get("cuts"):
             return layout.replace(cuts=tuple(given)) if sum(given) == depth else None
         if layout.stages == 1:
             return layout.replace(cuts=(depth,))
         if layout.virtual > 1:
-            # chunks alternate between the stages: blocks evenly, as the engine wants them
+            # chunks alternate between the stages: the engine wants equal numbers of blocks
             chunks = layout.stages * layout.virtual
             sizes = list(even_cuts(depth - 2, chunks))
             sizes[0] += 1
@@ -139,7 +139,7 @@ class Placer:
 
     def _chain_cuts(self, layout: Layout, reserve: Reserve | None, lean: bool) -> cuts.Cuts | None:
         key: tuple[object, ...] = layout, reserve, lean
-        if reserve is None:  # what is replicated how does not matter
+        if reserve is None:  # without memory, replicas and ZeRO do not matter
             key = (self.job.shape(layout), layout.stages, layout.passes, None,
                    tuple(self._devices(layout, reserve)))  # fmt: skip
         if key not in self._cuts:
@@ -169,7 +169,7 @@ class Placer:
         ]
 
     def _layer_seconds(self, layout: Layout, layer: Layer, rank: int) -> float:
-        """Forward and backward, with its native messages, on the fastest rank."""
+        """Return seconds of forward and backward of ``layer`` on ``rank``, native messages incl."""
         seconds = sum(figure.value for figure in self.job.compute(layer, rank))
         for messages, way in ((layer.forward, "forward"), (layer.backward, "backward")):
             for item in self.job.layer_items(layout, 0, messages, way):  # type: ignore[arg-type]
@@ -187,10 +187,10 @@ class Placer:
         return device_nbytes(states(self.job, layout, alone)) + reserve.of_parameter * values
 
     def _cut_seconds(self, layout: Layout, layer: Layer) -> tuple[float, float]:
-        """What the messages across a cut behind ``layer`` take of the stages before and behind it.
+        """Return seconds of messages across a cut behind ``layer``, of the stages on both sides.
 
-        A stage that sends waits for its message. Where stages meet, the one before the cut waits
-        for the gradient and until its activation may go, the one behind it for both.
+        A stage waits for the messages that it sends. Where messages block (``meetings``), the stage
+        before the cut waits for the gradient and its send to return, the stage behind for both.
         """
         ahead, back = self._message_seconds(layout, layer)
         if not self.job.meets(layout):
@@ -201,7 +201,7 @@ class Placer:
         return back + share * ahead, ahead + back
 
     def _message_seconds(self, layout: Layout, layer: Layer) -> tuple[float, float]:
-        """What the messages of ``layer`` to the next stage and back take on the link."""
+        """Return link seconds of ``layer``'s messages to the next stage and back."""
         ahead, back = (
             sum(
                 price(self.job, item, Choices()).seconds.value
@@ -212,7 +212,7 @@ class Placer:
         return ahead, back
 
     def _split(self, layout: Layout, reserve: Reserve | None) -> Layout | None:
-        """Stages of a model that is no chain."""
+        """Return ``layout`` with the stages of a model that is no chain; None where none fit."""
         fastest = max(range(layout.ranks), key=self.job.cluster.speeds.__getitem__)
         nodes = [
             ideals.Node(
@@ -236,7 +236,7 @@ class Placer:
         )
 
     def _recomputed(self, work: Work, reserve: Reserve) -> Work | None:
-        """The work with what the engine recomputes that is cheapest and makes room."""
+        """Return the work with the engine's cheapest recomputation that fits; None without one."""
         if self.job.limits.engine == "deepspeed":
             return self._segmented(work, reserve)
         every = recomputations(self.job.limits.engine, work.layout, self.job.model.repeated)
@@ -245,7 +245,7 @@ class Placer:
         return min(fitting, key=_compute, default=None)
 
     def _segmented(self, work: Work, reserve: Reserve) -> Work | None:
-        """The work with the cheapest segments on every stage that is too full."""
+        """Return the work with the cheapest segments on every stage that exceeds its memory."""
         segments: list[tuple[int, int]] = []
         for stage, own in enumerate(work.stages):
             room = self.job.capacity - self._nbytes(work, stage, reserve)
@@ -254,7 +254,7 @@ class Placer:
             found = self._segments_of(work.layout, stage, own, room)
             if found is None:
                 return None
-            blocks = self.job.model.repeated  # no script recomputes what is around them
+            blocks = self.job.model.repeated  # scripts recompute no embedding and no head
             numbers = [number for number, _ in own.layers]
             for start, stop in found:
                 segments += contiguous([n for n in numbers[start:stop] if n in blocks])
@@ -265,7 +265,7 @@ class Placer:
     def _segments_of(
         self, layout: Layout, stage: int, own: Stage, room: float
     ) -> tuple[tuple[int, int], ...] | None:
-        """Segments of a stage, by places in it, that save ``-room`` bytes in the least seconds."""
+        """Return segments of a stage, as indices in it, that save ``-room`` bytes fastest."""
         blocks = self.job.model.repeated
         layers = [
             layer
@@ -291,10 +291,10 @@ class Placer:
 
 
 def _kept(layer: Layer, lean: bool) -> float:
-    """Bytes that a layer keeps of a pass, at least if it is recomputed (``lean``)."""
+    """Return bytes that a layer keeps of a pass: its input alone if recomputed (``lean``)."""
     return layer.input_nbytes if lean else layer.kept_nbytes
 
 
 def _compute(work: Work) -> float:
-    """Seconds of compute of one pass through all stages."""
+    """Return the compute seconds of one pass through all stages."""
     return sum(stage.compute for stage in work.stages)

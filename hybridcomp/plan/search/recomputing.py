@@ -1,4 +1,4 @@
-"""Which segments of a stage are recomputed, where any of its layers may be."""
+"""Choose the segments of a stage to recompute, where any of its layers may be."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hybridcomp.plan.algorithms.recompute import Stored, cheapest_recomputation
 from hybridcomp.plan.cost.memory import worst_moment
 from hybridcomp.plan.models.model import Layer
 
-#: limits of one pass under which recomputation is searched, where several are in flight
+#: number of memory limits of one pass to try, where several passes are in flight
 LIMITS = 8
 
 
 def contiguous(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of numbers that follow each other (virtual stages have gaps)."""
+    """Return the runs ``[start, stop)`` of consecutive numbers (virtual stages have gaps)."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number:
@@ -26,7 +26,7 @@ def contiguous(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def need(
     layers: Sequence[Layer], segments: Sequence[tuple[int, int]], others: float, width: int
 ) -> float:
-    """Bytes of activations with ``others`` more micro-batches in flight."""
+    """Return the peak bytes of activations with ``others`` more micro-batches in flight."""
     starts, kept, position = dict(segments), 0.0, 0
     while position < len(layers):
         layer = layers[position]
@@ -38,11 +38,11 @@ def need(
 def cheapest(
     stored: Sequence[Stored], layers: Sequence[Layer], others: float, width: int, limit: float
 ) -> tuple[tuple[int, int], ...] | None:
-    """The fewest seconds whose need stays within ``limit``.
+    """Find the segments with the fewest extra seconds whose need is within ``limit``; or None.
 
-    The dynamic program knows one pass. What the others in flight keep shrinks with what it may
-    take, so several limits are tried, and what it finds is counted in full. Single layers from the
-    front, as Megatron's "block" does it, are candidates as well.
+    The dynamic program knows one pass. The other passes in flight keep less under a smaller limit,
+    so several limits are tried, and the need of each result is computed with all passes. Single
+    layers from the front, as in Megatron's "block" recomputation, are candidates as well.
     """
     tried = [tuple((n, n + 1) for n in range(count)) for count in range(len(layers) + 1)]
     for step in range(1, LIMITS + 1) if others else (LIMITS,):

@@ -1,9 +1,9 @@
-"""The search: which layout, recomputation and codecs make the fastest step that fits.
+"""Search the layout, recomputation and codecs with the fastest step that fits.
 
-Layouts wait in a heap, by what no plan of theirs can beat: first by the compute of balanced stages,
-then, cut and placed, by the path through their stages with ideal messages, at last by a simulated
-step with their best choices. What comes off the heap simulated is next in the ranking, so nothing
-that a bound leaves out could have been better (A*, Hart, Nilsson and Raphael 1968).
+Layouts are in a heap, ordered by a lower bound of their steps: first the compute of balanced
+stages, then, cut and placed, the path through their stages with ideal messages, at last the
+simulated step with their best choices. A simulated layout that comes off the heap is next in the
+ranking, since no bound left in the heap is below its seconds (A*, Hart, Nilsson and Raphael 1968).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def search(
     batch: Batch,
     limits: Limits = DEFAULT,
 ) -> Found:
-    """The fastest plans of ``model`` on ``cluster`` within ``budget``, the best first.
+    """Find the fastest plans of ``model`` on ``cluster`` within ``budget``, the best first.
 
     Returns a ``Found`` without plans, but with a reason and the nearest plan, where nothing is
-    feasible. Codecs that the cluster has no figure for are left out, and named in it. Raises
-    HybridcompError where the cluster lacks another figure that is needed.
+    feasible. Codecs that the cluster has no measurement of are not used, and named in ``unpriced``.
+    Raises HybridcompError where the cluster lacks another figure that is needed.
     """
     job = calibrated(Job(model, cluster, batch, limits))
     budget, unpriced = budget.priced(job.can_price)
@@ -72,7 +72,7 @@ class _Search:
         self._count = 0
 
     def run(self) -> Found:
-        """Search, and answer."""
+        """Search, and return the answer."""
         every = list(layouts(self.job, self.refused))
         for layout in every:
             self._push(balanced_seconds(self.job, self.evaluator, layout), layout)
@@ -96,7 +96,7 @@ class _Search:
         heapq.heappush(self._heap, (bound, self._count, what))
 
     def _place(self, layout: Layout) -> None:
-        """Cut and recompute, with and without room for residuals."""
+        """Place ``layout`` with and without room for residuals, and push the results."""
         self.considered += 1
         feedback = any(choice.error_feedback for _, some in self.budget.allowed for choice in some)
         works = list(self.placer.places(layout, feedback and layout.size("replicas") > 1))
@@ -115,13 +115,13 @@ class _Search:
 
 
 def _family(layout: Layout) -> Layout:
-    """What differs in cuts, recomputation, levels or slices alone is one entry of the ranking."""
+    """Return the key of one entry of the ranking: no cuts, recomputation, levels, slice lengths."""
     slices = (1, 1) if layout.slices else ()
     return layout.replace(cuts=(), recompute=(), nodes=(), hierarchy=True, slices=slices)
 
 
 def balanced_seconds(job: Job, evaluator: Evaluator, layout: Layout) -> float:
-    """Seconds that no cuts of ``layout`` can beat: perfectly balanced stages, ideal messages."""
+    """Bound a step from below over all cuts: perfectly balanced stages, ideal messages."""
     speeds = job.cluster.speeds
     fastest = max(range(layout.ranks), key=speeds.__getitem__)
     ideal = evaluator.ideal(layout.zero_stage)

@@ -1,8 +1,8 @@
-"""Token slices of a layout: lengths whose passes take equally long.
+"""Slice sequences into token slices whose passes take equally long.
 
-A token costs what its matrix products cost, and more for every token before it that it looks at.
-Where slices take equally long none of them holds the others up; which number of them is best the
-search finds out. When a job starts, ``--slices auto`` chooses anew from times that it measures.
+A token costs the FLOPs of its matrix products, and more for every token before it that it attends
+to. Slices of equal time do not wait for each other; the search finds the best number of them. When
+a job starts, ``--slices auto`` chooses again from measured times.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.models.model import flops_of
 
-#: numbers of slices that are tried, and the tokens that a slice has at least
+#: numbers of slices to try, and the least tokens of a slice
 COUNTS, LEAST = (2, 4, 8, 16, 32, 64), 16
 
 
 def sliced(job: Job, layout: Layout) -> Iterator[tuple[int, ...]]:
-    """The lengths of the slices of a sequence, for every number of slices that is tried."""
+    """Yield the lengths of the slices of a sequence, for every number of slices to try."""
     for count in COUNTS:
         if count * LEAST <= job.batch.length:
             yield slice_lengths(job, layout, count)
 
 
 def slice_lengths(job: Job, layout: Layout, count: int) -> tuple[int, ...]:
-    """``count`` slices of equal FLOPs.
+    """Return the lengths of ``count`` slices of equal FLOPs.
 
-    Attention is counted as if nothing were masked, so that a sequence of L tokens costs
-    ``a L + b L^2``; of this a token at place p takes ``a + b p``.
+    FLOPs of a sequence of L tokens are ``a L + b L^2``, attention counted without a mask; a slice
+    is cut as if the token at place p cost ``a + b p``.
     """
     length = job.batch.length
     shape = replace(job.shape(layout), slices=1)

@@ -1,4 +1,4 @@
-"""Which layouts there are: every way to place the model on the ranks that the engine can run.
+"""Enumerate the layouts: all degrees over the ranks that the engine can run.
 
 Cuts and recomputation are not chosen here (``placing``): they depend on memory and on the devices.
 """
@@ -13,25 +13,25 @@ from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.layout import ContextWay, Layout
 from hybridcomp.plan.search.slicing import sliced
 
-#: virtual stages that are tried
+#: numbers of virtual stages to try
 VIRTUAL = (1, 2, 4)
 UNCUT = "the model cannot be cut so: "
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """Return all divisors of ``number``, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def world(job: Job) -> int:
-    """How many ranks a plan uses."""
+    """Return the number of ranks that a plan uses."""
     return job.limits.ranks or job.cluster.world_size
 
 
 def layouts(job: Job, refused: Counter[str]) -> Iterator[Layout]:
-    """Every layout of the space, without cuts. Counts in ``refused`` what each rule ruled out.
+    """Yield every layout of the space, without cuts; count in ``refused`` refusals by reason.
 
-    Where nothing is left but what the user has decided otherwise, that is counted, too.
+    Layouts that contradict the user's fixed fields are counted only where no other is left.
     """
     others: Counter[str] = Counter()
     found = False
@@ -43,7 +43,7 @@ def layouts(job: Job, refused: Counter[str]) -> Iterator[Layout]:
 
 
 def _every(job: Job, refused: Counter[str], others: Counter[str]) -> Iterator[Layout]:
-    """The same; ``others``: counts what is not as the user has decided."""
+    """Yield the layouts; count in ``others`` those that contradict the user's fixed fields."""
     ranks = world(job)
     mixture = any(layer.expert_parameters for layer in job.layers(Layout()))
     for tensor in divisors(ranks):
@@ -65,13 +65,13 @@ def _every(job: Job, refused: Counter[str], others: Counter[str]) -> Iterator[La
 def _decided(
     job: Job, base: Layout, refused: Counter[str], others: Counter[str]
 ) -> Iterator[Layout]:
-    """What there is of ``base``, unless the user has decided otherwise."""
+    """Yield the layouts of ``base``, none where it contradicts the user's fixed fields."""
     if _fixed(job, base, ("tensor", "stages", "context", "data", "expert", "mesh")):
         yield from _refined(job, base, refused, others)
 
 
 def _ways(job: Job, context: int) -> tuple[ContextWay, ...]:
-    """Of context parallelism: Megatron has a ring, a script of DeepSpeed may have ours."""
+    """Return the ways of context parallelism: Megatron has a ring, DeepSpeed may use ours."""
     found: tuple[ContextWay, ...] = ("ulysses", "ring")
     if job.limits.engine == "megatron":
         found = ("ring",)
@@ -83,7 +83,7 @@ def _ways(job: Job, context: int) -> tuple[ContextWay, ...]:
 
 
 def _fixed(job: Job, layout: Layout, names: tuple[str, ...]) -> bool:
-    """Whether these fields are what the user has decided."""
+    """Return whether these fields have the values that the user has fixed."""
     fixed = job.limits.fixed
     return all(getattr(layout, name) == fixed[name] for name in names if name in fixed)
 
@@ -91,7 +91,7 @@ def _fixed(job: Job, layout: Layout, names: tuple[str, ...]) -> bool:
 def _refined(
     job: Job, base: Layout, refused: Counter[str], others: Counter[str]
 ) -> Iterator[Layout]:
-    """``base`` with everything that does not change who holds what."""
+    """Yield ``base`` with every value of the fields that leave its groups as they are."""
     reason = _unfit(job, base)
     if reason is not None:
         refused[reason] += 1
@@ -125,7 +125,7 @@ def _refined(
 
 
 def _undecided(job: Job, layout: Layout) -> str | None:
-    """Why what the user has decided is nothing that ``layout`` can have."""
+    """Say why ``layout`` cannot have the values that the user has fixed; None where it can."""
     fixed, depth = job.limits.fixed, job.model.depth
     last = max((stop for _, stop in fixed.get("recompute", ())), default=0)
     if last > depth:
@@ -149,14 +149,14 @@ def _undecided(job: Job, layout: Layout) -> str | None:
 
 
 def _other(job: Job, layout: Layout, names: tuple[str, ...]) -> str:
-    """What the user has decided, and ``layout`` has otherwise."""
+    """Name the fixed values that ``layout`` does not have, in a sentence."""
     missed = [name for name in names if not _fixed(job, layout, (name,))]
     shown = ", ".join(f"{name}={job.limits.fixed[name]}" for name in missed)
     return f"none that is possible has {shown}, as was decided"
 
 
 def _whole(job: Job, cut: Layout) -> Iterator[Layout]:
-    """``cut`` with everything that does not change what a rank computes, and in slices."""
+    """Yield ``cut`` with every ZeRO stage, offload and hierarchy, whole and in token slices."""
     for zero_stage in _zero_stages(job, cut):
         for offload in _offloads(job, cut, zero_stage):
             for hierarchy in _levels(job, cut):
@@ -166,7 +166,7 @@ def _whole(job: Job, cut: Layout) -> Iterator[Layout]:
 
 
 def _slices(job: Job, layout: Layout) -> Iterator[tuple[int, ...]]:
-    """Token slices of a pipeline, which has nothing else that cuts tokens."""
+    """Yield token slices of a pipeline, none where another degree cuts tokens."""
     cuts_tokens = layout.context > 1 or layout.virtual > 1 or layout.expert > 1
     if not job.limits.owns("slices") or layout.stages == 1 or cuts_tokens:
         return
@@ -178,7 +178,7 @@ def _slices(job: Job, layout: Layout) -> Iterator[tuple[int, ...]]:
 
 
 def _levels(job: Job, layout: Layout) -> tuple[bool, ...]:
-    """Whether dp and zero go in two levels, where a group has several ranks on several nodes."""
+    """Return the values of ``hierarchy`` to try: both where nodes have several replicas each."""
     if "hierarchy" in job.limits.fixed:
         return (bool(job.limits.fixed["hierarchy"]),)
     nodes = job.nodes(layout, "replicas")
@@ -186,7 +186,7 @@ def _levels(job: Job, layout: Layout) -> tuple[bool, ...]:
 
 
 def _unfit(job: Job, layout: Layout) -> str | None:
-    """Why neither the model nor the engine can be cut so."""
+    """Say why the engine or the model cannot be cut into ``layout``; None where they can."""
     engine = job.limits.engine
     if layout.stages > job.model.depth:
         return "more stages than layers"
@@ -204,14 +204,14 @@ def _unfit(job: Job, layout: Layout) -> str | None:
 
 
 def _sequences(job: Job, layout: Layout) -> bool:
-    """Whether sequence parallelism is possible beside tensor parallelism."""
+    """Return whether sequence parallelism is possible beside tensor parallelism."""
     if job.limits.engine != "megatron" or layout.tensor == 1:
         return False
     return job.model.refuses(job.shape(layout.replace(sequence=True))) is None
 
 
 def _virtual(job: Job, layout: Layout, accumulation: int) -> tuple[int, ...]:
-    """Chunks of a stage: only Megatron interleaves, in whole rounds of micro-batches."""
+    """Return chunks a stage to try: only Megatron interleaves, in whole rounds of micro-batches."""
     if job.limits.engine != "megatron" or layout.stages == 1 or accumulation % layout.stages:
         return (1,)
     blocks = job.model.depth - 2
@@ -219,7 +219,7 @@ def _virtual(job: Job, layout: Layout, accumulation: int) -> tuple[int, ...]:
 
 
 def _zero_stages(job: Job, layout: Layout) -> tuple[int, ...]:
-    """Stages of ZeRO that the engine has beside the other degrees."""
+    """Return the stages of ZeRO that the engine has beside the other degrees."""
     if "zero_stage" in job.limits.fixed:
         return (int(job.limits.fixed["zero_stage"]),)
     if layout.size("replicas") == 1:
@@ -230,9 +230,9 @@ def _zero_stages(job: Job, layout: Layout) -> tuple[int, ...]:
 
 
 def _offloads(job: Job, layout: Layout, zero_stage: int) -> tuple[bool, ...]:
-    """Whether the optimizer may live on the host: ZeRO-Offload, without a pipeline.
+    """Return the values of ``offload`` to try: ZeRO-Offload, without a pipeline.
 
-    A CPU is its own host: the search does not propose it there, as it would make no room.
+    A CPU's memory is its host's: the search does not propose offload there, as it saves nothing.
     """
     possible = job.limits.engine == "deepspeed" and zero_stage >= 1 and layout.stages == 1
     asked = job.limits.fixed.get("offload", job.limits.offload and not job.on_cpu)
